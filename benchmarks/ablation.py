@@ -15,9 +15,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import mean
 
-from pipeline.config import actor_settings, loading
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import Measures, measure
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.simulator.analysis import Measures, measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 
 JOB = "examples/longtail.toml"
 FEWEST = ("steps=36",)

@@ -24,12 +24,12 @@ import numpy as np
 
 from benchmarks.endpoint import Told, stored_turns
 from examples.make_agent_model import SYMBOLS, games
-from pipeline.config import loading
-from pipeline.jobs.execution import execute
-from stores.audit import audit
-from stores.trajectory import Fate
-from stores.versioned import VersionedStore
-from tasks.training.tiny_model import Recipe, pretrain
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
+from staleflow.tasks.training.tiny_model import Recipe, pretrain
 
 JOB = "examples/agent_openai.toml"
 CALL = ('<tool_call>{"name": "guess", "arguments": {"digit": ', "}}</tool_call>")

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import actor_settings, deciding, loading
-from pipeline.config.schema import RunConfig
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import measure
-from pipeline.simulator.trace import Trace
-from tasks.engines.decoding import DecodingInstance
+from staleflow.pipeline.config import actor_settings, factories, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.pipeline.simulator.trace import Trace
+from staleflow.tasks.emulation.batch_simulator import DecodingInstance
 
 UNLIMITED: dict[str, Any] = {
     "hosts": 16, "concurrency": 4096, "step_s": 1e6, "episode_s": 1e7, "max_turns": 1000,
@@ -259,7 +259,7 @@ def _together_s(config: RunConfig) -> float:
     """Seconds until all responses of a batch have ended if each group goes, as one request, to the next instance."""
     engine, workload = config.rollout.engine, actor_settings.make_workload(config)
     instances = [
-        DecodingInstance(deciding.cost_model(config), kv_capacity=engine.kv_tokens, max_running=engine.max_running)
+        DecodingInstance(factories.cost_model(config), kv_capacity=engine.kv_tokens, max_running=engine.max_running)
         for _ in range(config.rollout.instances)
     ]
     for group in range(config.batch.groups_per_step):

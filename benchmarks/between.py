@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import prompts, settings
-from stores.trajectory import InstanceId, TrajectoryId
-from tasks.engines.base import Engine, Request
+from staleflow.stores.trajectory import InstanceId, TrajectoryId
+from staleflow.tasks.engines.base import Engine, Request
 
 PARTS = ("forward", "sampling", "library", "ours, loop", "ours, beside")
 POSITIONS = 4096

@@ -11,8 +11,8 @@ from typing import Any
 
 from distributed.protocol.core import dumps, loads
 
-from pipeline.scheduler.board import Board
-from pipeline.scheduler.dashboard import View
+from staleflow.pipeline.cluster.dashboard import View
+from staleflow.pipeline.cluster.job_registry import Board
 
 STEPS = 1000
 """Training steps that a watched job has done."""

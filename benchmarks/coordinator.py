@@ -14,10 +14,10 @@ import statistics
 import time
 from typing import Any
 
-from pipeline.config import deciding, loading
-from pipeline.coordination.commands import Command, Draw, Route
-from pipeline.coordination.coordinator import Coordinator
-from pipeline.coordination.events import (
+from staleflow.pipeline.config import factories, loading
+from staleflow.pipeline.coordination.commands import Command, Draw, Route
+from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.events import (
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -28,7 +28,7 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 SIZES = ((16, 1_024), (128, 8_192), (1_024, 65_536))
 KINDS = ("GroupsArrived", "InstanceReported", "TrajectorySampled", "TrajectoryScored", "VersionPublished", "Tick")
@@ -47,7 +47,7 @@ class Bench:
                 "migration": "largest_gain", "engine": {"name": "emulated", "max_running": 64, "kv_tokens": 10**6},
             },
         }  # fmt: skip
-        self.coordinator: Coordinator = deciding.make_coordinator(loading.from_tree(tree))
+        self.coordinator: Coordinator = factories.make_coordinator(loading.from_tree(tree))
         self.rng = random.Random(0)
         self.now = 0.0
         self.seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from stores.parameters import ParameterFolder, read
-from stores.trajectory import PolicyVersion
-from tasks.training.packing import Row
-from tasks.training.policy import TrainerSettings
-from tasks.training.policy_trainer import PolicyTrainer
-from tasks.training.settings import TrainingConfig
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.weight_folder import ParameterFolder, read
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.policy import TrainerSettings
+from staleflow.tasks.training.policy_trainer import PolicyTrainer
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 PROMPT_TOKENS = 8
 RESPONSE_TOKENS = 24

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stores.trajectory import InstanceId, TrajectoryId
-from stores.versioned import VersionedStore
-from tasks.engines.drafting import Drafter
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import InstanceId, TrajectoryId
+from staleflow.tasks.engines.response_drafter import Drafter
 
 SOURCES = ("itself", "siblings here", "all siblings", "history", "all siblings and history")
 

@@ -43,16 +43,16 @@ import httpx
 import numpy as np
 import psutil
 
-from pipeline.config import actor_settings, loading
-from pipeline.jobs.execution import execute
-from stores.audit import audit
-from stores.trajectory import Segment, Trajectory
-from stores.versioned import VersionedStore
-from tasks.endpoint.server import EndpointServer
-from tasks.endpoint.settings import EndpointSettings
-from tasks.endpoint.turns import SampledTurn
-from tasks.task_source import Message
-from tasks.training.tiny_model import Recipe, pretrain
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Segment, Trajectory
+from staleflow.tasks.endpoint.server import EndpointServer
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.settings.endpoint_settings import EndpointSettings
+from staleflow.tasks.training.tiny_model import Recipe, pretrain
 
 DEMO = "examples/agent_openai.toml"
 TOKENS = 100

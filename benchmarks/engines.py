@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.actors.calls import answers_calls
-from tasks.actors.server_answers import Payload
-from tasks.adapters import LoraConfig
-from tasks.engines.base import Engine, Request, Sampled
-from tasks.engines.settings import EngineSettings
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.actors.actor_calls import answers_calls
+from staleflow.tasks.actors.server_messages import Payload
+from staleflow.tasks.engines.adapters import LoraConfig
+from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.engine_settings import EngineSettings
 
 PROMPT, NEW = 32, 96
 """Tokens of each prompt, and of each response: no id ends one, so that all systems sample the same number."""
@@ -67,10 +67,10 @@ def settings(engine: str, model: str, running: int, dtype: str = "float32", **ch
     shape = {"max_running": running, "kv_tokens": running * (PROMPT + NEW + 32), "max_batch_tokens": 2048}
     values = {**COMMON, **shape, "model": model, "dtype": dtype, **changes}
     if engine == "vllm":
-        from tasks.engines.settings import VllmSettings
+        from staleflow.tasks.engines.engine_settings import VllmSettings
 
         return VllmSettings(**values)
-    from tasks.engines.settings import TransformersSettings
+    from staleflow.tasks.engines.engine_settings import TransformersSettings
 
     return TransformersSettings(**values)
 
@@ -80,8 +80,8 @@ def settings(engine: str, model: str, running: int, dtype: str = "float32", **ch
 
 def offline(model: str, count: int, running: int) -> float:
     """vLLM's own generate, with the engine's arguments."""
-    from tasks.engines.vllm import ENVIRONMENT
-    from tasks.engines.vllm_sizes import cache_bytes
+    from staleflow.tasks.engines.vllm import ENVIRONMENT
+    from staleflow.tasks.engines.vllm_sizes import cache_bytes
 
     os.environ.update(ENVIRONMENT, TORCHDYNAMO_DISABLE="1")
     from vllm import LLM, SamplingParams
@@ -120,8 +120,8 @@ def actor(engine: str, model: str, count: int, running: int) -> float:
     import dask
     from distributed import Client, LocalCluster
 
-    from pipeline.runtime.local_cluster import worker_environment
-    from tasks.actors.rollout_instance import RolloutInstance, RouteItem
+    from staleflow.pipeline.processes.local_cluster import worker_environment
+    from staleflow.tasks.actors.rollout_instance import RolloutInstance, RouteItem
 
     async def sample(instance: Any, server: Any, first: int, wanted: int) -> float:
         items = tuple(
@@ -162,7 +162,7 @@ def generate(model: str, count: int, running: int) -> float:
     """Hugging Face generate, in padded batches of as many as run at once elsewhere. No logprobs."""
     import torch
 
-    from tasks.engines.transformers import load_model
+    from staleflow.tasks.engines.transformers import load_model
 
     torch.set_num_threads(1)
     policy = load_model(model, "float32", "cpu", "sdpa")
@@ -220,7 +220,7 @@ def adapter(model: Any) -> dict[str, Any]:
     """A random adapter of a model's linear layers but the last, as LORA describes it."""
     import torch
 
-    from tasks.adapters import AdapterLayer
+    from staleflow.tasks.engines.adapters import AdapterLayer
 
     found = {}
     for name, module in model.named_modules():
@@ -234,8 +234,8 @@ def adapter(model: Any) -> dict[str, Any]:
 def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
     import torch
 
-    from stores.parameters import ParameterFolder
-    from tasks.engines.transformers import load_model
+    from staleflow.stores.weights.weight_folder import ParameterFolder
+    from staleflow.tasks.engines.transformers import load_model
 
     torch.set_num_threads(1)
     loaded = load_model(model, "float32", "cpu", "sdpa")
@@ -301,7 +301,7 @@ def logprobs(model: str, count: int, running: int) -> None:
     """Stored logprobs of `count` sampled tokens against the trainer's own, weights equal, float32 master weights."""
     import torch
 
-    from tasks.engines.transformers import forward_logprobs, load_model
+    from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 
     print("| dtype | tokens | mean difference, nats | largest |\n|---|---|---|---|")
     torch.set_num_threads(1)

@@ -17,10 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
-from pipeline.config import loading
-from pipeline.jobs.execution import execute
-from stores.audit import audit
-from stores.versioned import VersionedStore
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.versioned import VersionedStore
 
 SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "eta": {

@@ -12,8 +12,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, GroupId, PolicyVersion, TrajectoryId
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectory import AbortReason, GroupId, PolicyVersion, TrajectoryId
 
 ETA = 3
 SAMPLES = 2000

@@ -22,10 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from pipeline.config import actor_settings, fields, loading
-from pipeline.config.schema import RunConfig
-from stores.base import LedgerState, StepRecord, batch_fingerprint, id_ranges
-from stores.trajectory import (
+from staleflow.pipeline.config import actor_settings, knob_tree, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.trajectories.records import LedgerState, StepRecord, batch_fingerprint, id_ranges
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import (
     AbortReason,
     Ended,
     Fate,
@@ -38,7 +39,6 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from stores.versioned import VersionedStore
 
 GROUPS, SIZE, TOKENS, PROMPT = 64, 8, 480, 33
 """512 responses a step, of 240 to 720 tokens, with their prompts: 263 million tokens in 1,000 steps."""
@@ -56,7 +56,7 @@ def make_config(folder: Path, steps: int) -> RunConfig:
          "rollout": {"engine": {"name": "emulated"}, "instances": 8}}
     )  # fmt: skip
     config.run_dir.mkdir(parents=True)
-    (config.run_dir / "config.toml").write_text(fields.to_toml(config))
+    (config.run_dir / "config.toml").write_text(knob_tree.to_toml(config))
     return config
 
 
@@ -114,8 +114,8 @@ def make_store(config: RunConfig) -> tuple[float, float]:
 
 def make_journal(config: RunConfig) -> None:
     """Simulate the run, with short responses, and record it."""
-    from pipeline.runtime.run_journal import RunJournal
-    from pipeline.simulator.body import SimulatedRun
+    from staleflow.pipeline.recovery.run_journal import RunJournal
+    from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 
     book = RunJournal(config.run_dir / "events.jsonl")
     SimulatedRun(config, actor_settings.make_workload(config), observe=book.append).run()
@@ -130,7 +130,7 @@ class Measured:
         begin = time.perf_counter()
         cpu_s: dict[int, float] = {}
         self.most_mib = 0.0
-        command = [sys.executable, "-m", "cli.main", *map(str, words)]
+        command = [sys.executable, "-m", "staleflow.cli.main", *map(str, words)]
         with tempfile.TemporaryFile() as out, subprocess.Popen(command, stdout=out, start_new_session=True) as process:
             while process.poll() is None:
                 found = of_session(process.pid)

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import agentic
-from pipeline.config.model_facts import inspect_model
-from pipeline.config.schema import RunConfig
-from pipeline.runtime.actors import Actors
-from pipeline.runtime.driver import Driver
-from pipeline.runtime.run_folder import prepare_run_dir
-from pipeline.runtime.workers import connect
-from stores.trajectory import Given
-from stores.versioned import VersionedStore
-from tasks.engines.base import EngineLoad
+from staleflow.pipeline.config.model_facts import inspect_model
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.processes.dask_workers import connect
+from staleflow.pipeline.recovery.run_folder import prepare_run_dir
+from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.driver import Driver
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Given
+from staleflow.tasks.engines.base import EngineLoad
 
 PART = "prefix_real"
 TURNS = 10
@@ -72,7 +72,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from tasks.training.tiny_model import make_tokenizer
+    from staleflow.tasks.training.tiny_model import make_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -19,15 +19,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cli.profile import command as profile
-from pipeline.config import actor_settings, loading
-from pipeline.config.schema import RunConfig
-from pipeline.coordination import journal
-from pipeline.jobs.execution import execute
-from pipeline.profiling.latencies import latencies
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import Measures, measure
-from pipeline.simulator.trace import Trace
+from staleflow.cli.profile import command as profile
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.profiling.latencies import latencies
+from staleflow.pipeline.simulator.analysis import Measures, measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.pipeline.simulator.trace import Trace
 
 DEMO = "examples/demo.toml"
 EMULATED = (

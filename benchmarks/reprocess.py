@@ -21,12 +21,13 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 import numpy as np
 
-from pipeline.config import actor_settings, fields, loading, user_files
-from pipeline.config.schema import RunConfig
-from pipeline.offline import reprocessing
-from pipeline.offline.pool import local_pool
-from stores.base import LedgerState, StepRecord
-from stores.trajectory import (
+from staleflow.pipeline.config import actor_settings, knob_tree, loading, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.stored_runs import reward_rescoring
+from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import (
     Ended,
     Fate,
     FinishReason,
@@ -37,8 +38,7 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from stores.versioned import VersionedStore
-from tasks.environments import extract_answer, make_reward
+from staleflow.tasks.sources.task_sources import extract_answer, make_reward
 
 TOKENS = 500
 
@@ -102,7 +102,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = user_files.located(loading.load(args.job, (f"runs_dir={folder}", "name=large")))
         config.run_dir.mkdir()
-        (config.run_dir / "config.toml").write_text(fields.to_toml(config))
+        (config.run_dir / "config.toml").write_text(knob_tree.to_toml(config))
         begin = time.perf_counter()
         make_store(config, args.count)
         size_mib = sum(p.stat().st_size for p in config.run_dir.rglob("*") if p.is_file()) / 2**20
@@ -117,7 +117,7 @@ def main() -> None:
             watch.start()
             marks: list[tuple[float, int]] = []
             begin = time.perf_counter()
-            result = reprocessing.reprocess(
+            result = reward_rescoring.reprocess(
                 config.run_dir, args.reward, "again", pool, lambda done, _: marks.append((time.perf_counter(), done))
             )
             seconds = time.perf_counter() - begin

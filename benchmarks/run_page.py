@@ -22,10 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from pipeline.config import actor_settings, fields, loading
-from pipeline.config.schema import RunConfig
-from stores.base import LedgerState, StepRecord
-from stores.trajectory import (
+from staleflow.pipeline.config import actor_settings, knob_tree, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import (
     Ended,
     Fate,
     FinishReason,
@@ -37,7 +38,6 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from stores.versioned import VersionedStore
 
 LIMIT_S, LIMIT_MIB = 1.0, 300
 """What a step's page may take on one core, and its process hold."""
@@ -52,7 +52,7 @@ def make_run(folder: Path, count: int, groups: int, size: int) -> RunConfig:
          "rollout": {"engine": {"name": "emulated"}}}
     )  # fmt: skip
     config.run_dir.mkdir(parents=True)
-    (config.run_dir / "config.toml").write_text(fields.to_toml(config))
+    (config.run_dir / "config.toml").write_text(knob_tree.to_toml(config))
     rng = np.random.default_rng(0)
     store = VersionedStore.create(config.run_dir / "store", actor_settings.run_header(config))
     for step in range(config.steps):
@@ -117,7 +117,16 @@ def main() -> None:
             f"{args.count} trajectories in {config.steps} steps, made in {time.perf_counter() - begin:.0f} s",
             flush=True,
         )
-        command = [sys.executable, "-m", "cli.main", "view", str(config.run_dir), "--port", "0", "--no-browser"]
+        command = [
+            sys.executable,
+            "-m",
+            "staleflow.cli.main",
+            "view",
+            str(config.run_dir),
+            "--port",
+            "0",
+            "--no-browser",
+        ]
         one_core = ["taskset", "-c", "0"] if sys.platform == "linux" else []
         begin = time.perf_counter()
         server = subprocess.Popen([*one_core, *command], stdout=subprocess.PIPE, text=True)

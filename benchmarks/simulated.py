@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import actor_settings, deciding, fields, loading
-from pipeline.config.schema import RunConfig
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import measure
+from staleflow.pipeline.config import actor_settings, factories, knob_tree, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 
 MODELS = {
     # Decode-step fits published with StaleFlow (PSRL, Apache-2.0; seconds). prefill: k3, see
-    # tasks/engines/cost_model.py. kv_tokens: a 96 GB GPU's memory (two for the 32B model) at 90 %, less bfloat16
+    # tasks/emulation/cost_model.py. kv_tokens: a 96 GB GPU's memory (two for the 32B model) at 90 %, less bfloat16
     # weights, over the model's KV bytes a token.
     "7B": {"k1": 3.35e-08, "k2": 0.0064, "b": 0.0027, "k3": 0.0001231, "k4": 0.0028, "kv_tokens": 1_240_000},
     "14B": {"k1": 1.165e-07, "k2": 0.012303, "b": 0.0049075, "k3": 0.0002441, "k4": 0.0019663689, "kv_tokens": 290_000},
@@ -145,14 +145,14 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
         "simulation": {"report_s": 10.0, "pull_s": 2.0, "gpus_per_instance": gpus, "trainer_gpus": size * gpus},
     }
     for override in row.overrides:
-        fields.apply_override(tree, override)
+        knob_tree.apply_override(tree, override)
     tree["simulation"]["train_s"] = least_work_s(loading.from_tree(tree)) / TRAINER_SHARE
     return loading.from_tree(tree)
 
 
 def least_work_s(config: RunConfig) -> float:
     """Seconds that decoding and prefilling an average batch takes all (rollout) instances at their best rate."""
-    cost, workload, members = deciding.cost_model(config), actor_settings.make_workload(config), config.members_started
+    cost, workload, members = factories.cost_model(config), actor_settings.make_workload(config), config.members_started
     tokens = context = prefilled = count = 0.0
     for group in range(256):
         for member in range(members):

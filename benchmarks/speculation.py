@@ -22,15 +22,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.schema import CostConfig
-from pipeline.coordination.draft_lengths import DraftLengths
-from pipeline.coordination.events import StepsTaken
-from pipeline.coordination.fleet import MutableFleet
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from stores.versioned import VersionedStore
-from tasks.engines.base import Engine, Request, Sampled
-from tasks.engines.cost_model import CostModel
-from tasks.engines.settings import Speculation, VllmSettings
+from staleflow.pipeline.config.schema import CostConfig
+from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.events import StepsTaken
+from staleflow.pipeline.coordination.fleet import MutableFleet
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.engine_settings import Speculation, VllmSettings
 
 PROMPTS = (
     "What is 17 + 25 + 8? Show the sum step by step.",

@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config import loading
-from pipeline.jobs.execution import execute
-from stores.audit import audit
-from stores.trajectory import Fate
-from stores.versioned import VersionedStore
-from tasks.training.tiny_model import SPECIAL, Recipe, pretrain
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
+from staleflow.tasks.training.tiny_model import SPECIAL, Recipe, pretrain
 
 JOB = "examples/agent_openai.toml"
 GAME = "Hangman-v0"

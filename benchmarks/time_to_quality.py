@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import learning
-from pipeline.config import loading
-from stores.trajectory import Fate
-from stores.versioned import VersionedStore
+from staleflow.pipeline.config import loading
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
 
 BOUNDS = (0, 1, 2, 4, 8)
 SEEDS = (11, 12, 13)

@@ -38,10 +38,10 @@ from typing import Any
 
 import numpy as np
 
-from tasks.training.packing import Row, microbatches
-from tasks.training.policy import TrainerSettings
-from tasks.training.rank import ALONE, Rank
-from tasks.training.settings import LossConfig, TrainingConfig
+from staleflow.tasks.training.microbatches import Row, microbatches
+from staleflow.tasks.training.policy import TrainerSettings
+from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.trainer_settings import LossConfig, TrainingConfig
 
 GROUP = 8
 MEDIAN, SPREAD, LONGEST = 70, 0.8, 512
@@ -69,7 +69,7 @@ def make_model(folder: Path, vocabulary: int) -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from tasks.training.tiny_model import make_tokenizer
+    from staleflow.tasks.training.tiny_model import make_tokenizer
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -107,7 +107,7 @@ def make_rows(groups: int, vocabulary: int, prompts: Sequence[int] = range(16, 6
 
 def our_step(model: Path, loss: str, rank: Rank = ALONE, **changes: Any) -> Callable[[Sequence[Row]], float]:
     """A step of this project's trainer on rows; gives the gradient's norm."""
-    from tasks.training.policy_trainer import PolicyTrainer
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
     training = TrainingConfig(
         learning_rate=1e-9, microbatch_tokens=BUDGET, loss=LossConfig(name=loss), measured_rows=0, **changes
@@ -290,7 +290,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 def prompts_table(vocabulary: int, groups: int, rounds: int) -> None:
     """Print the CPU seconds of a step with each group's prompt computed once, over those of one without that."""
-    from tasks.training import shared_prompts
+    from staleflow.tasks.training import shared_prompts
 
     least = shared_prompts.LEAST_SAVED
     print(f"vocabulary {vocabulary:,}, {groups} groups of {GROUP}, {rounds} rounds")
@@ -321,18 +321,18 @@ def memory(model: Path, rows: Sequence[Row], *, chunks: bool, again: bool) -> tu
     """Bytes of weights, gradients and optimizer, and those that a step takes at most besides. For a fresh process."""
     import torch
 
-    from stores import parameters
-    from tasks.training import head, policy_trainer
+    from staleflow.stores.weights import weight_folder
+    from staleflow.tasks.training import lm_head, policy_trainer
 
     torch.set_num_threads(1)
     assert policy_trainer  # loaded before memory is looked at
     if not chunks:
-        head.CHUNK_BYTES = 2**40
+        lm_head.CHUNK_BYTES = 2**40
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     step = our_step(model, PPO, recompute_activations=again)
     step(rows[:1])  # after which the optimizer has its moments
     step(rows)
-    held = 16 * sum(tensor.numel() for tensor in parameters.read(model / "model.safetensors").values())
+    held = 16 * sum(tensor.numel() for tensor in weight_folder.read(model / "model.safetensors").values())
     return held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before - held
 
 
@@ -342,7 +342,7 @@ def resident(model: Path, rows: Sequence[Row], rank: Rank) -> float:
     import psutil
     import torch
 
-    from tasks.training import policy_trainer
+    from staleflow.tasks.training import policy_trainer
 
     torch.set_num_threads(1)
     assert policy_trainer

@@ -3,7 +3,8 @@
 Two hosts, as worker processes on 127.0.0.1 and 127.0.0.2 with a folder in memory each, four instances on either. The
 version is on the first host; all instances ask for it at once. Seconds are compared with a plain copy of the same bytes
 from memory to memory, made in the same run before and after. "Resident" is the growth of the receiving process' largest
-resident set (VmHWM) over what it was before. The hash is that of stores/weight_hash.py and that of earlier versions.
+resident set (VmHWM) over what it was before. The hash is that of stores/weights/weight_hash.py and that of earlier
+versions.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
-from pipeline.runtime.transfers import Transfers
-from stores.trajectory import PolicyVersion
-from tasks.actors.calls import answers_calls, call
-from tasks.actors.parameter_server import ParameterServer
+from staleflow.pipeline.weights.weight_transfers import Transfers
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.tasks.actors.actor_calls import answers_calls, call
+from staleflow.tasks.actors.parameter_server import ParameterServer
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 INSTANCES = 4
@@ -152,7 +153,7 @@ def hashing(num_bytes: int) -> None:
     """Print what hashing a model of so many bytes costs."""
     import torch
 
-    from stores.weight_hash import fingerprint, matches
+    from staleflow.stores.weights.weight_hash import fingerprint, matches
 
     # One tensor in four is large, as embeddings are.
     sizes = [num_bytes // 4, *[num_bytes // 256] * 192]

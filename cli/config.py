@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cli.job import check as check_inputs
+from staleflow.cli.job import check as check_inputs
 
 if TYPE_CHECKING:
-    from pipeline.config.fields import Explained
+    from staleflow.pipeline.config.knob_tree import Explained
 
 
 @click.group("config")
@@ -28,13 +28,13 @@ def command() -> None:
 def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, check: bool) -> None:
     """Print every value with its meaning and limits, and the derived numbers; then check what the job names, as `run`
     does before it starts anything."""
-    from pipeline.config import checks, loading, user_files
-    from pipeline.config.schema import explain as explained
+    from staleflow.pipeline.config import loading, preflight, user_files
+    from staleflow.pipeline.config.schema import explain as explained
 
     config = loading.load(config_path, overrides)
     print_values(explained(config), as_json=as_json)
     if check:
-        checks.check_names(config)
+        preflight.check_names(config)
         if check_inputs(user_files.located(config)) and config.has_texts:
             click.echo("checked: the files, model, data and reward that it names can be used", err=True)
 
@@ -55,7 +55,7 @@ def print_values(rows: Sequence[Explained], *, as_json: bool) -> None:
 @command.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of job files. Editors check and complete a file whose first line is `#:schema PATH`."""
-    from pipeline.config.json_schema import json_schema
-    from pipeline.config.schema import RunConfig
+    from staleflow.pipeline.config.json_schema import json_schema
+    from staleflow.pipeline.config.schema import RunConfig
 
     click.echo(json.dumps(json_schema(RunConfig), indent=2))

@@ -16,13 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.snapshot import Snapshot
-from pipeline.jobs.execution import RunEnd
-from pipeline.jobs.summary import step_line
-from pipeline.runtime.evaluation import Evaluation, evaluating, not_comparable, shown
-from pipeline.runtime.outcomes import Outcomes
-from stores.metrics import tokens_per_s
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.jobs.execution import RunEnd
+from staleflow.pipeline.jobs.summary import step_line
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluating, not_comparable, shown
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.metrics import tokens_per_s
 
 BAR_CELLS = 24
 """Width of a staleness buffer's bar, in characters."""

@@ -36,8 +36,8 @@ def command(
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from pipeline.config.fields import apply_override
-    from pipeline.config.first_job import Brought, write_first_job
+    from staleflow.pipeline.config.first_job import Brought, write_first_job
+    from staleflow.pipeline.config.knob_tree import apply_override
 
     if sys.stdin.isatty() and sys.stdout.isatty() and not (yes or data or model or reward):
         click.echo("Enter takes what is in brackets.")

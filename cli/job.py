@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from cli.display import Display
-    from pipeline.config.schema import RunConfig
-    from pipeline.jobs.execution import RunEnd
+    from staleflow.cli.display import Display
+    from staleflow.pipeline.config.schema import RunConfig
+    from staleflow.pipeline.jobs.execution import RunEnd
 
 
 store_option = click.option(
@@ -26,11 +26,11 @@ store_option = click.option(
 
 def load_new(config_path: str, overrides: tuple[str, ...]) -> RunConfig:
     """The job of a file, with absolute paths. Raises ConfigError, also if its run's name is taken."""
-    from pipeline.config import checks, loading, user_files
-    from pipeline.runtime.run_folder import refuse_used
+    from staleflow.pipeline.config import loading, preflight, user_files
+    from staleflow.pipeline.recovery.run_folder import refuse_used
 
     config = loading.load(config_path, overrides)
-    checks.check_names(config)
+    preflight.check_names(config)
     config = user_files.located(config)
     refuse_used(config.run_dir)
     return config
@@ -39,9 +39,9 @@ def load_new(config_path: str, overrides: tuple[str, ...]) -> RunConfig:
 def check(config: RunConfig, *, here: bool = True) -> bool:
     """Check what a job names, and print what could not be checked. here: whether it runs on this machine. Returns
     whether there was nothing to print. Raises ConfigError."""
-    from pipeline.config import checks
+    from staleflow.pipeline.config import preflight
 
-    lines = checks.check_job(config, here=here)
+    lines = preflight.check_job(config, here=here)
     for line in lines:
         click.echo(line, err=True)
     return not lines
@@ -60,7 +60,7 @@ def warm_up(config: RunConfig, verbose: int) -> None:
     os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose > 1 else "critical")
 
     if config.cluster.kind == "local":
-        from pipeline.runtime import local_cluster
+        from staleflow.pipeline.processes import local_cluster
 
         local_cluster.prepare(config.cluster.threads, local_cluster.modules(emulated=config.emulated))
 
@@ -80,11 +80,11 @@ def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool)
 def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tuple[Display, RunEnd]:
     """Run or resume a job with a live view; returns the view and how the job ended. Exits with 130 if it was stopped
     before it began."""
-    from cli.display import Display
-    from cli.interrupts import end_at_once
-    from cli.verbosity import logging_to
-    from pipeline.jobs.execution import execute
-    from pipeline.jobs.stopping import Interrupted, Signals
+    from staleflow.cli.display import Display
+    from staleflow.cli.interrupts import end_at_once
+    from staleflow.cli.verbosity import logging_to
+    from staleflow.pipeline.jobs.execution import execute
+    from staleflow.pipeline.jobs.stopping import Interrupted, Signals
 
     display = Display(config, quiet=quiet, verbosity=verbose)
 

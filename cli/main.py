@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import io
 import os
 import sys
-from pathlib import Path
 
 import click
 
-from cli.lazy import LazyGroup
+from staleflow.cli.lazy import LazyGroup
 
 COMMANDS = {
-    "init": ("cli.init", "write a first job, with data, reward and model if you have none"),
-    "run": ("cli.run", "run a job from start to end, with live progress"),
-    "resume": ("cli.resume", "resume a stored run where it stopped"),
-    "submit": ("cli.jobs:submit", "submit a job to a Dask cluster; it keeps running after you disconnect"),
-    "jobs": ("cli.jobs:list_jobs", "list the jobs of a cluster"),
-    "status": ("cli.jobs:status", "show a job's progress and what it waits for"),
-    "logs": ("cli.jobs:logs", "print a job's log"),
-    "retire": ("cli.jobs:retire", "have a job give up one of its workers, losing nothing"),
-    "cancel": ("cli.jobs:cancel", "stop a job at its next step"),
-    "train-offline": ("cli.train_offline", "train on stored trajectories, without rollout"),
-    "simulate": ("cli.simulate", "run a job in virtual time: how long it would take, and why"),
-    "profile": ("cli.profile", "measure an engine's decode steps and fit the cost model"),
-    "config": ("cli.config", "explain a job file, or print the schema"),
-    "view": ("cli.view", "show a run in the browser, live or finished"),
-    "serve": ("cli.serve:serve", "serve a run's policy, or a model, over HTTP"),
-    "chat": ("cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),
-    "store": ("cli.store", "inspect, audit and process stored runs"),
-    "replay": ("cli.replay", "replay a run's recorded events and compare the commands"),
-    "doctor": ("cli.doctor", "check what works on this machine"),
+    "init": ("staleflow.cli.init", "write a first job, with data, reward and model if you have none"),
+    "run": ("staleflow.cli.run", "run a job from start to end, with live progress"),
+    "resume": ("staleflow.cli.resume", "resume a stored run where it stopped"),
+    "submit": (
+        "staleflow.cli.cluster_jobs:submit",
+        "submit a job to a Dask cluster; it keeps running after you disconnect",
+    ),
+    "jobs": ("staleflow.cli.cluster_jobs:list_jobs", "list the jobs of a cluster"),
+    "status": ("staleflow.cli.cluster_jobs:status", "show a job's progress and what it waits for"),
+    "logs": ("staleflow.cli.cluster_jobs:logs", "print a job's log"),
+    "retire": ("staleflow.cli.cluster_jobs:retire", "have a job give up one of its workers, losing nothing"),
+    "cancel": ("staleflow.cli.cluster_jobs:cancel", "stop a job at its next step"),
+    "train-offline": ("staleflow.cli.train_offline", "train on stored trajectories, without rollout"),
+    "simulate": ("staleflow.cli.simulate", "run a job in virtual time: how long it would take, and why"),
+    "profile": ("staleflow.cli.profile", "measure an engine's decode steps and fit the cost model"),
+    "config": ("staleflow.cli.config", "explain a job file, or print the schema"),
+    "view": ("staleflow.cli.view", "show a run in the browser, live or finished"),
+    "serve": ("staleflow.cli.serve:serve", "serve a run's policy, or a model, over HTTP"),
+    "chat": ("staleflow.cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),
+    "store": ("staleflow.cli.store", "inspect, audit and process stored runs"),
+    "replay": ("staleflow.cli.replay", "replay a run's recorded events and compare the commands"),
+    "doctor": ("staleflow.cli.doctor", "check what works on this machine"),
 }
-PACKAGES = ("pipeline", "tasks", "stores")
-"""Our other top-level packages, which modules of the same name on PYTHONPATH would replace."""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """Errors of an output that takes no more."""
 
@@ -48,7 +47,7 @@ def cli() -> None:
 
 def entry() -> None:
     """Be the `staleflow` command: run `main`, and end this process."""
-    from cli.exits import LastExit
+    from staleflow.cli.exits import LastExit
 
     last = LastExit()
     try:
@@ -60,11 +59,8 @@ def entry() -> None:
 
 def main() -> None:
     """Run the command that sys.argv names. Errors are one line; exit code 2 for wrong input, 1 for failures."""
-    from cli.interrupts import ctrl_c
-
-    if other := module_in_the_way():
-        fail(other, 2)
-    from stores.errors import StaleflowError
+    from staleflow.cli.interrupts import ctrl_c
+    from staleflow.stores.errors import StaleflowError
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -92,7 +88,7 @@ def main() -> None:
 
 def told(error: Exception) -> tuple[str, int, str]:
     """How an error is told: its line, the exit code, and the command it names as its origin."""
-    from stores.errors import ConfigError, ProtocolViolation
+    from staleflow.stores.errors import ConfigError, ProtocolViolation
 
     if isinstance(error, click.UsageError):
         where = error.ctx.command_path if error.ctx else "staleflow"
@@ -111,18 +107,6 @@ def discard_output() -> None:
     """Let nothing more be written to a standard output that failed: Python would try again when it exits."""
     if sys.stdout is sys.__stdout__:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def module_in_the_way() -> str:
-    """One line on a module that would be imported in place of one of our packages; empty if there is none."""
-    home = Path(__file__).resolve().parents[1]
-    for name in PACKAGES:
-        spec = importlib.util.find_spec(name)
-        found = Path(spec.origin) if spec is not None and spec.origin else None
-        if found is not None and found.resolve().parent != home / name:
-            other = found.parent if found.name == "__init__.py" else found
-            return f"{other} is imported in place of our own `{name}`; rename it, or take its folder off PYTHONPATH"
-    return ""
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError
 
 
 def claim_folder(folder: Path, option: str) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cli.output import claim_folder
+from staleflow.cli.output import claim_folder
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import RunConfig
-    from pipeline.profiling.measure import Profile
+    from staleflow.pipeline.config.schema import RunConfig
+    from staleflow.pipeline.profiling.engine_profile import Profile
 
 
 @click.command("profile")
@@ -32,9 +32,9 @@ def command(
     CONFIG: measure the job's engine alone on this machine. RUN: folder of a finished run; use what it measured under
     real load, including the latencies of everything but decoding.
     """
-    from pipeline.config import loading
-    from pipeline.profiling import measure as profiling
-    from pipeline.runtime.run_folder import require_run
+    from staleflow.pipeline.config import loading
+    from staleflow.pipeline.profiling import engine_profile as profiling
+    from staleflow.pipeline.recovery.run_folder import require_run
 
     if Path(source).is_dir():
         require_run(Path(source))
@@ -64,12 +64,12 @@ def measure_engine(config: RunConfig, steps: int, max_running: int | None, *, qu
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-    from pipeline.config import actor_settings
-    from pipeline.config.model_facts import inspect_model
-    from pipeline.profiling import measure as profiling
-    from pipeline.profiling.fit import fit_verified
-    from pipeline.profiling.measure_drafts import measure_drafted
-    from stores.trajectory import InstanceId
+    from staleflow.pipeline.config import actor_settings
+    from staleflow.pipeline.config.model_facts import inspect_model
+    from staleflow.pipeline.profiling import engine_profile as profiling
+    from staleflow.pipeline.profiling.draft_profile import measure_drafted
+    from staleflow.pipeline.profiling.fit import fit_verified
+    from staleflow.stores.trajectory import InstanceId
 
     facts = inspect_model(config)
     rollout = config.rollout
@@ -108,7 +108,7 @@ def without_drafts(config: RunConfig) -> RunConfig:
 
 def print_profile(profile: Profile, path: Path) -> None:
     """Print the coefficients, their errors and how to use them."""
-    from pipeline.profiling.fit import fit_verified
+    from staleflow.pipeline.profiling.fit import fit_verified
 
     stored, fit = profile.as_dict(), profile.fit
     coefficients = stored["coefficients"]

@@ -18,8 +18,8 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     """Replay a run's recorded events in a new coordinator, which must decide exactly the recorded commands.
 
     Exit code 1 if it does not, or if the store holds more than the journal covers."""
-    from pipeline.jobs.replaying import replay_run
-    from stores.trajectory import TrajectoryId
+    from staleflow.pipeline.jobs.replaying import replay_run
+    from staleflow.stores.trajectory import TrajectoryId
 
     result = replay_run(Path(run), None if trajectory is None else TrajectoryId(trajectory))
     if as_json:

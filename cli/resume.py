@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cli.job import check, execute_job, warm_up
-from cli.jobs import cluster_options, print_submitted
+from staleflow.cli.cluster_jobs import cluster_options, print_submitted
+from staleflow.cli.job import check, execute_job, warm_up
 
 if TYPE_CHECKING:
-    from pipeline.scheduler.connection import Where
+    from staleflow.pipeline.cluster.connection import Where
 
 
 @click.command("resume")
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, where: Where) -> None:
     """Resume a stopped, killed or finished run from its newest resume point. If a cluster is named, it is submitted
     there."""
-    from pipeline.runtime import resumption
+    from staleflow.pipeline.recovery import resumption
 
     config = resumption.load(Path(run), overrides)
     if note := resumption.schedule_note(config):
@@ -36,8 +36,8 @@ def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, w
     if not where.named:
         execute_job(config, as_json=as_json, verbose=verbose, resume=True)
         return
-    from pipeline.config import user_files
-    from pipeline.jobs import submission
+    from staleflow.pipeline.config import user_files
+    from staleflow.pipeline.jobs import submission
 
     job = asyncio.run(submission.submit(user_files.located(config), where, resume=True))
     print_submitted(job, as_json=as_json)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from cli.dry import try_job
-from cli.job import check, execute_job, load_new, store_option, warm_up
+from staleflow.cli.dry_run import try_job
+from staleflow.cli.job import check, execute_job, load_new, store_option, warm_up
 
 
 @click.command("run")

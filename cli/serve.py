@@ -8,7 +8,7 @@ import secrets
 
 import click
 
-from cli.stored import quiet_libraries
+from staleflow.cli.stored import quiet_libraries
 
 PORT = 8798
 SETS = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run's job.")
@@ -24,10 +24,10 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
     """Answer chat completions by a run's newest checkpoint, or by a model's folder, for evaluation and for looking at
     it. Ends with Ctrl-C."""
     quiet_libraries()
-    from pipeline.config.model_files import vocabulary_of
-    from pipeline.offline.serving import serving_plan
-    from tasks.endpoint.server import EndpointServer
-    from tasks.endpoint.settings import EndpointConfig, EndpointSettings
+    from staleflow.pipeline.config.model_files import vocabulary_of
+    from staleflow.pipeline.stored_runs.serving import serving_plan
+    from staleflow.tasks.endpoint.server import EndpointServer
+    from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 
     plan = serving_plan(named, overrides)
     given = key or secrets.token_urlsafe(24)
@@ -59,8 +59,8 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
 def chat(named: str, overrides: tuple[str, ...]) -> None:
     """Talk to a run's newest checkpoint, or to a model's folder. An empty line begins anew; Ctrl-D ends it."""
     quiet_libraries()
-    from pipeline.offline.serving import serving_plan
-    from tasks.endpoint.requests import ChatMessage, ChatRequest, Refused
+    from staleflow.pipeline.stored_runs.serving import serving_plan
+    from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, Refused
 
     plan = serving_plan(named, overrides)
 

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.output import claim_folder
-from cli.stored import open_store, quiet_libraries, run_folder
+from staleflow.cli.output import claim_folder
+from staleflow.cli.stored import open_store, quiet_libraries, run_folder
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from pipeline.offline.conversations import Passage
-    from pipeline.offline.views import TrajectoryView
-    from stores.trajectory import TrajectoryId
-    from stores.versioned import VersionedStore
+    from staleflow.pipeline.stored_runs.conversations import Passage
+    from staleflow.pipeline.stored_runs.views import TrajectoryView
+    from staleflow.stores.trajectories.versioned import VersionedStore
+    from staleflow.stores.trajectory import TrajectoryId
 
 VERSION_STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 """Styles of the versions in a trajectory, oldest first, repeated if there are more."""
@@ -62,8 +62,8 @@ def command(
 ) -> None:
     """Show a run's steps; with --at-step the batch of one step; or trajectories, with tokens coloured by the policy
     version that sampled them or by importance ratio."""
-    from stores.errors import ConfigError
-    from stores.trajectory import TrajectoryId
+    from staleflow.stores.errors import ConfigError
+    from staleflow.stores.trajectory import TrajectoryId
 
     orders = {name: n for name, n in (("worst", worst), ("best", best), ("longest", longest)) if n is not None}
     if len(orders) + (trajectory is not None) > 1:
@@ -91,7 +91,7 @@ def command(
 
 def in_order(store: VersionedStore, order: str, count: int, selection: str, at_step: int | None) -> list[TrajectoryId]:
     """The first `count` trajectories of an order, of one step's batch if at_step is given."""
-    from pipeline.offline.views import ranked
+    from staleflow.pipeline.stored_runs.views import ranked
 
     if at_step is not None:
         selection = f"({selection}) and step == {at_step}" if selection else f"step == {at_step}"
@@ -109,7 +109,7 @@ def show_trajectories(
 ) -> None:
     """Print trajectories to the terminal or as JSON, or write them to an HTML page."""
     quiet_libraries()
-    from pipeline.offline.views import view
+    from staleflow.pipeline.stored_runs.views import view
 
     shown = view(run, store, chosen, model)
     if html is not None:
@@ -129,8 +129,8 @@ def _plain(one: TrajectoryView) -> dict[str, Any]:
 
 def show_steps(store: VersionedStore, as_json: bool) -> None:
     """Print one line per commit."""
-    from stores.base import CODEC
-    from stores.metrics import REWARD_PART
+    from staleflow.stores.metrics import REWARD_PART
+    from staleflow.stores.trajectories.records import CODEC
 
     records = store.steps()
     if as_json:
@@ -160,7 +160,7 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
 
 def show_batch(store: VersionedStore, step: int, as_json: bool) -> bool:
     """Print a step's batch in training order. Returns whether it reads back as the trainer received it."""
-    from stores.base import batch_fingerprint
+    from staleflow.stores.trajectories.records import batch_fingerprint
 
     rows = list(store.ended(step=step))
     (record,) = (r for r in store.steps() if r.kind == "step" and r.step == step)
@@ -291,8 +291,8 @@ def _versions(one: TrajectoryView) -> list[int]:
 
 def write_page(path: Path, run: str, shown: Sequence[TrajectoryView], what: str) -> None:
     """Write the trajectories as an HTML page. Raises StoreError."""
-    from cli.page import page
-    from stores.files import replace_text
+    from staleflow.cli.html_page import page
+    from staleflow.stores.files import replace_text
 
     replace_text(path, page(run, shown, what), "choose another file with --html")
     click.echo(f"{path}: {len(shown)} trajectories")

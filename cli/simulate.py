@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.output import claim_folder
-from cli.stored import open_store
+from staleflow.cli.output import claim_folder
+from staleflow.cli.stored import open_store
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import RunConfig
-    from pipeline.simulator.measure import Measures
-    from pipeline.simulator.trace import Trace
+    from staleflow.pipeline.config.schema import RunConfig
+    from staleflow.pipeline.simulator.analysis import Measures
+    from staleflow.pipeline.simulator.trace import Trace
 
 BASELINES = (
     ("synchronous", ("staleness.admission=synchronous", "rollout.synchronization=greedy")),
@@ -69,10 +69,10 @@ def command(
     With --from, vary a stored run: responses are those it stored, decode steps and latencies those it measured, as in
     `simulate --from RUN --set staleness.eta=2`.
     """
-    from pipeline.config import loading
-    from pipeline.runtime.run_folder import load_job
-    from pipeline.simulator.measure import explanation
-    from stores.errors import ConfigError
+    from staleflow.pipeline.config import loading
+    from staleflow.pipeline.recovery.run_folder import load_job
+    from staleflow.pipeline.simulator.analysis import explanation
+    from staleflow.stores.errors import ConfigError
 
     if bool(config_path) == bool(run):
         raise ConfigError("give a job file or --from RUN")
@@ -111,8 +111,8 @@ def command(
 def assumptions(config: RunConfig, path: str) -> str:
     """One line on the numbers that the job leaves at their defaults, which are those of another model and machine, and
     on how to measure them; empty if there are none."""
-    from pipeline.config.emulation import SimulationConfig, WorkloadConfig
-    from pipeline.config.schema import CostConfig
+    from staleflow.pipeline.config.emulation import SimulationConfig, WorkloadConfig
+    from staleflow.pipeline.config.schema import CostConfig
 
     cost, default = config.rollout.cost, CostConfig()
     assumed = []
@@ -137,13 +137,13 @@ def assumptions(config: RunConfig, path: str) -> str:
 
 def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
-    from pipeline.jobs.expectation import as_recorded
-    from pipeline.profiling.diagnosis import versions_behind
-    from pipeline.profiling.measure import profile_run
-    from pipeline.runtime.run_folder import load_job
-    from pipeline.simulator.measure import steady_tokens_per_s
-    from stores.errors import ConfigError
-    from stores.metrics import tokens_per_s
+    from staleflow.pipeline.jobs.what_if import as_recorded
+    from staleflow.pipeline.profiling.diagnosis import versions_behind
+    from staleflow.pipeline.profiling.engine_profile import profile_run
+    from staleflow.pipeline.recovery.run_folder import load_job
+    from staleflow.pipeline.simulator.analysis import steady_tokens_per_s
+    from staleflow.stores.errors import ConfigError
+    from staleflow.stores.metrics import tokens_per_s
 
     store = open_store(run)
     try:
@@ -170,7 +170,7 @@ def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
 def sweep_variants(sweeps: tuple[str, ...], overrides: tuple[str, ...] = ()) -> list[Variant]:
     """Variants that the sweeps ask for; without sweeps, only the unchanged job. Raises ConfigError, also if a key is
     swept twice, or set too: one of the values would count for nothing."""
-    from stores.errors import ConfigError
+    from staleflow.stores.errors import ConfigError
 
     axes: list[list[str]] = []
     given = {override.partition("=")[0]: f"--set {override}" for override in overrides}
@@ -195,9 +195,9 @@ def _short(override: str) -> str:
 
 def simulate_one(config: RunConfig) -> tuple[Measures, Trace]:
     """Simulate one variant. Picklable, to run in a worker process."""
-    from pipeline.config import actor_settings
-    from pipeline.simulator.body import SimulatedRun
-    from pipeline.simulator.measure import measure
+    from staleflow.pipeline.config import actor_settings
+    from staleflow.pipeline.simulator.analysis import measure
+    from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 
     trace = SimulatedRun(config, actor_settings.make_workload(config)).run()
     return measure(config, trace), trace
@@ -210,7 +210,7 @@ def simulate_all(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[
     from concurrent.futures import ProcessPoolExecutor
     from concurrent.futures.process import BrokenProcessPool
 
-    from stores.errors import ActorLost
+    from staleflow.stores.errors import ActorLost
 
     if len(jobs) == 1:
         return [simulate_one(jobs[0][1])]
@@ -229,8 +229,8 @@ def simulate_all(jobs: list[tuple[Variant, RunConfig]], *, quiet: bool) -> list[
 
 def write_results(folder: Path, jobs: list[tuple[Variant, RunConfig]], results: list[tuple[Measures, Trace]]) -> None:
     """Write simulate.json and a picture per row. Raises StoreError if the folder cannot be written."""
-    from pipeline.simulator.picture import draw_run
-    from stores.files import replace_file, replace_text
+    from staleflow.pipeline.simulator.plots import draw_run
+    from staleflow.stores.files import replace_file, replace_text
 
     elsewhere = "choose another folder with --out"
     rows = [as_dict(row, m) for (row, _), (m, _) in zip(jobs, results, strict=True)]

@@ -10,24 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.lazy import LazyGroup
-from cli.offline import worker_options
-from cli.stored import open_store, quiet_libraries, run_folder
+from staleflow.cli.lazy import LazyGroup
+from staleflow.cli.store_process import worker_options
+from staleflow.cli.stored import open_store, quiet_libraries, run_folder
 
 if TYPE_CHECKING:
-    from pipeline.scheduler.connection import Where
+    from staleflow.pipeline.cluster.connection import Where
 
 COMMANDS = {
-    "ls": ("cli.store:ls", "list the runs in a folder"),
-    "show": ("cli.show", "show a run's steps, a step's batch, or the worst, best or longest trajectories"),
-    "audit": ("cli.store:audit", "verify the bound, single consumption and conservation from the stored data alone"),
-    "reprocess": ("cli.offline:reprocess", "score the stored responses again, on a branch"),
-    "diff": ("cli.offline:diff", "compare the rewards of two branches"),
+    "ls": ("staleflow.cli.store:ls", "list the runs in a folder"),
+    "show": ("staleflow.cli.show", "show a run's steps, a step's batch, or the worst, best or longest trajectories"),
+    "audit": (
+        "staleflow.cli.store:audit",
+        "verify the bound, single consumption and conservation from the stored data alone",
+    ),
+    "reprocess": ("staleflow.cli.store_process:reprocess", "score the stored responses again, on a branch"),
+    "diff": ("staleflow.cli.store_process:diff", "compare the rewards of two branches"),
     "rescore-logprobs": (
-        "cli.offline:rescore",
+        "staleflow.cli.store_process:rescore",
         "compute logprobs under other weights: KL, ESS, clipped share",
     ),
-    "export": ("cli.offline:export", "export Parquet, JSON lines or a Hugging Face dataset"),
+    "export": ("staleflow.cli.store_process:export", "export Parquet, JSON lines or a Hugging Face dataset"),
 }
 
 
@@ -41,9 +44,9 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(runs_dir: str, as_json: bool) -> None:
     """List the runs in a folder, or the one whose store is at a URL."""
-    from pipeline.runtime.run_folder import list_runs
-    from stores.bucket_url import is_url
-    from stores.errors import ConfigError, StaleflowError
+    from staleflow.pipeline.recovery.run_folder import list_runs
+    from staleflow.stores.errors import ConfigError, StaleflowError
+    from staleflow.stores.s3_url import is_url
 
     if not is_url(runs_dir) and not Path(runs_dir).is_dir() and (runs_dir != "runs" or Path(runs_dir).exists()):
         why = "a file, not a folder" if Path(runs_dir).exists() else "no such folder"
@@ -92,16 +95,16 @@ def ls(runs_dir: str, as_json: bool) -> None:
 def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where: Where) -> None:
     """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails."""
     quiet_libraries()
-    from pipeline.offline.auditing import audit_within
-    from stores import history
-    from stores.bias import bias_report
+    from staleflow.pipeline.stored_runs.auditing import audit_within
+    from staleflow.stores.auditing import snapshot_audit
+    from staleflow.stores.auditing.drop_bias import bias_report
 
     store = open_store(run_folder(run))
     result = audit_within(store, memory, workers, where)
     if full:
-        earlier = history.audit_history(store.path)
+        earlier = snapshot_audit.audit_history(store.path)
         result = dataclasses.replace(
-            result, checks=(*result.checks, history.CHECK), findings=(*result.findings, *earlier)
+            result, checks=(*result.checks, snapshot_audit.CHECK), findings=(*result.findings, *earlier)
         )
     readable = all(finding.check != "arrays" for finding in result.findings)
     bias = bias_report(store) if readable else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from stores.versioned import VersionedStore
+    from staleflow.stores.trajectories.versioned import VersionedStore
 
 ERRORS_SHOWN = 10
 
@@ -29,13 +29,13 @@ selection_option = click.option(
 def run_folder(run: str) -> Path:
     """The folder of a run named by its path, or by the URL of its store: then a temporary one, until this process ends,
     with the job file that the store holds. Raises ConfigError, StoreError."""
-    from stores.bucket_url import is_url
+    from staleflow.stores.s3_url import is_url
 
     if not is_url(run):
         return Path(run)
-    from stores.errors import ConfigError, StoreError
-    from stores.storage import name_url, refuse_silent
-    from stores.versioned import VersionedStore
+    from staleflow.stores.errors import ConfigError, StoreError
+    from staleflow.stores.trajectories.storage import name_url, refuse_silent
+    from staleflow.stores.trajectories.versioned import VersionedStore
 
     parent = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
     atexit.register(parent.cleanup)
@@ -56,8 +56,8 @@ def run_folder(run: str) -> Path:
 
 def open_store(run: Path, at_step: int | None = None, branch: str = "main") -> VersionedStore:
     """The store of a run folder. Raises ConfigError, StoreError."""
-    from pipeline.runtime.run_folder import require_run
-    from stores.versioned import VersionedStore
+    from staleflow.pipeline.recovery.run_folder import require_run
+    from staleflow.stores.trajectories.versioned import VersionedStore
 
     require_run(run)
     return VersionedStore.open(run / "store", at_step, branch)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.jobs import cluster_options
-from cli.output import claim_folder
-from cli.stored import open_store, print_errors, quiet_libraries, run_folder, selection_option
+from staleflow.cli.cluster_jobs import cluster_options
+from staleflow.cli.output import claim_folder
+from staleflow.cli.stored import open_store, print_errors, quiet_libraries, run_folder, selection_option
 
 if TYPE_CHECKING:
-    from pipeline.scheduler.connection import Where
+    from staleflow.pipeline.cluster.connection import Where
 
 
 @click.command("train-offline")
@@ -49,9 +49,9 @@ def command(
     quiet_libraries()
     run_dir = run_folder(run)
     open_store(run_dir, branch=branch)  # before imports that take seconds
-    from pipeline.offline.pool import pool_at
-    from pipeline.offline.training import planned, train_offline
-    from stores.bucket_url import is_url
+    from staleflow.pipeline.stored_runs.pool import pool_at
+    from staleflow.pipeline.stored_runs.training import planned, train_offline
+    from staleflow.stores.s3_url import is_url
 
     folder = Path(out or f"{run_dir.name if is_url(run) else run_dir.resolve()}-offline")
     claim_folder(folder.parent, "--out")

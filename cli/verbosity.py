@@ -1,4 +1,4 @@
-"""The log that `-v` and `-vv` show: that of staleflow's packages, on the same console as the live view."""
+"""The log that `-v` and `-vv` show: staleflow's own, on the same console as the live view."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import logging
 from collections.abc import Iterator
 
 from rich.console import Console
-
-PACKAGES = ("cli", "pipeline", "tasks", "stores")
 
 
 class ConsoleHandler(logging.Handler):
@@ -28,14 +26,12 @@ def logging_to(console: Console, verbosity: int) -> Iterator[None]:
     """Show the log on a console. verbosity: 0 errors; 1 also training steps and run events (INFO); 2 also single
     placements and pulls (DEBUG). Other libraries show at most warnings, and only when verbose."""
     level = {0: logging.ERROR, 1: logging.INFO}.get(verbosity, logging.DEBUG)
-    root, ours = logging.getLogger(), [logging.getLogger(name) for name in PACKAGES]
-    handler, before = ConsoleHandler(console, level), [logger.level for logger in ours]
+    root, ours = logging.getLogger(), logging.getLogger("staleflow")
+    handler, before = ConsoleHandler(console, level), ours.level
     root.addHandler(handler)
-    for logger in ours:
-        logger.setLevel(min(level, logging.WARNING))  # a run's own log keeps warnings, shown here or not
+    ours.setLevel(min(level, logging.WARNING))  # a run's own log keeps warnings, shown here or not
     try:
         yield
     finally:
         root.removeHandler(handler)
-        for logger, was in zip(ours, before, strict=True):
-            logger.setLevel(was)
+        ours.setLevel(before)

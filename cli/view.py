@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from cli.stored import quiet_libraries
+from staleflow.cli.stored import quiet_libraries
 
 PORT = 8799
 LOCAL = "127.0.0.1"
@@ -32,9 +32,9 @@ def command(run: str, port: int | None, host: str, no_browser: bool, until_eof: 
     """Show a run, live or finished, on a page in the browser: steps, groups, trajectories, instances over time,
     branches. Ends with Ctrl-C."""
     quiet_libraries()
-    from pipeline.run_page.answers import Answers
-    from pipeline.run_page.reading import RunReader
-    from pipeline.run_page.server import listen, make_server
+    from staleflow.pipeline.run_page.api import Answers
+    from staleflow.pipeline.run_page.page_server import listen, make_server
+    from staleflow.pipeline.run_page.run_reader import RunReader
 
     reader = RunReader(Path(run))
     reader.stored()  # reports a store that cannot be read before anything is served

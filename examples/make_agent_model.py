@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from examples.agent_game import QUESTION, HigherOrLower
 from examples.pretraining import make_model
-from tasks.training.tiny_model import BATCH, SPECIAL, Recipe
+from staleflow.tasks.training.tiny_model import BATCH, SPECIAL, Recipe
 
 SYMBOLS = (*SPECIAL, QUESTION, *"0123456789", "higher", "lower")
 HEEDING = 0.15

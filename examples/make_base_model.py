@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import reasoning_gym
 
 from examples.pretraining import make_model
-from tasks.training.tiny_model import Recipe, worked_example
+from staleflow.tasks.training.tiny_model import Recipe, worked_example
 
 TASK = {"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1}
 """Options of reasoning-gym's chain_sum, the same as in examples/demo.toml."""

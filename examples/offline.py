@@ -12,11 +12,11 @@ from pathlib import Path
 
 from distributed import Client
 
-from pipeline.offline import differences, exporting, reprocessing, rescoring, training, views
-from pipeline.offline.pool import Pool
-from stores.audit import audit
-from stores.base import batch_fingerprint
-from stores.versioned import VersionedStore
+from staleflow.pipeline.stored_runs import branch_diff, exporting, logprob_recompute, reward_rescoring, training, views
+from staleflow.pipeline.stored_runs.pool import Pool
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectories.versioned import VersionedStore
 
 run = Path(os.environ.get("RUN", "runs/demo"))
 results = Path(f"{run}-offline-example")
@@ -78,9 +78,9 @@ for seen in views.view(run, store, views.ranked(store, "worst", 2, f"step == {la
 client = Client(processes=False, dashboard_address=None)  # in this process; for a cluster, give its address
 pool = Pool(client, shared=False)
 branch = f"strict-{len(store.steps())}-{os.getpid()}"
-made = reprocessing.reprocess(run, "examples/strict_reward.py:score", branch, pool)
+made = reward_rescoring.reprocess(run, "examples/strict_reward.py:score", branch, pool)
 print(f"mean reward {made.mean_before:.3f} -> {made.mean_after:.3f}")
-changed = differences.difference(run, "main", branch)
+changed = branch_diff.difference(run, "main", branch)
 print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed.flipped)} groups rank differently")
 
 # %% [markdown]
@@ -90,7 +90,7 @@ print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed
 
 # %%
 checkpoint = max((run / "checkpoints").iterdir())
-for at in rescoring.rescore(run, str(checkpoint), pool, where=f"step >= {last.step - 1}").by_staleness:
+for at in logprob_recompute.rescore(run, str(checkpoint), pool, where=f"step >= {last.step - 1}").by_staleness:
     print(f"staleness {at.staleness}: KL {at.kl:.2g} nats, effective sample size {at.ess_tokens:.0%} of the tokens")
 
 # %% [markdown]

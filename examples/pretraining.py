@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tasks.training.tiny_model import SYMBOLS, Recipe, pretrain
+from staleflow.tasks.training.tiny_model import SYMBOLS, Recipe, pretrain
 
 SAID_EVERY = 100
 """Optimizer steps between two lines of progress."""

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from stores.errors import StaleflowError, StoreError
+from staleflow.stores.errors import StaleflowError, StoreError
 
 NAME_CHARS = 50
 """Characters of the final name that a temporary name repeats: at most 200 bytes, where file systems allow 255."""

@@ -14,7 +14,7 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from stores.contexts import Branch, places
+from staleflow.stores.context_branches import Branch, places
 
 TrajectoryId = NewType("TrajectoryId", int)
 GroupId = NewType("GroupId", int)
@@ -108,7 +108,7 @@ class Given:
     seconds: float = 0.0
     """How long the environment took."""
     after: int | None = None
-    """If a branch begins with them: the place after the last token that it keeps; see stores/contexts.py."""
+    """If a branch begins with them: the place after the last token that it keeps; see stores/context_branches.py."""
     auxiliary: bool = False
     """Whether the turn after them is not to be trained on. It is stored as given, once its trajectory is whole."""
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cli.main import main
+from staleflow.cli.main import main
 
 
 def command(*args: str | int | Path) -> subprocess.CompletedProcess[str]:

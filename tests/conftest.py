@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from pipeline.runtime import local_cluster
+from staleflow.pipeline.processes import local_cluster
 from tests.support import browser, forking
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,13 +36,13 @@ HEAVIEST = (
     "cli/test_ctrl_c.py",
     "runtime/test_run_ranks.py",
     "test_earlier_versions.py",
-    "offline/test_offline.py",
+    "stored_runs/test_offline.py",
     "run_page/test_browser.py",
     "tasks/test_engine_transformers.py",
     "runtime/test_run_folder.py",
-    "offline/test_reprocessing.py",
+    "stored_runs/test_reprocessing.py",
     "runtime/test_driver_losses.py",
-    "offline/test_threads.py",
+    "stored_runs/test_threads.py",
     "stores/test_history.py",
     "runtime/test_mutations.py",
     "test_benchmarks.py",
@@ -92,7 +92,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from tasks.training.tiny_model import SYMBOLS, make_tokenizer
+    from staleflow.tasks.training.tiny_model import SYMBOLS, make_tokenizer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ EVERYWHERE = {"threading", "time", "random"}
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts)
+    return ".".join(("staleflow", *path.with_suffix("").parts))
 
 
 MODULES = {
@@ -59,8 +59,11 @@ def test_no_modules_import_each_other_anywhere() -> None:
 
 
 def test_a_circle_is_seen_through_lazy_imports_and_type_checking() -> None:
-    lazy = "def f():\n    from stores import layout\n\nif TYPE_CHECKING:\n    from stores.errors import StoreError\n"
-    assert imported(ast.parse(lazy)) == {"stores.layout", "stores.errors"}
+    lazy = (
+        "def f():\n    from staleflow.stores import metrics\n\n"
+        "if TYPE_CHECKING:\n    from staleflow.stores.errors import StoreError\n"
+    )
+    assert imported(ast.parse(lazy)) == {"staleflow.stores.metrics", "staleflow.stores.errors"}
 
 
 def test_a_class_name_exists_once() -> None:
@@ -155,16 +158,23 @@ def test_the_pure_modules_load_nothing_heavy(name: str) -> None:
 
 
 def test_a_heavy_import_is_named_with_the_module_that_brings_it() -> None:
-    script = IMPORT_EACH.format(modules=["stores.errors", "stores.versioned"], forbidden={"zarr", "icechunk"})
+    script = IMPORT_EACH.format(
+        modules=["staleflow.stores.errors", "staleflow.stores.trajectories.versioned"], forbidden={"zarr", "icechunk"}
+    )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == ["stores.versioned loads icechunk", "stores.versioned loads zarr"]
+    assert run.stdout.splitlines() == [
+        "staleflow.stores.trajectories.versioned loads icechunk",
+        "staleflow.stores.trajectories.versioned loads zarr",
+    ]
 
 
 def test_help_and_checking_a_job_load_nothing_heavy() -> None:
     heavy = contract("What decides is pure")[1] - {"asyncio"}
-    ask_help = "from click.testing import CliRunner\nfrom cli.main import cli\nCliRunner().invoke(cli)"
+    ask_help = "from click.testing import CliRunner\nfrom staleflow.cli.main import cli\nCliRunner().invoke(cli)"
     assert not loaded_by(ask_help) & heavy
-    assert not loaded_by("import pipeline.config.loading\npipeline.config.loading.load('examples/demo.toml')") & heavy
+    assert (
+        not loaded_by("import staleflow.pipeline.config.loading as loading\nloading.load('examples/demo.toml')") & heavy
+    )
 
 
 def test_our_package_names_clash_with_nothing_installed() -> None:

@@ -13,8 +13,8 @@ import pytest
 from benchmarks import agentic, time_to_quality
 from benchmarks.__main__ import COMMANDS
 from benchmarks.simulated import best, ratio, tables
-from stores.trajectory import Fate
-from stores.versioned import VersionedStore
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
 from tests.support.simulated_store import stored_simulation
 
 SCRIPTS = sorted(p for p in Path("benchmarks").glob("*.py") if not p.name.startswith("__"))

@@ -112,7 +112,7 @@ def test_a_run_that_was_killed_goes_on_and_the_audit_is_clean(tmp_path: Path) ->
     trained = sum(record["kind"] == "step" for record in before["store show"])
     words = ["resume", str(run), "--set", f"steps={trained + 2}", "--set", "rollout.instances=1", "--json"]
     done = forking.run(
-        [sys.executable, "-m", "cli.main", *words],
+        [sys.executable, "-m", "staleflow.cli.main", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

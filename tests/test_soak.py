@@ -16,17 +16,17 @@ from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, left_out
 from benchmarks.soaking.job import DIGITS, KINDS, Job, Kind, number_of
 from benchmarks.soaking.killing import kept
 from benchmarks.soaking.machine import Machine
-from pipeline.coordination.events import (
+from staleflow.pipeline.coordination.events import (
     InstanceReported,
     PullFinished,
     RunResumed,
     TrajectoryInterrupted,
     TrajectorySampled,
 )
-from pipeline.coordination.journal import CODEC, JournalEntry
-from stores.base import RunHeader
-from stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
-from stores.versioned import VersionedStore
+from staleflow.pipeline.coordination.journal import CODEC, JournalEntry
+from staleflow.stores.trajectories.records import RunHeader
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.stores.store_conformance import ended, record
 from tests.support import forking
 
@@ -119,11 +119,11 @@ def test_recoveries_are_told_by_fault() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_job_is_valid(tmp_path: Path, kind: Kind) -> None:
-    from pipeline.config import checks, loading
+    from staleflow.pipeline.config import loading, preflight
 
     job = Job(folder=tmp_path, seed=1, kind=kind)
     job.write()
-    assert checks.check_job(loading.load(job.file)) == []
+    assert preflight.check_job(loading.load(job.file)) == []
 
 
 def test_each_kind_of_job_has_the_faults_of_its_own_roles() -> None:

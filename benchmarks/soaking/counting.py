@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.soaking.job import number_of
-from pipeline.coordination import journal
-from pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
-from pipeline.runtime.resumption import parts
-from stores.trajectory import AbortReason, Fate
-from stores.versioned import VersionedStore
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
+from staleflow.pipeline.recovery.resumption import parts
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import AbortReason, Fate
 
 AT = {"step": "a step", "resume": "a resume", "end": "the end"}
 AUDIT_S = 600.0
@@ -28,7 +28,7 @@ STOPPED = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value} at the end"
 async def audited(run_dir: Path) -> list[str]:
     """The findings of `staleflow store audit`, at low priority: what a run does meanwhile is being timed."""
     process = await asyncio.create_subprocess_exec(
-        "nice", sys.executable, "-m", "cli.main", "store", "audit", str(run_dir), "--json",
+        "nice", sys.executable, "-m", "staleflow.cli.main", "store", "audit", str(run_dir), "--json",
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     async with asyncio.timeout(AUDIT_S):

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from benchmarks.soaking.cluster import ENVIRONMENT
 from benchmarks.soaking.counting import audited
-from pipeline.coordination import journal
-from pipeline.coordination.events import InstanceReported, PullFinished, RunResumed, TrajectorySampled
-from pipeline.runtime.resumption import parts
-from stores.trajectory import AbortReason
-from stores.versioned import VersionedStore
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.events import InstanceReported, PullFinished, RunResumed, TrajectorySampled
+from staleflow.pipeline.recovery.resumption import parts
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import AbortReason
 
 START_S = 300.0
 """Seconds in which a start must train a step."""
@@ -150,7 +150,7 @@ def _trained(run_dir: Path) -> int:
 @contextlib.contextmanager
 def _started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-m", "cli.main", *words],
+        [sys.executable, "-m", "staleflow.cli.main", *words],
         env={**os.environ, **ENVIRONMENT},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

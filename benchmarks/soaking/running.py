@@ -159,7 +159,7 @@ class Run:
             log.write(f"\n$ staleflow {' '.join(words)}\n".encode())
             log.flush()
             return subprocess.Popen(
-                [sys.executable, "-m", "cli.main", *words],
+                [sys.executable, "-m", "staleflow.cli.main", *words],
                 env={**os.environ, **ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

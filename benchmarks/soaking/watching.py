@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.soaking.job import NAME
-from pipeline.scheduler import board
-from pipeline.scheduler.connection import Where
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import Where
 
 ANSWER_S = 2.0
 """Seconds the scheduler may take to answer; it may be stopped."""
@@ -57,7 +57,7 @@ class Watch:
                     self._client = await Where(scheduler_file=str(self.file)).client(
                         as_default=False, within_s=ANSWER_S
                     )
-                jobs = await board.ask(self._client, "jobs")
+                jobs = await job_registry.ask(self._client, "jobs")
                 self.places = _by_name(await self._client.run_on_scheduler(_places))
         except Exception:  # noqa: BLE001  it is down or stopped, by our own hand
             await self.close()
@@ -95,5 +95,5 @@ def _by_name(tasks: dict[str, tuple[str, int]]) -> dict[str, int]:
         if match := ACTOR.match(key):
             newest[match[1]] = max(newest.get(match[1], (-1, 0)), (int(match[2]), pid))
     places = {name: pid for name, (_, pid) in newest.items()}
-    driver = next((pid for key, (_, pid) in tasks.items() if key.startswith(board.KEY)), None)
+    driver = next((pid for key, (_, pid) in tasks.items() if key.startswith(job_registry.KEY)), None)
     return places | ({"driver": driver} if driver is not None else {})

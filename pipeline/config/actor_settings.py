@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.config import fields
-from pipeline.config.deciding import drafting, instance_cost, make_episodes
-from pipeline.config.evaluation import HELD_OUT
-from pipeline.config.model_files import vocabulary_of
-from pipeline.config.schema import RunConfig
-from stores.base import RunHeader
-from stores.errors import ConfigError
-from stores.trajectory import Ended, Fate, Given
-from tasks.engines.settings import ENGINES, EngineSettings
-from tasks.knobs import values
-from tasks.seeds import engine_seed
-from tasks.training.advantage import Overlong
-from tasks.workload import DrawnWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
+from staleflow.pipeline.config import knob_tree
+from staleflow.pipeline.config.evaluation_settings import HELD_OUT
+from staleflow.pipeline.config.factories import drafting, instance_cost, make_episodes
+from staleflow.pipeline.config.model_files import vocabulary_of
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.records import RunHeader
+from staleflow.stores.trajectory import Ended, Fate, Given
+from staleflow.tasks.emulation.workload import DrawnWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
+from staleflow.tasks.engines.engine_settings import ENGINES, EngineSettings
+from staleflow.tasks.settings.knobs import values
+from staleflow.tasks.settings.seeds import engine_seed
+from staleflow.tasks.training.advantage import Overlong
 
 if TYPE_CHECKING:
-    from stores.versioned import VersionedStore
-    from tasks.actors.server_settings import ServerSettings
-    from tasks.environments import SourceSettings
-    from tasks.episodes.emulated_host import EmulatedHostSettings
-    from tasks.episodes.host import EpisodeSettings
-    from tasks.evaluation_sets import EvaluationSet
-    from tasks.prompts import PromptSettings
-    from tasks.scoring import ScoringSettings
-    from tasks.training.policy import PolicySettings
+    from staleflow.stores.trajectories.versioned import VersionedStore
+    from staleflow.tasks.actors.server_settings import ServerSettings
+    from staleflow.tasks.episodes.emulated_host import EmulatedHostSettings
+    from staleflow.tasks.episodes.episode_host import EpisodeSettings
+    from staleflow.tasks.sources.evaluation_sets import EvaluationSet
+    from staleflow.tasks.sources.prompts import PromptSettings
+    from staleflow.tasks.sources.reward_process import ScoringSettings
+    from staleflow.tasks.sources.task_sources import SourceSettings
+    from staleflow.tasks.training.policy import PolicySettings
 
 
 def run_header(config: RunConfig) -> RunHeader:
@@ -46,15 +46,15 @@ def run_header(config: RunConfig) -> RunHeader:
         members_started=config.members_started,
         held_out=config.held_out,
         url=config.store_url,
-        job=fields.to_toml(config) if config.store else "",
+        job=knob_tree.to_toml(config) if config.store else "",
     )
 
 
 def source_settings(config: RunConfig) -> SourceSettings:
     """Settings of the source of prompts and of evaluation prompts."""
-    from tasks.endpoint.settings import EndpointSettings
-    from tasks.environments import SourceSettings
-    from tasks.episodes.loading import is_agent
+    from staleflow.tasks.environments.environment_loader import is_agent
+    from staleflow.tasks.settings.endpoint_settings import EndpointSettings
+    from staleflow.tasks.sources.task_sources import SourceSettings
 
     task = config.task
     if not config.has_texts:
@@ -86,7 +86,7 @@ def environment_settings(config: RunConfig, *, replaces: bool = False) -> Episod
     of one in the place of another that was lost. Loads a user's file that the job names as its source. Raises
     ConfigError."""
     if not config.has_texts:
-        from tasks.episodes.emulated_host import EmulatedHostSettings
+        from staleflow.tasks.episodes.emulated_host import EmulatedHostSettings
 
         return EmulatedHostSettings(
             episodes=make_episodes(config, make_workload(config)),
@@ -103,8 +103,8 @@ def environment_settings(config: RunConfig, *, replaces: bool = False) -> Episod
 def episode_settings(config: RunConfig) -> EpisodeSettings:
     """Settings of the environment hosts of a job whose task source is an environment, or that has tools. Raises
     ConfigError."""
-    from tasks.episodes.host import EpisodeSettings
-    from tasks.episodes.loading import is_environment
+    from staleflow.tasks.environments.environment_loader import is_environment
+    from staleflow.tasks.episodes.episode_host import EpisodeSettings
 
     plays = is_environment(config.task.source, "task.source")
     if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != plays:
@@ -135,7 +135,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
-    from tasks.scoring import ScoringSettings
+    from staleflow.tasks.sources.reward_process import ScoringSettings
 
     return ScoringSettings(
         source=source_settings(config),
@@ -149,7 +149,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
 
 def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     """What this job evaluates the model on."""
-    from tasks.evaluation_sets import EvaluationSet
+    from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 
     return tuple(
         EvaluationSet(
@@ -175,11 +175,11 @@ def prompt_settings(
 ) -> PromptSettings:
     """Settings of the prompt stream. context: tokens the model can attend to; unlimited for prompts already stored.
     held_out, longest: as in the store's RunHeader."""
-    from tasks.prompts import PromptSettings
+    from staleflow.tasks.sources.prompts import PromptSettings
 
     system = config.task.system
     if "{tools}" in system and config.environment.tools:
-        from tasks.episodes.tools import described
+        from staleflow.tasks.episodes.tools import described
 
         system = system.replace("{tools}", described(config.environment))
     return PromptSettings(
@@ -209,7 +209,7 @@ def longest_prompt(config: RunConfig, context: int) -> int | None:
 
 def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bool = False) -> ServerSettings:
     """Settings of the trajectory server. context: tokens the model can attend to. resumed: append to the store."""
-    from tasks.actors.server_settings import ServerSettings
+    from staleflow.tasks.actors.server_settings import ServerSettings
 
     longest = longest_prompt(config, context)
     return ServerSettings(
@@ -243,14 +243,14 @@ def overlong(config: RunConfig) -> Overlong:
 
 def trainer_settings(config: RunConfig) -> PolicySettings:
     if config.emulated:
-        from tasks.training.emulated import EmulatedTraining
+        from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 
         return EmulatedTraining(
             train_s=config.simulation.train_s,
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
         )
-    from tasks.training.policy import TrainerSettings
+    from staleflow.tasks.training.policy import TrainerSettings
 
     return TrainerSettings(
         model=config.model.path,
@@ -295,10 +295,10 @@ def make_workload(config: RunConfig) -> Workload:
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
     others = ("run", "prompts", "acceptance")
-    fields = {name: value for name, value in values(config.workload).items() if name not in others}
+    options = {name: value for name, value in values(config.workload).items() if name not in others}
     return DrawnWorkload(
         WorkloadSettings(
-            **fields, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed
+            **options, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed
         )
     )
 
@@ -306,7 +306,7 @@ def make_workload(config: RunConfig) -> Workload:
 def _recorded_workload(run: Path) -> RecordedWorkload:
     """Prompts, lengths, turns and rewards of the groups that a stored run trained on or filtered, ordered by group id:
     what it filtered it had sampled, and would sample again."""
-    from stores.versioned import VersionedStore
+    from staleflow.stores.trajectories.versioned import VersionedStore
 
     store = VersionedStore.open(run / "store")
     table = store.columns()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tasks.knobs import knob
-from tasks.names import LATENCY_NAMES, WORKLOAD_NAMES
+from staleflow.tasks.settings.choice_names import LATENCY_NAMES, WORKLOAD_NAMES
+from staleflow.tasks.settings.knobs import knob
 
 LONGEST_S = 100_000.0
 """Most seconds of anything that is simulated, a day: virtual time passes report by report."""

@@ -21,17 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import actor_settings, loading
-from pipeline.config.fields import toml_value
-from pipeline.config.model_facts import inspect_model
-from stores.errors import ConfigError
-from tasks import user_code
-from tasks.columns import Columns
-from tasks.episodes.loading import is_environment
-from tasks.file_tokenizer import FileTokenizer
-from tasks.knobs import names_user_code
-from tasks.rows import ROW_KINDS, SAVED, RowSource, open_rows
-from tasks.texts import tokenizer_texts
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.config.knob_tree import toml_value
+from staleflow.pipeline.config.model_facts import inspect_model
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.environment_loader import is_environment
+from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
+from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
+from staleflow.tasks.settings import user_code
+from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.knobs import names_user_code
+from staleflow.tasks.sources.dataset_rows import ROW_KINDS, SAVED, RowSource, open_rows
 
 JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"
 """Names of what may be written."""
@@ -172,7 +172,7 @@ def _sums() -> Iterator[dict[str, str]]:
 
 def _pretrain(out: Path, say: Callable[[str], None]) -> None:
     """Write a model that mostly guesses, but is right when it works a sum out: what it can learn is to do so."""
-    from tasks.training.tiny_model import BATCH, Recipe, pretrain, worked_example
+    from staleflow.tasks.training.tiny_model import BATCH, Recipe, pretrain, worked_example
 
     def examples(rng: random.Random) -> Iterator[tuple[str, str]]:
         for number in itertools.count():

@@ -1,5 +1,5 @@
 """JSON Schema of job files, with which editors complete and check them. It covers single keys; rules that involve more
-than one key (pipeline/config/rules.py) are not in it."""
+than one key (pipeline/config/cross_checks.py) are not in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from tasks.knobs import NAME, Knob, default_of, entry_type, spec_of
+from staleflow.tasks.settings.knobs import NAME, Knob, default_of, entry_type, spec_of
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.fields import apply_override, merged
-from pipeline.config.rules import check_across
-from pipeline.config.schema import RunConfig
-from stores.errors import ConfigError
-from tasks.knobs import build, values
+from staleflow.pipeline.config.cross_checks import check_across
+from staleflow.pipeline.config.knob_tree import apply_override, merged
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings.knobs import build, values
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from pipeline.config.model_files import find_model, read_context
-from pipeline.config.schema import RunConfig
-from stores.errors import ConfigError
+from staleflow.pipeline.config.model_files import find_model, read_context
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError
 
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 """A model's name on the hub: NAME or OWNER/NAME."""

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pipeline.config.emulation import SimulationConfig, WorkloadConfig
-from pipeline.config.evaluation import EvaluationConfig, EvaluationSetConfig, held_out_set
-from pipeline.config.fields import Explained, explained
-from pipeline.strategies.admission import ADMISSION, BOUNDLESS
-from pipeline.strategies.filtering import FILTERING, STRAGGLERS
-from pipeline.strategies.migration import MIGRATION
-from pipeline.strategies.routing import ROUTING
-from pipeline.strategies.synchronization import SYNCHRONIZATION
-from tasks.columns import Columns
-from tasks.endpoint.settings import EndpointConfig
-from tasks.engines.settings import ENGINES, SAMPLING_REFUSED, Speculation
-from tasks.episodes.limits import EnvironmentConfig
-from tasks.knobs import knob
-from tasks.names import ENVIRONMENT_KINDS
-from tasks.registry import choice, composed
-from tasks.reward_part import RewardPart
-from tasks.training.settings import TrainingConfig
+from staleflow.pipeline.config.emulation import SimulationConfig, WorkloadConfig
+from staleflow.pipeline.config.evaluation_settings import EvaluationConfig, EvaluationSetConfig, held_out_set
+from staleflow.pipeline.config.knob_tree import Explained, explained
+from staleflow.pipeline.strategies.admission import ADMISSION, BOUNDLESS
+from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from staleflow.pipeline.strategies.migration import MIGRATION
+from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.tasks.engines.engine_settings import ENGINES, SAMPLING_REFUSED, Speculation
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.settings.choice_names import ENVIRONMENT_KINDS
+from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.endpoint_settings import EndpointConfig
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import choice, composed
+from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostConfig:
-    """Decode-step cost: k1 * kv + max(k2, b + k3 * n) + k4 seconds; see tasks/engines/cost_model.py.
+    """Decode-step cost: k1 * kv + max(k2, b + k3 * n) + k4 seconds; see tasks/emulation/cost_model.py.
 
     The defaults are a published fit of a 7B model; `staleflow profile` measures yours."""
 

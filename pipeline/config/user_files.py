@@ -9,14 +9,14 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.deciding import make_strategies
-from pipeline.config.schema import TRACKERS, RunConfig
-from stores.errors import ConfigError
-from tasks import user_code
-from tasks.episodes.loading import is_environment
-from tasks.episodes.own_tools import TOOLS_KEY
-from tasks.training.advantage import ADVANTAGES
-from tasks.training.loss import LOSSES
+from staleflow.pipeline.config.factories import make_strategies
+from staleflow.pipeline.config.schema import TRACKERS, RunConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.environment_loader import is_environment
+from staleflow.tasks.environments.user_tools import TOOLS_KEY
+from staleflow.tasks.settings import user_code
+from staleflow.tasks.training.advantage import ADVANTAGES
+from staleflow.tasks.training.loss import LOSSES
 
 CODE = (
     "task.source",

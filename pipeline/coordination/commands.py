@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stores.ledger_entries import Ending
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import assert_never
 
-from pipeline.coordination.commands import (
+from staleflow.pipeline.coordination.commands import (
     Abort,
     Act,
     Command,
@@ -31,11 +31,11 @@ from pipeline.coordination.commands import (
     Speculate,
     Train,
 )
-from pipeline.coordination.consulted import Strategies
-from pipeline.coordination.draft_lengths import DraftLengths
-from pipeline.coordination.ended import EndedTrajectory
-from pipeline.coordination.evaluation_hosts import EvaluationHosts
-from pipeline.coordination.events import (
+from staleflow.pipeline.coordination.decision_log import History, tokens_sampled
+from staleflow.pipeline.coordination.discarded import EndedTrajectory
+from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.evaluation_pinning import EvaluationHosts
+from staleflow.pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
     EvaluationRequested,
@@ -55,20 +55,20 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from pipeline.coordination.fleet import Instance
-from pipeline.coordination.forecast import LengthForecast
-from pipeline.coordination.history import History, tokens_sampled
-from pipeline.coordination.moves import Move, Moves
-from pipeline.coordination.pacing import Pacing
-from pipeline.coordination.phases import Phase, Transition
-from pipeline.coordination.placement import Placement
-from pipeline.coordination.pulls import Pulls
-from pipeline.coordination.state import CoordinatorState
-from pipeline.coordination.trajectories import LiveTrajectory
-from pipeline.coordination.view import CoordinatorView
-from stores.errors import ProtocolViolation
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, TrajectoryId
+from staleflow.pipeline.coordination.fleet import Instance
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.inspection import CoordinatorView
+from staleflow.pipeline.coordination.moves import Move, Moves
+from staleflow.pipeline.coordination.pacing import Pacing
+from staleflow.pipeline.coordination.phases import Phase, Transition
+from staleflow.pipeline.coordination.pulls import Pulls
+from staleflow.pipeline.coordination.route_planner import Placement
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.strategy_set import Strategies
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, TrajectoryId
 
 
 class Coordinator(CoordinatorView):

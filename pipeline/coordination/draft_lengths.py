@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.coordination.events import StepsTaken
-from pipeline.coordination.fleet import Fleet
-from stores.trajectory import InstanceId
-from tasks.engines.cost_model import CostModel, DraftedCosts, Numbers, probability_at
+from staleflow.pipeline.coordination.events import StepsTaken
+from staleflow.pipeline.coordination.fleet import Fleet
+from staleflow.stores.trajectory import InstanceId
+from staleflow.tasks.emulation.cost_model import CostModel, DraftedCosts, Numbers, probability_at
 
 GAIN = 0.05
 """Share by which the seconds of a token must get less for an instance to draft more tokens or fewer."""

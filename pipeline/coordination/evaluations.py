@@ -23,11 +23,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pipeline.coordination.events import NewGroup
-from pipeline.coordination.fleet import Fleet, Instance
-from pipeline.coordination.trajectories import LiveTrajectory
-from stores.errors import ProtocolViolation
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.pipeline.coordination.events import NewGroup
+from staleflow.pipeline.coordination.fleet import Fleet, Instance
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(slots=True)

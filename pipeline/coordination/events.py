@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stores.in_flight import GroupInFlight
-from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from stores.errors import ProtocolViolation
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, is_evaluated
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, is_evaluated
 
 BoolArray = npt.NDArray[np.bool_]
 

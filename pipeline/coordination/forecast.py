@@ -13,8 +13,8 @@ from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass
 
-from pipeline.coordination.episode_forecast import EpisodeForecast
-from stores.trajectory import GroupId
+from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
+from staleflow.stores.trajectory import GroupId
 
 WINDOW = 4096
 """Finished lengths that are remembered: enough to see one in a thousand, few enough to follow a policy that drifts."""

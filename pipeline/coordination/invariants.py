@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pipeline.coordination.phases import Phase
-from pipeline.coordination.state import CoordinatorState
-from pipeline.coordination.trajectories import LiveTrajectory
-from stores.errors import ProtocolViolation
-from stores.ledger_entries import EntryState
-from stores.trajectory import InstanceId, is_evaluated
+from staleflow.pipeline.coordination.phases import Phase
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.staleness.ledger_entries import EntryState
+from staleflow.stores.trajectory import InstanceId, is_evaluated
 
 
 def validate(state: CoordinatorState) -> None:

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast, get_args
 
-from pipeline.coordination.commands import Command
-from pipeline.coordination.coordinator import Coordinator
-from pipeline.coordination.events import Event, NewGroup, RunResumed, StepsTaken
-from stores.codec import Codec
-from stores.errors import ConfigError, ProtocolViolation, StoreError
-from stores.in_flight import GroupInFlight, MemberInFlight
-from stores.ledger_entries import Ending
-from stores.trajectory import AbortReason, Fate
+from staleflow.pipeline.coordination.commands import Command
+from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.events import Event, NewGroup, RunResumed, StepsTaken
+from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
+from staleflow.stores.serialization import Codec
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectory import AbortReason, Fate
 
 CODEC = Codec(
     tagged=(*get_args(Event), *get_args(Command), NewGroup, StepsTaken, Ending, GroupInFlight, MemberInFlight)

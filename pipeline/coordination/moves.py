@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.coordination.fleet import Instance
-from pipeline.coordination.forecast import LengthForecast
-from pipeline.coordination.pacing import Pacing
-from pipeline.coordination.phases import Phase
-from pipeline.coordination.placement import Placement
-from pipeline.coordination.state import CoordinatorState
-from pipeline.coordination.trajectories import LiveTrajectory
-from pipeline.strategies.filtering import Stragglers, Straggling
-from pipeline.strategies.migration import Load, Migration, Movable
+from staleflow.pipeline.coordination.fleet import Instance
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.pacing import Pacing
+from staleflow.pipeline.coordination.phases import Phase
+from staleflow.pipeline.coordination.route_planner import Placement
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.pipeline.strategies.filtering import Stragglers, Straggling
+from staleflow.pipeline.strategies.migration import Load, Migration, Movable
 
 MOVES_A_TICK = 0.125
 """Share of the instances that may give trajectories away in one tick: moves change the loads the next ones go by."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from pipeline.coordination.forecast import WINDOW, LengthForecast
-from pipeline.coordination.measured import Measured, RunningMean
-from pipeline.coordination.steady_state import CYCLES, AverageInstance, DrawnResponse, interval_s
-from stores.trajectory import GroupId
-from tasks.engines.cost_model import Numbers, StepCosts
+from staleflow.pipeline.coordination.forecast import WINDOW, LengthForecast
+from staleflow.pipeline.coordination.running_means import Measured, RunningMean
+from staleflow.pipeline.coordination.steady_state import CYCLES, AverageInstance, DrawnResponse, interval_s
+from staleflow.stores.trajectory import GroupId
+from staleflow.tasks.emulation.cost_model import Numbers, StepCosts
 
 LIMITS = (1.0, 1.1, 1.2, 1.35, 1.6)
 """Limits of a decode step that are tried, as factors of the planned one: below it an instance cannot do its share."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from stores.errors import ProtocolViolation
+from staleflow.stores.errors import ProtocolViolation
 
 
 class Phase(Enum):

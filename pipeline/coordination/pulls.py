@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from pipeline.coordination.fleet import Instance
-from pipeline.coordination.placement import Placement
-from pipeline.coordination.state import CoordinatorState
-from pipeline.strategies.synchronization import LaggingInstance, Synchronization
+from staleflow.pipeline.coordination.fleet import Instance
+from staleflow.pipeline.coordination.route_planner import Placement
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.strategies.synchronization import LaggingInstance, Synchronization
 
 
 class Pulls:

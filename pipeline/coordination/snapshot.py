@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.coordination.forecast import ForecastError
-from pipeline.coordination.phases import Phase
-from pipeline.coordination.state import CoordinatorState
-from pipeline.coordination.work_queue import FRESH
-from stores.ledger_entries import BufferView, EntryState
-from stores.trajectory import AbortReason, InstanceId, ended_as
+from staleflow.pipeline.coordination.forecast import ForecastError
+from staleflow.pipeline.coordination.phases import Phase
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.work_queue import FRESH
+from staleflow.stores.staleness.ledger_entries import BufferView, EntryState
+from staleflow.stores.trajectory import AbortReason, InstanceId, ended_as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

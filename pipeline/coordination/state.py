@@ -13,20 +13,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 
-from pipeline.coordination.changes import PendingChanges
-from pipeline.coordination.ended import Consumed, EndedTrajectory
-from pipeline.coordination.evaluations import EvaluationUnderWay, MutableEvaluations
-from pipeline.coordination.events import NewGroup
-from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
-from pipeline.coordination.measured import Cuts, Measured
-from pipeline.coordination.phases import Phase, Transition, next_phase
-from pipeline.coordination.trajectories import LiveTrajectory, found_in_flight
-from pipeline.coordination.work_queue import EVALUATION, FRESH, MutableWorkQueue, WorkQueue
-from stores.errors import ProtocolViolation
-from stores.in_flight import GroupInFlight
-from stores.ledger_entries import Ending, EntryState
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluated
+from staleflow.pipeline.coordination.discarded import Consumed, EndedTrajectory
+from staleflow.pipeline.coordination.evaluations import EvaluationUnderWay, MutableEvaluations
+from staleflow.pipeline.coordination.events import NewGroup
+from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
+from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
+from staleflow.pipeline.coordination.replan_flags import PendingChanges
+from staleflow.pipeline.coordination.running_means import Cuts, Measured
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory, found_in_flight
+from staleflow.pipeline.coordination.work_queue import EVALUATION, FRESH, MutableWorkQueue, WorkQueue
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.staleness.ledger_entries import Ending, EntryState
+from staleflow.stores.trajectory import (
+    AbortReason,
+    Fate,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    TrajectoryId,
+    is_evaluated,
+)
 
 
 class CoordinatorState(PendingChanges):

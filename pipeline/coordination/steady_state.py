@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from tasks.engines.cost_model import StepCosts
+from staleflow.tasks.emulation.cost_model import StepCosts
 
 CYCLES = 5
 """Versions that are played, in multiples of eta + 1: two of them fill the pipeline, the others are measured."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.coordination.phases import Phase
-from stores.in_flight import GroupInFlight
-from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluated
+from staleflow.pipeline.coordination.phases import Phase
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluated
 
 
 @dataclass(slots=True)

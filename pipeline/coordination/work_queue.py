@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from pipeline.coordination.trajectories import LiveTrajectory
-from stores.trajectory import TrajectoryId
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.stores.trajectory import TrajectoryId
 
 EVALUATION = -1
 """Level of what is sampled to evaluate the model: before all other work, in the few places that are its."""

@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.config import user_files
-from pipeline.config.model_facts import ModelFacts, inspect_model
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.snapshot import Snapshot
-from pipeline.jobs.starts import Starts
-from pipeline.jobs.stopping import Signals
-from pipeline.runtime import fingerprints
-from pipeline.runtime.actors import Actors
-from pipeline.runtime.driver import Driver
-from pipeline.runtime.evaluation import after_resuming, read_evaluations
-from pipeline.runtime.fingerprints import Fingerprints
-from pipeline.runtime.outcomes import Outcomes
-from pipeline.runtime.run_folder import claimed, prepare_run_dir
-from pipeline.scheduler import board
-from pipeline.scheduler.connection import PATIENT_S
-from stores.errors import ConfigError
-from stores.trajectory import PolicyVersion
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import PATIENT_S
+from staleflow.pipeline.config import user_files
+from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.jobs.starts import Starts
+from staleflow.pipeline.jobs.stopping import Signals
+from staleflow.pipeline.recovery import source_fingerprints
+from staleflow.pipeline.recovery.run_folder import claimed, prepare_run_dir
+from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
+from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.driver import Driver
+from staleflow.pipeline.runtime.evaluation_results import after_resuming, read_evaluations
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import PolicyVersion
 
 if TYPE_CHECKING:
-    from pipeline.jobs.reporter import Reporter
-    from pipeline.runtime.workers import DaskWorkers
+    from staleflow.pipeline.jobs.reporter import Reporter
+    from staleflow.pipeline.processes.dask_workers import DaskWorkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,9 @@ async def _execute(
     signals: Signals | None,
 ) -> RunEnd:
     """`execute` with the run folder locked."""
-    from pipeline.jobs.reporter import Reporter
-    from pipeline.jobs.summary import summarize, write_report
-    from pipeline.runtime.workers import connect
+    from staleflow.pipeline.jobs.reporter import Reporter
+    from staleflow.pipeline.jobs.summary import summarize, write_report
+    from staleflow.pipeline.processes.dask_workers import connect
 
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
@@ -99,7 +99,7 @@ async def _execute(
             announce(f"Dask dashboard: {cluster.dashboard}")
         own = str(cluster.client.id)
         about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
-        await board.ask(cluster.client, "submit", **about, by=own)
+        await job_registry.ask(cluster.client, "submit", **about, by=own)
         stopped = await cluster.settle(config, announce, "" if slot is None else slot.address)
         if stopped:
             ended = "stopped", stopped
@@ -133,8 +133,8 @@ async def _train(
     resume: bool,
 ) -> Outcomes:
     """Drive the run on its cluster, from its beginning or from where it is resumed, to its end."""
-    from pipeline.jobs.tracking import Tracking
-    from pipeline.runtime import resumption as resumptions
+    from staleflow.pipeline.jobs.tracking import Tracking
+    from staleflow.pipeline.recovery import resumption as resumptions
 
     run_dir, (progress, announce), (found, changed) = config.run_dir, told, prints
     resumption = resumptions.prepare(config) if resume else None
@@ -172,17 +172,17 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     """Create the run folder, or check that the run in it can be resumed. Returns the job, with its user code referenced
     in the folder; the fingerprints of what the run uses now; and their differences from its start. Raises ConfigError,
     StoreError."""
-    from pipeline.runtime import resumption
+    from staleflow.pipeline.recovery import resumption
 
-    found = fingerprints.taken(config)
+    found = source_fingerprints.taken(config)
     if resume:
         resumption.reached(config)
-        then = fingerprints.read(config.run_dir)
+        then = source_fingerprints.read(config.run_dir)
         found = found.like(then)
-        return config, found, fingerprints.changes(then, found)
+        return config, found, source_fingerprints.changes(then, found)
     config, code = user_files.with_code(config, user_files.RULES)
     config = user_files.with_code_in(config, config.run_dir / "code", code)
-    fingerprints.write(prepare_run_dir(config, code), found)
+    source_fingerprints.write(prepare_run_dir(config, code), found)
     return config, found, []
 
 

@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any
 from distributed import Reschedule, get_worker, secede
 from distributed.core import Status
 
-from pipeline.config import loading
-from pipeline.config.checks import check_job
-from pipeline.config.schema import RunConfig
-from pipeline.config.user_files import with_code_in
-from pipeline.runtime.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
-from pipeline.runtime.workers import DriverSlotTaken
-from pipeline.scheduler import board
-from pipeline.scheduler.connection import PATIENT_S, Where, client_security
-from pipeline.scheduler.job_list import find
-from stores.errors import ActorLost, StaleflowError
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import PATIENT_S, Where, client_security
+from staleflow.pipeline.cluster.job_lookup import find
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.preflight import check_job
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.user_files import with_code_in
+from staleflow.pipeline.processes.dask_workers import DriverSlotTaken
+from staleflow.pipeline.recovery.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
+from staleflow.stores.errors import ActorLost, StaleflowError
 
 if TYPE_CHECKING:
-    from pipeline.jobs.execution import DriverSlot
+    from staleflow.pipeline.jobs.execution import DriverSlot
 
 MAX_RESUMES = 3
 """Losses in a row, without a new step in between, after which a driver resumes by itself."""
@@ -57,7 +57,7 @@ class Submission:
 def drive(submission: Submission) -> str:
     """The driver's Dask task; returns how the job ended. Dask runs it again when its worker dies, or the worker that
     holds its result."""
-    from pipeline.jobs.execution import DriverSlot
+    from staleflow.pipeline.jobs.execution import DriverSlot
 
     worker = get_worker()
     slot = DriverSlot(address=worker.address, security=client_security(worker.security))
@@ -68,15 +68,15 @@ def drive(submission: Submission) -> str:
 
 
 async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive: Callable[[], bool]) -> str:
-    from pipeline.jobs import reporter
+    from staleflow.pipeline.jobs import reporter
 
     where = Where(address=scheduler, security=slot.security)
     async with where.connected(PATIENT_S) as client:
         job = await find(client, submission.id)
-        if job["state"] in board.ENDED:
+        if job["state"] in job_registry.ENDED:
             return str(job["state"])
         # It waits, or has other workers: Dask restarts a task wherever it may.
-        if not await board.ask(client, "begin", id=submission.id, address=slot.address, driver=client.id):
+        if not await job_registry.ask(client, "begin", id=submission.id, address=slot.address, driver=client.id):
             raise Reschedule
         try:
             state, why = await _run_to_end(submission, slot, client, scheduler)
@@ -90,7 +90,7 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
             told = isinstance(error, StaleflowError)
             state, why = "failed", str(error) if told else f"{type(error).__name__}: {error}"
         await reporter.report_state(client, submission.id, state, why)
-        await board.ask(client, "end", id=submission.id)
+        await job_registry.ask(client, "end", id=submission.id)
         return state
 
 
@@ -105,8 +105,8 @@ async def _run_to_end(submission: Submission, slot: DriverSlot, client: Any, sch
 
 async def _resume_to_end(config: RunConfig, submission: Submission, slot: DriverSlot, client: Any) -> tuple[str, str]:
     """`_run_to_end` with the run folder locked."""
-    from pipeline.jobs import reporter
-    from pipeline.jobs.execution import execute
+    from staleflow.pipeline.jobs import reporter
+    from staleflow.pipeline.jobs.execution import execute
 
     trained, resumes = -1, 0
     while True:
@@ -160,7 +160,7 @@ async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIte
 
 def committed_steps(run_dir: Path) -> tuple[int, bool]:
     """Number of training steps that a run has committed, and whether its end is stored too."""
-    from stores.versioned import VersionedStore
+    from staleflow.stores.trajectories.versioned import VersionedStore
 
     stored = VersionedStore.open(run_dir / "store").summary()
     return stored.num_steps, stored.ended

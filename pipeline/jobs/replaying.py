@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.deciding import make_coordinator
-from pipeline.coordination import journal
-from pipeline.coordination.events import RunResumed, StopRequested
-from pipeline.coordination.journal import JournalEntry
-from pipeline.runtime.resumption import parts
-from pipeline.runtime.run_folder import load_job, require_run
-from stores.errors import ConfigError
-from stores.reading import Summary
-from stores.trajectory import TrajectoryId
-from stores.versioned import VersionedStore
+from staleflow.pipeline.config.factories import make_coordinator
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.events import RunResumed, StopRequested
+from staleflow.pipeline.coordination.journal import JournalEntry
+from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.run_folder import load_job, require_run
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.reader import Summary
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

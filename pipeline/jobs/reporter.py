@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.coordination.snapshot import Snapshot
-from pipeline.jobs.summary import step_line
-from pipeline.runtime.driver import Driver
-from pipeline.runtime.evaluation import by_set, evaluating
-from pipeline.runtime.outcomes import Outcomes
-from pipeline.runtime.workers import DaskWorkers
-from pipeline.scheduler import board
-from stores.codec import Codec
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.jobs.summary import step_line
+from staleflow.pipeline.processes.dask_workers import DaskWorkers
+from staleflow.pipeline.runtime.driver import Driver
+from staleflow.pipeline.runtime.evaluation_results import by_set, evaluating
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.serialization import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +91,11 @@ class Reporter:
         """Meanwhile, append warnings that are logged to the run's log."""
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self.say(record.getMessage())  # type: ignore[method-assign]
-        loggers = [logging.getLogger(name) for name in ("pipeline", "tasks", "stores")]
-        for one in loggers:
-            one.addHandler(handler)
+        logging.getLogger("staleflow").addHandler(handler)
         try:
             yield
         finally:
-            for one in loggers:
-                one.removeHandler(handler)
+            logging.getLogger("staleflow").removeHandler(handler)
 
     async def attend(self, driver: Driver, cluster: DaskWorkers) -> None:
         """Report regularly while the driver runs; stop it, or retire an instance, when requested."""
@@ -114,7 +111,7 @@ class Reporter:
                 "tokens_sampled": driver.tokens_sampled(),
                 "kept_tokens": driver.kept_tokens(),
             }
-            for worker in await board.ask(cluster.client, "leaving", id=self.id):
+            for worker in await job_registry.ask(cluster.client, "leaving", id=self.id):
                 self._log(driver.retire(worker) or f"retiring {worker}")
             stop = await self.report(cluster.client, state, why, more)
             if stop:
@@ -127,7 +124,7 @@ class Reporter:
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
         status = {**self._status, **(more or {})} if self._status else {}
-        answer = await board.ask(
+        answer = await job_registry.ask(
             client, "report", id=self.id, state=state, why=why, status=status, steps=steps, lines=lines
         )
         return str(answer)

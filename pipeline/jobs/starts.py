@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.runtime.outcomes import Outcomes
-from stores.codec import Codec
-from stores.errors import StoreError
-from stores.files import replace_file
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.errors import StoreError
+from staleflow.stores.files import replace_file
+from staleflow.stores.serialization import Codec
 
 CODEC = Codec()
 FILE = "starts.json"

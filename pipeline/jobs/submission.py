@@ -11,14 +11,14 @@ import secrets
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.config import fields, user_files
-from pipeline.config.schema import RunConfig
-from pipeline.config.user_files import with_code
-from pipeline.jobs.job_driver import Submission, drive
-from pipeline.scheduler import board
-from pipeline.scheduler.connection import Where
-from pipeline.scheduler.gang import Needs
-from stores.errors import ConfigError
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.gang import Needs
+from staleflow.pipeline.config import knob_tree, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.user_files import with_code
+from staleflow.pipeline.jobs.job_driver import Submission, drive
+from staleflow.stores.errors import ConfigError
 
 ARRIVED_POLL_S = 0.02
 """Seconds between two questions whether the scheduler has a submitted job's task."""
@@ -30,11 +30,11 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> di
     id = f"{config.name}-{secrets.token_hex(3)}"
     user_files.check(config)
     config, code = with_code(config)
-    submission = Submission(id=id, job=fields.to_toml(config), code=code, resume=resume)
+    submission = Submission(id=id, job=knob_tree.to_toml(config), code=code, resume=resume)
     needs = Needs.of(config, driver=True)
     async with where.connected() as client:
         # The board has the job wait for workers as soon as it has its task, so that nothing is left to do then.
-        await board.ask(
+        await job_registry.ask(
             client,
             "submit",
             id=id,
@@ -46,8 +46,8 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> di
             wait_s=config.deadlines.wait_s,
         )
         # On no worker until the board gives the job some.
-        future = client.submit(drive, submission, key=board.KEY + id, pure=False, workers=[board.NOWHERE])
-        while not (job := await board.ask(client, "arrived", id=id))["arrived"]:
+        future = client.submit(drive, submission, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE])
+        while not (job := await job_registry.ask(client, "arrived", id=id))["arrived"]:
             if future.status in ("error", "lost", "cancelled"):
                 raise ConfigError(f"the scheduler at {client.scheduler.address} refuses the job: {await _why(future)}")
             await asyncio.sleep(ARRIVED_POLL_S)

@@ -9,15 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.schema import RunConfig
-from pipeline.jobs.expectation import Expectation, confirmed
-from pipeline.jobs.starts import read, whole
-from pipeline.profiling.diagnosis import Diagnosis
-from pipeline.runtime.evaluation import by_set, not_comparable
-from pipeline.runtime.outcomes import Outcomes
-from stores.bias import Bias, bias_report
-from stores.files import replace_file, replace_text
-from stores.metrics import STEP, axis, tokens_per_s
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.jobs.starts import read, whole
+from staleflow.pipeline.jobs.what_if import Expectation, confirmed
+from staleflow.pipeline.profiling.diagnosis import Diagnosis
+from staleflow.pipeline.runtime.evaluation_results import by_set, not_comparable
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.auditing.drop_bias import Bias, bias_report
+from staleflow.stores.files import replace_file, replace_text
+from staleflow.stores.metrics import STEP, axis, tokens_per_s
 
 REMEDY = "free space or move runs_dir; the run itself is stored"
 AGES = {
@@ -52,7 +52,7 @@ def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[s
 
 def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, Any]:
     """A run's evaluations, steps, tokens, staleness histogram, seconds by phase, and drops by reason."""
-    from stores.versioned import VersionedStore
+    from staleflow.stores.trajectories.versioned import VersionedStore
 
     staleness: Counter[int] = Counter()
     bias: Bias | None = None

@@ -30,13 +30,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.config import fields, user_files
-from pipeline.config.schema import RunConfig
-from pipeline.runtime.evaluation import Evaluation
-from stores.errors import ConfigError
-from stores.files import replace_text
-from stores.metrics import EVALUATION, OF_EVALUATION, REWARD_PART, STEP
-from tasks import user_code
+from staleflow.pipeline.config import knob_tree, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.runtime.evaluation_results import Evaluation
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.files import replace_text
+from staleflow.stores.metrics import EVALUATION, OF_EVALUATION, REWARD_PART, STEP
+from staleflow.tasks.settings import user_code
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Tracking:
     tracked. evaluations: number of those that are."""
 
     def __init__(self, config: RunConfig, run_dir: Path, first: int = 0, evaluations: int = 0) -> None:
-        job = tomllib.loads(fields.to_toml(config))
+        job = tomllib.loads(knob_tree.to_toml(config))
         self._trackers: list[Tracker] = [TensorBoard(str(run_dir), job)] if config.tracking.tensorboard else []
         named = config.tracking.tracker
         if named in PACKAGES:

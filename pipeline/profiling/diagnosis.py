@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from pipeline.config.deciding import cost_model, while_drafting
-from pipeline.config.schema import RunConfig
-from pipeline.profiling.drafts_used import DraftsUsed
-from pipeline.profiling.fit import Fit
-from pipeline.profiling.step_loads import Seconds, StepLoad, slow_instances, total
-from pipeline.strategies.admission import BOUNDLESS
-from tasks.engines.cost_model import CostModel
-from tasks.engines.settings import Speculation
+from staleflow.pipeline.config.factories import cost_model, while_drafting
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.profiling.draft_stats import DraftsUsed
+from staleflow.pipeline.profiling.fit import Fit
+from staleflow.pipeline.profiling.step_times import Seconds, StepLoad, slow_instances, total
+from staleflow.pipeline.strategies.admission import BOUNDLESS
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.engines.engine_settings import Speculation
 
 LITTLE = 0.1
 """Share of the time that the trainer may wait without being worth a change: about what single long responses cost."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tasks.engines.cost_model import CostModel
+from staleflow.tasks.emulation.cost_model import CostModel
 
 Array = npt.NDArray[np.float64]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator
 
-from pipeline.coordination.commands import Act, Command, Draw, Pull, Score, Train
-from pipeline.coordination.events import (
+from staleflow.pipeline.coordination.commands import Act, Command, Draw, Pull, Score, Train
+from staleflow.pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
     Event,
@@ -15,7 +15,7 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from pipeline.coordination.journal import JournalEntry
+from staleflow.pipeline.coordination.journal import JournalEntry
 
 FEWEST_LATER = 3
 """Latencies since the end of the first training step that are enough to leave out those before: processes warm up."""

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stores.errors import ConfigError
-from stores.selection import Selection
-from stores.trajectory import Fate, FinishReason
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectory import Fate, FinishReason
 
 Columns = Mapping[str, npt.NDArray[Any]]
 Positions = npt.NDArray[np.int64]

@@ -1,1 +1,1 @@
-"""Runs a coordinator on a Dask cluster: driver, actors, workers, recovery."""
+"""Runs a coordinator on a Dask cluster: the driver, its actors, links to rollout instances, evaluations."""

@@ -22,28 +22,28 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.config import actor_settings
-from pipeline.config.model_facts import ModelFacts
-from pipeline.config.schema import RunConfig
-from pipeline.runtime import trainer_group
-from pipeline.runtime.background import side_by_side
-from pipeline.runtime.base import NamedActor, Placed, Workers
-from pipeline.runtime.clock import now_s
-from pipeline.runtime.instance_handle import InstanceHandle
-from pipeline.runtime.restoring import Restoring
-from pipeline.runtime.resumption import Resumption
-from pipeline.runtime.transfers import Transfers
-from stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError, TransferFailed
-from stores.parameters import FOLDER_PREFIX
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.actors.calls import call
-from tasks.actors.environment_host import EnvironmentHost
-from tasks.actors.parameter_server import ParameterServer
-from tasks.actors.reward_worker import RewardWorker
-from tasks.actors.rollout_instance import RolloutInstance
-from tasks.actors.trainer import StepResult
-from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import Loaded
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.config.model_facts import ModelFacts
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.processes import trainer_group
+from staleflow.pipeline.processes.background import side_by_side
+from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.processes.worker_protocol import NamedActor, Placed, Workers
+from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.recovery.role_recovery import Restoring
+from staleflow.pipeline.weights.weight_transfers import Transfers
+from staleflow.stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError, TransferFailed
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights.weight_folder import FOLDER_PREFIX
+from staleflow.tasks.actors.actor_calls import call
+from staleflow.tasks.actors.environment_host import EnvironmentHost
+from staleflow.tasks.actors.parameter_server import ParameterServer
+from staleflow.tasks.actors.reward_worker import RewardWorker
+from staleflow.tasks.actors.rollout_instance import RolloutInstance
+from staleflow.tasks.actors.trainer import StepResult
+from staleflow.tasks.actors.trajectory_server import TrajectoryServer
+from staleflow.tasks.engines.base import Loaded
 
 logger = logging.getLogger(__name__)
 

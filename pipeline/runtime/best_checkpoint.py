@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.runtime.actors import Actors
-from pipeline.runtime.evaluation import Evaluation
-from stores.files import replace_text
-from stores.trajectory import PolicyVersion
+from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.evaluation_results import Evaluation
+from staleflow.stores.files import replace_text
+from staleflow.stores.trajectory import PolicyVersion
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Runs a coordinator on actors: carries out its commands as calls and feeds the results back as events.
 
-It decides nothing itself. One asyncio loop; pipeline/runtime/base.py hides where the actors run. Beside the main loop
-work Commits (committing.py), Scoring (scoring.py) and the links of the instances (membership.py).
+It decides nothing itself. One asyncio loop; pipeline/processes/worker_protocol.py hides where the actors run. Beside
+the main loop work Commits (commit_queue.py), Scoring (scoring.py) and the links of the instances (membership.py).
 
 Invariants:
 - Every event is journalled with the commands it led to, in the order in which they were carried out.
@@ -24,9 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import deciding
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import (
+from staleflow.pipeline.config import factories
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import (
     Abort,
     Act,
     Command,
@@ -42,8 +42,8 @@ from pipeline.coordination.commands import (
     Speculate,
     Train,
 )
-from pipeline.coordination.coordinator import Coordinator
-from pipeline.coordination.events import (
+from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.events import (
     Event,
     GroupsArrived,
     InstanceReported,
@@ -53,31 +53,31 @@ from pipeline.coordination.events import (
     Tick,
     VersionPublished,
 )
-from pipeline.coordination.snapshot import Snapshot
-from pipeline.coordination.taking_up import plan_resume
-from pipeline.profiling.fit import CostWatch
-from pipeline.runtime.acting import Acting
-from pipeline.runtime.actors import Actors
-from pipeline.runtime.background import Background
-from pipeline.runtime.clock import now_s
-from pipeline.runtime.committing import Commits
-from pipeline.runtime.evaluating import Evaluating
-from pipeline.runtime.evaluation import after_resuming, not_comparable, read_evaluations
-from pipeline.runtime.fingerprints import Fingerprints, changes_of
-from pipeline.runtime.measurements import Measurements
-from pipeline.runtime.membership import Membership
-from pipeline.runtime.outcomes import Outcomes
-from pipeline.runtime.resumption import Resumption
-from pipeline.runtime.run_journal import RunJournal
-from pipeline.runtime.scoring import Scoring
-from pipeline.runtime.training_watch import TrainingWatch
-from stores.base import LedgerState, StepRecord
-from stores.errors import RunStuck
-from stores.metrics import with_rate
-from stores.resume_points import ResumePoints
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as, is_evaluated
-from tasks.actors.server_answers import FoundInFlight, TakenUp
-from tasks.actors.trainer import StepResult
+from staleflow.pipeline.coordination.resume_plan import plan_resume
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.processes.background import Background
+from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.profiling.fit import CostWatch
+from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.recovery.run_journal import RunJournal
+from staleflow.pipeline.recovery.source_fingerprints import Fingerprints, changes_of
+from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.commit_queue import Commits
+from staleflow.pipeline.runtime.environment_hosts import Acting
+from staleflow.pipeline.runtime.evaluation_driver import Evaluating
+from staleflow.pipeline.runtime.evaluation_results import after_resuming, not_comparable, read_evaluations
+from staleflow.pipeline.runtime.measurements import Measurements
+from staleflow.pipeline.runtime.membership import Membership
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.scoring import Scoring
+from staleflow.pipeline.runtime.training_alarms import TrainingWatch
+from staleflow.stores.errors import RunStuck
+from staleflow.stores.metrics import with_rate
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as, is_evaluated
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.tasks.actors.server_messages import FoundInFlight, TakenUp
+from staleflow.tasks.actors.trainer import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Driver:
         self._progress = progress
         self._resumption = resumption
         self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
-        self._coordinator: Coordinator = deciding.make_coordinator(config)
+        self._coordinator: Coordinator = factories.make_coordinator(config)
         self._journal = RunJournal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
@@ -126,7 +126,7 @@ class Driver:
         self.training = False
         """Whether the training loop runs, between the evaluations."""
         self._task: asyncio.Task[Any] | None = None
-        self._cost_watch = CostWatch(deciding.cost_model(config), config.rollout.cost.tolerance)
+        self._cost_watch = CostWatch(factories.cost_model(config), config.rollout.cost.tolerance)
         self._membership = Membership(
             config,
             actors,
@@ -233,8 +233,8 @@ class Driver:
     async def _take_up(self) -> RunResumed:
         """Have the server go on with what was in flight, as far as it is within the bound."""
         found: FoundInFlight = await self._actors.ask("server", "found", deadline="start_s")
-        filtering = deciding.make_strategies(self._config).filtering
-        ledger = deciding.make_coordinator(self._config).ledger
+        filtering = factories.make_strategies(self._config).filtering
+        ledger = factories.make_coordinator(self._config).ledger
         resumed, again = plan_resume(ledger, filtering, found.ledger, found.groups)
         taken: TakenUp = await self._actors.ask("server", "resume", again, deadline="start_s")
         self._num_drawn = taken.ledger.num_started // self._config.members_started

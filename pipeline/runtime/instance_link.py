@@ -15,9 +15,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from pipeline.config.schema import DeadlineConfig
-from pipeline.coordination.commands import Abort, Command, Forget, Interrupt, Pull, Route, Speculate
-from pipeline.coordination.events import (
+from staleflow.pipeline.config.schema import DeadlineConfig
+from staleflow.pipeline.coordination.commands import Abort, Command, Forget, Interrupt, Pull, Route, Speculate
+from staleflow.pipeline.coordination.events import (
     Event,
     InstanceReported,
     PullFinished,
@@ -26,13 +26,13 @@ from pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectorySampled,
 )
-from pipeline.profiling.fit import CostWatch, StepPoint
-from pipeline.runtime.actors import SERVER, Actors
-from pipeline.runtime.clock import now_s
-from pipeline.runtime.instance_handle import InstanceHandle
-from stores.errors import ActorLost
-from tasks.actors.rollout_instance import Outcome, RouteItem
-from tasks.engines.base import EngineLoad
+from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.profiling.fit import CostWatch, StepPoint
+from staleflow.pipeline.runtime.actors import SERVER, Actors
+from staleflow.stores.errors import ActorLost
+from staleflow.tasks.actors.rollout_instance import Outcome, RouteItem
+from staleflow.tasks.engines.base import EngineLoad
 
 POLL_S = 0.5
 """Seconds that a poll for results waits at an instance at most; it returns at once when something ended."""

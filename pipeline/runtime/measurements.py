@@ -9,17 +9,17 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Command
-from pipeline.coordination.events import Event
-from pipeline.coordination.snapshot import Snapshot
-from pipeline.profiling.diagnosis import Diagnosis, diagnose, recent, sizes_of
-from pipeline.profiling.loads import LoadWatch
-from pipeline.profiling.measure import Profile, measured_latencies
-from pipeline.profiling.step_loads import steady
-from pipeline.runtime.clock import now_s
-from pipeline.runtime.instance_handle import COUNTS, InstanceHandle
-from stores.trajectory import InstanceId
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import Command
+from staleflow.pipeline.coordination.events import Event
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.processes.instance_handle import COUNTS, InstanceHandle
+from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, recent, sizes_of
+from staleflow.pipeline.profiling.engine_profile import Profile, measured_latencies
+from staleflow.pipeline.profiling.step_times import steady
+from staleflow.pipeline.profiling.time_breakdown import LoadWatch
+from staleflow.stores.trajectory import InstanceId
 
 
 class Measurements:

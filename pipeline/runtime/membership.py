@@ -20,16 +20,16 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.events import Event, InstanceJoined, InstanceLeaving, InstanceLost
-from pipeline.profiling.fit import CostWatch
-from pipeline.runtime.actors import SERVER, Actors
-from pipeline.runtime.background import Background
-from pipeline.runtime.base import NoFreeWorker
-from pipeline.runtime.instance_handle import InstanceHandle
-from pipeline.runtime.instance_link import InstanceLink
-from stores import errors
-from stores.trajectory import InstanceId
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.events import Event, InstanceJoined, InstanceLeaving, InstanceLost
+from staleflow.pipeline.processes.background import Background
+from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
+from staleflow.pipeline.profiling.fit import CostWatch
+from staleflow.pipeline.runtime.actors import SERVER, Actors
+from staleflow.pipeline.runtime.instance_link import InstanceLink
+from staleflow.stores import errors
+from staleflow.stores.trajectory import InstanceId
 
 logger = logging.getLogger(__name__)
 

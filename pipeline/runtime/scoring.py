@@ -17,11 +17,11 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.events import TrajectoryScored
-from pipeline.runtime.actors import SERVER, Actors
-from stores import errors
-from stores.trajectory import GroupId, TrajectoryId, is_evaluated
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.events import TrajectoryScored
+from staleflow.pipeline.runtime.actors import SERVER, Actors
+from staleflow.stores import errors
+from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluated
 
 logger = logging.getLogger(__name__)
 

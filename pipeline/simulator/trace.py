@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeline.profiling.step_loads import StepLoad
-from tasks.engines.decoding import Work
+from staleflow.pipeline.profiling.step_times import StepLoad
+from staleflow.tasks.emulation.batch_simulator import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

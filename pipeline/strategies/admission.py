@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from stores.errors import ConfigError
-from stores.staleness import StalenessLedger
-from stores.trajectory import PolicyVersion
-from tasks.knobs import knob
-from tasks.registry import Registry
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import Registry
 
 
 class Late(Enum):

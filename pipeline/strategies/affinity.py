@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.strategies.migration import Load
-from tasks.engines.cost_model import StepCosts
+from staleflow.pipeline.strategies.migration import Load
+from staleflow.tasks.emulation.cost_model import StepCosts
 
 
 @dataclass(frozen=True, slots=True)

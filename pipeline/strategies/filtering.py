@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from stores.rewards import has_signal
-from stores.trajectory import AbortReason
-from tasks.knobs import knob
-from tasks.registry import Registry
+from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.trajectory import AbortReason
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import Registry
 
 
 class Filtering(Protocol):

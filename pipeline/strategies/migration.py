@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tasks.engines.cost_model import StepCosts
-from tasks.knobs import knob
-from tasks.registry import Registry
+from staleflow.tasks.emulation.cost_model import StepCosts
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from stores.errors import ConfigError
-from tasks.engines.cost_model import Numbers, StepCosts
-from tasks.knobs import knob
-from tasks.registry import Registry
-from tasks.user_code import said
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.emulation.cost_model import Numbers, StepCosts
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.user_code import said
 
 BoolArray = npt.NDArray[np.bool_]
 Scalar = TypeVar("Scalar", bound=np.generic)

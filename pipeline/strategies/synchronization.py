@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from tasks.engines.cost_model import CostModel
-from tasks.knobs import knob
-from tasks.registry import Registry
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

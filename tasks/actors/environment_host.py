@@ -19,14 +19,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from stores.errors import ActorLost
-from stores.trajectory import TrajectoryId
-from tasks.actors.calls import answers_calls, call
-from tasks.actors.server_answers import Bridged, EpisodeState, RewardItem, SaidItem, TurnItem
-from tasks.endpoint.turns import SampledTurn
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.scoring import ScoredResponse
-from tasks.task_source import Record
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.trajectory import TrajectoryId
+from staleflow.tasks.actors.actor_calls import answers_calls, call
+from staleflow.tasks.actors.server_messages import Bridged, EpisodeState, RewardItem, SaidItem, TurnItem
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Record
+from staleflow.tasks.sources.reward_process import ScoredResponse
 
 DIFFERS = "it was set back to an earlier turn, and then answered otherwise than before; its class says it is repeatable"
 
@@ -61,7 +61,7 @@ class Acted:
 
 
 class Environments(Protocol):
-    """What answers the turns of episodes; see tasks/episodes/host.py."""
+    """What answers the turns of episodes; see tasks/episodes/episode_host.py."""
 
     @property
     def hears_turns(self) -> bool: ...

@@ -8,9 +8,9 @@ about to have it: what has arrived is handed on before the rest. Invariants:
 - A source that is gone, silent, slow, without the version, or that hands on too few bytes is left for the next one,
   with all that has arrived kept. Only when none is left the fetch fails, and the error names the sources.
 - No more than PIECES_AT_ONCE pieces are in memory, whatever a version's size.
-- A host that has an older version fetches what has changed since (stores/weight_delta.py), if that is less. It hands on
-  these deltas as it does versions, and what it makes of them once its fingerprint is the published one. If anything
-  fails, it fetches the version itself.
+- A host that has an older version fetches what has changed since (stores/weights/weight_delta.py), if that is less. It
+  hands on these deltas as it does versions, and what it makes of them once its fingerprint is the published one. If
+  anything fails, it fetches the version itself.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed
-from stores.incoming import PIECE_BYTES, Incoming, Piece
-from stores.parameters import ParameterFolder
-from stores.trajectory import PolicyVersion
-from stores.weight_delta import DeltaFile
-from tasks.actors.calls import answers_calls, call
+from staleflow.stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.partial_file import PIECE_BYTES, Incoming, Piece
+from staleflow.stores.weights.weight_delta import DeltaFile
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.tasks.actors.actor_calls import answers_calls, call
 
 logger = logging.getLogger(__name__)
 

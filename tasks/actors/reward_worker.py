@@ -6,10 +6,10 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from stores.trajectory import TrajectoryId
-from tasks.actors.calls import answers_calls, call
-from tasks.actors.server_answers import RewardItem, ScoringItem
-from tasks.scoring import ScoredResponse, Scorer, ScoringSettings
+from staleflow.stores.trajectory import TrajectoryId
+from staleflow.tasks.actors.actor_calls import answers_calls, call
+from staleflow.tasks.actors.server_messages import RewardItem, ScoringItem
+from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
 
 
 @answers_calls

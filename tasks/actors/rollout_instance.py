@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stores.errors import ActorLost, ProtocolViolation
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.actors.calls import answers_calls, call
-from tasks.actors.known_responses import OtherResponses
-from tasks.engines import holding
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
-from tasks.engines.settings import EngineSettings
+from staleflow.stores.errors import ActorLost, ProtocolViolation
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.actors.actor_calls import answers_calls, call
+from staleflow.tasks.actors.draft_corpus import OtherResponses
+from staleflow.tasks.engines import engine_handover
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from staleflow.tasks.engines.engine_settings import EngineSettings
 
 LEARN_S = 1.0
 """Seconds between two questions for other responses to draft from, while some are of use."""
@@ -86,11 +86,11 @@ class RolloutInstance:
         """Other responses to the prompts of what runs, which the engine was told of."""
         self._asked_s = 0.0
         """When the server was last asked for them, on the loop's clock."""
-        held = holding.take_over(run if resumed else "", engine_settings, instance)
+        held = engine_handover.take_over(run if resumed else "", engine_settings, instance)
         self._took_over = held is not None
         self._engine: Engine = held or engine_settings.build(instance, threads)
         if run:
-            holding.hold(run, engine_settings, self._engine, self)
+            engine_handover.hold(run, engine_settings, self._engine, self)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._closed = False
@@ -219,7 +219,7 @@ class RolloutInstance:
         self._closed = True
         self._commands.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
-        holding.let_go(self._engine)
+        engine_handover.let_go(self._engine)
         await asyncio.to_thread(self._engine.close)
 
     def _spool_is_due(self) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stores.base import RunHeader
-from tasks.prompts import PromptSettings
-from tasks.training.advantage import Overlong
+from staleflow.stores.trajectories.records import RunHeader
+from staleflow.tasks.sources.prompts import PromptSettings
+from staleflow.tasks.training.advantage import Overlong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

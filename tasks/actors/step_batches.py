@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from stores.base import batch_fingerprint
-from stores.in_flight import InFlight
-from stores.trajectory import Ended
-from tasks.actors.server_settings import ServerSettings
-from tasks.training.batches import batch_metrics, consumed_rows
-from tasks.training.packing import BatchPart, PackedRows, part_end
+from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectory import Ended
+from staleflow.tasks.actors.server_settings import ServerSettings
+from staleflow.tasks.training.batches import batch_metrics, consumed_rows
+from staleflow.tasks.training.microbatches import BatchPart, PackedRows, part_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stores import parameters
-from stores.errors import ProtocolViolation
-from stores.parameters import ParameterFolder
-from stores.resume_points import ResumePoints
-from stores.trajectory import PolicyVersion, TrajectoryId
-from stores.weight_hash import matches
-from tasks.actors.calls import answers_calls, call
-from tasks.actors.trainer_rank import GroupPolicy
-from tasks.engines import holding
-from tasks.training.packing import BatchPart, Row
-from tasks.training.policy import Policy, PolicySettings
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_hash import matches
+from staleflow.tasks.actors.actor_calls import answers_calls, call
+from staleflow.tasks.actors.trainer_rank import GroupPolicy
+from staleflow.tasks.engines import engine_handover
+from staleflow.tasks.training.microbatches import BatchPart, Row
+from staleflow.tasks.training.policy import Policy, PolicySettings
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,11 @@ class Trainer:
         """points: folder of the run's resume points, one every `point_every` steps, 0 for none. ranks: processes of the
         group; with more than one, `lead` has to be called first. deltas: whether what has changed since the version
         before is published with each."""
-        holding.close_unused()
+        engine_handover.close_unused()
         self._call_s = call_s
         self._settings, self._threads, self._ranks, self._deltas = settings, threads, ranks, deltas
         self._joined: Policy | None = settings.build(threads) if ranks == 1 else None
-        parameters.sweep(Path(folder).parent)
+        weight_folder.sweep(Path(folder).parent)
         self._folder = ParameterFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="resume-point")

@@ -20,15 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stores.errors import ActorLost
-from tasks.actors.calls import LOOK_S, answers_calls, call
-from tasks.engines import holding
-from tasks.training.packing import Row
-from tasks.training.policy import Policy, PolicySettings
-from tasks.training.rank import Rank, listening, rank_name
+from staleflow.stores.errors import ActorLost
+from staleflow.tasks.actors.actor_calls import LOOK_S, answers_calls, call
+from staleflow.tasks.engines import engine_handover
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.policy import Policy, PolicySettings
+from staleflow.tasks.training.rank import Rank, listening, rank_name
 
 if TYPE_CHECKING:
-    from stores.weight_hash import Weights
+    from staleflow.stores.weights.weight_hash import Weights
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class TrainerRank:
     """The Dask actor of a trainer's process that does not lead: does what the leading one does."""
 
     def __init__(self, settings: PolicySettings, threads: int) -> None:
-        holding.close_unused()
+        engine_handover.close_unused()
         self._settings, self._threads = settings, threads
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._policy: Policy | None = None

@@ -5,9 +5,9 @@ lengths and versions. All its state changes on the worker's event loop, so no me
 the spool have a thread each, and texts are decoded and batches packed beside them.
 
 Invariants:
-- What was acknowledged survives this process: each change is an entry of the spool (stores/spool.py), and the call that
-  brought it is answered once the entry is written. A server made of the same settings with `resumed` begins with the
-  store and the spool, and so has all of it again, under the epochs it was delivered in.
+- What was acknowledged survives this process: each change is an entry of the spool (stores/in_flight/spool.py), and the
+  call that brought it is answered once the entry is written. A server made of the same settings with `resumed` begins
+  with the store and the spool, and so has all of it again, under the epochs it was delivered in.
 - Calls may be repeated: draws are numbered, deliveries name the position of their first token, batches and commits
   their step.
 """
@@ -25,12 +25,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from stores.base import LedgerState, StepRecord, id_ranges
-from stores.in_flight import InFlight
-from stores.ledger_entries import Ending
-from stores.resume_points import ResumePoints
-from stores.spool import Spool
-from stores.spool_entries import (
+from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.spool import Spool
+from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
     Entry,
     EpisodeRestarted,
@@ -41,15 +38,19 @@ from stores.spool_entries import (
     TrajectoriesRetired,
     TrajectoriesRouted,
 )
-from stores.stop_criteria import NO_STOP
-from stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluated
-from stores.versioned import VersionedStore
-from tasks.actors.calls import answers_calls
-from tasks.actors.drawn_tasks import DrawnTasks
-from tasks.actors.evaluated_in_flight import EvaluatedInFlight
-from tasks.actors.given_answers import GivenAnswers, NotRendered, answer_entry, newest_turn
-from tasks.actors.known_responses import MOST_TOKENS, KnownResponses, OtherResponses
-from tasks.actors.server_answers import (
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.stop_criteria import NO_STOP
+from staleflow.stores.trajectories.records import LedgerState, StepRecord, id_ranges
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluated
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.tasks.actors.actor_calls import answers_calls
+from staleflow.tasks.actors.async_spool import SpoolThread
+from staleflow.tasks.actors.draft_corpus import MOST_TOKENS, KnownResponses, OtherResponses
+from staleflow.tasks.actors.evaluation_trajectories import EvaluatedInFlight
+from staleflow.tasks.actors.legacy_in_flight import aborted_row, all_aborted
+from staleflow.tasks.actors.observation_encoder import GivenAnswers, NotRendered, answer_entry, newest_turn
+from staleflow.tasks.actors.server_messages import (
     Bridged,
     DrawnGroup,
     EpisodeState,
@@ -63,19 +64,18 @@ from tasks.actors.server_answers import (
     TurnItem,
     payload,
 )
-from tasks.actors.server_settings import ServerSettings
-from tasks.actors.spool_thread import SpoolThread
-from tasks.actors.step_batches import StepBatches
-from tasks.actors.unkept import aborted_row, all_aborted
-from tasks.directions import directions_of
-from tasks.endpoint.turns import SampledTurn
-from tasks.engines.base import Sampled
-from tasks.evaluation_items import ItemView
-from tasks.prompts import HeldOut, Prompts
-from tasks.scoring import ScoredResponse
-from tasks.task_source import Record
-from tasks.training.batches import check_batch
-from tasks.training.packing import BatchPart
+from staleflow.tasks.actors.server_settings import ServerSettings
+from staleflow.tasks.actors.step_batches import StepBatches
+from staleflow.tasks.actors.task_cache import DrawnTasks
+from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Record
+from staleflow.tasks.rendering.turn_params import directions_of
+from staleflow.tasks.sources.evaluation_items import ItemView
+from staleflow.tasks.sources.prompts import HeldOut, Prompts
+from staleflow.tasks.sources.reward_process import ScoredResponse
+from staleflow.tasks.training.batches import check_batch
+from staleflow.tasks.training.microbatches import BatchPart
 
 SWITCH_S = 0.0005
 """Seconds after which a thread lets another run, a tenth of Python's own: while the thread of commits computes, calls

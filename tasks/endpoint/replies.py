@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stores.stop_criteria import find_stop
-from tasks.endpoint.requests import CalledFunction, ChatMessage, ChatRequest, Refused
-from tasks.endpoint.turns import SampledTurn
+from staleflow.stores.stop_criteria import find_stop
+from staleflow.tasks.endpoint.requests import CalledFunction, ChatMessage, ChatRequest, Refused
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
 PIECE = 24
 """Characters of a streamed piece. What is streamed was sampled as a whole before."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stores.stop_criteria import NO_STOP, StopCriteria
-from tasks.directions import Directions
-from tasks.task_source import Message
+from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.rendering.turn_params import Directions
 
 LONGEST_SHOWN = 60
 MOST_MESSAGES = 10_000

@@ -24,13 +24,20 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stores.errors import ConfigError
-from tasks.endpoint.connections import timed_protocol
-from tasks.endpoint.counting import EndpointCounts
-from tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
-from tasks.endpoint.requests import AUXILIARY_HEADER, ChatRequest, Refused, read_chat, read_generate, read_json
-from tasks.endpoint.sessions import RETRY_S, Sessions
-from tasks.endpoint.settings import EndpointSettings
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.endpoint.connections import timed_protocol
+from staleflow.tasks.endpoint.endpoint_metrics import EndpointCounts
+from staleflow.tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
+from staleflow.tasks.endpoint.requests import (
+    AUXILIARY_HEADER,
+    ChatRequest,
+    Refused,
+    read_chat,
+    read_generate,
+    read_json,
+)
+from staleflow.tasks.endpoint.sessions import RETRY_S, Sessions
+from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ Invariants:
   the same turn: nothing is sampled twice for it.
 - A request goes on from what the model said: its messages begin with those of a request before it and with the answer
   to that, and its token ids with token ids so far. One that goes on from the newest turn extends the trajectory; any
-  other one begins a branch (stores/contexts.py), or is refused and changes nothing, as the job says.
+  other one begins a branch (stores/context_branches.py), or is refused and changes nothing, as the job says.
 - Auxiliary turns are told and not trained on. What comes after them goes on from what came before them.
 - A key belongs to one session, is random, and is void when the session is closed.
 """
@@ -23,10 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.endpoint.replies import TurnReply, called_again, reply_of
-from tasks.endpoint.requests import ChatMessage, ChatRequest, Refused, shown_message
-from tasks.endpoint.turns import SampledTurn
-from tasks.task_source import Message
+from staleflow.tasks.endpoint.replies import TurnReply, called_again, reply_of
+from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, Refused, shown_message
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Message
 
 _KEY = re.compile(r"[0-9a-f]{16}\.[\w-]{32}", re.ASCII)
 """What keys look like, those of other endpoints too."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from stores.stop_criteria import NO_STOP, StopCriteria
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

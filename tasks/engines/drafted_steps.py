@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from stores.errors import ConfigError
-from tasks.engines.drafting import Drafter
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.response_drafter import Drafter
 
 
 @dataclass(slots=True)

@@ -24,10 +24,10 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
-from stores.trajectory import PolicyVersion, TrajectoryId
-from tasks.engines.drafting import Drafter
-from tasks.engines.requests import version_of
-from tasks.engines.stop_strings import StopCheck
+from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
+from staleflow.tasks.engines.response_drafter import Drafter
+from staleflow.tasks.engines.running_requests import version_of
+from staleflow.tasks.engines.stop_strings import StopCheck
 
 NAME = "staleflow"
 """Of this scheduler, in ContinuousBatchingConfig.scheduler_type."""

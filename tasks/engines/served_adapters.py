@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from stores import parameters
-from stores.trajectory import PolicyVersion
-from tasks import adapters
-from tasks.adapters import LoraConfig
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights import weight_folder
+from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines.adapters import LoraConfig
 
 Halves = tuple[torch.Tensor, torch.Tensor]
 """A layer's A and B."""
@@ -34,15 +34,15 @@ class ServedAdapters:
         self._config = config
         self._modules = dict(model.named_modules())
         self._device = model.device
-        self._shapes = parameters.shapes(dict(model.named_parameters()))
+        self._shapes = weight_folder.shapes(dict(model.named_parameters()))
         self._held: dict[PolicyVersion, dict[str, torch.Tensor]] = {}
         self._layers: dict[str, dict[PolicyVersion, Halves]] = {}
         self._pass = threading.local()
 
     def add(self, version: PolicyVersion, file: Path) -> dict[str, torch.Tensor]:
         """Hold a version's adapter; returns its tensors as they are held. Raises StoreError, and holds nothing then."""
-        tensors = parameters.read(file)
-        layers = adapters.layers(parameters.shapes(tensors), file)
+        tensors = weight_folder.read(file)
+        layers = adapters.layers(weight_folder.shapes(tensors), file)
         adapters.check(layers, self._config.rank, self._shapes, file)
         held = {name: tensor.to(self._device) for name, tensor in tensors.items()}
         for layer in layers:

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stores.stop_criteria import find_stop
-from tasks.engines.base import Request
-from tasks.texts import Texts, file_texts, tokenizer_texts
+from staleflow.stores.stop_criteria import find_stop
+from staleflow.tasks.engines.base import Request
+from staleflow.tasks.rendering.chat_tokenizer import Texts, file_texts, tokenizer_texts
 
 SLACK = 16
 """Characters kept before what a match may need: at its begin, decoded text may differ from the middle of a text."""

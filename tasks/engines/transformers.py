@@ -21,20 +21,20 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from stores import parameters
-from stores.errors import ActorLost
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from stores.weight_hash import fingerprint
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
-from tasks.engines.drafted_steps import DraftCounts, DraftedSteps
-from tasks.engines.drafting import Drafter
-from tasks.engines.keeping_scheduler import NAME as KEEPING
-from tasks.engines.keeping_scheduler import KeepingScheduler
-from tasks.engines.request_attention import RequestAttention
-from tasks.engines.requests import RunningRequest, RunningRequests
-from tasks.engines.served_adapters import ServedAdapters
-from tasks.engines.settings import TransformersSettings
-from tasks.engines.stop_strings import StopChecks
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.drafted_steps import DraftCounts, DraftedSteps
+from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.keeping_scheduler import NAME as KEEPING
+from staleflow.tasks.engines.keeping_scheduler import KeepingScheduler
+from staleflow.tasks.engines.request_attention import RequestAttention
+from staleflow.tasks.engines.response_drafter import Drafter
+from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
+from staleflow.tasks.engines.served_adapters import ServedAdapters
+from staleflow.tasks.engines.stop_strings import StopChecks
 
 _loading = threading.Lock()
 """Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
@@ -130,8 +130,8 @@ class TransformersEngine:
             held = fingerprint(self._serve(self._adapters, version, weights))
             return Loaded(version=version, fingerprint=held, elapsed_s=time.monotonic() - begin, stalled_s=0.0)
         named = dict(self._model.named_parameters())
-        loaded = parameters.read(weights)
-        parameters.check_shapes(parameters.shapes(named), parameters.shapes(loaded), weights)
+        loaded = weight_folder.read(weights)
+        weight_folder.check_shapes(weight_folder.shapes(named), weight_folder.shapes(loaded), weights)
         with self._lock, self._paused():
             paused = time.monotonic()
             # Their KV cache belongs to the old weights: stop, swap, and prefill again with the tokens they have.

@@ -17,21 +17,21 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stores import parameters
-from stores.errors import ActorLost, ConfigError
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks import adapters
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
-from tasks.engines.requests import RunningRequest, RunningRequests
-from tasks.engines.settings import VllmSettings
-from tasks.engines.stop_strings import StopChecks
-from tasks.engines.vllm_drafting import VllmSpeculation
-from tasks.engines.vllm_drafting import arguments as speculation_arguments
-from tasks.engines.vllm_scheduler import Figures, VllmScheduler, salt
-from tasks.engines.vllm_sizes import adapted_layers, cache_bytes, checkpoint_shapes, longest_sequence
+from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights import weight_folder
+from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.engine_settings import VllmSettings
+from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
+from staleflow.tasks.engines.stop_strings import StopChecks
+from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
+from staleflow.tasks.engines.vllm_drafting import arguments as speculation_arguments
+from staleflow.tasks.engines.vllm_scheduler import Figures, VllmScheduler, salt
+from staleflow.tasks.engines.vllm_sizes import adapted_layers, cache_bytes, checkpoint_shapes, longest_sequence
 
 if TYPE_CHECKING:
-    from tasks.engines.vllm_adapters import VllmAdapters
+    from staleflow.tasks.engines.vllm_adapters import VllmAdapters
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -106,7 +106,7 @@ class VllmEngine:
         if self._adapters is not None:
             return self._serve(self._adapters, version, weights)
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
-        parameters.check_shapes(self._shapes, parameters.read_shapes(weights), weights)
+        weight_folder.check_shapes(self._shapes, weight_folder.read_shapes(weights), weights)
         prepared = self._prepare(weights)
         stalled_s: float = self._call(lambda: self._load(version, weights, prepared)).result()
         fingerprint = self._fingerprint()
@@ -163,7 +163,7 @@ class VllmEngine:
             self._speculation = VllmSpeculation(self._engine, self._settings.speculation, self._settings.eos)
             self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens, self._speculation)
             if self._settings.adapters:
-                from tasks.engines.vllm_adapters import VllmAdapters
+                from staleflow.tasks.engines.vllm_adapters import VllmAdapters
 
                 self._adapters = VllmAdapters(self._engine, self._settings.lora, self._settings.adapters)
             started.set_result(None)
@@ -405,7 +405,7 @@ class VllmEngine:
     def _serve(self, held: VllmAdapters, version: PolicyVersion, weights: Path) -> Loaded:
         """Load an adapter, as soon as there is room for it: at once, unless stragglers run under old versions."""
         begin = time.monotonic()
-        layers = adapters.layers(parameters.read_shapes(weights), weights)
+        layers = adapters.layers(weight_folder.read_shapes(weights), weights)
         adapters.check(layers, self._settings.lora.rank, self._shapes, weights)
         stalled_s: float | None = None
         while stalled_s is None:
@@ -494,9 +494,9 @@ def make_engine(settings: VllmSettings) -> Any:
 def updating(settings: VllmSettings) -> dict[str, Any]:
     """The arguments for what is loaded after the start: adapters, or weights in place of the model's."""
     if settings.adapters:
-        from tasks.engines import vllm_adapters
+        from staleflow.tasks.engines import vllm_adapters
 
         return vllm_adapters.arguments(settings.lora, settings.adapters, adapted_layers(settings))
-    from tasks.engines import vllm_weights
+    from staleflow.tasks.engines import vllm_weights
 
     return vllm_weights.arguments()

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from stores import parameters
-from stores.trajectory import PolicyVersion
-from stores.weight_hash import fingerprint
-from tasks import adapters
-from tasks.adapters import LoraConfig
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines.adapters import LoraConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The sizes of slots that vLLM has."""
@@ -113,8 +113,8 @@ class AdapterExtension:
         been given for that of the file; where it is that, the file's counts as held."""
         manager = self.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(number)
-        tensors = parameters.read(Path(file))
-        halves = {layer.module: layer for layer in adapters.layers(parameters.shapes(tensors), file)}
+        tensors = weight_folder.read(Path(file))
+        halves = {layer.module: layer for layer in adapters.layers(weight_folder.shapes(tensors), file)}
         found: dict[str, torch.Tensor] = {}
         for name, module in manager.modules.items():
             for part, own in enumerate(manager.packed_modules.get(name, [name])):

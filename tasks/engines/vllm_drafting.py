@@ -12,9 +12,9 @@ import dataclasses
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from stores.errors import ConfigError
-from tasks.engines.drafting import Drafter
-from tasks.engines.settings import Speculation, VllmSettings
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.engine_settings import Speculation, VllmSettings
+from staleflow.tasks.engines.response_drafter import Drafter
 
 if TYPE_CHECKING:
     import torch

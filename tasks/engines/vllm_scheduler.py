@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from stores.errors import ActorLost
-from stores.trajectory import PolicyVersion
-from tasks.engines.vllm_drafting import VllmSpeculation
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 
 
 class Figures(NamedTuple):

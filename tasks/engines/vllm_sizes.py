@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stores import parameters
-from tasks.engines.settings import VllmSettings
+from staleflow.stores.weights import weight_folder
+from staleflow.tasks.engines.engine_settings import VllmSettings
 
 
 def longest_sequence(settings: VllmSettings) -> int:
@@ -28,9 +28,9 @@ def cache_bytes(settings: VllmSettings) -> int:
     return int(a_token * (settings.kv_tokens + settings.page_tokens))
 
 
-def checkpoint_shapes(model: str) -> parameters.Shapes:
+def checkpoint_shapes(model: str) -> weight_folder.Shapes:
     """Names and shapes of the tensors that a trainer of this model publishes. Allocates nothing."""
-    return parameters.shapes(dict(empty_model(model).named_parameters()))
+    return weight_folder.shapes(dict(empty_model(model).named_parameters()))
 
 
 def adapted_layers(settings: VllmSettings) -> list[str]:

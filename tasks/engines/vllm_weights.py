@@ -27,9 +27,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader.utils import initialize_model
 
-from stores import parameters
-from stores.weight_hash import fingerprint
-from tasks.engines.unfusing import unfused
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.engines.unfusing import unfused
 
 BACKEND = "staleflow"
 """Name of the file backend in vLLM's registry of weight transfers."""
@@ -72,7 +72,7 @@ class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
 
     def receive_weights(self, update_info: PublishedFile) -> None:
         if self.spare is None:
-            self.model.load_weights(parameters.read(Path(update_info.path)).items())
+            self.model.load_weights(weight_folder.read(Path(update_info.path)).items())
         else:
             self.spare.load(update_info.path)
 
@@ -113,7 +113,7 @@ class Spare:
 
     def load(self, path: str) -> None:
         """Read a published file and pack it. The decoding model is not affected, not even by a failure."""
-        self._spare.load_weights(parameters.read(Path(path)).items())
+        self._spare.load_weights(weight_folder.read(Path(path)).items())
         for module, twin in self._layers():
             if hasattr(module, "cpu_linear"):
                 layer_utils.dispatch_cpu_unquantized_gemm(twin, remove_weight=False)
@@ -174,7 +174,7 @@ class WorkerExtension:
         if self.weight_transfer_engine.spare is not None:
             self.weight_transfer_engine.spare.release()
 
-    def held_fingerprint(self, shapes: parameters.Shapes) -> str:
+    def held_fingerprint(self, shapes: weight_folder.Shapes) -> str:
         """Fingerprint of the weights this worker holds, by the checkpoint's names and shapes; empty if sharded,
         or fused in a way that cannot be undone here."""
         model = self.model_runner.get_model()

@@ -1,1 +1,1 @@
-"""Environments of many turns: what users write, what packages bring, and what runs their episodes."""
+"""Running episodes: hosts, agents, sandboxes, environments of known packages."""

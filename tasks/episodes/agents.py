@@ -22,20 +22,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stores.errors import ConfigError
-from tasks import user_code
-from tasks.endpoint.requests import Refused
-from tasks.endpoint.server import EndpointServer
-from tasks.endpoint.sessions import AgentSession
-from tasks.endpoint.settings import EndpointSettings
-from tasks.endpoint.turns import SampledTurn
-from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
-from tasks.episodes.loaded_agent import LoadedAgent, Run, Told
-from tasks.episodes.openenv_agents import load_environment
-from tasks.episodes.playing import PlayedTask
-from tasks.episodes.stepping import in_thread
-from tasks.episodes.verifiers_agents import load_taskset
-from tasks.task_source import Message, Prompt
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.endpoint.requests import Refused
+from staleflow.tasks.endpoint.server import EndpointServer
+from staleflow.tasks.endpoint.sessions import AgentSession
+from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
+from staleflow.tasks.environments.gym_environments import in_thread
+from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Run, Told
+from staleflow.tasks.episodes.openenv_agents import load_environment
+from staleflow.tasks.episodes.verifiers_agents import load_taskset
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Message, Prompt
+from staleflow.tasks.settings import user_code
+from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 COMMAND = "command"
 """In place of a file: the agent is a program."""

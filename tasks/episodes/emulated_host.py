@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tasks.endpoint.turns import SampledTurn
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.emulated import EmulatedEpisodes
-from tasks.episodes.limits import EnvironmentConfig
-from tasks.task_source import Message, Record
+from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Message, Record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stores.errors import ConfigError
-from tasks.episodes.episode import told
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.episode import told
 
 MOST_NUMBERS = 100
 """Numbers of an observation or action that are written out; a picture has more."""

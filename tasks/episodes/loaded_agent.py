@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stores.errors import ConfigError
-from tasks.episodes.playing import PlayedTask
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.coroutine_environments import PlayedTask
 
 Told = tuple[str, str, PlayedTask]
 """(base URL, key, task): what an agent is started with."""

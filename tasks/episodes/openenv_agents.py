@@ -16,10 +16,10 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from stores.errors import ConfigError
-from tasks.endpoint.server import QuietServer
-from tasks.episodes.episode import EpisodeFailed, told
-from tasks.episodes.loaded_agent import LoadedAgent, Told, check_options, check_package
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.endpoint.server import QuietServer
+from staleflow.tasks.environments.episode import EpisodeFailed, told
+from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options, check_package
 
 PACKAGE = "openenv"
 OPTIONS = {"reset": (dict,), "system": (str,), "field": (str,)}

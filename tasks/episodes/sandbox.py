@@ -12,7 +12,7 @@ from pathlib import Path
 
 MOST_OUTPUT = 2000
 """Bytes of output that are given back; what writes more is stopped."""
-INSIDE = Path(__file__).with_name("sandboxed.py")
+INSIDE = Path(__file__).with_name("sandbox_child.py")
 
 
 async def run_python(code: str, *, within_s: float, memory_mib: int) -> str:

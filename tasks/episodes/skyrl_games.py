@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stores.errors import ConfigError
-from tasks.columns import Columns
-from tasks.episodes.episode import told
-from tasks.rows import ROW_KINDS, RowSource, open_rows
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.episode import told
+from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.sources.dataset_rows import ROW_KINDS, RowSource, open_rows
 
 
 def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[], SkyRLGame]:

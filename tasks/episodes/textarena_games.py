@@ -10,8 +10,8 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stores.errors import ConfigError
-from tasks.episodes.episode import told
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.episode import told
 
 RAW = "-raw"
 """Ending of the name of a game without wrappers, which gives only what is new, instead of all that was said so far."""

@@ -11,15 +11,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stores.errors import ConfigError
-from tasks.episodes.calculator import calculate
-from tasks.episodes.episode import EpisodeFailed, EpisodeStart, Said
-from tasks.episodes.fork_server import ForkSettings
-from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.own_tools import GIVEN_BACK, TOOLS_KEY, fault, load_tool, only_argument, read_argument
-from tasks.episodes.processes import ForkedEpisode, ForkServer
-from tasks.episodes.sandbox import run_python
-from tasks.task_source import Message, Prompt, Record, prompt_of
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said
+from staleflow.tasks.environments.fork_server import ForkSettings
+from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
+from staleflow.tasks.environments.user_tools import (
+    GIVEN_BACK,
+    TOOLS_KEY,
+    fault,
+    load_tool,
+    only_argument,
+    read_argument,
+)
+from staleflow.tasks.episodes.calculator import calculate
+from staleflow.tasks.episodes.sandbox import run_python
+from staleflow.tasks.rendering.task_source import Message, Prompt, Record, prompt_of
 
 MOST_CALLS = 8
 """Calls of one turn that are carried out."""

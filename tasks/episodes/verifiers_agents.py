@@ -11,10 +11,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from stores.errors import ConfigError
-from tasks.episodes.episode import EpisodeFailed, told
-from tasks.episodes.loaded_agent import LoadedAgent, Told, check_options, check_package
-from tasks.episodes.playing import PlayedTask
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.episode import EpisodeFailed, told
+from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options, check_package
 
 PACKAGE = "verifiers"
 OPTIONS = {"env": (dict,), "renderer": (str, dict), "tokenizer": (str,), "held_out_tasks": (int,)}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stores.errors import ConfigError
-from stores.rewards import has_signal
-from tasks.registry import Registry
-from tasks.user_code import said
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.reward_signal import has_signal
+from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.user_code import said
 
 EPS = 1e-6
 """Added to a standard deviation that is divided by, as in the published implementations."""

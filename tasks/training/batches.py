@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from stores.errors import ConfigError, ProtocolViolation
-from stores.metrics import REWARD_PART
-from stores.rewards import has_signal
-from stores.trajectory import Ended, Fate, Trajectory
-from tasks.training.advantage import Overlong, advantages
+from staleflow.stores.errors import ConfigError, ProtocolViolation
+from staleflow.stores.metrics import REWARD_PART
+from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.trajectory import Ended, Fate, Trajectory
+from staleflow.tasks.training.advantage import Overlong, advantages
 
 
 def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_error_share: float, reward: str) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tasks.training.head import Asked, OutputLayer, of_targets
-from tasks.training.packing import MicroBatch, Row, microbatches
-from tasks.training.row_attention import RowLengths, takes_rows
-from tasks.training.shared_prompts import Layout
+from staleflow.tasks.training.lm_head import Asked, OutputLayer, of_targets
+from staleflow.tasks.training.microbatches import MicroBatch, Row, microbatches
+from staleflow.tasks.training.packed_attention import RowLengths, takes_rows
+from staleflow.tasks.training.shared_prompts import Layout
 
 PartLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The loss of a part of a micro-batch, from its [N, T] logprobs, and entropies if they are wanted."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from stores.errors import ConfigError
-from tasks import adapters
-from tasks.adapters import LoraConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines.adapters import LoraConfig
 
 FOLDER = "adapter"
 """Where in a checkpoint the adapter is, for peft's `from_pretrained`; the checkpoint itself is the merged model."""

@@ -14,10 +14,10 @@ import math
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
-from stores.errors import ConfigError
-from tasks.knobs import knob
-from tasks.registry import Registry
-from tasks.user_code import said
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.user_code import said
 
 if TYPE_CHECKING:
     from torch import Tensor

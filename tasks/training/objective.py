@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tasks.training.loss import LOSSES, MOST_LOG_RATIO, Loss, TokenLoss, Tokens, log_distance
-from tasks.training.packing import Row
-from tasks.training.settings import KlConfig, TrainingConfig
+from staleflow.tasks.training.loss import LOSSES, MOST_LOG_RATIO, Loss, TokenLoss, Tokens, log_distance
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

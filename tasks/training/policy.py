@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from tasks.training.packing import Row
-from tasks.training.rank import ALONE, LONGEST_S, Rank
-from tasks.training.settings import TrainingConfig
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.rank import ALONE, LONGEST_S, Rank
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 if TYPE_CHECKING:
-    from stores.weight_hash import Weights
+    from staleflow.stores.weights.weight_hash import Weights
 
 T = TypeVar("T")
 
@@ -80,5 +80,5 @@ class TrainerSettings:
         import torch
 
         torch.set_num_threads(threads)
-        policy: Policy = importlib.import_module("tasks.training.policy_trainer").PolicyTrainer(self, rank)
+        policy: Policy = importlib.import_module("staleflow.tasks.training.policy_trainer").PolicyTrainer(self, rank)
         return policy

@@ -3,8 +3,9 @@
 A step's weights are published as a new policy version before the step counts as finished: a published version can
 always be fetched, also while the next step trains.
 
-It may be one of several processes that train one model together (tasks/training/group.py). They all do what follows,
-each with its share of every minibatch's rows and of the parameters; how many there are changes nothing but rounding.
+It may be one of several processes that train one model together (tasks/training/rank_group.py). They all do what
+follows, each with its share of every minibatch's rows and of the parameters; how many there are changes nothing but
+rounding.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ import numpy.typing as npt
 import torch
 from torch.utils._pytree import tree_map_only
 
-from stores import parameters, resume_points
-from stores.errors import ConfigError
-from stores.weight_hash import OneByOne, Weights
-from tasks import adapters
-from tasks.engines.transformers import forward_logprobs, load_model, resolve_device
-from tasks.seeds import Stream, generator
-from tasks.training import lora
-from tasks.training.blocks import recompute
-from tasks.training.figures import TokenSums
-from tasks.training.group import Group
-from tasks.training.logprobs import LogprobModel, by_row
-from tasks.training.loss import MOST_LOG_RATIO, Tokens
-from tasks.training.objective import Objective
-from tasks.training.packing import MicroBatch, Row, minibatches, token_weights
-from tasks.training.policy import TrainerSettings
-from tasks.training.rank import ALONE, Rank
-from tasks.training.saving import copied, in_background
-from tasks.training.sequences import Sequences
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.weights import resume_points, weight_folder
+from staleflow.stores.weights.weight_hash import OneByOne, Weights
+from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines.transformers import forward_logprobs, load_model, resolve_device
+from staleflow.tasks.settings.seeds import Stream, generator
+from staleflow.tasks.training import lora
+from staleflow.tasks.training.async_save import copied, in_background
+from staleflow.tasks.training.blocks import recompute
+from staleflow.tasks.training.branch_sequences import Sequences
+from staleflow.tasks.training.logprobs import LogprobModel, by_row
+from staleflow.tasks.training.loss import MOST_LOG_RATIO, Tokens
+from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
+from staleflow.tasks.training.objective import Objective
+from staleflow.tasks.training.policy import TrainerSettings
+from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank_group import Group
+from staleflow.tasks.training.step_metrics import TokenSums
 
 logger = logging.getLogger(__name__)
 
@@ -205,10 +206,10 @@ class PolicyTrainer:
         from transformers import AutoTokenizer
 
         path, config = self.settings.model, self.settings.training.lora
-        weights, tokenizer = parameters.read(published), AutoTokenizer.from_pretrained(path)
+        weights, tokenizer = weight_folder.read(published), AutoTokenizer.from_pretrained(path)
         if config.rank:
             base = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
-            parameters.checkpoint(
+            weight_folder.checkpoint(
                 base,
                 tokenizer,
                 folder,
@@ -218,7 +219,7 @@ class PolicyTrainer:
             return
         held = {*self.model.state_dict()}
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
-        parameters.checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
+        weight_folder.checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
 
     def save_state(self, path: Path) -> None:
         """Write all that the next step depends on: the weights that are trained, optimizer, random state."""

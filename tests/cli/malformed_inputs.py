@@ -156,8 +156,8 @@ def reward(body: str) -> Prepare:
 
 def without_steps(folder: Path) -> None:
     """Make runs/early, a run killed before its first step was stored."""
-    from stores.base import RunHeader
-    from stores.versioned import VersionedStore
+    from staleflow.stores.trajectories.records import RunHeader
+    from staleflow.stores.trajectories.versioned import VersionedStore
 
     shutil.copytree(folder / "runs/finished", folder / "runs/early", ignore=shutil.ignore_patterns("store", "resume"))
     header = RunHeader(run="early", eta=2, groups_per_step=3, group_size=4, members_started=5, held_out=8)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stores.audit import audit
-from stores.repository import repository_at
-from stores.versioned import VersionedStore
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.repository import repository_at
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.earlier import asking
 from tests.support.terminal import Terminal, terminal
 
@@ -122,7 +122,7 @@ def test_the_exit_code_is_that_of_an_interrupt_wherever_python_was(tmp_path: Pat
     script = """
 import os, signal, sys
 import click
-from cli import main
+from staleflow.cli import main
 CODE = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(30)"
 main.cli = click.Command("staleflow", callback=lambda: exec(CODE))
 sys.argv = ["staleflow"]
@@ -146,7 +146,7 @@ Freed()
 
 WHILE_IT_IS_HELD_BACK = """
 import swallowing
-from pipeline.runtime.local_cluster import _ctrl_c_later
+from staleflow.pipeline.processes.local_cluster import _ctrl_c_later
 with _ctrl_c_later():
     import time; time.sleep(1)
 """
@@ -164,7 +164,7 @@ def test_a_signal_is_not_lost_where_python_or_a_module_ignores_all_errors(
     (tmp_path / "signalled.py").write_text(f"""
 import os, signal, sys
 import click
-from cli import main
+from staleflow.cli import main
 
 def kill():
     os.kill(os.getpid(), signal.{name})
@@ -189,7 +189,7 @@ def test_the_exit_code_is_the_commands_whatever_happens_while_python_is_taken_ap
     script = """
 import atexit, os, sys
 import click
-from cli import main
+from staleflow.cli import main
 class Aborts:
     def __del__(self, abort=os.abort):
         abort()

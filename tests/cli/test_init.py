@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from cli.init import command
-from pipeline.config import first_job, loading, user_files
-from pipeline.config.checks import check_job
-from pipeline.config.schema import RunConfig
-from stores.errors import ConfigError
-from tasks.environments import make_reward
+from staleflow.cli.init import command
+from staleflow.pipeline.config import first_job, loading, user_files
+from staleflow.pipeline.config.preflight import check_job
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.sources.task_sources import make_reward
 from tests.runtime.test_run import staleflow
 from tests.support import forking
 
@@ -161,7 +161,7 @@ def test_an_interrupted_one_leaves_nothing(here: Path, monkeypatch: pytest.Monke
 
 
 def test_one_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "init", "mine", "--yes"]
+    command = [sys.executable, "-m", "staleflow.cli.main", "init", "mine", "--yes"]
     with forking.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 300
         while not list(tmp_path.glob("mine/.init-*/job.toml")):

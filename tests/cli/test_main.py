@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def alone(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What `staleflow WORDS` answers as a process of its own, by a shell."""
-    shell = f"{sys.executable} -P -m cli.main {words}"
+    shell = f"{sys.executable} -P -m staleflow.cli.main {words}"
     path = os.pathsep.join((*environment.pop("PYTHONPATH", "").split(), str(ROOT)))
     given = {**os.environ, **environment, "PYTHONPATH": path}
     return subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=given, timeout=60)
@@ -63,24 +63,19 @@ def test_a_full_device_is_one_line(words: str) -> None:
     assert answer.stderr == "staleflow: the output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize("name", ["tasks.py", "stores/__init__.py", "pipeline/__init__.py"])
-def test_a_module_of_the_users_own_that_is_in_the_way_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["tasks.py", "stores/__init__.py", "pipeline/__init__.py", "cli/__init__.py"])
+def test_modules_of_a_user_with_the_names_of_our_folders_change_nothing(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_text("x = 1\n")
+    path.write_text("raise ImportError('a module of the user')\n")
     answer = alone("store ls", PYTHONPATH=str(tmp_path))
-    other = path if name == "tasks.py" else path.parent
-    assert answer.returncode == 2
-    assert answer.stderr == (
-        f"staleflow: {other} is imported in place of our own `{other.stem}`; rename it, or take its folder off "
-        "PYTHONPATH\n"
-    )
+    assert (answer.returncode, answer.stderr) == (0, "")
 
 
 def test_a_run_that_is_refused_leaves_no_process(tmp_path: Path) -> None:
     """The one that workers are forked from has begun to import torch by then."""
     (tmp_path / "job.toml").write_text('[model]\npath = "runs/none"\n')
-    words = [sys.executable, "-m", "cli.main", "run", str(tmp_path / "job.toml")]
+    words = [sys.executable, "-m", "staleflow.cli.main", "run", str(tmp_path / "job.toml")]
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True) as process:
         assert process.wait(timeout=60) == 2
     deadline = time.monotonic() + 60.0  # for a kill to be carried out

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.display import Display
-from cli.verbosity import PACKAGES, logging_to
-from pipeline.config import loading
-from pipeline.config.deciding import make_coordinator
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.snapshot import Snapshot
-from pipeline.jobs import execution
-from pipeline.jobs.execution import RunEnd
-from pipeline.jobs.reporter import Reporter
-from pipeline.runtime.evaluation import Evaluation
-from pipeline.runtime.outcomes import Outcomes
+from staleflow.cli.display import Display
+from staleflow.cli.verbosity import PACKAGES, logging_to
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.factories import make_coordinator
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.jobs import execution
+from staleflow.pipeline.jobs.execution import RunEnd
+from staleflow.pipeline.jobs.reporter import Reporter
+from staleflow.pipeline.runtime.evaluation_results import Evaluation
+from staleflow.pipeline.runtime.run_report import Outcomes
 from tests.commands import command
 
 JOB = "examples/dryrun.toml"
@@ -55,11 +55,11 @@ async def short_run(
         announce("Dask dashboard: nowhere")
         tell("evaluating version 0")
         outcomes.evaluations.append(Evaluation(version=0, num_prompts=8, sampled=0.25, greedy=0.5))
-        logging.getLogger("pipeline.runtime.workers").debug("server placed on w")
+        logging.getLogger("staleflow.pipeline.processes.dask_workers").debug("server placed on w")
         for step in range(2):
             outcomes.steps.append({"step": float(step), **STEP})
             tell("")
-        logging.getLogger("pipeline.runtime.actors").warning("rollout-0 is gone; replacing it")
+        logging.getLogger("staleflow.pipeline.runtime.actors").warning("rollout-0 is gone; replacing it")
         logging.getLogger("some.library").info("chatter")
     assert any("rollout-0 is gone" in line for line in reporter._lines)
     return RunEnd(run_dir=Path("runs/x"), summary=SUMMARY, stopped="")
@@ -147,7 +147,7 @@ def test_log_lines_stand_whole_above_a_live_view() -> None:
             display.progress(snapshot, outcomes, "")
             assert display._live is not None
             display._live.refresh()  # as it does four times a second
-            logging.getLogger("pipeline.jobs.reporter").info("step %d is done", step)
+            logging.getLogger("staleflow.pipeline.jobs.reporter").info("step %d is done", step)
     screen = Screen()
     screen.feed(written.getvalue())
     told = [line.rstrip() for line in screen.lines if line.strip()]

@@ -6,11 +6,17 @@ import pickle
 
 import pytest
 
-from pipeline.config import loading
-from pipeline.config.actor_settings import engine_settings, trainer_settings
-from pipeline.config.deciding import cost_model
-from tasks.engines.settings import ENGINES, EmulatedSettings, Speculation, TransformersSettings, VllmSettings
-from tasks.seeds import engine_seed
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.actor_settings import engine_settings, trainer_settings
+from staleflow.pipeline.config.factories import cost_model
+from staleflow.tasks.engines.engine_settings import (
+    ENGINES,
+    EmulatedSettings,
+    Speculation,
+    TransformersSettings,
+    VllmSettings,
+)
+from staleflow.tasks.settings.seeds import engine_seed
 
 JOB = ("model.path=somewhere", "seed=3", "rollout.engine.max_running=7", "rollout.engine.page_tokens=8")
 MODEL = {

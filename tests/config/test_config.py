@@ -13,11 +13,11 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.config import command as config_command
-from pipeline.config import actor_settings, fields, loading, model_files, schema
-from pipeline.config.schema import RunConfig
-from stores.errors import ConfigError
-from tasks.engines.settings import ENGINES
+from staleflow.cli.config import command as config_command
+from staleflow.pipeline.config import actor_settings, knob_tree, loading, model_files, schema
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.engine_settings import ENGINES
 from tests.commands import command
 
 GOOD = '[model]\npath = "somewhere"\n'
@@ -31,7 +31,7 @@ def load(tmp_path: Path, text: str = GOOD, *overrides: str) -> RunConfig:
 
 def test_defaults_are_valid_and_survive_a_round_trip(tmp_path: Path) -> None:
     config = load(tmp_path, GOOD, 'task.options={a = 1, b = "x\\"y", c = [1, 2]}', "task.answer_pattern=so(\\d+)\\.")
-    assert load(tmp_path, fields.to_toml(config)) == config
+    assert load(tmp_path, knob_tree.to_toml(config)) == config
 
 
 TEXTS = st.text() | st.text('\r\n\t\0\x01\x7f\\"\x27 .=[]{}#a\u2028')
@@ -45,7 +45,7 @@ VALUES = st.recursive(
 @given(options=st.dictionaries(TEXTS, VALUES, max_size=4), pattern=TEXTS)
 def test_whatever_keys_and_texts_a_job_has_it_is_read_back_as_it_was(options: dict[str, Any], pattern: str) -> None:
     config = RunConfig(task=replace(RunConfig().task, options=options, answer_pattern=pattern))
-    read = tomllib.loads(fields.to_toml(config))["task"]
+    read = tomllib.loads(knob_tree.to_toml(config))["task"]
     assert (read["options"], read["answer_pattern"]) == (options, pattern)
 
 
@@ -277,7 +277,7 @@ def test_explain_prints_each_key_in_the_order_it_always_had(path: Path) -> None:
 def test_the_config_of_an_earlier_run_reads_as_the_same_job(path: Path) -> None:
     earlier = WRITTEN / f"{path.stem}.config.toml"
     assert loading.load(earlier) == loading.load(path)
-    assert fields.to_toml(loading.load(path)) == earlier.read_text()
+    assert knob_tree.to_toml(loading.load(path)) == earlier.read_text()
 
 
 def test_explain_as_json_has_every_row_and_marks_no_table_that_is_not_set() -> None:

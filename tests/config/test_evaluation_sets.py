@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import actor_settings, loading
-from pipeline.config.schema import RunConfig
-from stores.errors import ConfigError
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
 
 PLAYED = ("task.environment=yes", "task.source=mine.py:Game")
 

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import actor_settings, loading, user_files
-from pipeline.config.schema import RunConfig
-from pipeline.jobs.tracking import Tracking
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.trace import Trace
-from tasks.engines import settings as engines
-from tasks.environments import make_reward, make_source
-from tasks.knobs import knob
-from tasks.registry import Registry
-from tasks.training.advantage import advantages
-from tasks.training.loss import LOSSES, Tokens
+from staleflow.pipeline.config import actor_settings, loading, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.jobs.tracking import Tracking
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.pipeline.simulator.trace import Trace
+from staleflow.tasks.engines import engine_settings as engines
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.sources.task_sources import make_reward, make_source
+from staleflow.tasks.training.advantage import advantages
+from staleflow.tasks.training.loss import LOSSES, Tokens
 
 PAGE = Path("docs/extending.md").read_text()
 JOB = {

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from cli.config import command
-from pipeline.config.json_schema import json_schema
-from pipeline.config.schema import RunConfig
-from stores.errors import ConfigError
-from tasks.knobs import build, spec_of
+from staleflow.cli.config import command
+from staleflow.pipeline.config.json_schema import json_schema
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings.knobs import build, spec_of
 
 SCHEMA = json_schema(RunConfig)
 STORED = Path("docs/job.schema.json")

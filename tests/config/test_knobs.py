@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.fields import explained
-from pipeline.config.schema import RunConfig
-from stores.errors import ConfigError
-from tasks.knobs import build, default_of, knob, knobs
+from staleflow.pipeline.config.knob_tree import explained
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings.knobs import build, default_of, knob, knobs
 
 
 @pytest.mark.parametrize(

@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.config import loading, user_files
-from pipeline.config.deciding import make_coordinator, make_strategies
-from pipeline.config.fields import to_toml
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Route
-from pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
-from pipeline.jobs.job_driver import Submission, on_this_cluster
-from pipeline.runtime.run_folder import load_job, prepare_run_dir, write_code
-from pipeline.strategies.routing import Candidate, OwnRouting
-from stores.errors import ConfigError
-from stores.trajectory import GroupId, InstanceId, PolicyVersion
-from tasks.training.advantage import advantages
-from tasks.training.loss import LOSSES, Tokens
+from staleflow.pipeline.config import loading, user_files
+from staleflow.pipeline.config.factories import make_coordinator, make_strategies
+from staleflow.pipeline.config.knob_tree import to_toml
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import Route
+from staleflow.pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
+from staleflow.pipeline.jobs.job_driver import Submission, on_this_cluster
+from staleflow.pipeline.recovery.run_folder import load_job, prepare_run_dir, write_code
+from staleflow.pipeline.strategies.routing import Candidate, OwnRouting
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion
+from staleflow.tasks.training.advantage import advantages
+from staleflow.tasks.training.loss import LOSSES, Tokens
 
 MINE = '''
 from dataclasses import dataclass
 import numpy as np
-from tasks.engines.cost_model import CostModel
-from tasks.knobs import knob
-from tasks.training.loss import TokenLoss
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.training.loss import TokenLoss
 
 @dataclass
 class Fullest:
@@ -336,7 +336,7 @@ def test_a_run_keeps_the_rules_it_began_with_also_when_its_folder_moves(mine: Pa
 
 
 def test_an_edited_file_is_loaded_anew_and_an_unchanged_one_once(tmp_path: Path) -> None:
-    from tasks.user_code import load
+    from staleflow.tasks.settings.user_code import load
 
     path = tmp_path / "edited.py"
     path.write_text("def f(): return 1\n")

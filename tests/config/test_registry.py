@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from tasks.knobs import build, default_of, knob, knobs
-from tasks.registry import Registry, choice, composed
+from staleflow.tasks.settings.knobs import build, default_of, knob, knobs
+from staleflow.tasks.settings.registry import Registry, choice, composed
 
 
 class Brush(Protocol):

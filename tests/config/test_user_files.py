@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import fields, loading, schema, user_files
-from pipeline.config.schema import RunConfig
-from pipeline.runtime import run_folder
-from stores.errors import ConfigError
+from staleflow.pipeline.config import knob_tree, loading, schema, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery import run_folder
+from staleflow.stores.errors import ConfigError
 
 
 def job(*overrides: str) -> RunConfig:
@@ -71,14 +71,14 @@ def test_the_code_of_each_part_of_a_reward_is_found_sent_and_put_back(here: Path
 def test_the_code_of_a_part_moves_with_its_run(here: Path) -> None:
     config = job(f"runs_dir={here}/runs", "name=one", f"reward.parts.a.function={here}/runs/one/code/mine.py:f")
     (here / "runs" / "two").mkdir(parents=True)
-    (here / "runs" / "two" / "config.toml").write_text(fields.to_toml(config))
+    (here / "runs" / "two" / "config.toml").write_text(knob_tree.to_toml(config))
     moved = run_folder.load_job(here / "runs" / "two")
     assert moved.reward.parts["a"].function == f"{here}/runs/two/code/mine.py:f"
 
 
 def test_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
     config = job("reward.parts.a.weight=0.5", "reward.parts.b-2={}")
-    (here / "again.toml").write_text(fields.to_toml(config))
+    (here / "again.toml").write_text(knob_tree.to_toml(config))
     assert loading.load(here / "again.toml") == config
     rows = {row.key: row.value for row in schema.explain(config)}
     assert (rows["reward.parts.a.weight"], rows["reward.parts.b-2.function"]) == (0.5, "task")

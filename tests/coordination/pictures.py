@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.state import CoordinatorState
 
 PARTS = ("ledger", "_fleet", "_queue")
 """Attributes that have no text of their own, but attributes."""

@@ -9,12 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config.schema import BatchConfig, RolloutConfig, StalenessConfig
-from pipeline.coordination.commands import Abort, Command, Draw, Forget, Interrupt, Pull, Retire, Route, Score, Train
-from pipeline.coordination.consulted import Strategies
-from pipeline.coordination.coordinator import Coordinator
-from pipeline.coordination.draft_lengths import DraftLengths
-from pipeline.coordination.events import (
+from staleflow.pipeline.config.schema import BatchConfig, RolloutConfig, StalenessConfig
+from staleflow.pipeline.coordination.commands import (
+    Abort,
+    Command,
+    Draw,
+    Forget,
+    Interrupt,
+    Pull,
+    Retire,
+    Route,
+    Score,
+    Train,
+)
+from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
     Event,
@@ -34,18 +44,19 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from pipeline.coordination.forecast import LengthForecast
-from pipeline.coordination.pacing import Pacing
-from pipeline.strategies.admission import ADMISSION
-from pipeline.strategies.filtering import FILTERING, STRAGGLERS
-from pipeline.strategies.migration import MIGRATION
-from pipeline.strategies.routing import ROUTING
-from pipeline.strategies.synchronization import SYNCHRONIZATION
-from stores.errors import ProtocolViolation
-from stores.in_flight import GroupInFlight, MemberInFlight
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.cost_model import CostModel
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.pacing import Pacing
+from staleflow.pipeline.coordination.strategy_set import Strategies
+from staleflow.pipeline.strategies.admission import ADMISSION
+from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from staleflow.pipeline.strategies.migration import MIGRATION
+from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel
 
 A, B = InstanceId("a"), InstanceId("b")
 

@@ -8,11 +8,11 @@ import itertools
 import numpy as np
 import pytest
 
-from pipeline.coordination.draft_lengths import DraftLengths, DraftRates, DraftsSeen, rates
-from pipeline.coordination.events import StepsTaken
-from pipeline.coordination.fleet import MutableFleet
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.cost_model import CostModel, DraftedCosts, Numbers, tokens_a_step
+from staleflow.pipeline.coordination.draft_lengths import DraftLengths, DraftRates, DraftsSeen, rates
+from staleflow.pipeline.coordination.events import StepsTaken
+from staleflow.pipeline.coordination.fleet import MutableFleet
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel, DraftedCosts, Numbers, tokens_a_step
 
 A, B = InstanceId("a"), InstanceId("b")
 COST = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0)

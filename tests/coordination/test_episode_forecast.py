@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config import actor_settings
-from pipeline.coordination.episode_forecast import EpisodeForecast
-from pipeline.coordination.forecast import LengthForecast
-from pipeline.coordination.measured import Measured, RunningMean
-from pipeline.coordination.pacing import Pacing
-from pipeline.simulator.body import SimulatedRun
-from stores.trajectory import GroupId
-from tasks.engines.cost_model import CostModel
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.pacing import Pacing
+from staleflow.pipeline.coordination.running_means import Measured, RunningMean
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.stores.trajectory import GroupId
+from staleflow.tasks.emulation.cost_model import CostModel
 from tests.simulator.test_environments import agents
 
 COST = CostModel(k1=1e-5, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0005)

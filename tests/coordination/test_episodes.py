@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.coordination.commands import Interrupt, Route
-from pipeline.coordination.events import (
+from staleflow.pipeline.coordination.commands import Interrupt, Route
+from staleflow.pipeline.coordination.events import (
     EnvironmentAnswered,
     InstanceReported,
     PullFinished,
@@ -17,8 +17,8 @@ from pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectoryScored,
 )
-from pipeline.strategies.routing import OwnRouting
-from stores.trajectory import PolicyVersion, TrajectoryId
+from staleflow.pipeline.strategies.routing import OwnRouting
+from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, Bench, in_flight, member, only
 
 LAST = TrajectoryId(3)

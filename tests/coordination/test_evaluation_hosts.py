@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.coordination.commands import Command, Conclude, Interrupt, Route
-from pipeline.coordination.events import EvaluationRequested, InstanceLeaving, InstanceLost, NewGroup, Tick
-from pipeline.coordination.events import TrajectoryInterrupted as Interrupted
-from stores.trajectory import GroupId, InstanceId
+from staleflow.pipeline.coordination.commands import Command, Conclude, Interrupt, Route
+from staleflow.pipeline.coordination.events import EvaluationRequested, InstanceLeaving, InstanceLost, NewGroup, Tick
+from staleflow.pipeline.coordination.events import TrajectoryInterrupted as Interrupted
+from staleflow.stores.trajectory import GroupId, InstanceId
 from tests.coordination.test_coordinator import A, B, Bench, only
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.coordination import forecast
-from pipeline.coordination.forecast import LengthForecast
-from stores.trajectory import GroupId
+from staleflow.pipeline.coordination import forecast
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.stores.trajectory import GroupId
 
 
 @given(st.lists(st.tuples(st.floats(1.0, 500.0), st.integers(1, 500)), max_size=60), st.integers(1, 20))

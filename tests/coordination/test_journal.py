@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import loading
-from pipeline.config.deciding import make_coordinator
-from pipeline.coordination import journal
-from pipeline.coordination.commands import (
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.factories import make_coordinator
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.commands import (
     Abort,
     Act,
     Command,
@@ -26,8 +26,8 @@ from pipeline.coordination.commands import (
     Score,
     Train,
 )
-from pipeline.coordination.coordinator import Coordinator
-from pipeline.coordination.events import (
+from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
     Event,
@@ -45,8 +45,8 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from stores.errors import ConfigError
-from stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 BASE = ("model.path=x", "steps=6", "batch.groups_per_step=3", "batch.group_size=2", "staleness.eta=2")
 SHAPES = {

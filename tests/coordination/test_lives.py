@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import deciding, loading
-from pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
-from pipeline.coordination.events import (
+from staleflow.pipeline.config import factories, loading
+from staleflow.pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from staleflow.pipeline.coordination.events import (
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -27,11 +27,11 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from pipeline.strategies.admission import ADMISSION
-from pipeline.strategies.filtering import STRAGGLERS
-from pipeline.strategies.routing import ROUTING
-from pipeline.strategies.synchronization import SYNCHRONIZATION
-from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.pipeline.strategies.admission import ADMISSION
+from staleflow.pipeline.strategies.filtering import STRAGGLERS
+from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 NAMES = tuple(InstanceId(name) for name in "abcd")
 NUM_EVENTS = 400
@@ -41,7 +41,7 @@ class Life:
     """A run whose instances answer late, twice, out of turn, or not at all."""
 
     def __init__(self, tree: dict[str, Any], seed: int) -> None:
-        self.coordinator = deciding.make_coordinator(loading.from_tree(tree), validate_each=True)
+        self.coordinator = factories.make_coordinator(loading.from_tree(tree), validate_each=True)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.pending: list[Event] = []

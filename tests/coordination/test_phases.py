@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.coordination.events import NewGroup
-from pipeline.coordination.invariants import validate
-from pipeline.coordination.phases import NEXT_PHASE, Phase, Transition, next_phase
-from pipeline.coordination.state import CoordinatorState
-from pipeline.coordination.trajectories import LiveTrajectory
-from stores.errors import ProtocolViolation
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.pipeline.coordination.events import NewGroup
+from staleflow.pipeline.coordination.invariants import validate
+from staleflow.pipeline.coordination.phases import NEXT_PHASE, Phase, Transition, next_phase
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.coordination.pictures import picture
 
 A, B = InstanceId("a"), InstanceId("b")

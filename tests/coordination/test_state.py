@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.coordination.events import NewGroup
-from pipeline.coordination.fleet import Fleet, Instance, MutableFleet
-from pipeline.coordination.invariants import validate
-from pipeline.coordination.phases import Phase, Transition
-from pipeline.coordination.state import CoordinatorState
-from pipeline.coordination.trajectories import LiveTrajectory
-from pipeline.coordination.work_queue import MutableWorkQueue, WorkQueue
-from stores.errors import ProtocolViolation
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.pipeline.coordination.events import NewGroup
+from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
+from staleflow.pipeline.coordination.invariants import validate
+from staleflow.pipeline.coordination.phases import Phase, Transition
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.pipeline.coordination.work_queue import MutableWorkQueue, WorkQueue
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.coordination.pictures import picture
 
 A, B = InstanceId("a"), InstanceId("b")

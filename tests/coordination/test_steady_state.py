@@ -7,15 +7,15 @@ import random
 
 import pytest
 
-from pipeline.config import actor_settings, loading
-from pipeline.coordination.forecast import LengthForecast
-from pipeline.coordination.measured import Measured, RunningMean
-from pipeline.coordination.pacing import Pacing
-from pipeline.coordination.steady_state import AverageInstance, DrawnResponse, interval_s
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import measure
-from stores.trajectory import GroupId
-from tasks.engines.cost_model import CostModel
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.pacing import Pacing
+from staleflow.pipeline.coordination.running_means import Measured, RunningMean
+from staleflow.pipeline.coordination.steady_state import AverageInstance, DrawnResponse, interval_s
+from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.stores.trajectory import GroupId
+from staleflow.tasks.emulation.cost_model import CostModel
 
 FLAT = CostModel(k1=0.0, k2=0.01, k3=0.0, k4=0.0, b=0.0)
 """A decode step takes 10 ms, whatever is running."""

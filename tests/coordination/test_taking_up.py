@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.coordination.taking_up import plan_resume
-from pipeline.strategies.filtering import KeepAll, NoSignal
-from stores.base import LedgerState
-from stores.errors import ProtocolViolation
-from stores.in_flight import GroupInFlight, MemberInFlight
-from stores.ledger_entries import EntryState
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, ended_as
+from staleflow.pipeline.coordination.resume_plan import plan_resume
+from staleflow.pipeline.strategies.filtering import KeepAll, NoSignal
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.staleness.ledger_entries import EntryState
+from staleflow.stores.trajectories.records import LedgerState
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, ended_as
 
 
 @dataclass

@@ -172,7 +172,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    from tasks.training.tiny_model import SYMBOLS, make_tokenizer
+    from staleflow.tasks.training.tiny_model import SYMBOLS, make_tokenizer
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -197,7 +197,9 @@ def make_model(folder: Path) -> None:
 
 
 def staleflow(*words: str | Path) -> None:
-    subprocess.run([sys.executable, "-m", "cli.main", *map(str, words)], env=ENVIRONMENT, cwd=FOLDER, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "staleflow.cli.main", *map(str, words)], env=ENVIRONMENT, cwd=FOLDER, check=True
+    )
 
 
 def settings(*overrides: str) -> Iterator[str]:
@@ -209,7 +211,7 @@ def kill_in_the_middle(job: Path, step: int) -> None:
     """Run a job in a process group of its own, and kill the group soon after a step."""
     words = ["run", str(job), *settings("name=killed", "steps=400")]
     with subprocess.Popen(
-        [sys.executable, "-m", "cli.main", *words],
+        [sys.executable, "-m", "staleflow.cli.main", *words],
         env=ENVIRONMENT, cwd=FOLDER, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         assert process.stderr is not None
@@ -264,7 +266,7 @@ def make_runs() -> None:
 
     staleflow("run", job)
     subprocess.run(  # some rows fail to be scored, and the command says so by its exit code
-        [sys.executable, "-m", "cli.main", "store", "reprocess", str(RUNS / "finished"),
+        [sys.executable, "-m", "staleflow.cli.main", "store", "reprocess", str(RUNS / "finished"),
          "--reward", f"{FOLDER}/rewards.py:odd", "--branch", "odd"],
         env=ENVIRONMENT, cwd=FOLDER,
     )  # fmt: skip

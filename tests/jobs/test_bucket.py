@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soaking.job import Job
-from stores.versioned import VersionedStore
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
 from tests.jobs.test_resume import until_step
 from tests.runtime.test_run import check
@@ -35,7 +35,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def staleflow(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """A command whose workers have this test's environment, not that of the tests before it."""
     return forking.run(
-        [sys.executable, "-m", "cli.main", *map(str, words)], capture_output=True, text=True, timeout=250
+        [sys.executable, "-m", "staleflow.cli.main", *map(str, words)], capture_output=True, text=True, timeout=250
     )
 
 
@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_and_commands_take_its_url(tmp_path: Path) -> None:
     assert not folder.exists()
 
     sets = ("--set", "steps=400", *LOCAL)
-    start = [sys.executable, "-m", "cli.main", "run", str(one.file), "--store", URL, *sets]
+    start = [sys.executable, "-m", "staleflow.cli.main", "run", str(one.file), "--store", URL, *sets]
     with forking.Popen(start, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         until_step(process, 3)
         os.killpg(process.pid, signal.SIGKILL)

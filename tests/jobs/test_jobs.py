@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.scheduler.connection import Where
-from stores.trajectory import Fate
-from stores.versioned import VersionedStore
+from staleflow.pipeline.cluster.connection import Where
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, staleflow
 from tests.support import forking
@@ -290,7 +290,10 @@ def test_a_job_that_waits_for_ten_minutes_does_not_disturb_the_one_that_runs(clu
 
 def test_submitting_loads_neither_torch_nor_the_store() -> None:
     """They take seconds, and only the driver needs them."""
-    script = "import sys, cli.jobs, pipeline.jobs.submission; print(*{m.partition('.')[0] for m in sys.modules})"
+    script = (
+        "import sys, staleflow.cli.cluster_jobs, staleflow.pipeline.jobs.submission; "
+        "print(*{m.partition('.')[0] for m in sys.modules})"
+    )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert "distributed" in loaded
     assert not {"torch", "transformers", "zarr", "icechunk", "bokeh", "matplotlib"} & set(loaded)

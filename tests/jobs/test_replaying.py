@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import fields, loading
-from pipeline.config.deciding import make_coordinator
-from pipeline.coordination import history
-from stores.base import LedgerState, RunHeader, StepRecord
-from stores.versioned import VersionedStore
+from staleflow.pipeline.config import knob_tree, loading
+from staleflow.pipeline.config.factories import make_coordinator
+from staleflow.pipeline.coordination import decision_log
+from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
 from tests.coordination.test_journal import BASE, SHAPES, TinyBody
 
@@ -22,7 +22,7 @@ def run_folder(folder: Path) -> TinyBody:
     folder.mkdir()
     (folder / "job.toml").write_text("")
     config = loading.load(folder / "job.toml", (*BASE, *SHAPES["redundant"]))
-    (folder / "config.toml").write_text(fields.to_toml(config))
+    (folder / "config.toml").write_text(knob_tree.to_toml(config))
     body = TinyBody(make_coordinator(config), folder / "events.jsonl", 4)
     body.run()
     header = RunHeader(run="r", eta=2, groups_per_step=3, group_size=2, members_started=3)
@@ -85,7 +85,7 @@ def test_a_torn_line_is_said_and_a_garbled_one_is_one_line(tmp_path: Path) -> No
 
 
 def test_every_trajectory_has_a_story_however_long_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "STORY_LINES", 20)
+    monkeypatch.setattr(decision_log, "STORY_LINES", 20)
     body = run_folder(tmp_path / "run")
     for trajectory in range(body.brain.ledger.num_started):
         told = command("replay", tmp_path / "run", "--story", trajectory, "--json")

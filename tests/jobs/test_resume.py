@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import loading
-from pipeline.runtime import resumption
-from pipeline.runtime.run_folder import prepare_run_dir, write_job
-from stores.errors import ConfigError
-from stores.repository import repository_at
-from stores.resume_points import KEPT, ResumePoints
-from stores.trajectory import AbortReason, Fate, PolicyVersion
-from stores.versioned import VersionedStore
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.recovery import resumption
+from staleflow.pipeline.recovery.run_folder import prepare_run_dir, write_job
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.repository import repository_at
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
+from staleflow.stores.weights.resume_points import KEPT, ResumePoints
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, check, run, staleflow
 from tests.support import forking
@@ -31,7 +31,7 @@ from tests.support import forking
 def start(job: Path, *overrides: str) -> subprocess.Popen[str]:
     """A run in a process group of its own, its workers included."""
     sets = [word for o in ("task.eval_prompts=0", *overrides) for word in ("--set", o)]
-    command = [sys.executable, "-m", "cli.main", "run", str(job), *sets]
+    command = [sys.executable, "-m", "staleflow.cli.main", "run", str(job), *sets]
     return forking.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
 
 
@@ -230,7 +230,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(job: Path, tmp_path: Path) -
 
 
 def test_a_point_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
-    from stores.errors import StoreError
+    from staleflow.stores.errors import StoreError
 
     def full(path: Path) -> None:
         path.write_text("half")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import loading
-from pipeline.jobs.starts import Start, Starts, read, whole
-from pipeline.jobs.summary import write_report
-from pipeline.runtime.outcomes import Outcomes
-from stores.errors import ActorLost, StoreError
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.jobs.starts import Start, Starts, read, whole
+from staleflow.pipeline.jobs.summary import write_report
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.errors import ActorLost, StoreError
 
 PHASES = {
     "wall_s": 30.0, "train_s": 9.0, "decide_s": 1.0, "driver_cpu_s": 3.0, "rollout_busy_s": 5.0, "tokens_sampled": 70.0,

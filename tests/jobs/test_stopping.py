@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from pipeline.jobs.stopping import Interrupted, Signals
+from staleflow.pipeline.jobs.stopping import Interrupted, Signals
 
 
 async def swallowing() -> None:

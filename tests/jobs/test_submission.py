@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from distributed import Client
 
-from pipeline.config import loading
-from pipeline.jobs import submission
-from pipeline.scheduler import board
-from pipeline.scheduler.connection import Where
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.jobs import submission
+from tests.cluster.test_board import Jobs, on
 from tests.runtime.test_run_folder import JOB
-from tests.scheduler.test_board import Jobs, on
 
 
 class KilledError(BaseException):
@@ -37,7 +37,7 @@ async def only(jobs: Jobs) -> list[dict[str, Any]]:
     """The jobs of the board, once none is on its way any more."""
     async with asyncio.timeout(20.0):
         while True:
-            found: list[dict[str, Any]] = await board.ask(jobs.client, "jobs")
+            found: list[dict[str, Any]] = await job_registry.ask(jobs.client, "jobs")
             if all(job["state"] == "failed" or "the cluster has 0" in job["why"] for job in found):
                 return found
             await asyncio.sleep(0.05)
@@ -97,8 +97,8 @@ def test_a_job_that_is_cancelled_before_its_driver_has_arrived_is_stopped(job: P
     async def script(jobs: Jobs) -> None:
         needs = {"instances": 1, "rewards": 1, "driver": True}
         told = {"name": "half", "run_dir": "/runs/half", "steps": 1, "by": jobs.client.id}
-        await board.ask(jobs.client, "submit", id="half", **told, needs=needs, wait_s=0.0)
-        assert await board.ask(jobs.client, "stop", id="half", why="cancelled") == "waiting"
+        await job_registry.ask(jobs.client, "submit", id="half", **told, needs=needs, wait_s=0.0)
+        assert await job_registry.ask(jobs.client, "stop", id="half", why="cancelled") == "waiting"
         assert (await jobs.of("half"))["state"] == "stopped"
 
     on(0, script)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import loading, user_files
-from pipeline.config.user_files import with_code
-from pipeline.jobs.tracking import Tracking
-from stores.errors import ConfigError
+from staleflow.pipeline.config import loading, user_files
+from staleflow.pipeline.config.user_files import with_code
+from staleflow.pipeline.jobs.tracking import Tracking
+from staleflow.stores.errors import ConfigError
 
 STEPS = [{"step": 0.0, "reward": 0.5}, {"step": 1.0, "reward": 0.75}]
 MINE = """
@@ -202,8 +202,8 @@ def test_a_package_that_fails_is_one_warning(
     def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionError("no network")
 
-    monkeypatch.setattr("pipeline.config.user_files.importlib.util.find_spec", lambda named: named)
-    monkeypatch.setattr("pipeline.jobs.tracking.PACKAGES", {name: refuse})
+    monkeypatch.setattr("staleflow.pipeline.config.user_files.importlib.util.find_spec", lambda named: named)
+    monkeypatch.setattr("staleflow.pipeline.jobs.tracking.PACKAGES", {name: refuse})
     with caplog.at_level(logging.WARNING):
         tracking = Tracking(config, tmp_path)
         tracking.steps(STEPS)

@@ -18,8 +18,8 @@ import pytest
 
 from benchmarks.soaking.counting import prompts, sampled
 from benchmarks.soaking.job import NAME, Job
-from stores.trajectory import Fate
-from stores.versioned import VersionedStore
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
 from tests.jobs.test_jobs import Cluster, by_hand, where_is
 from tests.runtime.test_run import check
 

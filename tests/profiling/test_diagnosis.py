@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import actor_settings, loading
-from pipeline.jobs.expectation import WORSE, confirmed, expect
-from pipeline.jobs.summary import diagnosed
-from pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
-from pipeline.profiling.measure import profile_run
-from pipeline.profiling.step_loads import StepLoad
-from pipeline.runtime.run_folder import load_job
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import measure
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.jobs.summary import diagnosed
+from staleflow.pipeline.jobs.what_if import WORSE, confirmed, expect
+from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
+from staleflow.pipeline.profiling.engine_profile import profile_run
+from staleflow.pipeline.profiling.step_times import StepLoad
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.support.bodies import Body
 from tests.support.scripted import World
 from tests.support.simulated_store import stored_simulation

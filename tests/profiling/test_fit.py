@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from cli.profile import command
-from pipeline.config import deciding, fields, loading
-from pipeline.coordination.commands import Draw, Pull, Score, Train
-from pipeline.coordination.events import (
+from staleflow.cli.profile import command
+from staleflow.pipeline.config import factories, knob_tree, loading
+from staleflow.pipeline.coordination.commands import Draw, Pull, Score, Train
+from staleflow.pipeline.coordination.events import (
     GroupsArrived,
     NewGroup,
     PullFinished,
@@ -27,17 +27,25 @@ from pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from pipeline.coordination.forecast import LengthForecast
-from pipeline.coordination.journal import Journal
-from pipeline.coordination.measured import Measured, RunningMean
-from pipeline.coordination.pacing import Pacing, best_plan
-from pipeline.profiling import fit as fitting
-from pipeline.profiling.fit import CostWatch, DraftedPoint, Fit, StepPoint, fit_prefill, fit_steps, fit_verified
-from pipeline.profiling.measure import Grid, measure_prefill, measure_steps, profile_run
-from stores.errors import ActorLost, ConfigError
-from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import EngineLoad, Failed, Request
-from tasks.engines.cost_model import CostModel
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.journal import Journal
+from staleflow.pipeline.coordination.pacing import Pacing, best_plan
+from staleflow.pipeline.coordination.running_means import Measured, RunningMean
+from staleflow.pipeline.profiling import fit as fitting
+from staleflow.pipeline.profiling.engine_profile import Grid, measure_prefill, measure_steps, profile_run
+from staleflow.pipeline.profiling.fit import (
+    CostWatch,
+    DraftedPoint,
+    Fit,
+    StepPoint,
+    fit_prefill,
+    fit_steps,
+    fit_verified,
+)
+from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.engines.base import EngineLoad, Failed, Request
 
 PUBLISHED = {
     "7B": CostModel(k1=3.35e-08, k2=0.0064, b=0.0027, k3=0.0001231, k4=0.0028),
@@ -236,11 +244,11 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     assert value["acceptance"] is None
     assert value["range"]["running"] == [1, 8]
     config = loading.load(path, (f"profile={out}",))
-    used = deciding.cost_model(config)
+    used = factories.cost_model(config)
     assert dataclasses.asdict(used) == value["coefficients"]
-    assert loading.from_tree(tomllib.loads(fields.to_toml(config))) == config  # and needs the file no more
+    assert loading.from_tree(tomllib.loads(knob_tree.to_toml(config))) == config  # and needs the file no more
     # Sleeping and polling make steps seem longer here, never shorter.
-    assert used.step_s(8, 800) >= 0.9 * deciding.cost_model(loading.load(path)).step_s(8, 800)
+    assert used.step_s(8, 800) >= 0.9 * factories.cost_model(loading.load(path)).step_s(8, 800)
 
 
 def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) -> None:
@@ -257,14 +265,14 @@ def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) ->
     assert [p["running"] for p in value["drafted_points"]] == [1, 2, 4]
     assert [p["drafted"] for p in value["drafted_points"]] == pytest.approx([3.0] * 3, rel=0.3)
     assert f"verified {value['coefficients']['verified']:.4g} of k3" in result.output
-    assert deciding.cost_model(loading.load(path, (f"profile={out}",))).verified == value["coefficients"]["verified"]
+    assert factories.cost_model(loading.load(path, (f"profile={out}",))).verified == value["coefficients"]["verified"]
 
 
 def test_a_profile_of_an_earlier_version_says_nothing_of_drafts(tmp_path: Path) -> None:
     job, profile = tmp_path / "job.toml", tmp_path / "x.json"
     job.write_text('[rollout.engine]\nname = "emulated"\n')
     profile.write_text('{"coefficients": {"k1": 0, "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}')
-    assert deciding.cost_model(loading.load(job, (f"profile={profile}",))).verified == 1.0
+    assert factories.cost_model(loading.load(job, (f"profile={profile}",))).verified == 1.0
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
@@ -314,7 +322,7 @@ def test_a_finished_run_is_a_profile_too_with_its_latencies(tmp_path: Path) -> N
     assert "train_s" in result.output
     job.write_text('[rollout.engine]\nname = "emulated"\n[simulation]\ntrain_s = 1.0\ncommand_s = 0.25\n')
     config = loading.load(job, (f"profile={out}",))
-    assert deciding.cost_model(config) == refit.model
+    assert factories.cost_model(config) == refit.model
     seconds = config.simulation
     assert (seconds.draw_s, seconds.reward_s, seconds.train_s, seconds.pull_s, seconds.command_s) == pytest.approx(
         (0.5, 0.4, 7.0, 0.2, 0.25)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import actor_settings, deciding, loading
-from pipeline.coordination import journal
-from pipeline.coordination.commands import Route
-from pipeline.coordination.events import (
+from staleflow.pipeline.config import actor_settings, factories, loading
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.commands import Route
+from staleflow.pipeline.coordination.events import (
     InstanceJoined,
     InstanceLost,
     InstanceReported,
@@ -20,18 +20,18 @@ from pipeline.coordination.events import (
     TrajectorySampled,
     VersionPublished,
 )
-from pipeline.jobs.expectation import as_recorded
-from pipeline.profiling.diagnosis import sizes_of
-from pipeline.profiling.drafts_used import DraftsUsed
-from pipeline.profiling.loads import LoadWatch
-from pipeline.profiling.measure import profile_run, write_profile
-from pipeline.profiling.step_loads import steady, total
-from pipeline.runtime.run_folder import load_job
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import measure
-from stores.in_flight import GroupInFlight, MemberInFlight
-from stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.cost_model import CostModel, tokens_a_step
+from staleflow.pipeline.jobs.what_if import as_recorded
+from staleflow.pipeline.profiling.diagnosis import sizes_of
+from staleflow.pipeline.profiling.draft_stats import DraftsUsed
+from staleflow.pipeline.profiling.engine_profile import profile_run, write_profile
+from staleflow.pipeline.profiling.step_times import steady, total
+from staleflow.pipeline.profiling.time_breakdown import LoadWatch
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel, tokens_a_step
 from tests.support.simulated_store import stored_simulation
 
 
@@ -65,7 +65,7 @@ def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]
 def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=10", "simulation.command_s=0.05")
     profile = profile_run(run)
-    true, found = deciding.cost_model(load_job(run)), profile.fit.model
+    true, found = factories.cost_model(load_job(run)), profile.fit.model
     for running in (1, 8, 32):
         kv_tokens = 250.0 * running
         assert found.step_s(running, kv_tokens) == pytest.approx(true.step_s(running, kv_tokens), rel=0.1)
@@ -77,7 +77,7 @@ def test_drafts_are_told_apart_from_the_steps_that_verify_them(tmp_path: Path, m
     drafting = f"rollout.engine.speculation={{length=4, most_running={most_running}}}"
     run = stored_simulation(tmp_path, "steps=16", drafting, "workload.acceptance=0.75", "rollout.cost.verified=0.6")
     profile = profile_run(run)
-    true, found = deciding.cost_model(load_job(run)), profile.fit.model
+    true, found = factories.cost_model(load_job(run)), profile.fit.model
     for computed in (48, 96, 144):  # as its steps did
         kv_tokens = 80.0 * computed
         assert found.step_s(computed, kv_tokens) == pytest.approx(true.step_s(computed, kv_tokens), rel=0.1)
@@ -89,7 +89,7 @@ def test_drafts_are_told_apart_from_the_steps_that_verify_them(tmp_path: Path, m
     job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting))
     assert job.workload.acceptance == profile.drafts.acceptance
     known = sizes_of(load_job(run, ("workload.acceptance=0.1",)), profile.fit, profile.drafts)
-    expected_s = deciding.drafted_cost(load_job(run), 32, 8000.0).step_s(32, 8000.0)
+    expected_s = factories.drafted_cost(load_job(run), 32, 8000.0).step_s(32, 8000.0)
     assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
 
 
@@ -97,7 +97,7 @@ def test_what_became_of_drafts_is_known_from_responses_where_instances_report_no
     drafting = "rollout.engine.speculation={length=4, most_running=64}"
     run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance=0.75")
     config = load_job(run)
-    watch = LoadWatch(deciding.cost_model(config), config.members_started, first_length=4)
+    watch = LoadWatch(factories.cost_model(config), config.members_started, first_length=4)
     for entry in journal.read(run / "events.jsonl"):
         silent = isinstance(entry.event, InstanceReported)
         watch.observe(entry.now, replace(entry.event, steps=None) if silent else entry.event, entry.commands)
@@ -123,14 +123,14 @@ def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_
 def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(tmp_path: Path) -> None:
     """With equal loads and short prompts they cannot be told apart, and need not be."""
     run = stored_simulation(tmp_path, "steps=10", "simulation.command_s=0.05", "rollout.on_pull=interrupt")
-    true, found = deciding.cost_model(load_job(run)), profile_run(run).fit.model
+    true, found = factories.cost_model(load_job(run)), profile_run(run).fit.model
     assert found.prefill == pytest.approx(true.prefill, rel=0.4)
 
 
 def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=6")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
-    watch = LoadWatch(deciding.cost_model(config), config.members_started)
+    watch = LoadWatch(factories.cost_model(config), config.members_started)
     for entry in entries:
         watch.observe(entry.now, entry.event, entry.commands)
     whole = total(watch.loads)
@@ -148,8 +148,8 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
 def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
-    alone = LoadWatch(deciding.cost_model(config), config.members_started)
-    twice = LoadWatch(deciding.cost_model(config), config.members_started)
+    alone = LoadWatch(factories.cost_model(config), config.members_started)
+    twice = LoadWatch(factories.cost_model(config), config.members_started)
     for entry in entries[: len(entries) // 2]:
         twice.observe(entry.now, entry.event, entry.commands)
     before, begin_s = len(twice.loads), 1000.0

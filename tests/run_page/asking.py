@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.run_page.answers import Answers
-from pipeline.run_page.reading import RunReader
-from pipeline.run_page.server import application
+from staleflow.pipeline.run_page.api import Answers
+from staleflow.pipeline.run_page.page_server import application
+from staleflow.pipeline.run_page.run_reader import RunReader
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.run_page.answers import Answers
-from pipeline.run_page.reading import RunReader
-from pipeline.run_page.server import listen, make_server
-from stores.trajectory import AbortReason, Fate, FinishReason
+from staleflow.pipeline.run_page.api import Answers
+from staleflow.pipeline.run_page.page_server import listen, make_server
+from staleflow.pipeline.run_page.run_reader import RunReader
+from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from tests.support.browser import in_browser, opened
 from tests.support.stored_runs import Response, StoredRun
 

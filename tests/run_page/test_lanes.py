@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.run_page.lanes import JournalIndex, StepFunction
+from staleflow.pipeline.run_page.journal_index import JournalIndex, StepFunction
 
 
 def index(*entries: tuple[float, dict[str, Any], list[dict[str, Any]]], members: int = 2) -> JournalIndex:

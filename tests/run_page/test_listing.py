@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.run_page import answers, listing, series, server
-from stores.base import LedgerState, StepRecord
-from stores.errors import ConfigError
-from stores.metrics import STEP
+from staleflow.pipeline.run_page import api, charts, listing, page_server
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.metrics import STEP
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
 
 
 def columns(count: int = 200) -> dict[str, Any]:
@@ -149,7 +149,7 @@ RECORDS = [
 
 
 def test_series_have_a_value_a_step_and_none_for_what_is_no_number() -> None:
-    found = series.series(RECORDS, 0)
+    found = charts.series(RECORDS, 0)
     assert found["step"] == [0, 1, 2]
     assert found["lines"]["reward"] == [0.5, 0.25, None]
     assert found["lines"]["loss"] == [None, 1.0, 2.0]
@@ -159,7 +159,7 @@ def test_series_have_a_value_a_step_and_none_for_what_is_no_number() -> None:
 
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_later_steps_alone_have_the_values_they_have_among_all(first: int) -> None:
-    whole, part = series.series(RECORDS, 0), series.series(RECORDS, first)
+    whole, part = charts.series(RECORDS, 0), charts.series(RECORDS, first)
     assert part["step"] == whole["step"][first:]
     for name in part["lines"]:
         assert part["lines"][name] == whole["lines"][name][first:]
@@ -168,18 +168,18 @@ def test_later_steps_alone_have_the_values_they_have_among_all(first: int) -> No
 
 
 def test_charts_of_turns_are_drawn_where_there_are_any() -> None:
-    of_one, of_many = series.charts(RECORDS), series.charts([*RECORDS, record(3, {}, given_tokens=7.0)])
+    of_one, of_many = charts.charts(RECORDS), charts.charts([*RECORDS, record(3, {}, given_tokens=7.0)])
     assert {chart.title for chart in of_many} - {chart.title for chart in of_one} == {"turns", "branches", "tools"}
 
 
 def test_every_chart_has_known_metrics_of_one_unit_and_each_is_drawn_once() -> None:
-    drawn = [name for chart in series.CHARTS for name in chart.names]
+    drawn = [name for chart in charts.CHARTS for name in chart.names]
     assert len(drawn) == len(set(drawn))
-    for chart in series.CHARTS:
+    for chart in charts.CHARTS:
         assert len({STEP[name].unit for name in chart.names}) == 1, chart.title
 
 
-@pytest.mark.parametrize("module", [answers, series, server])
+@pytest.mark.parametrize("module", [api, charts, page_server])
 def test_the_examples_in_docstrings_hold(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.run_page.reading import JournalFollower, RunReader
-from stores.errors import ConfigError
-from stores.versioned import TOKEN_FILE, VersionedStore
+from staleflow.pipeline.run_page.run_reader import JournalFollower, RunReader
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
 from tests.run_page.asking import Page
 from tests.stores.test_stores import corrupt_tokens
 from tests.support.stored_runs import Response, StoredRun

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stores.branches import Rewards, derive
-from stores.versioned import VersionedStore
+from staleflow.stores.trajectories.derived_branches import Rewards, derive
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.run_page.asking import Page
 from tests.support.stored_runs import Response, StoredRun
 

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import loading
-from pipeline.offline.texts import shown_texts
-from tasks.texts import FileTexts, NumberTexts, TokenizerTexts, file_texts, pieces, tokenizer_texts
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.stored_runs.response_texts import shown_texts
+from staleflow.tasks.rendering.chat_tokenizer import (
+    FileTexts,
+    NumberTexts,
+    TokenizerTexts,
+    file_texts,
+    pieces,
+    tokenizer_texts,
+)
 from tests.support.stored_runs import byte_tokenizer
 
 TEXTS = ("4+5=9;so9.", "  two  spaces , and a comma .", "שלום \u200b \x1b[31m", "👨‍👩‍👧 你好", "")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stores import branches
+from staleflow.stores.trajectories import derived_branches
 from tests.run_page.asking import Page
 from tests.support.stored_runs import Response, StoredRun
 
@@ -37,7 +37,7 @@ def test_a_trajectory_is_a_conversation(run: StoredRun) -> None:
 
 def test_ratios_are_of_sampled_tokens(run: StoredRun) -> None:
     logprobs = np.asarray(run.store._read_root()["tokens/logprobs"][:])
-    branches.derive_logprobs(run.store, run.run_dir / "store", "other", logprobs, {})
+    derived_branches.derive_logprobs(run.store, run.run_dir / "store", "other", logprobs, {})
     ratios = Page(run.run_dir).ask("trajectory", id=0, branch="other")["tokens"]["ratio"]
     assert ratios == [1.0, 1.0, 1.0, None, 1.0, 1.0, 1.0, 1.0, None, None]
 
@@ -47,10 +47,10 @@ def test_a_group_shows_who_said_what_up_to_the_limit(run: StoredRun, monkeypatch
     assert [(p["role"], p["text"]) for p in group["members"][0]["said"]] == [
         ("assistant", "ask"), ("tool", "4"), ("assistant", "four"), ("tool", "no"),
     ]  # fmt: skip
-    from pipeline.run_page import answers
+    from staleflow.pipeline.run_page import api
 
-    monkeypatch.setattr(answers, "TEXT_SHOWN", 6)
-    monkeypatch.setattr(answers, "EXCERPT", 6)
+    monkeypatch.setattr(api, "TEXT_SHOWN", 6)
+    monkeypatch.setattr(api, "EXCERPT", 6)
     (group,) = Page(run.run_dir).ask("group", id=0)["groups"]
     assert [(p["role"], p["text"]) for p in group["members"][0]["said"]] == [
         ("assistant", "ask"), ("tool", "4"), ("assistant", "fo"),

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run_page.server import listen
+from staleflow.pipeline.run_page.page_server import listen
 from tests.commands import command
 from tests.support.stored_runs import Response, StoredRun
 
-VIEW = [sys.executable, "-m", "cli.main", "view"]
+VIEW = [sys.executable, "-m", "staleflow.cli.main", "view"]
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_what_cannot_be_served_is_told_in_one_line(run: Path, arguments: tuple[s
 
 def test_it_loads_neither_torch_nor_dask() -> None:
     """Seconds of imports and 300 MiB, which nothing on the page needs."""
-    script = "import sys, pipeline.run_page.server; print(*{m.partition('.')[0] for m in sys.modules})"
+    script = "import sys, staleflow.pipeline.run_page.page_server; print(*{m.partition('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "dask", "distributed", "bokeh", "matplotlib"} & {*loaded}
 
 
 def test_no_browser_is_opened_without_a_display(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cli import view
+    from staleflow.cli import view
 
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):

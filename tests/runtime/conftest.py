@@ -18,7 +18,7 @@ def body(tmp_path: Path) -> Body:
 def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that knows the form of the game in examples/agent.toml, and little more."""
     from examples.make_agent_model import SYMBOLS, games
-    from tasks.training.tiny_model import Recipe, pretrain
+    from staleflow.tasks.training.tiny_model import Recipe, pretrain
 
     folder = tmp_path_factory.mktemp("player")
     recipe = Recipe(steps=60, hidden_size=64, num_layers=1, learning_rate=5e-3, warmup_steps=10)

@@ -9,7 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipeline.runtime import actors, background, committing, driver, instance_link, membership, restoring, scoring
+from staleflow.pipeline.processes import background
+from staleflow.pipeline.recovery import role_recovery
+from staleflow.pipeline.runtime import actors, commit_queue, driver, instance_link, membership, scoring
 from tests.runtime import test_actors as on_actors
 from tests.runtime import test_committing as on_commits
 from tests.runtime import test_driver as on_driver
@@ -24,10 +26,10 @@ from tests.support.bodies import Body, Runtime
 
 MODULES = {
     "background": background,
-    "restoring": restoring,
+    "restoring": role_recovery,
     "actors": actors,
     "instance_link": instance_link,
-    "committing": committing,
+    "committing": commit_queue,
     "scoring": scoring,
     "membership": membership,
     "driver": driver,

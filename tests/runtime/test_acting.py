@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.coordination.commands import Act
-from pipeline.coordination.events import EnvironmentAnswered
-from pipeline.profiling.latencies import latencies
-from pipeline.runtime.acting import LATEST
-from stores.errors import EnvironmentsFail
-from stores.trajectory import AbortReason, Given
-from tasks.actors.environment_host import FAILED_BEFORE
+from staleflow.pipeline.coordination.commands import Act
+from staleflow.pipeline.coordination.events import EnvironmentAnswered
+from staleflow.pipeline.profiling.latencies import latencies
+from staleflow.pipeline.runtime.environment_hosts import LATEST
+from staleflow.stores.errors import EnvironmentsFail
+from staleflow.stores.trajectory import AbortReason, Given
+from staleflow.tasks.actors.environment_host import FAILED_BEFORE
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stores.audit import audit
-from stores.trajectory import Given
-from stores.versioned import VersionedStore
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Given
 from tests.runtime.test_acting import AGENTS
 from tests.stores.plain_audit import plain_audit
 from tests.support.bodies import Body

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stores.errors import ActorLost, ProtocolViolation, StoreError, TransferFailed
-from stores.trajectory import InstanceId, PolicyVersion
+from staleflow.stores.errors import ActorLost, ProtocolViolation, StoreError, TransferFailed
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
 from tests.support.scripted import World

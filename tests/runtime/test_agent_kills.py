@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from benchmarks.endpoint import Told, stored_turns
-from pipeline.coordination import journal
-from pipeline.coordination.events import EnvironmentFailed, InstanceLost
-from pipeline.runtime.driver import Driver
-from pipeline.runtime.workers import DaskWorkers
-from stores.trajectory import Fate
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.events import EnvironmentFailed, InstanceLost
+from staleflow.pipeline.processes.dask_workers import DaskWorkers
+from staleflow.pipeline.runtime.driver import Driver
+from staleflow.stores.trajectory import Fate
 from tests.runtime.test_run import check, interfered, process_of
 
 STEPS = 4

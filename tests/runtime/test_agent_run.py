@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.agent_game import HigherOrLower
-from pipeline.runtime import instance_link
-from stores.trajectory import NO_VERSION, Fate, Given, Segment, Trajectory
-from tasks.seeds import task_seed
+from staleflow.pipeline.runtime import instance_link
+from staleflow.stores.trajectory import NO_VERSION, Fate, Given, Segment, Trajectory
+from staleflow.tasks.settings.seeds import task_seed
 from tests.runtime.test_run import check, run
 
 JOB = Path("examples/agent.toml")

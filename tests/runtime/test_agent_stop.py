@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.endpoint import Told, stored_turns
-from stores.stop_criteria import find_stop
-from stores.trajectory import Fate
-from tasks.texts import tokenizer_texts
+from staleflow.stores.stop_criteria import find_stop
+from staleflow.stores.trajectory import Fate
+from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 from tests.runtime.test_run import check, run
 
 STOP = ("12", "+3", "9", "=so")

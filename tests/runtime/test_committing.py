@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pipeline.coordination.commands import Draw
-from pipeline.runtime.committing import MOST_UNCOMMITTED
-from stores.resume_points import ResumePoints
+from staleflow.pipeline.coordination.commands import Draw
+from staleflow.pipeline.runtime.commit_queue import MOST_UNCOMMITTED
+from staleflow.stores.weights.resume_points import ResumePoints
 from tests.support.bodies import Body, Run
 from tests.support.scripted import World
 

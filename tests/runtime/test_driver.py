@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.coordination.events import TrajectoryScored
-from pipeline.runtime.resumption import Resumption
-from stores.errors import ConfigError, RunStuck, StoreError
-from stores.trajectory import AbortReason, Fate, PolicyVersion
-from tasks.actors.parameter_server import Fetched
+from staleflow.pipeline.coordination.events import TrajectoryScored
+from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.stores.errors import ConfigError, RunStuck, StoreError
+from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
+from staleflow.tasks.actors.parameter_server import Fetched
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import (
     EVALUATED,
@@ -209,7 +209,7 @@ def test_responses_that_grow_are_progress_however_long_they_take(body: Body) -> 
 def test_the_store_has_the_times_of_the_runs_clock(body: Body, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     """Which begins when all actors are ready, however long that took, and goes on if the server is replaced."""
     clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr("tasks.actors.trajectory_server.time", clock)
+    monkeypatch.setattr("staleflow.tasks.actors.trajectory_server.time", clock)
     faults = [Fault(actor="trainer", method="publish_initial", late_s=20.0)]
     if lost:
         faults += [

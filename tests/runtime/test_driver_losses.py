@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.runtime.base import NoFreeWorker
-from pipeline.runtime.scoring import SCORE_BATCH
-from stores.errors import ActorLost, ConfigError
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
+from staleflow.pipeline.runtime.scoring import SCORE_BATCH
+from staleflow.stores.errors import ActorLost, ConfigError
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import CALLS, LONG, REDUNDANT, RETRY, first_call, long_ones, until
 from tests.support.in_process import CREATE_S, Fault

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from stores.trajectory import AbortReason
+from staleflow.stores.trajectory import AbortReason
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import (
     until,

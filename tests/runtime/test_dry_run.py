@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import actor_settings, loading
-from pipeline.simulator.body import SimulatedRun
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.runtime.test_run import check, run, staleflow
 
 JOB = """

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.actor_settings import make_workload
-from stores.trajectory import is_evaluated
-from tasks.evaluation_items import group_of
+from staleflow.pipeline.config.actor_settings import make_workload
+from staleflow.stores.trajectory import is_evaluated
+from staleflow.tasks.sources.evaluation_items import group_of
 from tests.runtime.test_taking_up import SHAPES, killed, resumption_of
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault

@@ -12,32 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.display import Display
-from pipeline.config import actor_settings, loading
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Conclude
-from pipeline.jobs import summary as report
-from pipeline.jobs.execution import RunEnd
-from pipeline.runtime.evaluating import Evaluating
-from pipeline.runtime.evaluation import (
+from staleflow.cli.display import Display
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import Conclude
+from staleflow.pipeline.jobs import summary as report
+from staleflow.pipeline.jobs.execution import RunEnd
+from staleflow.pipeline.runtime.evaluation_driver import Evaluating
+from staleflow.pipeline.runtime.evaluation_results import (
     Evaluation,
     fewer_prompts,
     not_comparable,
     read_evaluations,
     write_evaluations,
 )
-from pipeline.runtime.outcomes import Outcomes
-from stores.base import LedgerState, StepRecord
-from stores.errors import StoreError
-from stores.metrics import with_rate
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
-from stores.versioned import VersionedStore
-from tasks.actors.reward_worker import RewardWorker
-from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.answering import answers
-from tasks.engines.base import Failed, Sampled
-from tasks.scoring import ScoredResponse
-from tasks.texts import tokenizer_texts
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.errors import StoreError
+from staleflow.stores.metrics import with_rate
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.tasks.actors.reward_worker import RewardWorker
+from staleflow.tasks.actors.trajectory_server import TrajectoryServer
+from staleflow.tasks.engines.base import Failed, Sampled
+from staleflow.tasks.engines.generate import answers
+from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
+from staleflow.tasks.sources.reward_process import ScoredResponse
 
 EARLIER = {"version": 0, "num_prompts": 200, "sampled": 0.338, "greedy": 0.3}
 """As earlier versions wrote it."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import loading
-from pipeline.runtime import fingerprints
-from stores.errors import StoreError
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.recovery import source_fingerprints
+from staleflow.stores.errors import StoreError
 
 
 @pytest.fixture
@@ -22,16 +22,16 @@ def sources(tmp_path: Path) -> Path:
 def told(job: Path, sources: Path, *after: str) -> list[str]:
     """What changes by these overrides, and by what has happened to the files since they were written to the folder."""
     config = loading.load(job, (*_sets(sources), *after))
-    return fingerprints.changes(fingerprints.read(sources), fingerprints.taken(config))
+    return source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.taken(config))
 
 
 def _sets(sources: Path) -> tuple[str, ...]:
     return f"reward.function={sources}/mine.py:score", f"task.source=jsonl:{sources}/rows.jsonl"
 
 
-def keep(job: Path, sources: Path) -> fingerprints.Fingerprints:
-    found = fingerprints.taken(loading.load(job, _sets(sources)))
-    fingerprints.write(sources, found)
+def keep(job: Path, sources: Path) -> source_fingerprints.Fingerprints:
+    found = source_fingerprints.taken(loading.load(job, _sets(sources)))
+    source_fingerprints.write(sources, found)
     return found
 
 
@@ -46,7 +46,7 @@ def test_what_changed_is_named(job: Path, sources: Path) -> None:
         "reward changed since the run began: code",
         "data changed since the run began: file",
     ]
-    after = fingerprints.taken(loading.load(job, _sets(sources)))
+    after = source_fingerprints.taken(loading.load(job, _sets(sources)))
     same = {k for k, v in before.digests().items() if after.digests()[k] == v}
     assert same == {"template"}
     (line, *_) = told(job, sources, "task.template=Q: {prompt}")[2:]
@@ -68,15 +68,15 @@ def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sourc
         f'evaluation.sets.harder={{reward="{sources}/strict.py:score"}}',
     )
 
-    def now(*after: str) -> fingerprints.Fingerprints:
-        return fingerprints.taken(loading.load(job, (*_sets(sources), *sets, *after)))
+    def now(*after: str) -> source_fingerprints.Fingerprints:
+        return source_fingerprints.taken(loading.load(job, (*_sets(sources), *sets, *after)))
 
-    def same(one: fingerprints.Fingerprints, two: fingerprints.Fingerprints, name: str) -> set[str]:
+    def same(one: source_fingerprints.Fingerprints, two: source_fingerprints.Fingerprints, name: str) -> set[str]:
         return {part for part, digest in one.digests(name).items() if two.digests(name)[part] == digest}
 
     before = now()
-    fingerprints.write(sources, before)
-    read = fingerprints.read(sources)
+    source_fingerprints.write(sources, before)
+    read = source_fingerprints.read(sources)
     assert read == before
     (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
     (sources / "rows.jsonl").write_text('{"prompt": "a", "answer": 2}\n')
@@ -84,19 +84,19 @@ def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sourc
     assert same(before, after, "held-out") == {"template"}
     assert same(before, after, "harder") == {"reward", "template"}
     assert same(before, after, "other") == {"reward", "data", "template"}
-    lines = fingerprints.changes(read, after)
+    lines = source_fingerprints.changes(read, after)
     assert [line.split(" changed")[0] for line in lines] == ["reward", "data", "evaluation.sets.harder: data"]
-    assert fingerprints.changes_of(lines, "held-out") == lines[:2]
-    assert fingerprints.changes_of(lines, "harder") == lines[2:]
-    assert fingerprints.changes_of(lines, "other") == []
+    assert source_fingerprints.changes_of(lines, "held-out") == lines[:2]
+    assert source_fingerprints.changes_of(lines, "harder") == lines[2:]
+    assert source_fingerprints.changes_of(lines, "other") == []
 
     (sources / "strict.py").write_text("def score(answer, record):\n    return 1.0\n")
     (sources / "theirs.jsonl").write_text('{"prompt": "c", "answer": 4}\n')
     assert same(after, now(), "held-out") == {"reward", "data", "template"}
     assert same(after, now(), "harder") == {"data", "template"}
     assert same(after, now(), "other") == {"template"}
-    lines = fingerprints.changes(after, now("task.template=Q: {prompt}"))
-    assert [line.split(" changed")[0] for line in fingerprints.changes_of(lines, "other")] == [
+    lines = source_fingerprints.changes(after, now("task.template=Q: {prompt}"))
+    assert [line.split(" changed")[0] for line in source_fingerprints.changes_of(lines, "other")] == [
         "evaluation.sets.other: reward",
         "evaluation.sets.other: data",
         "template",
@@ -106,39 +106,39 @@ def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sourc
 def test_a_run_of_an_earlier_version_goes_on_with_what_it_recorded_of_its_sets(job: Path, sources: Path) -> None:
     """Those of the run itself: its rewards before and after would not compare otherwise."""
     sets = (f'evaluation.sets.other={{reward="{sources}/mine.py:score"}}',)
-    now = fingerprints.taken(loading.load(job, (*_sets(sources), *sets)))
-    fingerprints.write(sources, now)
-    recorded = json.loads((sources / fingerprints.FILE).read_text())
+    now = source_fingerprints.taken(loading.load(job, (*_sets(sources), *sets)))
+    source_fingerprints.write(sources, now)
+    recorded = json.loads((sources / source_fingerprints.FILE).read_text())
     del recorded["sets"]
-    (sources / fingerprints.FILE).write_text(json.dumps(recorded))
-    then = fingerprints.read(sources)
-    assert fingerprints.changes(then, now) == []
+    (sources / source_fingerprints.FILE).write_text(json.dumps(recorded))
+    then = source_fingerprints.read(sources)
+    assert source_fingerprints.changes(then, now) == []
     assert now.like(then).digests("other") == now.digests()
     assert now.like(now).digests("other") == now.like(None).digests("other") == now.digests("other")
 
 
 def test_packages_and_a_chat_template_count(job: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = loading.load(job)
-    fingerprints.write(sources, fingerprints.taken(config))
-    monkeypatch.setattr(fingerprints.metadata, "version", lambda package: "99")
-    lines = fingerprints.changes(fingerprints.read(sources), fingerprints.taken(config))
+    source_fingerprints.write(sources, source_fingerprints.taken(config))
+    monkeypatch.setattr(source_fingerprints.metadata, "version", lambda package: "99")
+    lines = source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.taken(config))
     assert [line.split(" was ")[0] for line in lines] == [
         "reward changed since the run began: package reasoning-gym",
         "data changed since the run began: package reasoning-gym",
     ]
-    chat = fingerprints.taken(loading.load(job, ("task.chat=true",)))
-    assert len(chat.template["chat template"]) == fingerprints.DIGITS
-    module = fingerprints.taken(loading.load(job, ("reward.function=operator:contains",)))
-    assert len(module.reward["code"]) == fingerprints.DIGITS
+    chat = source_fingerprints.taken(loading.load(job, ("task.chat=true",)))
+    assert len(chat.template["chat template"]) == source_fingerprints.DIGITS
+    module = source_fingerprints.taken(loading.load(job, ("reward.function=operator:contains",)))
+    assert len(module.reward["code"]) == source_fingerprints.DIGITS
 
 
 def test_each_part_of_a_reward_counts_with_its_weight(job: Path, sources: Path) -> None:
     source = f"task.source=jsonl:{sources}/rows.jsonl"
     parts = (source, f"reward.parts.mine.function={sources}/mine.py:score", "reward.parts.verifier={}")
-    fingerprints.write(sources, fingerprints.taken(loading.load(job, parts)))
+    source_fingerprints.write(sources, source_fingerprints.taken(loading.load(job, parts)))
     (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
-    now = fingerprints.taken(loading.load(job, (*parts, "reward.parts.verifier.weight=2")))
-    lines = fingerprints.changes(fingerprints.read(sources), now)
+    now = source_fingerprints.taken(loading.load(job, (*parts, "reward.parts.verifier.weight=2")))
+    lines = source_fingerprints.changes(source_fingerprints.read(sources), now)
     assert [line.split(" was ")[0] for line in lines] == [
         "reward changed since the run began: mine's code",
         "reward changed since the run began: verifier's weight",
@@ -148,8 +148,8 @@ def test_each_part_of_a_reward_counts_with_its_weight(job: Path, sources: Path) 
 def test_a_folder_without_them_says_nothing_and_a_broken_one_says_what_to_do(job: Path, sources: Path) -> None:
     assert told(job, sources) == []
     keep(job, sources)
-    assert [p.name for p in sources.iterdir() if "fingerprints" in p.name] == [fingerprints.FILE]
-    assert set(json.loads((sources / fingerprints.FILE).read_text())) == {"reward", "data", "template", "sets"}
-    (sources / fingerprints.FILE).write_text("{")
+    assert [p.name for p in sources.iterdir() if "fingerprints" in p.name] == [source_fingerprints.FILE]
+    assert set(json.loads((sources / source_fingerprints.FILE).read_text())) == {"reward", "data", "template", "sets"}
+    (sources / source_fingerprints.FILE).write_text("{")
     with pytest.raises(StoreError, match=r"fingerprints\.json: cannot be read: .*; remove it to resume"):
         told(job, sources)

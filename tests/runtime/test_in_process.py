@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pipeline.runtime.base import Workers
-from pipeline.runtime.workers import DaskWorkers
-from stores.memory import MemoryStore
-from stores.versioned import VersionedStore
-from tasks.actors.parameter_server import ParameterServer
-from tasks.actors.reward_worker import RewardWorker
-from tasks.actors.rollout_instance import RolloutInstance
-from tasks.actors.trainer import Trainer
-from tasks.actors.trainer_rank import TrainerRank
-from tasks.engines.base import Engine
+from staleflow.pipeline.processes.dask_workers import DaskWorkers
+from staleflow.pipeline.processes.worker_protocol import Workers
+from staleflow.stores.trajectories.memory_store import MemoryStore
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.tasks.actors.parameter_server import ParameterServer
+from staleflow.tasks.actors.reward_worker import RewardWorker
+from staleflow.tasks.actors.rollout_instance import RolloutInstance
+from staleflow.tasks.actors.trainer import Trainer
+from staleflow.tasks.actors.trainer_rank import TrainerRank
+from staleflow.tasks.engines.base import Engine
 from tests.support import virtual_time
 from tests.support.in_process import InProcessWorkers
 from tests.support.scripted import (

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from pipeline.coordination.commands import Abort, Interrupt, Pull, Route
-from pipeline.coordination.events import (
+from staleflow.pipeline.coordination.commands import Abort, Interrupt, Pull, Route
+from staleflow.pipeline.coordination.events import (
     InstanceReported,
     PullFinished,
     TrajectoryFailed,
     TrajectoryInterrupted,
     TrajectorySampled,
 )
-from pipeline.profiling.fit import CostWatch
-from pipeline.runtime.instance_link import Stillness
-from stores.errors import ActorLost
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import EngineLoad
-from tasks.engines.cost_model import CostModel
+from staleflow.pipeline.profiling.fit import CostWatch
+from staleflow.pipeline.runtime.instance_link import Stillness
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.engines.base import EngineLoad
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
 from tests.support.scripted import World

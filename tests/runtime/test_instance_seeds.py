@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline.config import loading
-from pipeline.config.model_facts import ModelFacts
-from pipeline.runtime.actors import REPLACEMENTS, Actors
-from pipeline.runtime.base import Placed, Workers
-from pipeline.runtime.resumption import Resumption
-from stores.errors import ActorLost
-from stores.trajectory import PolicyVersion
-from tasks.engines.transformers import TransformersSettings
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.model_facts import ModelFacts
+from staleflow.pipeline.processes.worker_protocol import Placed, Workers
+from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.runtime.actors import REPLACEMENTS, Actors
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.tasks.engines.transformers import TransformersSettings
 
 
 class FreshInstance:
@@ -71,7 +71,7 @@ def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> d
 
 
 def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pipeline"):
+    with caplog.at_level(logging.INFO, "staleflow"):
         seeds_of(None, tmp_path, 1)
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert told[-2:] == [("WARNING", "gone; replacing it"), ("INFO", "rollout-0.3 takes a lost one's place on tcp://w")]

@@ -15,7 +15,7 @@ import pytest
 from distributed import LocalCluster, Nanny
 from distributed.core import Status
 
-from pipeline.runtime import local_cluster
+from staleflow.pipeline.processes import local_cluster
 
 
 def cluster_made() -> bool:

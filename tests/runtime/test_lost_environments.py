@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.coordination import journal
-from pipeline.coordination.events import EnvironmentFailed
-from stores.audit import audit
-from stores.trajectory import Fate, FinishReason, Given
-from stores.versioned import VersionedStore
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.events import EnvironmentFailed
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate, FinishReason, Given
 from tests.runtime.test_run import sabotaged
 
 GAME = """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import loading
-from pipeline.runtime.base import Placed
-from pipeline.runtime.instance_handle import InstanceHandle
-from pipeline.runtime.measurements import Measurements
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.processes.worker_protocol import Placed
+from staleflow.pipeline.runtime.measurements import Measurements
 from tests.support import virtual_time
 
 

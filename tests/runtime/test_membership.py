@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.runtime.base import ClusterLost, NoFreeWorker
+from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.errors import StaleflowError
+from staleflow.stores.errors import StaleflowError
 from tests.runtime.mutations import MUTATIONS, Mutation, mutated_runtime
 from tests.support.bodies import Body
 

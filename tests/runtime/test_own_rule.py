@@ -7,7 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from cli.replay import command
+from staleflow.cli.replay import command
 from tests.config.test_extending import blocks
 from tests.runtime.test_run import run
 

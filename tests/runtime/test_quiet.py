@@ -11,8 +11,8 @@ import pytest
 SCRIPT = """
 import asyncio, logging
 from distributed import Client
-from pipeline.offline.pool import local_pool
-from pipeline.runtime import local_cluster
+from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.pipeline.runtime import local_cluster
 
 NAMES = ("distributed.nanny", "distributed.client", "distributed.worker", "distributed.gc")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.runtime.base import NoFreeWorker
-from stores.errors import ActorFailed, ActorLost
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
+from staleflow.stores.errors import ActorFailed, ActorLost
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World

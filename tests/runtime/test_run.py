@@ -15,22 +15,22 @@ from typing import Any
 
 import pytest
 
-from cli.main import main
-from pipeline.config import loading
-from pipeline.config.deciding import make_coordinator
-from pipeline.config.model_facts import inspect_model
-from pipeline.coordination import journal
-from pipeline.jobs.execution import RunEnd, execute
-from pipeline.runtime.actors import Actors
-from pipeline.runtime.driver import Driver
-from pipeline.runtime.resumption import parts
-from pipeline.runtime.run_folder import prepare_run_dir
-from pipeline.runtime.workers import DaskWorkers, connect
-from stores.audit import audit
-from stores.errors import RunStuck, StoreError
-from stores.trajectory import Fate
-from stores.versioned import VersionedStore
-from tasks import scoring
+from staleflow.cli.main import main
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.factories import make_coordinator
+from staleflow.pipeline.config.model_facts import inspect_model
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.jobs.execution import RunEnd, execute
+from staleflow.pipeline.processes.dask_workers import DaskWorkers, connect
+from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.run_folder import prepare_run_dir
+from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.driver import Driver
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.errors import RunStuck, StoreError
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
+from staleflow.tasks.sources import reward_process
 from tests.commands import command
 from tests.support import forking
 
@@ -40,7 +40,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def run(job: Path, *overrides: str) -> RunEnd:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(forking.ADDRESS, forking.served())
-        patch.setattr(scoring, "subprocess", forking.SUBPROCESS)
+        patch.setattr(reward_process, "subprocess", forking.SUBPROCESS)
         return asyncio.run(execute(loading.load(job, overrides), lambda *_: None, lambda _: None))
 
 
@@ -61,7 +61,7 @@ def check(folder: Path, steps: int) -> VersionedStore:
 
 
 def staleflow(*args: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cli.main", *map(str, args)]
+    command = [sys.executable, "-m", "staleflow.cli.main", *map(str, args)]
     return forking.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=200, **kwargs)
 
 
@@ -186,7 +186,17 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_stored(job: Path) -> None:
 
 
 def test_ctrl_c_stops_cleanly_and_the_store_is_whole(job: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "run", str(job), "--set", "steps=500", "--set", "task.eval_prompts=0"]
+    command = [
+        sys.executable,
+        "-m",
+        "staleflow.cli.main",
+        "run",
+        str(job),
+        "--set",
+        "steps=500",
+        "--set",
+        "task.eval_prompts=0",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -205,7 +215,7 @@ def test_ctrl_c_stops_cleanly_and_the_store_is_whole(job: Path) -> None:
 
 
 def test_ctrl_c_while_the_actors_start_stops_at_once(job: Path) -> None:
-    command = [sys.executable, "-m", "cli.main", "run", str(job)]
+    command = [sys.executable, "-m", "staleflow.cli.main", "run", str(job)]
     with forking.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -294,7 +304,7 @@ def test_a_run_that_fails_is_told_in_one_story_and_exit_code_1(
     def run_that_is_stuck(**_: object) -> None:
         raise RunStuck("no progress for 4 s (deadlines.stuck_s): step 0 waits")
 
-    monkeypatch.setattr("cli.main.cli", run_that_is_stuck)
+    monkeypatch.setattr("staleflow.cli.main.cli", run_that_is_stuck)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1

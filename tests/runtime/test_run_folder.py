@@ -18,16 +18,23 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import actor_settings, loading, user_files
-from pipeline.config.schema import RunConfig
-from pipeline.config.user_files import with_code
-from pipeline.jobs import job_driver
-from pipeline.jobs.execution import execute
-from pipeline.jobs.submission import Submission
-from pipeline.runtime import resumption, run_folder
-from pipeline.runtime.run_folder import FolderInUse, claimed, load_job, only_here, prepare_run_dir, refuse_taken
-from stores.errors import ConfigError, StoreError
-from stores.versioned import VersionedStore
+from staleflow.pipeline.config import actor_settings, loading, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.user_files import with_code
+from staleflow.pipeline.jobs import job_driver
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.jobs.submission import Submission
+from staleflow.pipeline.recovery import resumption, run_folder
+from staleflow.pipeline.recovery.run_folder import (
+    FolderInUse,
+    claimed,
+    load_job,
+    only_here,
+    prepare_run_dir,
+    refuse_taken,
+)
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
 from tests.jobs.test_resume import start, until_step
 from tests.runtime.test_run import check, staleflow
@@ -315,9 +322,9 @@ def test_a_moved_runs_code_travels_from_where_it_is_and_keeps_its_name(moved: Pa
 
 
 def configuration_text(config: RunConfig) -> str:
-    from pipeline.config import fields
+    from staleflow.pipeline.config import knob_tree
 
-    return fields.to_toml(config)
+    return knob_tree.to_toml(config)
 
 
 def test_a_folder_whose_name_no_run_can_have_is_said(moved: Path) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.coordination import journal
-from pipeline.coordination.events import Tick
-from pipeline.coordination.journal import Journal, JournalEntry
-from pipeline.run_page.reading import JournalFollower
-from pipeline.runtime import resumption, run_journal
-from pipeline.runtime.resumption import parts
-from pipeline.runtime.run_journal import RunJournal, compress
-from stores.errors import ConfigError, StoreError
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.events import Tick
+from staleflow.pipeline.coordination.journal import Journal, JournalEntry
+from staleflow.pipeline.recovery import resumption, run_journal
+from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.run_journal import RunJournal, compress
+from staleflow.pipeline.run_page.run_reader import JournalFollower
+from staleflow.stores.errors import ConfigError, StoreError
 from tests.commands import command
 from tests.coordination.test_journal import WRITTEN, TinyBody, coordinator
 from tests.jobs.test_replaying import run_folder
@@ -139,8 +139,8 @@ def test_killed_at_any_moment_it_has_every_entry_that_was_written(tmp_path: Path
         """
         import sys
         from pathlib import Path
-        from pipeline.coordination.events import Tick
-        from pipeline.runtime.run_journal import RunJournal
+        from staleflow.pipeline.coordination.events import Tick
+        from staleflow.pipeline.recovery.run_journal import RunJournal
         book = RunJournal(Path(sys.argv[1]), part_bytes=3_000)
         for i in range(10**9):
             book.append(float(i), Tick(), ())

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores.trajectory import Fate
-from tasks.engines.transformers import forward_logprobs, load_model
+from staleflow.stores.trajectory import Fate
+from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 from tests.runtime.test_run import check, run
 
 pytest.importorskip("peft")

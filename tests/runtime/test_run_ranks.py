@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.offline.pool import local_pool
-from pipeline.offline.training import train_offline
-from stores.resume_points import ResumePoints
-from stores.trajectory import Fate
+from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.pipeline.stored_runs.training import train_offline
+from staleflow.stores.trajectory import Fate
+from staleflow.stores.weights.resume_points import ResumePoints
 from tests.runtime.test_run import check, sabotaged, staleflow
 
 RANKS = ("training.ranks=2", "task.eval_prompts=0", "steps=5", "rollout.instances=1")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from stores.metrics import NAMES
-from stores.trajectory import Fate
+from staleflow.stores.metrics import NAMES
+from staleflow.stores.trajectory import Fate
 from tests.runtime.test_agent_run import check_example
 from tests.runtime.test_run import check, run, sabotaged
 from tests.runtime.test_run_lora import check_attribution

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.coordination.events import TrajectoryScored
-from pipeline.runtime.scoring import HELD_S, MOST_COUNTED, Scoring
-from stores.trajectory import TrajectoryId
+from staleflow.pipeline.coordination.events import TrajectoryScored
+from staleflow.pipeline.runtime.scoring import HELD_S, MOST_COUNTED, Scoring
+from staleflow.stores.trajectory import TrajectoryId
 from tests.support import virtual_time
 from tests.support.bodies import Body
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.events import InstanceReported, RunResumed
-from pipeline.runtime.instance_link import POLL_S
-from pipeline.runtime.resumption import Resumption
-from stores.memory import MemoryStore
-from stores.trajectory import AbortReason, Fate, PolicyVersion
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.events import InstanceReported, RunResumed
+from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.runtime.instance_link import POLL_S
+from staleflow.stores.trajectories.memory_store import MemoryStore
+from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
 from tests.support.scripted import World

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.jobs.summary import summarize
-from pipeline.runtime.training_watch import LEAST_ESS, STEPS, TrainingWatch
+from staleflow.pipeline.jobs.summary import summarize
+from staleflow.pipeline.runtime.training_alarms import LEAST_ESS, STEPS, TrainingWatch
 from tests.support.bodies import Body
 from tests.support.scripted import World
 

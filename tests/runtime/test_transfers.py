@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.runtime.transfers import FAN_OUT, Transfers, Tree
-from stores.errors import ActorLost, TransferFailed
-from stores.trajectory import InstanceId, PolicyVersion
-from tasks.actors.parameter_server import Fetched
+from staleflow.pipeline.weights.weight_transfers import FAN_OUT, Transfers, Tree
+from staleflow.stores.errors import ActorLost, TransferFailed
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from staleflow.tasks.actors.parameter_server import Fetched
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
 from tests.support.scripted import World

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.runtime.base import ClusterLost
-from pipeline.runtime.workers import DaskWorkers
-from stores.errors import ActorLost, ConfigError
+from staleflow.pipeline.processes.dask_workers import DaskWorkers
+from staleflow.pipeline.processes.worker_protocol import ClusterLost
+from staleflow.stores.errors import ActorLost, ConfigError
 from tests.support import virtual_time
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import actor_settings, deciding
-from pipeline.config.schema import RunConfig
-from pipeline.coordination import journal
-from pipeline.coordination.commands import Command, Speculate
-from pipeline.coordination.events import Event
-from pipeline.simulator.body import SimulatedRun
-from tasks.engines.cost_model import CostModel
-from tasks.engines.decoding import DecodingInstance, DraftedTokens, Drafting
-from tasks.workload import Turn
+from staleflow.pipeline.config import actor_settings, factories
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.commands import Command, Speculate
+from staleflow.pipeline.coordination.events import Event
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.tasks.emulation.batch_simulator import DecodingInstance, DraftedTokens, Drafting
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.emulation.workload import Turn
 from tests.simulator.test_simulator import COST, job, run
 
 
@@ -117,7 +117,7 @@ def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
     assert ended.drafts.counts() == {"drafted_tokens": 40, "accepted_tokens": 40}
 
 
-COST_OF_JOB = deciding.cost_model(job())
+COST_OF_JOB = factories.cost_model(job())
 DECIDED = {"rollout__engine__speculation__length": 6, "workload__median": 200.0, "rollout__max_new_tokens": 2000}
 
 
@@ -172,5 +172,5 @@ def test_a_run_that_decides_drafts_is_replayed_to_the_same_commands(tmp_path: Pa
     one.run()
     written.close()
     assert one.trace.commands["Speculate"] > 0
-    replayed = journal.replay(deciding.make_coordinator(config), journal.read(path))
+    replayed = journal.replay(factories.make_coordinator(config), journal.read(path))
     assert replayed.difference == ""

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import actor_settings, deciding
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Act, Command, Route
-from pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import explanation, measure
-from pipeline.simulator.trace import Trace
-from tasks.engines.decoding import DecodingInstance
-from tasks.episodes.emulated import EmulatedEpisodes, StepFaults, left_to_sample
-from tasks.workload import Turn
+from staleflow.pipeline.config import actor_settings, factories
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import Act, Command, Route
+from staleflow.pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event
+from staleflow.pipeline.simulator.analysis import explanation, measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.pipeline.simulator.trace import Trace
+from staleflow.tasks.emulation.batch_simulator import DecodingInstance
+from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults, left_to_sample
+from staleflow.tasks.emulation.workload import Turn
 from tests.simulator.test_simulator import COST, job, run
 
 AGENTS: dict[str, Any] = {
@@ -45,7 +45,7 @@ def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> Non
     alone = {"steps": 1, "batch__groups_per_step": 1, "batch__group_size": 1, "rollout__instances": 1,
              "training__advantage": "reinforce_plus_plus"}  # fmt: skip
     config = agents(**alone, staleness__eta=0, simulation__reward_s=0.25)
-    workload, cost = actor_settings.make_workload(config), deciding.cost_model(config)
+    workload, cost = actor_settings.make_workload(config), factories.cost_model(config)
     heard: list[tuple[float, Event, list[Command]]] = []
     trace = SimulatedRun(config, workload, observe=lambda *one: heard.append(one), validate_each=True).run()
     turns = workload.turns(0, 0)

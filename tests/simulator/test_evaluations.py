@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import actor_settings
-from pipeline.coordination.commands import Command, Conclude, Pull, Route, Train
-from pipeline.coordination.events import EvaluationRequested, Event, InstanceJoined
-from pipeline.simulator.body import SimulatedRun
-from stores.trajectory import is_evaluated
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.coordination.commands import Command, Conclude, Pull, Route, Train
+from staleflow.pipeline.coordination.events import EvaluationRequested, Event, InstanceJoined
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.stores.trajectory import is_evaluated
 from tests.simulator.test_simulator import job, run
 
 EVALUATED = {"evaluation__every": 2, "task__eval_prompts": 10}

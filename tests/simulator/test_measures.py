@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.coordination.commands import Command
-from pipeline.coordination.events import EnvironmentAnswered, Event, TrajectoryInterrupted, TrajectorySampled
-from pipeline.simulator.measure import explanation, measure
+from staleflow.pipeline.coordination.commands import Command
+from staleflow.pipeline.coordination.events import EnvironmentAnswered, Event, TrajectoryInterrupted, TrajectorySampled
+from staleflow.pipeline.simulator.analysis import explanation, measure
 from tests.simulator.test_environments import agents
 from tests.simulator.test_simulator import job, run
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import actor_settings, loading
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import measure
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.support.simulated_store import JOB, stored_simulation
 
 

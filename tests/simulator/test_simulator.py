@@ -17,23 +17,23 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cli.simulate import command, sweep_variants
-from pipeline.config import actor_settings, deciding, fields, loading
-from pipeline.config.schema import RunConfig
-from pipeline.coordination.commands import Act, Command, Retire, Route, Score, Train
-from pipeline.coordination.events import Event, TrajectoryInterrupted
-from pipeline.simulator.body import SimulatedRun
-from pipeline.simulator.measure import bound_of, explanation, measure
-from pipeline.simulator.trace import Trace
-from pipeline.strategies.admission import ADMISSION, BOUNDLESS
-from pipeline.strategies.filtering import STRAGGLERS
-from pipeline.strategies.routing import ROUTING
-from pipeline.strategies.synchronization import SYNCHRONIZATION
-from stores.errors import ActorLost, ConfigError, RunStuck
-from stores.trajectory import Fate
-from tasks.engines.cost_model import CostModel
-from tasks.engines.decoding import DecodingInstance
-from tasks.workload import Turn
+from staleflow.cli.simulate import command, sweep_variants
+from staleflow.pipeline.config import actor_settings, factories, knob_tree, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import Act, Command, Retire, Route, Score, Train
+from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted
+from staleflow.pipeline.simulator.analysis import bound_of, explanation, measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.pipeline.simulator.trace import Trace
+from staleflow.pipeline.strategies.admission import ADMISSION, BOUNDLESS
+from staleflow.pipeline.strategies.filtering import STRAGGLERS
+from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.stores.errors import ActorLost, ConfigError, RunStuck
+from staleflow.stores.trajectory import Fate
+from staleflow.tasks.emulation.batch_simulator import DecodingInstance
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.emulation.workload import Turn
 
 BASE = {
     "rollout.engine.name": "emulated", "steps": 8, "batch.groups_per_step": 6, "batch.group_size": 3,
@@ -207,7 +207,7 @@ def test_synchronous_time_is_rollout_plus_training() -> None:
         simulation__pull_s=0.0, rollout__cost__prefill=0.0,
     )  # fmt: skip
     trace = run(config)
-    cost = deciding.cost_model(config)
+    cost = factories.cost_model(config)
     # 18 trajectories, at most 16 at once: two rounds.
     rollout_s = cost.decode_s(16, 16 * 20, 100) + cost.decode_s(2, 2 * 20, 100)
     expected = [(i + 1) * (rollout_s + 0.01 + 0.5) for i in range(4)]
@@ -494,7 +494,7 @@ def test_backlog_keeps_no_bound_and_says_so() -> None:
 
 def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text(fields.to_toml(job()))
+    path.write_text(knob_tree.to_toml(job()))
     out = tmp_path / "out"
     arguments = [str(path), "--sweep", "staleness.eta=0,2", "--baselines", "--explain", "--out", str(out)]
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)
@@ -522,7 +522,7 @@ def test_rows_of_a_sweep_are_named_by_their_whole_values() -> None:
 
 def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text(fields.to_toml(job()))
+    path.write_text(knob_tree.to_toml(job()))
     with pytest.raises(ConfigError, match="expected key=value1,value2"):
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta"], catch_exceptions=False)
     with pytest.raises(ConfigError, match=r"did you mean staleness\.eta"):
@@ -533,9 +533,9 @@ def test_a_killed_simulation_and_an_unwritable_folder_are_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, file = tmp_path / "job.toml", tmp_path / "file"
-    path.write_text(fields.to_toml(job()))
+    path.write_text(knob_tree.to_toml(job()))
     file.write_text("")
-    monkeypatch.setattr("cli.simulate.simulate_one", killed)
+    monkeypatch.setattr("staleflow.cli.simulate.simulate_one", killed)
     with pytest.raises(ConfigError, match="choose another folder with --out"):
         CliRunner().invoke(command, [str(path), "--out", str(file / "out")], catch_exceptions=False)
     with pytest.raises(ActorLost, match="a simulation process was killed"):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stores.errors import ProtocolViolation
-from stores.trajectory import AbortReason, Fate
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.trajectory import AbortReason, Fate
 from tests.stores.ledger_model import NaiveGroup, NaiveLedger
 
 MOST_GROUPS = 9

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import stores.staleness
+import staleflow.stores.staleness.ledger
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ MUTATIONS = (
 
 def mutated_ledger(mutation: Mutation) -> Any:
     """The ledger class of a mutated copy of the protocol."""
-    path = stores.staleness.__file__
+    path = staleflow.stores.staleness.ledger.__file__
     assert path is not None
     source = Path(path).read_text()
     assert source.count(mutation.old) == 1, (
         f"{mutation.name}: the source has changed, {source.count(mutation.old)} matches"
     )
     module = ModuleType(f"mutated_{mutation.name}")
-    module.__dict__["__name__"] = "stores.staleness"  # dataclasses look their module up
+    module.__dict__["__name__"] = "staleflow.stores.staleness.ledger"  # dataclasses look their module up
     exec(compile(source.replace(mutation.old, mutation.new), path, "exec"), module.__dict__)
     return module.__dict__["StalenessLedger"]

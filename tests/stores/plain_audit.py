@@ -1,4 +1,4 @@
-"""The audit written plainly, as the model for stores/audit.py: everything in memory, row by row, sets of ids."""
+"""The audit written plainly, as the model for stores/auditing/audit.py: all in memory, row by row, sets of ids."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from stores.audit import CHECKS, Audit
-from stores.base import RunHeader, StepRecord, batch_fingerprint
-from stores.errors import StoreError
-from stores.findings import Finding
-from stores.reading import StoreReader
-from stores.trajectory import Ended, Fate, Trajectory, ended_as
-from stores.weight_hash import comparable
+from staleflow.stores.auditing.audit import CHECKS, Audit
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
+from staleflow.stores.trajectory import Ended, Fate, Trajectory, ended_as
+from staleflow.stores.weights.weight_hash import comparable
 
 
 def plain_audit(store: StoreReader) -> Audit:

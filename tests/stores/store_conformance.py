@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores.base import LedgerState, RunHeader, StepRecord, TrajectoryStore
-from stores.errors import StoreError
-from stores.trajectory import (
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, TrajectoryStore
+from staleflow.stores.trajectory import (
     AbortReason,
     Ended,
     Fate,

@@ -18,13 +18,13 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.audit import audit
-from stores.base import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
-from stores.conservation import Conservation
-from stores.id_sets import IdSet, merged
-from stores.layout import COMMIT_AT, INT_COLUMNS
-from stores.trajectory import AbortReason, Ended, Fate, ended_as
-from stores.versioned import VersionedStore
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.auditing.conservation import Conservation
+from staleflow.stores.id_sets import IdSet, merged
+from staleflow.stores.trajectories.layout import COMMIT_AT, INT_COLUMNS
+from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import AbortReason, Ended, Fate, ended_as
 from tests.earlier import asking
 from tests.stores.plain_audit import conservation_of, plain_audit
 from tests.stores.store_conformance import ended

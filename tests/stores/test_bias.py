@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stores import bias
-from stores.bias import bias_report, difference
-from stores.trajectory import AbortReason, Fate, FinishReason
+from staleflow.stores.auditing import drop_bias
+from staleflow.stores.auditing.drop_bias import bias_report, difference
+from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from tests.commands import command
 from tests.run_page.asking import Page
 from tests.support.simulated_store import stored_simulation
@@ -68,7 +68,7 @@ def test_more_turns_and_slower_environments_are_said() -> None:
 
 @pytest.mark.parametrize("block", [65_536, 100])
 def test_a_planted_difference_is_said_with_its_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(bias, "BLOCK", block)
+    monkeypatch.setattr(drop_bias, "BLOCK", block)
     report = bias_report(dropped(60, 5.0 + math.log(1.8), 0.2))
     both, own = report.others
     assert (both.name, own.name) == ("dropped", "aborted:too_stale")
@@ -84,7 +84,7 @@ def test_a_planted_difference_is_said_with_its_size(monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_said_of_chance_of_few_groups_or_of_little() -> None:
     assert sum(bool(bias_report(dropped(60, 5.0, 0.5)).lines) for _ in range(5)) == 0
-    assert bias_report(dropped(bias.FEWEST - 1, 6.0, 0.0)).lines == []
+    assert bias_report(dropped(drop_bias.FEWEST - 1, 6.0, 0.0)).lines == []
     assert bias_report(Table(CONSUMED)).lines == []
     many = (Fate.ABORTED, AbortReason.TOO_STALE, 20_000, 5.05, 0.5, FinishReason.STOP)
     assert bias_report(Table((*CONSUMED[:2], 20_000, *CONSUMED[3:]), many)).lines == []
@@ -125,11 +125,11 @@ def test_many_truncated_responses_are_told_of_though_they_are_like_the_others() 
 
 @pytest.mark.parametrize(("t", "freedom", "p"), [(2.042, 30, 0.05), (3.646, 30, 0.001), (3.390, 100, 0.001)])
 def test_the_tail_is_that_of_students_t(monkeypatch: pytest.MonkeyPatch, t: float, freedom: int, p: float) -> None:
-    monkeypatch.setattr(bias, "P_LIMIT", 1.0)
+    monkeypatch.setattr(drop_bias, "P_LIMIT", 1.0)
     half = freedom // 2 + 1
     values = np.resize([-1.0, 1.0], half)
     gap = t * math.sqrt(2 * float(values.var(ddof=1)) / half)
-    monkeypatch.setattr(bias, "FEWEST", 2)
+    monkeypatch.setattr(drop_bias, "FEWEST", 2)
     found = difference(values + gap, values)
     assert found is not None and found.p == pytest.approx(p, rel=0.03)
 
@@ -144,6 +144,6 @@ def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:
     assert "times as long (p < .001)" in line
     assert told["lines"][0] == line.strip()
     assert told["others"][0]["name"] == "dropped"
-    assert told["never_trained"] > bias.FEWEST
+    assert told["never_trained"] > drop_bias.FEWEST
     page = Page(run)
     assert page.ask("distribution", column="reward", where="reward > 0")["bias"] == told["lines"], "of the whole run"

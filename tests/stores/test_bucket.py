@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import zarr
 
-from stores.audit import audit
-from stores.base import TrajectoryStore
-from stores.bucket_url import parsed
-from stores.errors import ConfigError, StoreError
-from stores.repository import check_bucket
-from stores.storage import bucket_storage
-from stores.versioned import VersionedStore
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.s3_url import parsed
+from staleflow.stores.trajectories.records import TrajectoryStore
+from staleflow.stores.trajectories.repository import check_bucket
+from staleflow.stores.trajectories.storage import bucket_storage
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
 from tests.support.bucket import BUCKET, served
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import stores.codec
-from stores.base import CODEC, LedgerState, RunHeader, StepRecord
-from stores.trajectory import Fate, PolicyVersion
+import staleflow.stores.serialization
+from staleflow.stores.trajectories.records import CODEC, LedgerState, RunHeader, StepRecord
+from staleflow.stores.trajectory import Fate, PolicyVersion
 
 STEP = StepRecord(
     kind="step",
@@ -43,7 +43,7 @@ WRITTEN = {
 
 
 def test_the_worked_example() -> None:
-    assert doctest.testmod(stores.codec).failed == 0
+    assert doctest.testmod(staleflow.stores.serialization).failed == 0
 
 
 @pytest.mark.parametrize("text", WRITTEN)

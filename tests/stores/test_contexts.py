@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stores.contexts import Branch, longest_common, places, ranges, trained_parts
+from staleflow.stores.context_branches import Branch, longest_common, places, ranges, trained_parts
 
 
 @dataclass

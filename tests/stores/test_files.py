@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from stores.errors import StoreError
-from stores.files import publish, replace_file, replace_folder, replace_text
-from stores.incoming import Piece
-from stores.parameters import ParameterFolder
-from stores.trajectory import PolicyVersion
+from staleflow.stores.errors import StoreError
+from staleflow.stores.files import publish, replace_file, replace_folder, replace_text
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.partial_file import Piece
+from staleflow.stores.weights.weight_folder import ParameterFolder
 
 REMEDY = "free space"
 
@@ -183,7 +183,7 @@ def test_a_part_that_another_writer_is_about_to_sweep_is_not_used(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from stores.files import replace_file, replace_folder
+from staleflow.stores.files import replace_file, replace_folder
 
 def write(part):
     (part / "half" if part.is_dir() else part).write_text("half")
@@ -212,7 +212,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path, kind: 
 KILLED_AT = """
 import os, signal, sys
 from pathlib import Path
-from stores.files import replace_folder
+from staleflow.stores.files import replace_folder
 
 at, renames = int(sys.argv[1]), []
 
@@ -278,14 +278,14 @@ OWN_WAYS = {
     "pipeline/config/first_job.py": "into a folder whose files are published at the end",
     "pipeline/coordination/journal.py": "appends, and renames a whole file",
     "pipeline/jobs/tracking.py": "discards what a package prints",
-    "pipeline/offline/exporting.py": "inside the folder that is published at the end",
-    "pipeline/offline/reprocessing.py": "code for a worker's import, in a temporary folder of its own",
+    "pipeline/stored_runs/exporting.py": "inside the folder that is published at the end",
+    "pipeline/stored_runs/reward_rescoring.py": "code for a worker's import, in a temporary folder of its own",
     "pipeline/runtime/best_checkpoint.py": "renames a whole folder",
-    "pipeline/runtime/resumption.py": "renames a whole file",
-    "stores/weight_delta.py": "fills a part it is given",
-    "pipeline/runtime/run_journal.py": "fills a part it is given",
+    "pipeline/recovery/resumption.py": "renames a whole file",
+    "stores/weights/weight_delta.py": "fills a part it is given",
+    "pipeline/recovery/run_journal.py": "fills a part it is given",
     "tasks/engines/vllm_adapters.py": "in a temporary folder of its own",
-    "tasks/training/emulated.py": "fills a part it is given",
+    "tasks/training/emulated_trainer.py": "fills a part it is given",
 }
 """Modules that write or rename files themselves, and why they may."""
 
@@ -299,4 +299,4 @@ def test_nothing_else_writes_files_in_its_own_way() -> None:
             lines = module.read_text().splitlines()
             if any(writes.search(line) and "part.write_text" not in line for line in lines):
                 found.add(str(module.relative_to(root)))
-    assert found - {"stores/parameters.py"} <= OWN_WAYS.keys()
+    assert found - {"stores/weights/weight_folder.py"} <= OWN_WAYS.keys()

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores import history
-from stores.audit import audit
-from stores.base import StepRecord
-from stores.errors import StoreError
-from stores.stored_ids import StoredIds
-from stores.versioned import VersionedStore
+from staleflow.stores.auditing import snapshot_audit
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.stored_ids import StoredIds
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.earlier import asking
 from tests.stores.store_conformance import HEADER, assert_same, ended, record
 
@@ -114,7 +114,7 @@ def test_a_store_of_format_1_is_read_and_goes_on_in_this_one(name: str, tmp_path
         assert_same(a, b)
     assert after.summary().last == after.steps()[-1]
     assert not [f for f in audit(after).findings if f.check in ("arrays", "fingerprints")]
-    assert list(history.audit_history(path)) == []
+    assert list(snapshot_audit.audit_history(path)) == []
 
     # An earlier step is of the earlier format, and so is the store that is set back to it.
     assert VersionedStore.open(path, at_step=0).steps() == records[: 1 + records.index(after.steps()[0])]

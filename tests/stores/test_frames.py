@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stores.errors import ConfigError
-from stores.versioned import VersionedStore
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.stores.test_stores import sound_store
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stores import branches, history
-from stores.audit import audit
-from stores.base import batch_fingerprint
-from stores.branches import Rewards
-from stores.errors import StoreError
-from stores.findings import Finding
-from stores.trajectory import Fate
-from stores.versioned import VersionedStore
+from staleflow.stores.auditing import snapshot_audit
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.derived_branches import Rewards
+from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
 from tests.stores.store_conformance import HEADER, ended, record
 
 
@@ -39,14 +40,14 @@ def flip(path: Path) -> bytes:
 
 
 def found(store: VersionedStore) -> list[Finding]:
-    return list(history.audit_history(store.path))
+    return list(snapshot_audit.audit_history(store.path))
 
 
 def test_a_whole_store_has_no_findings(store: VersionedStore) -> None:
     count = len(store.table()["trajectory"])
     new = Rewards(rewards=np.ones(count, np.float32), advantages=np.zeros(count, np.float32),
                   loss_mask=np.ones(count, bool), errors={})  # fmt: skip
-    branches.derive(store, store.path, "other", new, {})
+    derived_branches.derive(store, store.path, "other", new, {})
     VersionedStore.rewind(store.path, 2)
     assert len(store.branches()) == 2
     assert found(VersionedStore.open(store.path)) == []
@@ -60,7 +61,7 @@ def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedSto
         before = flip(path)
         seen_at_head = audit(VersionedStore.open(store.path)).findings != sound
         for finding in found(store):
-            assert finding.check == history.CHECK
+            assert finding.check == snapshot_audit.CHECK
             assert finding.where.startswith("main, step ")
             name = finding.what.partition(",")[0]
             if not seen_at_head:

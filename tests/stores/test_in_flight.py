@@ -7,10 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from stores.base import LedgerState
-from stores.in_flight import InFlight
-from stores.ledger_entries import Ending
-from stores.spool_entries import (
+from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
     Entry,
     FlightResumed,
@@ -22,7 +20,9 @@ from stores.spool_entries import (
     decode,
     encode,
 )
-from stores.trajectory import (
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectories.records import LedgerState
+from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
     FinishReason,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.spool_entries import (
+from staleflow.stores.in_flight.spool_entries import (
     UNKNOWN,
     AnswerGiven,
     Entry,
@@ -21,7 +21,15 @@ from stores.spool_entries import (
     decode,
     encode,
 )
-from stores.trajectory import FinishReason, Given, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
+from staleflow.stores.trajectory import (
+    FinishReason,
+    Given,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
 from tests.stores.test_in_flight import drawn, flight, resumed, reward, routed
 
 ID = TrajectoryId(0)

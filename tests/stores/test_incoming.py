@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.errors import StoreError
-from stores.incoming import Incoming, Piece, pieces
-from stores.parameters import ParameterFolder
-from stores.trajectory import PolicyVersion
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.partial_file import Incoming, Piece, pieces
+from staleflow.stores.weights.weight_folder import ParameterFolder
 
 
 @given(num_bytes=st.integers(0, 1000), piece_bytes=st.integers(1, 70))

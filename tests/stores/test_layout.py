@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.layout import TURN_COLUMNS, pack, unpack
-from stores.trajectory import (
+from staleflow.stores.trajectories.layout import TURN_COLUMNS, pack, unpack
+from staleflow.stores.trajectory import (
     Ended,
     Fate,
     Given,

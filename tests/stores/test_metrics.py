@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config import loading
-from pipeline.jobs import summary
-from pipeline.jobs.summary import summarize
-from pipeline.runtime.outcomes import Outcomes
-from pipeline.scheduler import dashboard
-from pipeline.simulator.measure import measure, steady_tokens_per_s
-from pipeline.simulator.trace import Trace, TrainedStep
-from stores import metrics
-from tasks.actors.trainer import Trainer
-from tasks.training.batches import batch_metrics
-from tasks.training.emulated import EmulatedTraining
-from tasks.training.packing import Row
+from staleflow.pipeline.cluster import dashboard
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.jobs import summary
+from staleflow.pipeline.jobs.summary import summarize
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.simulator.analysis import measure, steady_tokens_per_s
+from staleflow.pipeline.simulator.trace import Trace, TrainedStep
+from staleflow.stores import metrics
+from staleflow.tasks.actors.trainer import Trainer
+from staleflow.tasks.training.batches import batch_metrics
+from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+from staleflow.tasks.training.microbatches import Row
 from tests.stores.store_conformance import ended
 from tests.support.bodies import Body
 from tests.tasks.branching import branching_row
@@ -78,7 +78,7 @@ def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
 
 def test_the_page_in_docs_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text() == metrics.page(), "python -m stores.metrics > docs/metrics.md"
+    assert page.read_text() == metrics.page(), "python -m staleflow.stores.metrics > docs/metrics.md"
 
 
 def test_names_are_unique_and_pictures_have_one_unit() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from stores.errors import ProtocolViolation
+from staleflow.stores.errors import ProtocolViolation
 from tests.stores.ledger_machine import LedgerMachine
 from tests.stores.mutations import MUTATIONS, Mutation, mutated_ledger
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import stores.rewards
-from pipeline.offline.differences import difference
-from pipeline.strategies.filtering import NoSignal
-from stores import branches
-from stores.base import RunHeader
-from stores.rewards import has_signal
-from stores.trajectory import Fate, GroupId
-from stores.versioned import VersionedStore
-from tasks.training.advantage import advantages
-from tasks.training.batches import batch_metrics
+import staleflow.stores.reward_signal
+from staleflow.pipeline.stored_runs.branch_diff import difference
+from staleflow.pipeline.strategies.filtering import NoSignal
+from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.records import RunHeader
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate, GroupId
+from staleflow.tasks.training.advantage import advantages
+from staleflow.tasks.training.batches import batch_metrics
 from tests.stores.store_conformance import ended, record
 
 GROUPS = [
@@ -34,7 +34,7 @@ GROUPS = [
 
 
 def test_the_worked_example() -> None:
-    assert doctest.testmod(stores.rewards).failed == 0
+    assert doctest.testmod(staleflow.stores.reward_signal).failed == 0
     assert not has_signal([]) and not has_signal([1.0])
 
 
@@ -62,13 +62,13 @@ def test_a_reward_that_failed_is_no_signal_gained(tmp_path: Path) -> None:
     rows = [ended(rng, i, 1, Fate.CONSUMED, loss_mask=True) for i in range(3)]
     store.commit(record(1), [replace(r, trajectory=replace(r.trajectory, group=GroupId(0), reward=1.0)) for r in rows])
     for name, mask in (("failed", [True, True, False]), ("scored", [True, True, True])):
-        new = branches.Rewards(
+        new = derived_branches.Rewards(
             rewards=np.asarray([1.0, 1.0, 0.0], np.float32),
             advantages=np.zeros(3, np.float32),
             loss_mask=np.asarray(mask),
             errors={},
         )
-        branches.derive(store, tmp_path / "store", name, new, {})
+        derived_branches.derive(store, tmp_path / "store", name, new, {})
     assert difference(tmp_path, "main", "failed").gained == ()
     assert difference(tmp_path, "main", "scored").gained == (0,)
     assert difference(tmp_path, "scored", "failed").lost == (0,)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stores.errors import ConfigError
-from stores.selection import Selection
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.selection import Selection
 
 COLUMNS: dict[str, Any] = {
     "reward": np.array([0.0, 1.0, 0.5, 1.0]),

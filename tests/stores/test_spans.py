@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores import branches, reading
-from stores.audit import audit
-from stores.base import batch_fingerprint
-from stores.errors import ConfigError
-from stores.layout import INT_COLUMNS
-from stores.reading import StoreReader
-from stores.trajectory import Given, TrajectoryId
-from stores.versioned import VersionedStore
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories import derived_branches, reader
+from staleflow.stores.trajectories.layout import INT_COLUMNS
+from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Given, TrajectoryId
 from tests.stores.plain_audit import plain_audit
 from tests.stores.store_conformance import HEADER, ended, record, told
 from tests.stores.test_stores import edit, set_int, sound_store
@@ -138,8 +138,8 @@ def test_a_branch_with_other_rewards_masks_the_tokens_that_it_would_train_on(tmp
     store = sound_store(tmp_path / "s")
     trained = np.arange(18) % 2 == 1
     zeros = np.zeros(18, np.float32)
-    new = branches.Rewards(rewards=zeros, advantages=zeros, loss_mask=trained, errors={})
-    branches.derive(store, tmp_path / "s", "other", new, {})
+    new = derived_branches.Rewards(rewards=zeros, advantages=zeros, loss_mask=trained, errors={})
+    derived_branches.derive(store, tmp_path / "s", "other", new, {})
     branch = VersionedStore.open(tmp_path / "s", branch="other")
     assert [f for f in audit(branch).findings if f.check == "arrays"] == []
     assert int(branch.to_xarray().mask.sum()) == sum(
@@ -183,7 +183,7 @@ def test_only_a_store_of_many_turns_is_refused_by_earlier_versions(
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(rng, i, 0) for i in (0, 2, 3)])
     before = store.snapshot
-    monkeypatch.setattr(reading, "FORMATS", (1, 2))
+    monkeypatch.setattr(reader, "FORMATS", (1, 2))
     assert {*VersionedStore.open(tmp_path / "s").columns()["given_tokens"].tolist()} == {0}
     store.commit(record(1), [ended(rng, i, 1) for i in (5, 4)])
     with pytest.raises(ConfigError, match="store format 3, this version reads 1 and 2"):
@@ -257,7 +257,7 @@ def test_only_a_store_with_branches_is_refused_by_earlier_versions(
 ) -> None:
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(np.random.default_rng(0), i, 0) for i in (0, 1, 2)])
-    monkeypatch.setattr(reading, "FORMATS", (1, 2, 3))
+    monkeypatch.setattr(reader, "FORMATS", (1, 2, 3))
     assert len(VersionedStore.open(tmp_path / "s").columns()["turns"]) == 3
     row = branching_row(1)
     store.commit(record(1), [replace(row, trajectory=replace(row.trajectory, id=TrajectoryId(5)))])

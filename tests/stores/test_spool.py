@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.ledger_entries import Ending
-from stores.spool import FRAME, HEADER, Spool
-from stores.spool_entries import (
+from staleflow.stores.in_flight.spool import FRAME, HEADER, Spool
+from staleflow.stores.in_flight.spool_entries import (
     AnswerGiven,
     BatchTaken,
     Entry,
@@ -29,7 +28,17 @@ from stores.spool_entries import (
     decode,
     encode,
 )
-from stores.trajectory import AbortReason, Fate, FinishReason, GroupId, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectory import (
+    AbortReason,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
 
 SMALL = st.integers(0, 50)
 SECONDS = st.floats(0, 1e6)

@@ -6,11 +6,11 @@ import doctest
 
 import pytest
 
-import stores.staleness
-from stores.errors import ProtocolViolation
-from stores.ledger_entries import Ending
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
+import staleflow.stores.staleness.ledger
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_machine import LedgerMachine
 
 
@@ -22,7 +22,7 @@ TestStalenessMachine = StalenessMachine.TestCase
 
 
 def test_the_worked_example_in_the_docstring() -> None:
-    assert doctest.testmod(stores.staleness).failed == 0
+    assert doctest.testmod(staleflow.stores.staleness.ledger).failed == 0
 
 
 def make(eta: int, batch: int = 1, size: int = 1, **redundancy: int) -> StalenessLedger:

@@ -17,14 +17,21 @@ import numpy as np
 import pytest
 import zarr
 
-from stores.audit import audit
-from stores.base import LedgerState, RunHeader, StepRecord, TrajectoryStore, batch_fingerprint, id_ranges
-from stores.errors import ConfigError, StoreError
-from stores.layout import COMMIT_AT, INT_COLUMNS
-from stores.memory import MemoryStore
-from stores.reading import Damaged
-from stores.trajectory import Ended, Fate, TrajectoryId
-from stores.versioned import TOKEN_FILE, VersionedStore
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories.layout import COMMIT_AT, INT_COLUMNS
+from staleflow.stores.trajectories.memory_store import MemoryStore
+from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.records import (
+    LedgerState,
+    RunHeader,
+    StepRecord,
+    TrajectoryStore,
+    batch_fingerprint,
+    id_ranges,
+)
+from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
+from staleflow.stores.trajectory import Ended, Fate, TrajectoryId
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
 
 
@@ -128,7 +135,7 @@ class TestVersionedStore(TrajectoryStoreTests):
             import sys
             from pathlib import Path
             import numpy as np
-            from stores.versioned import VersionedStore
+            from staleflow.stores.trajectories.versioned import VersionedStore
             from tests.stores.store_conformance import HEADER, ended, record
             store = VersionedStore.create(Path(sys.argv[1]), HEADER)
             rng = np.random.default_rng(0)
@@ -156,7 +163,7 @@ class TestVersionedStore(TrajectoryStoreTests):
             """
             import os, sys
             from pathlib import Path
-            from stores import versioned
+            from staleflow.stores.trajectories import versioned
             from tests.stores.store_conformance import HEADER
             versioned.zarr.open_group = lambda *args, **kwargs: os._exit(9)
             versioned.VersionedStore.create(Path(sys.argv[1]), HEADER)

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores import weight_delta, weight_file, weight_hash
-from stores.errors import StoreError
-from stores.parameters import ParameterFolder
-from stores.trajectory import PolicyVersion
-from stores.weight_delta import ALL, BITS, TensorPiece, indices, places, record
-from stores.weight_hash import OneByOne, fingerprint
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights import weight_delta, weight_file, weight_hash
+from staleflow.stores.weights.weight_delta import ALL, BITS, TensorPiece, indices, places, record
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_hash import OneByOne, fingerprint
 
 KINDS = [getattr(torch, name) for name in weight_file.TYPES]
 V0, V1 = PolicyVersion(0), PolicyVersion(1)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from stores import weight_file, weight_hash
-from stores.errors import StoreError
-from stores.parameters import ParameterFolder
-from stores.trajectory import PolicyVersion
-from stores.weight_hash import OneByOne, fingerprint
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights import weight_file, weight_hash
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_hash import OneByOne, fingerprint
 
 KINDS = [getattr(torch, name) for name in weight_file.TYPES]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores import weight_hash
-from stores.weight_hash import comparable, fingerprint, matches
+from staleflow.stores.weights import weight_hash
+from staleflow.stores.weights.weight_hash import comparable, fingerprint, matches
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:

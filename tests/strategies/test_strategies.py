@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config.schema import StalenessConfig
-from pipeline.strategies.admission import ADMISSION, Credits, Late
-from pipeline.strategies.filtering import FILTERING, STRAGGLERS, KeepAll, NoSignal, Stragglers, Truncate, TruncateAll
-from pipeline.strategies.migration import MIGRATION, LargestGain, Load, Movable, Stay
-from pipeline.strategies.routing import (
+from staleflow.pipeline.config.schema import StalenessConfig
+from staleflow.pipeline.strategies.admission import ADMISSION, Credits, Late
+from staleflow.pipeline.strategies.filtering import (
+    FILTERING,
+    STRAGGLERS,
+    KeepAll,
+    NoSignal,
+    Stragglers,
+    Truncate,
+    TruncateAll,
+)
+from staleflow.pipeline.strategies.migration import MIGRATION, LargestGain, Load, Movable, Stay
+from staleflow.pipeline.strategies.routing import (
     ROUTING,
     Candidate,
     Deadline,
@@ -24,12 +32,12 @@ from pipeline.strategies.routing import (
     Routing,
     ThroughputOptimal,
 )
-from pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Hypothesis, LaggingInstance, Status
-from stores.errors import ConfigError
-from stores.ledger_entries import EntryState
-from stores.staleness import StalenessLedger
-from stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
-from tasks.engines.cost_model import CostModel
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Hypothesis, LaggingInstance, Status
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.staleness.ledger_entries import EntryState
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel
 
 COST = CostModel(k1=1e-5, k2=0.005, k3=0.0005, k4=0.001, b=0.002)
 

@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import loading
-from pipeline.config.actor_settings import make_workload
-from pipeline.config.deciding import make_coordinator
-from pipeline.config.model_facts import ModelFacts
-from pipeline.config.schema import RunConfig
-from pipeline.coordination import journal
-from pipeline.coordination.snapshot import Snapshot
-from pipeline.runtime import actors, driver, instance_link
-from pipeline.runtime.outcomes import Outcomes
-from pipeline.runtime.resumption import Resumption
-from stores.base import StepRecord
-from stores.memory import MemoryStore
-from stores.trajectory import Fate, Given, Segment, Trajectory
-from tasks.engines.emulated import words
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.actor_settings import make_workload
+from staleflow.pipeline.config.factories import make_coordinator
+from staleflow.pipeline.config.model_facts import ModelFacts
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.pipeline.runtime import actors, driver, instance_link
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.trajectories.memory_store import MemoryStore
+from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectory import Fate, Given, Segment, Trajectory
+from staleflow.tasks.engines.emulated_engine import words
 from tests.support import virtual_time
 from tests.support.in_process import Fault, InProcessWorkers
 from tests.support.scripted import World, response

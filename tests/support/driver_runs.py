@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from stores.trajectory import Fate, Trajectory
+from staleflow.stores.trajectory import Fate, Trajectory
 from tests.support.bodies import Run
 from tests.support.scripted import World
 

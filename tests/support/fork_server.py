@@ -33,25 +33,25 @@ from typing import Any
 import dask
 import numpy as np
 
-from pipeline.runtime.local_cluster import ACTORS, MODELS, WORKER
+from staleflow.pipeline.processes.local_cluster import ACTORS, MODELS, WORKER
 
 MODULES = (
     *WORKER,
     *ACTORS,
     *MODELS,
-    "cli.jobs",
-    "cli.resume",
-    "cli.run",
-    "cli.store",
-    "cli.train_offline",
+    "staleflow.cli.cluster_jobs",
+    "staleflow.cli.resume",
+    "staleflow.cli.run",
+    "staleflow.cli.store",
+    "staleflow.cli.train_offline",
     "distributed.cli.dask_scheduler",
     "distributed.cli.dask_worker",
     "matplotlib.pyplot",
-    "pipeline.jobs.execution",
-    "pipeline.jobs.job_driver",
-    "pipeline.jobs.submission",
-    "pipeline.offline.reprocessing",
-    "pipeline.scheduler.dashboard",
+    "staleflow.pipeline.jobs.execution",
+    "staleflow.pipeline.jobs.job_driver",
+    "staleflow.pipeline.jobs.submission",
+    "staleflow.pipeline.stored_runs.reward_rescoring",
+    "staleflow.pipeline.cluster.dashboard",
     "reasoning_gym",
     "tensorboardX",
     "tests.support.forked_scoring",

@@ -3,7 +3,7 @@ a run has two. The tests of scoring itself start new interpreters."""
 
 from __future__ import annotations
 
-from tasks import scoring
+from staleflow.tasks.sources import reward_process
 from tests.support import forking
 
-scoring.subprocess = forking.SUBPROCESS
+reward_process.subprocess = forking.SUBPROCESS

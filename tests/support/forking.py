@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.runtime.local_cluster import worker_environment
+from staleflow.pipeline.processes.local_cluster import worker_environment
 
 ADDRESS = "STALEFLOW_TESTS_FORK_SERVER"
 """The environment variable that has the server's address; processes that it forks share it, unless it is empty."""

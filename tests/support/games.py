@@ -7,11 +7,11 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.environments import SourceSettings
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.host import Episodes, EpisodeSettings
-from tasks.episodes.limits import EnvironmentConfig
-from tasks.task_source import Task
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.rendering.task_source import Task
+from staleflow.tasks.sources.task_sources import SourceSettings
 
 GAMES = '''
 import asyncio, os, random, sys, time
@@ -197,7 +197,7 @@ async def stubborn(session, task):
 
 
 async def graceful(session, task):
-    from tasks.episodes.playing import EpisodeCut
+    from staleflow.tasks.environments.coroutine_environments import EpisodeCut
 
     try:
         while True:

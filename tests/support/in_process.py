@@ -1,9 +1,10 @@
 """Worker processes and actors inside the test's own process, with faults scripted call by call.
 
-`InProcessWorkers` keeps the contract of pipeline/runtime/base.py as a Dask cluster does: an actor is called through a
-proxy; a call takes a moment to arrive and its result a moment to come back; a caller that stops waiting does not stop
-the method; a call to a process that died fails with OSError in flight and with RuntimeError later, or with OSError
-again if an actor made it. Arguments and results are copied, so that nothing is shared by accident.
+`InProcessWorkers` keeps the contract of pipeline/processes/worker_protocol.py as a Dask cluster does: an actor is
+called through a proxy; a call takes a moment to arrive and its result a moment to come back; a caller that stops
+waiting does not stop the method; a call to a process that died fails with OSError in flight and with RuntimeError
+later, or with OSError again if an actor made it. Arguments and results are copied, so that nothing is shared by
+accident.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pipeline.runtime.base import Placed
-from stores.errors import ActorLost
+from staleflow.pipeline.processes.worker_protocol import Placed
+from staleflow.stores.errors import ActorLost
 
 TRAVEL_S = 0.001
 """Seconds a call takes to arrive, and its result to come back."""

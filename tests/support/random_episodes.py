@@ -26,10 +26,10 @@ from typing import Any, ClassVar, NamedTuple
 import hypothesis.strategies as st
 import numpy as np
 
-from stores.base import RunHeader
-from stores.ledger_entries import Ending
-from stores.memory import MemoryStore
-from stores.trajectory import (
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectories.memory_store import MemoryStore
+from staleflow.stores.trajectories.records import RunHeader
+from staleflow.stores.trajectory import (
     AbortReason,
     Fate,
     FinishReason,
@@ -40,15 +40,15 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
-from tasks.actors.server_answers import RewardItem, SaidItem
-from tasks.actors.server_settings import ServerSettings
-from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import Engine, Request
-from tasks.evaluation_sets import EvaluationSet
-from tasks.scoring import ScoredResponse
-from tasks.task_source import Message, Task
-from tasks.training.advantage import Overlong
+from staleflow.tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
+from staleflow.tasks.actors.server_messages import RewardItem, SaidItem
+from staleflow.tasks.actors.server_settings import ServerSettings
+from staleflow.tasks.actors.trajectory_server import TrajectoryServer
+from staleflow.tasks.engines.base import Engine, Request
+from staleflow.tasks.rendering.task_source import Message, Task
+from staleflow.tasks.sources.evaluation_sets import EvaluationSet
+from staleflow.tasks.sources.reward_process import ScoredResponse
+from staleflow.tasks.training.advantage import Overlong
 from tests.support.watched_engine import WatchedEngine, WatchedSettings
 
 MAX_TOKENS, TURN_TOKENS, MOST_PROMPT = 60, 14, 40

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tasks.training.rank import Rank
+from staleflow.tasks.training.rank import Rank
 
 LIMIT_S = 120.0
 """Seconds that a group may take for its work."""

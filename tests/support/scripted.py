@@ -21,27 +21,27 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from stores.base import RunHeader, StepRecord
-from stores.errors import ProtocolViolation, StoreError
-from stores.memory import MemoryStore
-from stores.resume_points import ResumePoints
-from stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
-from stores.weight_delta import DeltaFile
-from tasks.actors.calls import call
-from tasks.actors.environment_host import EnvironmentHost
-from tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
-from tasks.actors.reward_worker import RewardWorker
-from tasks.actors.rollout_instance import RolloutInstance
-from tasks.actors.server_settings import ServerSettings
-from tasks.actors.trainer import StepResult, Trainer
-from tasks.actors.trainer_rank import LONGEST_S, TrainerRank
-from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
-from tasks.engines.emulated import word_logprobs, words
-from tasks.scoring import ScoredResponse
-from tasks.training.packing import BatchPart
-from tasks.training.rank import Rank, rank_name
-from tasks.workload import DrawnWorkload, WorkloadSettings
+from staleflow.stores.errors import ProtocolViolation, StoreError
+from staleflow.stores.trajectories.memory_store import MemoryStore
+from staleflow.stores.trajectories.records import RunHeader, StepRecord
+from staleflow.stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.stores.weights.weight_delta import DeltaFile
+from staleflow.tasks.actors.actor_calls import call
+from staleflow.tasks.actors.environment_host import EnvironmentHost
+from staleflow.tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
+from staleflow.tasks.actors.reward_worker import RewardWorker
+from staleflow.tasks.actors.rollout_instance import RolloutInstance
+from staleflow.tasks.actors.server_settings import ServerSettings
+from staleflow.tasks.actors.trainer import StepResult, Trainer
+from staleflow.tasks.actors.trainer_rank import LONGEST_S, TrainerRank
+from staleflow.tasks.actors.trajectory_server import TrajectoryServer
+from staleflow.tasks.emulation.workload import DrawnWorkload, WorkloadSettings
+from staleflow.tasks.engines.base import EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.emulated_engine import word_logprobs, words
+from staleflow.tasks.sources.reward_process import ScoredResponse
+from staleflow.tasks.training.microbatches import BatchPart
+from staleflow.tasks.training.rank import Rank, rank_name
 
 PROMPTS = DrawnWorkload(
     WorkloadSettings(

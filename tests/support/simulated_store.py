@@ -8,14 +8,23 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config import actor_settings, fields, loading
-from pipeline.coordination.commands import Command, Retire, Train
-from pipeline.coordination.events import Event, TrajectoryInterrupted, TrajectorySampled, TrajectoryScored
-from pipeline.coordination.journal import Journal
-from pipeline.simulator.body import SimulatedRun
-from stores.base import LedgerState, StepRecord
-from stores.trajectory import Ended, Fate, FinishReason, GroupId, InstanceId, PolicyVersion, Segment, Trajectory
-from stores.versioned import VersionedStore
+from staleflow.pipeline.config import actor_settings, knob_tree, loading
+from staleflow.pipeline.coordination.commands import Command, Retire, Train
+from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted, TrajectorySampled, TrajectoryScored
+from staleflow.pipeline.coordination.journal import Journal
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import (
+    Ended,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+)
 
 JOB = Path("examples/dryrun.toml")
 
@@ -25,7 +34,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
     config = loading.load(JOB, (f"runs_dir={folder}", *overrides))
     run_dir = config.run_dir
     run_dir.mkdir(parents=True)
-    (run_dir / "config.toml").write_text(fields.to_toml(config))
+    (run_dir / "config.toml").write_text(knob_tree.to_toml(config))
     store = VersionedStore.create(run_dir / "store", actor_settings.run_header(config))
     workload = actor_settings.make_workload(config)
     book = Journal(run_dir / "events.jsonl")

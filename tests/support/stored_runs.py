@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config import actor_settings, fields, loading
-from pipeline.config.schema import RunConfig
-from stores.base import LedgerState, StepRecord
-from stores.trajectory import (
+from staleflow.pipeline.config import actor_settings, knob_tree, loading
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import (
     AbortReason,
     Ended,
     Fate,
@@ -29,7 +30,6 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from stores.versioned import VersionedStore
 
 
 def byte_tokenizer(folder: Path) -> Any:
@@ -77,7 +77,7 @@ class StoredRun:
         self.config: RunConfig = loading.from_tree(tree)
         self.run_dir = self.config.run_dir
         self.run_dir.mkdir(parents=True)
-        (self.run_dir / "config.toml").write_text(fields.to_toml(self.config))
+        (self.run_dir / "config.toml").write_text(knob_tree.to_toml(self.config))
         self.store = VersionedStore.create(self.run_dir / "store", actor_settings.run_header(self.config))
         self._ended: Counter[str] = Counter()
         self._next = 0

@@ -30,7 +30,7 @@ class Terminal:
         name = os.ttyname(theirs)
         # The first terminal that the leader of a session opens becomes the one whose Ctrl-C it hears.
         opening = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', name]
-        command = [sys.executable, "-m", "cli.main", *map(str, args)]
+        command = [sys.executable, "-m", "staleflow.cli.main", *map(str, args)]
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": str(Path.cwd())}
         how = {"cwd": cwd, "env": environment, "start_new_session": True}
         if forked:

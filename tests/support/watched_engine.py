@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
 
 UNKNOWN = 2**31
 """More tokens than any response has."""

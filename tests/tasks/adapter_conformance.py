@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from stores.errors import StoreError
-from stores.parameters import ParameterFolder
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from stores.weight_hash import fingerprint
-from tasks.adapters import AdapterLayer, LoraConfig
-from tasks.engines.base import Engine, Request, Sampled
-from tasks.engines.transformers import forward_logprobs, load_model
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
+from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 from tests.tasks.engine_conformance import PROMPT, collect, logprobs_of, request, tokens_of, wait_until_sampling
 
 LORA = LoraConfig(rank=3, alpha=6)

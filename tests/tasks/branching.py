@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stores.trajectory import (
+from staleflow.stores.trajectory import (
     Ended,
     Fate,
     FinishReason,

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tasks.endpoint.server import EndpointServer
-from tasks.endpoint.sessions import AgentSession
-from tasks.endpoint.settings import EndpointConfig, EndpointSettings
-from tasks.endpoint.turns import SampledTurn
-from tasks.task_source import Message
+from staleflow.tasks.endpoint.server import EndpointServer
+from staleflow.tasks.endpoint.sessions import AgentSession
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 
 CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores.errors import ActorLost, StoreError
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, EngineLoad, Failed, Request, Sampled
+from staleflow.stores.errors import ActorLost, StoreError
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, Sampled
 
 PATIENCE_S = 60.0
 MANY = 128

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tasks.engines import drafting
-from tasks.engines.base import Engine, EngineLoad, Sampled
-from tasks.engines.drafting import Drafter
+from staleflow.tasks.engines import response_drafter
+from staleflow.tasks.engines.base import Engine, EngineLoad, Sampled
+from staleflow.tasks.engines.response_drafter import Drafter
 from tests.tasks.engine_conformance import collect, logprobs_of, request, tokens_of
 
 PROMPT = (3, 10, 14, 7)
@@ -118,7 +118,7 @@ def drafter_of(source: str, exact: Exact) -> type[Drafter]:
             return drafted
 
     if source == "responses":
-        drafting.LIKELY = 0.0  # undone by the test that asked for it
+        response_drafter.LIKELY = 0.0  # undone by the test that asked for it
     return Forced
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stores.stop_criteria import StopCriteria, find_stop
-from stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, Sampled
-from tasks.texts import TokenizerTexts, tokenizer_texts
+from staleflow.stores.stop_criteria import StopCriteria, find_stop
+from staleflow.stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
+from staleflow.tasks.engines.base import Engine, Sampled
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, tokenizer_texts
 from tests.tasks.engine_conformance import collect, logprobs_of, request, tokens_of, wait_until_sampling
 
 PROMPT = (3, 10, 14, 7)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.endpoint.server import EndpointServer
-from tasks.endpoint.sessions import AgentSession
-from tasks.endpoint.settings import EndpointSettings
-from tasks.endpoint.turns import SampledTurn
+from staleflow.tasks.endpoint.server import EndpointServer
+from staleflow.tasks.endpoint.sessions import AgentSession
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from tests.tasks.chat_models import chat_tokenizer
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "strict": True, "parameters": {"type": "object"}}}]

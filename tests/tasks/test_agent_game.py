@@ -9,7 +9,7 @@ import pytest
 
 from examples.agent_game import QUESTION, HigherOrLower
 from examples.make_agent_model import SYMBOLS, careless_game, games
-from tasks.training.tiny_model import make_tokenizer
+from staleflow.tasks.training.tiny_model import make_tokenizer
 
 
 def found_by_halving(seed: int) -> tuple[float, int]:

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from stores.errors import ConfigError
-from tasks.directions import split
-from tasks.endpoint.turns import SampledTurn
-from tasks.environments import SourceSettings
-from tasks.episodes.agents import load_agent
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.host import Episodes, EpisodeSettings
-from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.openenv_agents import BadAction, action_of
-from tasks.episodes.playing import PlayedTask
-from tasks.task_source import Task
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.episodes.agents import load_agent
+from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.openenv_agents import BadAction, action_of
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Task
+from staleflow.tasks.rendering.turn_params import split
+from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.test_agent_clients import capturing, free_port, serving
 

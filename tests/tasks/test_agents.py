@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from stores.errors import ConfigError
-from tasks.directions import directions_of, split
-from tasks.endpoint.settings import EndpointConfig, EndpointSettings
-from tasks.endpoint.turns import SampledTurn
-from tasks.environments import SourceSettings
-from tasks.episodes.agents import load_agent
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.host import Episodes, EpisodeSettings
-from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.playing import PlayedTask
-from tasks.task_source import Message, Task
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.episodes.agents import load_agent
+from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Message, Task
+from staleflow.tasks.rendering.turn_params import directions_of, split
+from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
+from staleflow.tasks.sources.task_sources import SourceSettings
 
 AGENTS = '''
 import asyncio, json, os, sys, time, urllib.error, urllib.request

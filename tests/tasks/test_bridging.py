@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stores.errors import ConfigError
-from tasks.bridging import PlainBridge, RendererBridge, TemplateBridge, make_bridge
-from tasks.model_renderers import known_renderer
-from tasks.task_source import Message
-from tasks.texts import TokenizerTexts
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.bridging import PlainBridge, RendererBridge, TemplateBridge, make_bridge
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.rendering.model_renderers import known_renderer
+from staleflow.tasks.rendering.task_source import Message
 from tests.tasks.chat_models import CHATML, LLAMA, MODELS, QWEN, chat_tokenizer
 
 TEXTS = {name: TokenizerTexts(chat_tokenizer(name)) for name in MODELS}

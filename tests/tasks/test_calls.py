@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from distributed import Client, LocalCluster, get_worker
 
-from stores.errors import ActorFailed, ActorLost, StoreError
-from stores.trajectory import FinishReason, TrajectoryId
-from tasks.actors.calls import RemoteActor, answers_calls, call
-from tasks.engines.base import Sampled
+from staleflow.stores.errors import ActorFailed, ActorLost, StoreError
+from staleflow.stores.trajectory import FinishReason, TrajectoryId
+from staleflow.tasks.actors.actor_calls import RemoteActor, answers_calls, call
+from staleflow.tasks.engines.base import Sampled
 
 
 class Waiting:

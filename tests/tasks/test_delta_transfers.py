@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stores.parameters import ParameterFolder
-from stores.trajectory import PolicyVersion
-from stores.weight_delta import DeltaFile
-from tasks.actors.parameter_server import Fetched, ParameterServer, Source
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.weight_delta import DeltaFile
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.tasks.actors.parameter_server import Fetched, ParameterServer, Source
 from tests.support import virtual_time
 
 CALL_S = 60.0

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from stores.trajectory import TrajectoryId
-from tasks.engines import drafting
-from tasks.engines.drafting import Drafter, PromptTexts, Text
+from staleflow.stores.trajectory import TrajectoryId
+from staleflow.tasks.engines import response_drafter
+from staleflow.tasks.engines.response_drafter import Drafter, PromptTexts, Text
 
 PROMPT = (3, 10, 14, 7)
 RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
@@ -255,6 +255,8 @@ def shared(end: tuple[int, ...], before: tuple[int, ...]) -> int:
 
 
 def test_priors_are_probabilities_that_grow_with_agreement() -> None:
-    assert list(drafting.PRIORS) == sorted(drafting.PRIORS)
-    found = [drafting._agreement(votes, places) for places in (1, 2, 3, 4, 16) for votes in range(1, places + 1)]
-    assert set(found) == set(range(len(drafting.PRIORS)))
+    assert list(response_drafter.PRIORS) == sorted(response_drafter.PRIORS)
+    found = [
+        response_drafter._agreement(votes, places) for places in (1, 2, 3, 4, 16) for votes in range(1, places + 1)
+    ]
+    assert set(found) == set(range(len(response_drafter.PRIORS)))

@@ -10,9 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
-from tasks.directions import split
-from tasks.endpoint.replies import called
-from tasks.task_source import Message
+from staleflow.tasks.endpoint.replies import called
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.rendering.turn_params import split
 from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, LOGPROBS, answered, chat, keyed, running, serving, turn
 
 

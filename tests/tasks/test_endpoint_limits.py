@@ -9,10 +9,10 @@ import sys
 import httpx
 import pytest
 
-from tasks.endpoint.replies import TurnReply
-from tasks.endpoint.requests import ChatRequest
-from tasks.endpoint.server import EndpointServer, listening_socket
-from tasks.endpoint.settings import EndpointSettings
+from staleflow.tasks.endpoint.replies import TurnReply
+from staleflow.tasks.endpoint.requests import ChatRequest
+from staleflow.tasks.endpoint.server import EndpointServer, listening_socket
+from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
 
 

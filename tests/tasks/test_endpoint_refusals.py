@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from pipeline.config import actor_settings, loading
-from stores.errors import ConfigError
-from tasks.endpoint.requests import Refused
-from tasks.endpoint.server import EndpointServer
-from tasks.endpoint.sessions import AgentSession, Sessions
-from tasks.endpoint.settings import EndpointConfig, EndpointSettings
-from tasks.episodes.host import EpisodeSettings
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.endpoint.requests import Refused
+from staleflow.tasks.endpoint.server import EndpointServer
+from staleflow.tasks.endpoint.sessions import AgentSession, Sessions
+from staleflow.tasks.episodes.episode_host import EpisodeSettings
+from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw, running, serving, turn
 
 LIMITED = {"model": "m", "messages": HELLO}

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from stores.spool_entries import AnswerGiven, decode, encode
-from stores.stop_criteria import NO_STOP, StopCriteria, find_stop
-from tasks.directions import Directions, split
-from tasks.endpoint.requests import ChatRequest, read_chat, read_generate
-from tasks.engines.stop_strings import StopCheck
-from tasks.task_source import Message
-from tasks.texts import FileTexts, TokenizerTexts
+from staleflow.stores.in_flight.spool_entries import AnswerGiven, decode, encode
+from staleflow.stores.stop_criteria import NO_STOP, StopCriteria, find_stop
+from staleflow.tasks.endpoint.requests import ChatRequest, read_chat, read_generate
+from staleflow.tasks.engines.stop_strings import StopCheck
+from staleflow.tasks.rendering.chat_tokenizer import FileTexts, TokenizerTexts
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.rendering.turn_params import Directions, split
 from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.endpoint_serving import GENERATE, HELLO, answered, chat, keyed, running, serving, turn

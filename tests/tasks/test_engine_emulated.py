@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores.parameters import ParameterFolder
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine
-from tasks.engines.cost_model import CostModel
-from tasks.engines.decoding import Drafting
-from tasks.engines.emulated import Clock, EmulatedEngine, weights, word_logprobs
-from tasks.engines.settings import EmulatedSettings
-from tasks.names import REWARD_TOKEN
-from tasks.workload import DrawnWorkload, WorkloadSettings
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.tasks.emulation.batch_simulator import Drafting
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.emulation.workload import DrawnWorkload, WorkloadSettings
+from staleflow.tasks.engines.base import Engine
+from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, weights, word_logprobs
+from staleflow.tasks.engines.engine_settings import EmulatedSettings
+from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 from tests.tasks.engine_conformance import (
     ReusingEngineTests,
     asked_beside,
@@ -131,7 +131,7 @@ class TestEmulatedEngine(ReusingEngineTests):
     def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
         """When it would sleep for as long as loading takes."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tasks.engines.emulated.time.sleep", lambda seconds: asked_beside(ask))
+            patch.setattr("staleflow.tasks.engines.emulated_engine.time.sleep", lambda seconds: asked_beside(ask))
             yield
 
     @pytest.fixture
@@ -206,8 +206,8 @@ def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path
     folder = ParameterFolder(tmp_path / "weights")
     folder.publish(PolicyVersion(0), weights(0))
     script = (
-        "import pickle, sys; from pathlib import Path; from stores.trajectory import InstanceId; "
-        "from tasks.engines import emulated; settings = pickle.loads(bytes.fromhex(sys.argv[1])); "
+        "import pickle, sys; from pathlib import Path; from staleflow.stores.trajectory import InstanceId; "
+        "from staleflow.tasks.engines import emulated; settings = pickle.loads(bytes.fromhex(sys.argv[1])); "
         "engine = emulated.build(settings, InstanceId('i'), 1); before = set(sys.modules); "
         "engine.load(0, Path(sys.argv[2])); engine.close(); print(sorted(set(sys.modules) - before))"
     )

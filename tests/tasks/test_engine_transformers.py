@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from stores import parameters
-from stores.parameters import ParameterFolder
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine
-from tasks.engines.settings import TransformersSettings
-from tasks.engines.transformers import TransformersEngine, load_model
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.tasks.engines.base import Engine
+from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.transformers import TransformersEngine, load_model
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.engine_conformance import (
     GIVEN,
@@ -217,7 +217,7 @@ def plain_logprobs(
     if weights is not None:
         named = dict(model.named_parameters())
         with torch.no_grad():
-            for name, tensor in parameters.read(weights).items():
+            for name, tensor in weight_folder.read(weights).items():
                 named[name].copy_(tensor)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokens])).logits[0].double() / temperature

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from stores.errors import ActorLost, ConfigError
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine, Failed, Sampled
+from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.engines.base import Engine, Failed, Sampled
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.engine_conformance import (
     GIVEN,
@@ -34,8 +34,8 @@ from tests.tasks.test_engine_transformers import changed_weights, plain_logprobs
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
-from tasks.engines.settings import VllmSettings
-from tasks.engines.vllm import VllmEngine
+from staleflow.tasks.engines.engine_settings import VllmSettings
+from staleflow.tasks.engines.vllm import VllmEngine
 
 
 def settings(model: Path, **changes: Any) -> VllmSettings:
@@ -111,7 +111,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
     def test_weights_that_load_half_way_end_the_instance(
         self, engine: VllmEngine, other_weights: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tasks.engines import vllm_weights
+        from staleflow.tasks.engines import vllm_weights
 
         def torn(self: object, path: str) -> None:
             raise OSError("the file is gone")

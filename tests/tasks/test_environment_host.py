@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stores.trajectory import GroupId, TrajectoryId
-from tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
-from tasks.actors.server_answers import Bridged, EpisodeState, RewardItem, SaidItem
-from tasks.endpoint.turns import SampledTurn
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.scoring import ScoredResponse
-from tasks.task_source import Message, Record
+from staleflow.stores.trajectory import GroupId, TrajectoryId
+from staleflow.tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
+from staleflow.tasks.actors.server_messages import Bridged, EpisodeState, RewardItem, SaidItem
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Message, Record
+from staleflow.tasks.sources.reward_process import ScoredResponse
 
 
 class Environments:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from stores.errors import ConfigError
-from tasks.episodes.answers import EpisodeKey
-from tasks.episodes.episode import EpisodeStart
-from tasks.episodes.fork_server import BEGIN, ForkSettings, packed, read_value
-from tasks.episodes.host import Episodes
-from tasks.episodes.processes import ForkServer
-from tasks.task_source import Message, TaskSource, distinct_held_out, drawn
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.episode import EpisodeStart
+from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, packed, read_value
+from staleflow.tasks.environments.forked_episodes import ForkServer
+from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.step_results import EpisodeKey
+from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, drawn
 from tests.support.games import GAMES, acted, is_gone, played, running, settings, until_gone
 
 

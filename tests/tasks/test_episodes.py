@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import actor_settings, loading, user_files
-from pipeline.config.checks import check_job
-from stores.errors import ConfigError
-from tasks.episodes.answers import EpisodeKey
-from tasks.episodes.episode import EpisodeStart, record_of
-from tasks.episodes.host import Episodes
-from tasks.task_source import Message
+from staleflow.pipeline.config import actor_settings, loading, user_files
+from staleflow.pipeline.config.preflight import check_job
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.episode import EpisodeStart, record_of
+from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.step_results import EpisodeKey
+from staleflow.tasks.rendering.task_source import Message
 from tests.support.games import GAMES, acted, played, running, said, settings
 from tests.tasks.chat_models import MODELS
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.training.figures import ENTROPY_CAP, TokenSums
-from tasks.training.loss import TokenLoss, Tokens
-from tasks.training.settings import LossConfig
+from staleflow.tasks.training.loss import TokenLoss, Tokens
+from staleflow.tasks.training.step_metrics import ENTROPY_CAP, TokenSums
+from staleflow.tasks.training.trainer_settings import LossConfig
 from tests.tasks.test_numerics import rows, trainer
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from stores.errors import ConfigError
-from tasks.environments import SourceSettings, make_source
-from tasks.file_tokenizer import FileTokenizer
-from tasks.fitting import FittingSource
-from tasks.prompts import PromptSettings, TokenizedPrompts
-from tasks.task_source import Message
-from tasks.texts import TokenizerTexts, tokenizer_texts
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, tokenizer_texts
+from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.sources.filtered_source import FittingSource
+from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
+from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
 LONG = (3, 7, 8, 28)
 """Rows whose prompts are too long; the last is held out."""

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.training import head
-from tasks.training.blocks import recompute
-from tasks.training.logprobs import LogprobModel
-from tasks.training.packing import NO_ROWS, MicroBatch, microbatches
+from staleflow.tasks.training import lm_head
+from staleflow.tasks.training.blocks import recompute
+from staleflow.tasks.training.logprobs import LogprobModel
+from staleflow.tasks.training.microbatches import NO_ROWS, MicroBatch, microbatches
 from tests.tasks.test_ranks import ragged
 
 TEMPERATURE = 1.3
@@ -58,7 +58,7 @@ def test_chunks_change_neither_numbers_nor_gradients(
 ) -> None:
     model, batch = model_at(tiny_model), micro_batch()
     expected = outcome(model, *plainly(model, batch))
-    monkeypatch.setattr(head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
     assert under.layer.plain
     for found, wanted in zip(outcome(model, *under.batch_and_entropy(batch)), expected, strict=True):
@@ -70,7 +70,7 @@ def test_there_are_never_more_logits_than_a_chunks(tiny_model: Path, monkeypatch
     """Only those of sampled tokens, once forward and, for the gradient, once again; none is kept meanwhile."""
     model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
     under = logprob_model(model)
-    monkeypatch.setattr(head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
     logits = under.layer._logits
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole(
     expected = plainly(model, batch)
     loss(batch, *expected).backward()
     gradients = [p.grad.clone() for p in model.parameters()]
-    monkeypatch.setattr(head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
     assert under.takes_rows
     object.__setattr__(under, "takes_rows", packed)
@@ -132,7 +132,7 @@ def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypat
     """And never more than a chunk's are there: the gradient is, before the next one's are."""
     model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
     under = logprob_model(model)
-    monkeypatch.setattr(head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", 5 * 4 * model.config.vocab_size)
     logits = under.layer._logits
     order = list[str]()
 
@@ -155,7 +155,7 @@ def test_a_row_of_more_than_a_chunk_is_computed_again_for_a_loss_of_whole_rows(
 ) -> None:
     model, batch, sizes = model_at(tiny_model), micro_batch(), list[int]()
     under = logprob_model(model)
-    monkeypatch.setattr(head, "CHUNK_BYTES", 7 * 4 * model.config.vocab_size)
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", 7 * 4 * model.config.vocab_size)
     logits = under.layer._logits
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:

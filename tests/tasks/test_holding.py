@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import actor_settings
-from stores.trajectory import InstanceId
-from tasks.actors.rollout_instance import RolloutInstance
-from tasks.engines import holding
-from tasks.engines.emulated import EmulatedEngine
+from staleflow.pipeline.config import actor_settings
+from staleflow.stores.trajectory import InstanceId
+from staleflow.tasks.actors.rollout_instance import RolloutInstance
+from staleflow.tasks.engines import engine_handover
+from staleflow.tasks.engines.emulated_engine import EmulatedEngine
 from tests.support.bodies import Body
 
 
@@ -28,9 +28,9 @@ def settings(tmp_path: Path) -> Any:
 def closed() -> Iterator[None]:
     yield
     gc.collect()
-    for one in list(holding._held):
+    for one in list(engine_handover._held):
         one.engine.close()
-        holding.let_go(one.engine)
+        engine_handover.let_go(one.engine)
 
 
 def placed(settings: Any, name: str = "rollout-0", run: str = "/runs/x", *, resumed: bool = False) -> RolloutInstance:
@@ -58,7 +58,7 @@ def test_an_engine_is_taken_over_with_another_seed_and_another_name(settings: An
     assert engine_of(then) is engine
     assert asyncio.run(then.took_over())
     assert engine._instance == "rollout-1"
-    assert len(holding._held) == 1
+    assert len(engine_handover._held) == 1
 
 
 @pytest.mark.parametrize("other", ["run", "settings"])
@@ -80,7 +80,7 @@ def test_a_dead_engine_is_not_taken_over(settings: Any) -> None:
 
 
 def test_an_engine_in_use_is_left_alone(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "GONE_S", 0.3)
+    monkeypatch.setattr(engine_handover, "GONE_S", 0.3)
     first = placed(settings)
     second = placed(settings, "rollout-1", resumed=True)
     assert engine_of(second) is not engine_of(first)
@@ -89,26 +89,26 @@ def test_an_engine_in_use_is_left_alone(settings: Any, monkeypatch: pytest.Monke
 
 def test_a_closed_one_is_held_no_longer(settings: Any) -> None:
     with pytest.raises(LookupError):
-        asyncio.run(holding.require_unused())
+        asyncio.run(engine_handover.require_unused())
     instance = placed(settings)
     asyncio.run(instance.close())
-    assert holding._held == []
+    assert engine_handover._held == []
 
 
 def test_a_worker_is_kept_for_an_engine_that_nobody_uses(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "SETTLE_S", 0.3)
+    monkeypatch.setattr(engine_handover, "SETTLE_S", 0.3)
     instances = [placed(settings)]
     with pytest.raises(LookupError, match="that nobody uses"):
-        asyncio.run(holding.require_unused())
+        asyncio.run(engine_handover.require_unused())
     dropped(instances)
-    asyncio.run(holding.require_unused())
+    asyncio.run(engine_handover.require_unused())
 
 
 @pytest.mark.parametrize("by", ["an instance of a run that begins", "a trainer"])
 def test_another_role_closes_what_nobody_uses(settings: Any, by: str) -> None:
     (engine,) = dropped([placed(settings)])
     if by == "a trainer":
-        holding.close_unused()
+        engine_handover.close_unused()
     else:
         assert engine_of(placed(settings, resumed=False)) is not engine
     assert not engine._thread.is_alive()

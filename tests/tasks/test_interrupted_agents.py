@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tasks.episodes.answers import EpisodeKey
-from tasks.episodes.host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.step_results import EpisodeKey
 from tests.tasks.test_agents import acted, running, settings
 
 PROGRAM = """

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import actor_settings
-from stores.errors import ActorLost
-from stores.in_flight import InFlight
-from stores.spool_entries import GroupDrawn, TokensDelivered, TrajectoriesRouted
-from stores.trajectory import (
+from staleflow.pipeline.config import actor_settings
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.spool_entries import GroupDrawn, TokensDelivered, TrajectoriesRouted
+from staleflow.stores.trajectory import (
     Ended,
     Fate,
     FinishReason,
@@ -25,9 +25,9 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from tasks.actors import known_responses
-from tasks.actors.known_responses import KnownResponses, OtherResponses
-from tasks.engines.base import PromptResponses
+from staleflow.tasks.actors import draft_corpus
+from staleflow.tasks.actors.draft_corpus import KnownResponses, OtherResponses
+from staleflow.tasks.engines.base import PromptResponses
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
@@ -107,7 +107,7 @@ def test_siblings_of_every_group_with_the_prompt_are_told() -> None:
 
 
 def test_no_more_is_told_at_once_than_fits_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_responses, "AT_ONCE", 2)
+    monkeypatch.setattr(draft_corpus, "AT_ONCE", 2)
     known = KnownResponses(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = known.others([TrajectoryId(0)], NOTHING)
     assert len(first.told) == 2
@@ -127,7 +127,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_responses, "READ_ROWS", 3)
+    monkeypatch.setattr(draft_corpus, "READ_ROWS", 3)
     rows = [stored(1000 + i, range(10)) for i in range(20)]
 
     class Store:

@@ -12,17 +12,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from pipeline.config import loading
-from pipeline.config.checks import check_job
-from stores import parameters, weight_file
-from stores.errors import ConfigError, StoreError
-from stores.weight_hash import in_order
-from tasks import adapters
-from tasks.adapters import AdapterLayer, LoraConfig
-from tasks.engines.transformers import forward_logprobs, load_model
-from tasks.training.policy_trainer import PolicyTrainer
-from tasks.training.rank import ALONE
-from tasks.training.settings import KlConfig
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.preflight import check_job
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.weights import weight_file, weight_folder
+from staleflow.stores.weights.weight_hash import in_order
+from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
+from staleflow.tasks.engines.transformers import forward_logprobs, load_model
+from staleflow.tasks.training.policy_trainer import PolicyTrainer
+from staleflow.tasks.training.rank import ALONE
+from staleflow.tasks.training.trainer_settings import KlConfig
 from tests.support.rank_processes import in_group
 from tests.tasks.test_ranks import Training, check_same, goes_on, train, training
 
@@ -51,7 +51,7 @@ def test_an_adapter_begins_as_the_base_model_and_only_it_is_trained(tiny_model: 
     base = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
     assert trainer.probe(PROBE) == forward_logprobs(base, PROBE)
     begun = published(trainer)
-    layers = adapters.layers(parameters.shapes(begun), "the first version")
+    layers = adapters.layers(weight_folder.shapes(begun), "the first version")
     assert len(layers) == 2 * 7  # all linear layers of two blocks, and not the output layer
     assert AdapterLayer("model.layers.1.mlp.down_proj", rank=4, inputs=128, outputs=64) in layers
     for step, rows in enumerate(job.batches):
@@ -130,7 +130,7 @@ def test_a_resume_point_of_a_whole_model_is_refused(tiny_model: Path, tmp_path: 
 def test_targets_choose_the_layers(tiny_model: Path) -> None:
     job = training(tiny_model, (), "ppo_clip", "token_mean")
     chosen = adapted(job, LoraConfig(rank=2, targets=["q_proj", "v_proj"]))
-    layers = adapters.layers(parameters.shapes(published(PolicyTrainer(chosen.settings))), "it")
+    layers = adapters.layers(weight_folder.shapes(published(PolicyTrainer(chosen.settings))), "it")
     assert {layer.module.rpartition(".")[2] for layer in layers} == {"q_proj", "v_proj"}
     with pytest.raises(ConfigError, match=r"training.lora.targets = \['no_proj'\]: "):
         PolicyTrainer(adapted(job, LoraConfig(rank=2, targets=["no_proj"])).settings)

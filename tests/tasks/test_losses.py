@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.training.loss import LARGEST_RATIO, LOSSES, MOST_LOG_RATIO, Tokens
-from tasks.training.settings import LossConfig
+from staleflow.tasks.training.loss import LARGEST_RATIO, LOSSES, MOST_LOG_RATIO, Tokens
+from staleflow.tasks.training.trainer_settings import LossConfig
 from tests.tasks.test_numerics import rows, trainer
 
 TURNS = ("sssggs.", "sgggss.", "s......", "sgsgsgs", "ssss...")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from stores.weight_hash import in_order
-from tasks.knobs import values
-from tasks.names import AGGREGATION_NAMES
-from tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP, advantages
-from tasks.training.packing import Row, microbatches, minibatches, token_weights
-from tasks.training.settings import LossConfig, TrainingConfig
+from staleflow.stores.weights.weight_hash import in_order
+from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
+from staleflow.tasks.settings.knobs import values
+from staleflow.tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP, advantages
+from staleflow.tasks.training.microbatches import Row, microbatches, minibatches, token_weights
+from staleflow.tasks.training.trainer_settings import LossConfig, TrainingConfig
 
 
 def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[bool]]) -> list[list[float]]:
@@ -131,8 +131,8 @@ def test_token_weights(name: str) -> None:
 
 
 def trainer(tiny_model: Any, **changes: Any) -> Any:
-    from tasks.training.policy import TrainerSettings
-    from tasks.training.policy_trainer import PolicyTrainer
+    from staleflow.tasks.training.policy import TrainerSettings
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
     torch.set_num_threads(1)
     training: dict[str, Any] = {
@@ -161,7 +161,7 @@ def test_padding_and_packing_do_not_change_the_gradient(tiny_model: Any) -> None
 
 
 def test_a_trainer_goes_on_from_its_resume_point_as_if_it_had_never_stopped(tiny_model: Any, tmp_path: Any) -> None:
-    from stores.errors import StoreError
+    from staleflow.stores.errors import StoreError
 
     data = rows(8)
     one = trainer(tiny_model, minibatches=3)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from stores import weight_file
-from stores.errors import ConfigError
-from tasks.training.head import of_targets
-from tasks.training.loss import Kimi, TokenLoss, Tokens
-from tasks.training.objective import Objective, penalty
-from tasks.training.packing import microbatches
-from tasks.training.settings import KlConfig, LossConfig, TrainingConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.weights import weight_file
+from staleflow.tasks.training.lm_head import of_targets
+from staleflow.tasks.training.loss import Kimi, TokenLoss, Tokens
+from staleflow.tasks.training.microbatches import microbatches
+from staleflow.tasks.training.objective import Objective, penalty
+from staleflow.tasks.training.trainer_settings import KlConfig, LossConfig, TrainingConfig
 from tests.tasks.test_losses import drawn
 from tests.tasks.test_numerics import rows, trainer
 from tests.tasks.test_turns import flat_gradient

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.config import actor_settings
-from pipeline.config.loading import load
-from pipeline.offline import reprocessing
-from stores.trajectory import Fate, Segment
-from stores.versioned import VersionedStore
-from tasks.training import advantage
-from tasks.training.advantage import Overlong, advantages
-from tasks.training.batches import batch_metrics, consumed_rows
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.config.loading import load
+from staleflow.pipeline.stored_runs import reward_rescoring
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate, Segment
+from staleflow.tasks.training import advantage
+from staleflow.tasks.training.advantage import Overlong, advantages
+from staleflow.tasks.training.batches import batch_metrics, consumed_rows
 from tests.stores.store_conformance import ended, record
 
 NONE = Overlong(tokens=0, penalty=1.0, longest=50)
@@ -59,7 +59,7 @@ def test_advantages_of_new_rewards_have_the_same_penalty(tmp_path: Path) -> None
     rows = [replace(r, trajectory=replace(r.trajectory, group=i // 2)) for i, r in enumerate(rows)]  # type: ignore[arg-type]
     store.commit(record(1), rows)
     rewards = np.asarray([1.0, 1.0, 0.0, 1.0], np.float32)
-    found = reprocessing._advantages(config, store.table(), np.ones(4, bool), rewards, np.ones(4, bool))
+    found = reward_rescoring._advantages(config, store.table(), np.ones(4, bool), rewards, np.ones(4, bool))
     lengths = np.asarray([r.trajectory.num_tokens for r in rows])
     assert len(set(lengths.tolist())) > 1
     shaped = (rewards - actor_settings.overlong(config).penalties(lengths)).reshape(2, 2)

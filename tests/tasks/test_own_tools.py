@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import actor_settings, loading, user_files
-from pipeline.config.schema import RunConfig
-from pipeline.runtime import run_folder
-from stores.errors import ConfigError
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.host import Episodes
-from tasks.episodes.own_tools import LONGEST_RESULT, load_tool
+from staleflow.pipeline.config import actor_settings, loading, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery import run_folder
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.user_tools import LONGEST_RESULT, load_tool
+from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 
 FILE = '''
 import asyncio, os, time

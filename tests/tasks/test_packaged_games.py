@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from stores.errors import ConfigError
-from tasks.environments import SourceSettings
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.host import Episodes, EpisodeSettings
-from tasks.episodes.limits import EnvironmentConfig
-from tasks.task_source import Task
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.rendering.task_source import Task
+from staleflow.tasks.sources.task_sources import SourceSettings
 
 LIMITS = EnvironmentConfig(step_s=60)
 
@@ -146,7 +146,7 @@ def test_spaces_are_text_or_refused() -> None:
     gymnasium = pytest.importorskip("gymnasium")
     import numpy as np
 
-    from tasks.episodes.gymnasium_games import _why_no_text, action_of, text_of
+    from staleflow.tasks.episodes.gymnasium_games import _why_no_text, action_of, text_of
 
     spaces = gymnasium.spaces
     several = spaces.Dict({"at": spaces.MultiDiscrete([3, 4]), "on": spaces.MultiBinary(2), "say": spaces.Text(5)})

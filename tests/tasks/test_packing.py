@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.trajectory import (
+from staleflow.stores.trajectory import (
     Ended,
     Fate,
     Given,
@@ -24,10 +24,10 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from tasks.actors import step_batches
-from tasks.actors.trainer import Trainer
-from tasks.training.packing import MOST_LAG, BatchPart, PackedRows, Row, microbatches, part_end
-from tasks.training.rank import ALONE, Rank
+from staleflow.tasks.actors import step_batches
+from staleflow.tasks.actors.trainer import Trainer
+from staleflow.tasks.training.microbatches import MOST_LAG, BatchPart, PackedRows, Row, microbatches, part_end
+from staleflow.tasks.training.rank import ALONE, Rank
 from tests.support.bodies import Body
 from tests.tasks.test_trainer import Weights
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.errors import StoreError, TransferFailed
-from stores.parameters import ParameterFolder
-from stores.trajectory import PolicyVersion
-from tasks.actors.parameter_server import PIECES_AT_ONCE, Fetched, ParameterServer, Source
+from staleflow.stores.errors import StoreError, TransferFailed
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.tasks.actors.parameter_server import PIECES_AT_ONCE, Fetched, ParameterServer, Source
 from tests.support import virtual_time
 
 V4 = PolicyVersion(4)
@@ -230,7 +230,7 @@ def test_memory_that_is_full_is_not_the_sources_fault(tmp_path: Path, monkeypatc
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("stores.incoming.Incoming.write", full)
+        monkeypatch.setattr("staleflow.stores.weights.partial_file.Incoming.write", full)
         with pytest.raises(StoreError, match=r"cannot be written: No space left on device; free memory"):
             await target.fetch(70, source)
         assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import actor_settings, loading
-from pipeline.runtime import fingerprints
-from stores.errors import ConfigError
-from tasks.prompts import Prompts, TokenizedPrompts
-from tasks.texts import TokenizerTexts, tokenizer_texts
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.recovery import source_fingerprints
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, tokenizer_texts
+from staleflow.tasks.sources.prompts import Prompts, TokenizedPrompts
 from tests.tasks.test_rows import MESSAGES
 
 TEMPLATE = """{% for m in messages %}{% if m.role == "odd" %}{{ raise_exception("no such role") }}{% endif %}\
@@ -29,7 +29,7 @@ def templated(monkeypatch: pytest.MonkeyPatch) -> None:
         texts._tokenizer.chat_template = TEMPLATE
         return texts
 
-    monkeypatch.setattr("tasks.prompts.tokenizer_texts", load)
+    monkeypatch.setattr("staleflow.tasks.sources.prompts.tokenizer_texts", load)
 
 
 def prompts_of(job: Path, prompts: list[Any], *overrides: str) -> Prompts:
@@ -90,8 +90,8 @@ def test_a_system_prompt_and_columns_count_as_what_is_trained_on(job: Path, tmp_
     source = f"task.source=jsonl:{rows}"
 
     def changes(*after: str) -> set[str]:
-        before = fingerprints.taken(loading.load(job, (source,)))
-        lines = fingerprints.changes(before, fingerprints.taken(loading.load(job, (source, *after))))
+        before = source_fingerprints.taken(loading.load(job, (source,)))
+        lines = source_fingerprints.changes(before, source_fingerprints.taken(loading.load(job, (source, *after))))
         return {line.split(" was ")[0].replace(" changed since the run began", "") for line in lines}
 
     assert changes("task.chat=true", "task.system=Add.") == {
@@ -99,7 +99,7 @@ def test_a_system_prompt_and_columns_count_as_what_is_trained_on(job: Path, tmp_
     }  # fmt: skip
     assert changes("task.columns.answer=prompt") == {"data: task.columns"}
     assert changes(f"task.eval_source=jsonl:{other}") >= {"data: evaluation's file", "data: evaluation's source"}
-    before = fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
+    before = source_fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
     other.write_text('{"prompt": "d", "answer": 1}\n')
-    after = fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
+    after = source_fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
     assert {part for part in before if before[part] != after[part]} == {"data"}

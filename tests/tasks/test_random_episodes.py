@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from stores import parameters
-from stores.parameters import ParameterFolder
-from stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from tasks.engines.base import Engine
-from tasks.engines.emulated import EmulatedEngine, weights, word_logprobs
-from tasks.engines.transformers import TransformersEngine, load_model
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.tasks.engines.base import Engine
+from staleflow.tasks.engines.emulated_engine import EmulatedEngine, weights, word_logprobs
+from staleflow.tasks.engines.transformers import TransformersEngine, load_model
 from tests.support.random_episodes import MAX_TOKENS, Plan, Subject, plans, play
 from tests.tasks import test_engine_emulated, test_engine_transformers
 
@@ -108,7 +108,7 @@ class TwoModels:
         self._files = [plain.path(PolicyVersion(0)), odd]
         named = dict(self._models[1].named_parameters())
         with torch.no_grad():
-            for name, tensor in parameters.read(odd).items():
+            for name, tensor in weight_folder.read(odd).items():
                 named[name].copy_(tensor)
 
     def file(self, version: int) -> Path:

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from stores.trajectory import InstanceId, PolicyVersion
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support.random_episodes import Subject
 from tests.tasks.test_random_episodes import FEW, MANY, TwoModels, check_variety, random_episodes, reused
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
-from tasks.engines.settings import VllmSettings
-from tasks.engines.vllm import VllmEngine
+from staleflow.tasks.engines.engine_settings import VllmSettings
+from staleflow.tasks.engines.vllm import VllmEngine
 from tests.tasks.test_engine_vllm import settings
 
 

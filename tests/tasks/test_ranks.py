@@ -20,22 +20,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.offline.rank_tasks import LedPolicy, _follow, ended
-from stores import parameters, weight_file
-from stores.errors import StoreError
-from stores.weight_hash import in_order
-from tasks.actors.trainer_rank import tells_of_a_lost_rank
-from tasks.names import AGGREGATION_NAMES
-from tasks.training import division, group
-from tasks.training.blocks import blocks
-from tasks.training.division import divided
-from tasks.training.group import Group
-from tasks.training.loss import LOSSES
-from tasks.training.packing import Row
-from tasks.training.policy import TrainerSettings
-from tasks.training.policy_trainer import PolicyTrainer
-from tasks.training.rank import ALONE, Rank
-from tasks.training.settings import KlConfig, LossConfig, TrainingConfig
+from staleflow.pipeline.stored_runs.rank_tasks import LedPolicy, _follow, ended
+from staleflow.stores.errors import StoreError
+from staleflow.stores.weights import weight_file, weight_folder
+from staleflow.stores.weights.weight_hash import in_order
+from staleflow.tasks.actors.trainer_rank import tells_of_a_lost_rank
+from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
+from staleflow.tasks.training import microbatch_split, rank_group
+from staleflow.tasks.training.blocks import blocks
+from staleflow.tasks.training.loss import LOSSES
+from staleflow.tasks.training.microbatch_split import divided
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.policy import TrainerSettings
+from staleflow.tasks.training.policy_trainer import PolicyTrainer
+from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.rank_group import Group
+from staleflow.tasks.training.trainer_settings import KlConfig, LossConfig, TrainingConfig
 from tests.support.rank_processes import in_group
 
 STEPS = 5
@@ -88,7 +88,7 @@ def test_no_other_way_of_cutting_the_sorted_rows_takes_less_time(lengths: list[i
             prices.append(sum(p for p in paid if p is not None))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PASS_TOKENS", "GATHER_TOKENS"):
-            patch.setattr(division, name, overhead)
+            patch.setattr(microbatch_split, name, overhead)
         batches = divided(lengths, ranks, budget)
     padded = [max(len(part) for part in batch) * max(lengths[i] for part in batch for i in part) for batch in batches]
     assert sum(padded) + overhead * len(batches) == min(prices)
@@ -295,8 +295,8 @@ def test_a_model_becomes_float32_a_block_at_a_time(
         return fully_shard(module, **options)
 
     loaded: list[Any] = []
-    monkeypatch.setattr(group, "blocks", lambda model: loaded.append(model) or blocks(model))
-    monkeypatch.setattr(group, "fully_shard", counted)
+    monkeypatch.setattr(rank_group, "blocks", lambda model: loaded.append(model) or blocks(model))
+    monkeypatch.setattr(rank_group, "fully_shard", counted)
     job = training(tmp_path, (), "ppo_clip", "token_mean", offload=True)  # so that one process is a group
     trainer = PolicyTrainer(job.settings)
     weights = trainer.published(lambda found: {name: t.clone() for name, t in in_order(found)})
@@ -323,7 +323,7 @@ def test_a_checkpoint_is_what_was_published_in_the_type_that_engines_load(tiny_m
     """And nothing is gathered for it."""
     job = training(tiny_model, (5,), "ppo_clip", "token_mean")
     in_group(2, saved, replace(job, settings=replace(job.settings, dtype="bfloat16")), tmp_path)
-    published = parameters.read(tmp_path / "weights")
+    published = weight_folder.read(tmp_path / "weights")
     config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from tasks.engines.request_attention import SHORT, NewTokens, Shape, StepRequests, attend, step_requests
+from staleflow.tasks.engines.request_attention import SHORT, NewTokens, Shape, StepRequests, attend, step_requests
 
 PAGE, STRIDE, SIZE = 4, 8, 16
 """Tokens of a page, places from a page to the next, numbers of a head."""

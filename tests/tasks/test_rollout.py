@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config import actor_settings, loading
-from stores.base import LedgerState, StepRecord
-from stores.errors import ActorLost, ProtocolViolation
-from stores.ledger_entries import Ending
-from stores.trajectory import (
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.stores.errors import ActorLost, ProtocolViolation
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectory import (
     AbortReason,
     Ended,
     Fate,
@@ -26,12 +26,12 @@ from stores.trajectory import (
     Segment,
     TrajectoryId,
 )
-from tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
-from tasks.actors.server_answers import Payload, RewardItem, payload
-from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.engines.base import EngineLoad, Sampled
-from tasks.scoring import ScoredResponse
-from tasks.training.packing import PackedRows
+from staleflow.tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
+from staleflow.tasks.actors.server_messages import Payload, RewardItem, payload
+from staleflow.tasks.actors.trajectory_server import TrajectoryServer
+from staleflow.tasks.engines.base import EngineLoad, Sampled
+from staleflow.tasks.sources.reward_process import ScoredResponse
+from staleflow.tasks.training.microbatches import PackedRows
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class

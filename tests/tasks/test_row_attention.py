@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from tasks.training.logprobs import LogprobModel
-from tasks.training.packing import microbatches
-from tasks.training.row_attention import NAME, takes_rows
+from staleflow.tasks.training.logprobs import LogprobModel
+from staleflow.tasks.training.microbatches import microbatches
+from staleflow.tasks.training.packed_attention import NAME, takes_rows
 from tests.tasks.test_ranks import ragged
 
 SIZES: dict[str, Any] = {

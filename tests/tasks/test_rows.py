@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from stores.errors import ConfigError
-from tasks.columns import Columns
-from tasks.environments import SourceSettings, make_source
-from tasks.rows import Use
-from tasks.task_source import TaskSource, distinct_held_out
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
+from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.sources.dataset_rows import Use
+from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
 ROWS = [{"question": f"{i} + {i}", "label": {"value": str(2 * i)}, "level": i % 3} for i in range(20)]
 COLUMNS = Columns(prompt="question", answer="label.value")

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.seeds import ENGINE_SEED_BITS, Stream, engine_seed, generator
+from staleflow.tasks.settings.seeds import ENGINE_SEED_BITS, Stream, engine_seed, generator
 
 
 def test_engines_never_share_a_seed() -> None:

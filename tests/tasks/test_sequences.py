@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from stores.contexts import Branch, places
-from tasks.training.packing import PackedRows, Row
-from tasks.training.sequences import Sequences
-from tasks.training.settings import LossConfig
+from staleflow.stores.context_branches import Branch, places
+from staleflow.tasks.training.branch_sequences import Sequences
+from staleflow.tasks.training.microbatches import PackedRows, Row
+from staleflow.tasks.training.trainer_settings import LossConfig
 from tests.tasks.branching import branching_row
 from tests.tasks.test_numerics import trainer
 

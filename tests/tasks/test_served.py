@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from cli.serve import chat, serve
-from pipeline.offline.serving import serving_plan
-from stores.errors import ConfigError
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
-from tasks.endpoint.replies import called, called_again
-from tasks.endpoint.requests import CalledFunction, ChatMessage
-from tasks.endpoint.served import ServedPolicy
-from tasks.endpoint.server import EndpointServer
-from tasks.endpoint.settings import EndpointSettings
-from tasks.engines.base import Failed, Request, Sampled
-from tasks.texts import TokenizerTexts
+from staleflow.cli.serve import chat, serve
+from staleflow.pipeline.stored_runs.serving import serving_plan
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.tasks.endpoint.replies import called, called_again
+from staleflow.tasks.endpoint.requests import CalledFunction, ChatMessage
+from staleflow.tasks.endpoint.served_policy import ServedPolicy
+from staleflow.tasks.endpoint.server import EndpointServer
+from staleflow.tasks.engines.base import Failed, Request, Sampled
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from tests.tasks.chat_models import chat_tokenizer
 
 TEXTS = TokenizerTexts(chat_tokenizer("smollm2"))

@@ -14,15 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.names import AGGREGATION_NAMES
-from tasks.training import division_by_prompt, shared_prompts
-from tasks.training.division_by_prompt import divided_by_prompt
-from tasks.training.logprobs import LogprobModel
-from tasks.training.packing import MicroBatch, Row
-from tasks.training.policy import TrainerSettings
-from tasks.training.rank import ALONE
-from tasks.training.settings import LossConfig, TrainingConfig
-from tasks.training.shared_prompts import Layout, alike, counted, pays
+from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
+from staleflow.tasks.training import microbatch_split_by_prompt, shared_prompts
+from staleflow.tasks.training.logprobs import LogprobModel
+from staleflow.tasks.training.microbatch_split_by_prompt import divided_by_prompt
+from staleflow.tasks.training.microbatches import MicroBatch, Row
+from staleflow.tasks.training.policy import TrainerSettings
+from staleflow.tasks.training.rank import ALONE
+from staleflow.tasks.training.shared_prompts import Layout, alike, counted, pays
+from staleflow.tasks.training.trainer_settings import LossConfig, TrainingConfig
 from tests.support.rank_processes import in_group
 from tests.tasks.test_ranks import Training, check_same, ragged, train
 from tests.tasks.test_row_attention import model
@@ -185,7 +185,7 @@ def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(
         assert any(batch)
         for part in batch:
             padded = len(part) * max((prompts[i] + rests[i] for i in part), default=0)
-            assert len(part) <= 1 or padded <= division_by_prompt.PADDED * budget
+            assert len(part) <= 1 or padded <= microbatch_split_by_prompt.PADDED * budget
             assert len(part) <= 1 or count(part, same, prompts, rests) <= budget
 
 
@@ -198,13 +198,13 @@ def test_no_other_way_of_cutting_the_line_takes_less_time(groups: list[tuple[int
     same, prompts, rests = flat(groups)
     if not same:
         return
-    line = division_by_prompt._Line.of(same, prompts, rests)
+    line = microbatch_split_by_prompt._Line.of(same, prompts, rests)
 
     def price(part: Sequence[int]) -> int | None:
         tokens = count(part, same, prompts, rests)
         padded = len(part) * max(prompts[i] + rests[i] for i in part)
-        fits = tokens <= budget and padded <= division_by_prompt.PADDED * budget
-        return tokens + division_by_prompt.PASS_TOKENS if fits or len(part) == 1 else None
+        fits = tokens <= budget and padded <= microbatch_split_by_prompt.PADDED * budget
+        return tokens + microbatch_split_by_prompt.PASS_TOKENS if fits or len(part) == 1 else None
 
     prices = []
     for cuts in itertools.product([False, True], repeat=len(line.order) - 1):
@@ -212,7 +212,7 @@ def test_no_other_way_of_cutting_the_line_takes_less_time(groups: list[tuple[int
         paid = [price(line.order[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
         if None not in paid:
             prices.append(sum(p for p in paid if p is not None))
-    assert sum(line.count(part) + division_by_prompt.PASS_TOKENS for part in line.cut(budget)) == min(prices)
+    assert sum(line.count(part) + microbatch_split_by_prompt.PASS_TOKENS for part in line.cut(budget)) == min(prices)
 
 
 def test_groups_stay_whole_where_that_takes_no_more_parts() -> None:

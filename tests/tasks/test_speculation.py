@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from stores.errors import ConfigError
-from stores.trajectory import InstanceId, TrajectoryId
-from tasks.engines import drafting, transformers
-from tasks.engines.base import PromptResponses, Sampled
-from tasks.engines.drafted_steps import accepted
-from tasks.engines.settings import Speculation, TransformersSettings
-from tasks.engines.transformers import TransformersEngine
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import InstanceId, TrajectoryId
+from staleflow.tasks.engines import response_drafter, transformers
+from staleflow.tasks.engines.base import PromptResponses, Sampled
+from staleflow.tasks.engines.drafted_steps import accepted
+from staleflow.tasks.engines.engine_settings import Speculation, TransformersSettings
+from staleflow.tasks.engines.transformers import TransformersEngine
 from tests.tasks import test_engine_transformers
 from tests.tasks.engine_conformance import (
     check_that_lengths_are_obeyed,
@@ -58,7 +58,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exact], None]:
     """Have engines made from now on draft always, from this source."""
 
     def force(source: str, exact: Exact) -> None:
-        monkeypatch.setattr(drafting, "LIKELY", drafting.LIKELY)
+        monkeypatch.setattr(response_drafter, "LIKELY", response_drafter.LIKELY)
         monkeypatch.setattr(transformers, "Drafter", drafter_of(source, exact))
 
     return force
@@ -160,7 +160,7 @@ def test_a_model_with_sliding_windows_is_refused() -> None:
             cache_allocators = {"full_attention": None, "sliding_attention": None}  # noqa: RUF012
 
     with pytest.raises(ConfigError, match="sliding_attention"):
-        transformers.DraftedSteps(Processor(), drafting.Drafter(4, 4))
+        transformers.DraftedSteps(Processor(), response_drafter.Drafter(4, 4))
 
 
 @pytest.mark.slow
@@ -169,6 +169,6 @@ class TestSpeculatingTransformersEngine(test_engine_transformers.TestTransformer
 
     @pytest.fixture
     def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransformersEngine]:
-        monkeypatch.setattr(drafting, "LIKELY", 0.0)
+        monkeypatch.setattr(response_drafter, "LIKELY", 0.0)
         with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as one:
             yield one

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from stores.errors import ConfigError
-from stores.trajectory import InstanceId
-from tasks.engines import drafting
-from tasks.engines.settings import Speculation, VllmSettings
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import InstanceId
+from staleflow.tasks.engines import response_drafter
+from staleflow.tasks.engines.engine_settings import Speculation, VllmSettings
 from tests.tasks import test_engine_vllm
 from tests.tasks.engine_conformance import check_that_lengths_are_obeyed, model_settings
 from tests.tasks.speculation_checks import (
@@ -29,8 +29,8 @@ from tests.tasks.speculation_checks import (
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vllm is not installed", allow_module_level=True)
 
-from tasks.engines import vllm_drafting
-from tasks.engines.vllm import VllmEngine
+from staleflow.tasks.engines import vllm_drafting
+from staleflow.tasks.engines.vllm import VllmEngine
 
 SOURCES = ("likely", "absurd", "random", "responses")
 
@@ -53,7 +53,7 @@ def speculating(
 
 def check_source(model: Path, source: str, monkeypatch: pytest.MonkeyPatch, responses: int) -> None:
     exact = Exact(model, 0.8)
-    monkeypatch.setattr(drafting, "LIKELY", drafting.LIKELY)
+    monkeypatch.setattr(response_drafter, "LIKELY", response_drafter.LIKELY)
     monkeypatch.setattr(vllm_drafting, "Drafter", drafter_of(source, exact))
     with speculating(model, temperature=0.8) as engine:
         load = check_distribution(engine, exact, responses)
@@ -84,7 +84,7 @@ def test_greedy_responses_are_the_same_token_by_token(model: Path, monkeypatch: 
     with speculating(model, length=0) as engine:
         expected = greedy_responses(engine)
     assert len({tuple(tokens) for tokens in expected}) > 1
-    monkeypatch.setattr(drafting, "LIKELY", 0.0)
+    monkeypatch.setattr(response_drafter, "LIKELY", 0.0)
     with speculating(model) as engine:
         assert greedy_responses(engine) == expected
         load = engine.load_statistics()
@@ -102,7 +102,7 @@ class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
 
     @pytest.fixture
     def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
-        monkeypatch.setattr(drafting, "LIKELY", 0.0)
+        monkeypatch.setattr(response_drafter, "LIKELY", 0.0)
         with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as one:
             yield one
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.config import actor_settings
-from stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
-from tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
-from tasks.actors.server_answers import EpisodeState, RewardItem
-from tasks.actors.trajectory_server import TrajectoryServer
-from tasks.endpoint.turns import SampledTurn
-from tasks.engines.base import Sampled
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.scoring import ScoredResponse
-from tasks.task_source import Message, Record
+from staleflow.pipeline.config import actor_settings
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
+from staleflow.tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
+from staleflow.tasks.actors.server_messages import EpisodeState, RewardItem
+from staleflow.tasks.actors.trajectory_server import TrajectoryServer
+from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+from staleflow.tasks.rendering.task_source import Message, Record
+from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.scripted import World, server_class

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from stores import parameters
-from stores.errors import ConfigError, StoreError
-from stores.parameters import ParameterFolder
-from stores.trajectory import PolicyVersion
-from stores.weight_hash import fingerprint
-from tasks.environments import ReasoningGym, SourceSettings, extract_answer, make_reward, make_source
-from tasks.reward_part import RewardPart
-from tasks.scoring import Scorer, ScoringSettings
-from tasks.task_source import TaskSource, distinct_held_out
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
+from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
+from staleflow.tasks.sources.task_sources import ReasoningGym, SourceSettings, extract_answer, make_reward, make_source
 
 OPTIONS = {"min_terms": 2, "max_terms": 3}
 
@@ -402,7 +402,7 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 def test_weights_are_published_whole_and_fingerprinted(tmp_path: Path) -> None:
     folder = ParameterFolder(tmp_path / "w")
     held, path = folder.publish(PolicyVersion(3), tensors(0)), folder.path(PolicyVersion(3))
-    assert held == fingerprint(parameters.read(path)) == fingerprint(tensors(0)) != fingerprint(tensors(1))
+    assert held == fingerprint(weight_folder.read(path)) == fingerprint(tensors(0)) != fingerprint(tensors(1))
     assert [p.name for p in folder.folder.iterdir() if not p.name.startswith(".")] == [path.name]
 
 
@@ -419,7 +419,7 @@ def test_only_unused_old_versions_are_removed(tmp_path: Path) -> None:
 def test_a_killed_runs_folder_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from stores.parameters import ParameterFolder
+from staleflow.stores.weights.weight_folder import ParameterFolder
 import os, signal
 folder = ParameterFolder(Path({str(tmp_path)!r}) / "staleflow-dead-1")
 (folder.folder / "v00000001.safetensors").write_bytes(b"x")
@@ -427,7 +427,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     living = ParameterFolder(tmp_path / "staleflow-living-2")
     subprocess.run([sys.executable, "-c", script], check=False)
-    assert [p.name for p in parameters.sweep(tmp_path)] == ["staleflow-dead-1"]
+    assert [p.name for p in weight_folder.sweep(tmp_path)] == ["staleflow-dead-1"]
     assert [p.name for p in tmp_path.iterdir()] == ["staleflow-living-2"]
     living.remove()
 
@@ -447,16 +447,16 @@ def test_a_folder_swept_while_it_is_created_is_created_again(
             path.rmdir()
             swept.append(path)
         else:
-            swept.extend(parameters.sweep(tmp_path))
+            swept.extend(weight_folder.sweep(tmp_path))
             real(*args, **options)
 
     monkeypatch.setattr(owner, step, disturbed)
     folder = ParameterFolder(path)
     assert swept == [path]
     published = folder.publish(PolicyVersion(1), tensors(1))
-    assert fingerprint(parameters.read(folder.path(PolicyVersion(1)))) == published
-    assert parameters.sweep(tmp_path) == []
-    assert (path / parameters.OWNER).exists(), "else no sweep would find what a killed run leaves"
+    assert fingerprint(weight_folder.read(folder.path(PolicyVersion(1)))) == published
+    assert weight_folder.sweep(tmp_path) == []
+    assert (path / weight_folder.OWNER).exists(), "else no sweep would find what a killed run leaves"
     folder.remove()
 
 
@@ -466,4 +466,4 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     path = folder.path(PolicyVersion(0))
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(StoreError, match="cannot be read"):
-        parameters.read(path)
+        weight_folder.read(path)

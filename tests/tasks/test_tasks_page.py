@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import actor_settings, loading
-from tasks.environments import SourceSettings, extract_answer
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.host import Episodes, EpisodeSettings
-from tasks.episodes.limits import EnvironmentConfig
-from tasks.episodes.tools import ToolEpisode, tools_of
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.tools import ToolEpisode, tools_of
+from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer
 
 PAGE = Path("docs/tasks.md").read_text()
 

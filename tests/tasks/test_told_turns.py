@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stores.errors import ConfigError
-from stores.spool_entries import AnswerGiven, RewardDelivered, decode, encode
-from stores.trajectory import (
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.in_flight.spool_entries import AnswerGiven, RewardDelivered, decode, encode
+from staleflow.stores.trajectory import (
     FinishReason,
     Given,
     GroupId,
@@ -24,13 +24,13 @@ from stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from tasks.actors.given_answers import GivenAnswers, GivenTokens, NotRendered, newest_turn
-from tasks.actors.server_answers import SaidItem, payload
-from tasks.directions import Directions, role_of, split
-from tasks.environments import SourceSettings
-from tasks.prompts import PromptSettings, TokenizedPrompts
-from tasks.task_source import Message, Task
-from tasks.texts import TokenizerTexts
+from staleflow.tasks.actors.observation_encoder import GivenAnswers, GivenTokens, NotRendered, newest_turn
+from staleflow.tasks.actors.server_messages import SaidItem, payload
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.rendering.task_source import Message, Task
+from staleflow.tasks.rendering.turn_params import Directions, role_of, split
+from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
+from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.stores.test_in_flight import drawn, flight, resumed, routed
 from tests.stores.test_in_flight_turns import ID, sampled
 from tests.tasks.branching import branching_row

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from examples.tool_sums import ToolSums
-from pipeline.config import actor_settings, loading
-from tasks.episodes.answers import EpisodeKey
-from tasks.episodes.host import Episodes
-from tasks.task_source import Message, prompt_of
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.step_results import EpisodeKey
+from staleflow.tasks.rendering.task_source import Message, prompt_of
 
 JOB = "examples/tools.toml"
 

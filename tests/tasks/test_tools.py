@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config import actor_settings, loading
-from stores.errors import ConfigError
-from tasks.environments import EvaluationRecord
-from tasks.episodes.answers import Answer, EpisodeKey
-from tasks.episodes.calculator import calculate
-from tasks.episodes.host import Episodes, EpisodeSettings
-from tasks.episodes.limits import TOOL_NAMES
-from tasks.episodes.sandbox import MOST_OUTPUT, _reaped, run_python
-from tasks.episodes.tools import MOST_CALLS, TOOLS, tool_calls
-from tasks.task_source import Message
+from staleflow.pipeline.config import actor_settings, loading
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.environment_config import TOOL_NAMES
+from staleflow.tasks.episodes.calculator import calculate
+from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.sandbox import MOST_OUTPUT, _reaped, run_python
+from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.tools import MOST_CALLS, TOOLS, tool_calls
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.sources.task_sources import EvaluationRecord
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stores import resume_points
-from stores.errors import ActorFailed, StoreError
-from stores.resume_points import ResumePoints
-from stores.trajectory import PolicyVersion
-from stores.weight_hash import Weights as Weighed
-from stores.weight_hash import fingerprint
-from tasks.actors.calls import call
-from tasks.actors.trainer import Trainer
-from tasks.training.emulated import EmulatedTraining
-from tasks.training.packing import BatchPart, PackedRows, Row
-from tasks.training.rank import ALONE, Rank
+from staleflow.stores.errors import ActorFailed, StoreError
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights import resume_points
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.stores.weights.weight_hash import Weights as Weighed
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.actors.actor_calls import call
+from staleflow.tasks.actors.trainer import Trainer
+from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+from staleflow.tasks.training.microbatches import BatchPart, PackedRows, Row
+from staleflow.tasks.training.rank import ALONE, Rank
 
 NO_ROWS = PackedRows(
     prompt_tokens=np.empty(0, np.int32),
@@ -346,11 +346,11 @@ def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> N
 WITHOUT_TORCH = """
 import asyncio, sys
 from pathlib import Path
-from stores.parameters import ParameterFolder
-from stores.trajectory import InstanceId, PolicyVersion
-from tasks.actors.trainer import Trainer
-from tasks.actors import parameter_server, reward_worker, rollout_instance, trajectory_server
-from tasks.training.emulated import EmulatedTraining
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from staleflow.tasks.actors.trainer import Trainer
+from staleflow.tasks.actors import parameter_server, reward_worker, rollout_instance, trajectory_server
+from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from tests.tasks.test_engine_emulated import EmulatedEngine, settings
 
 async def whole(folder):

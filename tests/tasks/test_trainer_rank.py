@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from stores.errors import ActorFailed, ActorLost, ProtocolViolation
-from stores.resume_points import ResumePoints
-from stores.trajectory import PolicyVersion
-from stores.weight_hash import Weights
-from tasks.actors import trainer_rank
-from tasks.actors.calls import call
-from tasks.actors.trainer import Trainer
-from tasks.actors.trainer_rank import TrainerRank
-from tasks.training.emulated import EmulatedTraining
-from tasks.training.packing import Row
-from tasks.training.rank import ALONE, Rank
+from staleflow.stores.errors import ActorFailed, ActorLost, ProtocolViolation
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.stores.weights.weight_hash import Weights
+from staleflow.tasks.actors import trainer_rank
+from staleflow.tasks.actors.actor_calls import call
+from staleflow.tasks.actors.trainer import Trainer
+from staleflow.tasks.actors.trainer_rank import TrainerRank
+from staleflow.tasks.training.emulated_trainer import EmulatedTraining
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.rank import ALONE, Rank
 from tests.tasks.test_trainer import Server
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from stores.base import batch_fingerprint
-from stores.trajectory import Given
-from tasks.names import AGGREGATION_NAMES
-from tasks.training.loss import LOSSES, TokenLoss, Tokens
-from tasks.training.packing import Row
-from tasks.training.settings import LossConfig
+from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectory import Given
+from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
+from staleflow.tasks.training.loss import LOSSES, TokenLoss, Tokens
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.trainer_settings import LossConfig
 from tests.stores.store_conformance import ended
 from tests.tasks.test_numerics import trainer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tasks.engines.unfusing import unfused
+from staleflow.tasks.engines.unfusing import unfused
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 SHAPES = {

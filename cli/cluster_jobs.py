@@ -1,0 +1,254 @@
+"""staleflow submit | jobs | status | logs | retire | cancel"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from staleflow.cli.job import check, load_new, store_option
+
+if TYPE_CHECKING:
+    from staleflow.pipeline.cluster.connection import Where
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def cluster_options(function: Command) -> Command:
+    """Decorator: options that name a cluster and its TLS files; the command receives them as `where`."""
+
+    def named(
+        *args: Any, scheduler: str, scheduler_file: str, tls_ca_file: str, tls_cert: str, tls_key: str, **kwargs: Any
+    ) -> Any:
+        from staleflow.pipeline.cluster.connection import Where, security_of
+
+        security = security_of(tls_ca_file, tls_cert, tls_key)
+        where = Where(address=scheduler, scheduler_file=scheduler_file, security=security)
+        return function(*args, where=where, **kwargs)
+
+    named.__doc__, named.__name__ = function.__doc__, function.__name__
+    named.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+    for option, doc in reversed(
+        (
+            ("--scheduler", "Scheduler address, such as tcp://host:8786; Dask's configuration by default."),
+            ("--scheduler-file", "File written by `dask scheduler --scheduler-file`."),
+            ("--tls-ca-file", "CA certificate of a cluster with TLS, a PEM file."),
+            ("--tls-cert", "Client certificate, a PEM file."),
+            ("--tls-key", "Private key of the client certificate, a PEM file."),
+        )
+    ):
+        named = click.option(option, default="", help=doc)(named)
+    return named  # type: ignore[return-value]
+
+
+@click.command("submit")
+@click.argument("config_path", metavar="CONFIG", type=click.Path())
+@click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
+@click.option("--name", default="", help="Name of the run; the same as --set name=NAME.")
+@store_option
+@click.option("--json", "as_json", is_flag=True, help="Print the job as JSON.")
+@cluster_options
+def submit(config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, where: Where) -> None:
+    """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
+    if name:
+        overrides = (*overrides, f"name={name}")
+    if store:
+        overrides = (*overrides, f"store={store}")
+    config = load_new(config_path, overrides)
+    check(config, here=False)
+    from staleflow.pipeline.jobs import submission
+
+    print_submitted(asyncio.run(submission.submit(config, where)), as_json=as_json)
+
+
+def print_submitted(job: dict[str, Any], *, as_json: bool) -> None:
+    """Print a submitted job's id to stdout, and the next commands to stderr."""
+    if as_json:
+        click.echo(json.dumps(job, indent=2))
+        return
+    id = job["id"]
+    click.echo(id)
+    click.echo(f"folder: {job['run_dir']}; staleflow status {id}, staleflow logs {id} -f", err=True)
+    if job["state"] == "waiting" and job["why"]:
+        click.echo(f"waiting: {job['why']}", err=True)
+
+
+@click.command("jobs")
+@click.option("--all", "show_all", is_flag=True, help="Also list jobs that ended more than a day ago.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@cluster_options
+def list_jobs(show_all: bool, as_json: bool, where: Where) -> None:
+    """List the jobs of a cluster: those that wait or run, and those that ended within the last day."""
+    from staleflow.pipeline.cluster import job_lookup, job_registry
+
+    async def ask() -> list[dict[str, Any]]:
+        async with where.connected() as client:
+            jobs: list[dict[str, Any]] = await job_registry.ask(client, "jobs")
+            return jobs
+
+    found = asyncio.run(ask())
+    jobs = found if show_all else job_lookup.recent(found, time.time())
+    if as_json:
+        click.echo(json.dumps(jobs, indent=2))
+        return
+    if not found:
+        click.echo("no jobs; `staleflow submit CONFIG` submits one")
+    for job in jobs:
+        click.echo(_row(job))
+    if len(jobs) < len(found):
+        click.echo(f"{len(found) - len(jobs)} ended more than a day ago; --all lists them too", err=True)
+
+
+@click.command("status")
+@click.argument("id")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@cluster_options
+def status(id: str, as_json: bool, where: Where) -> None:
+    """Show a job's progress: step, reward, staleness, throughput, instances, and what it waits for."""
+    from staleflow.pipeline.cluster import job_lookup, job_registry
+
+    async def ask() -> job_lookup.Match:
+        async with where.connected() as client:
+            return job_lookup.matching(await job_registry.ask(client, "jobs"), id)
+
+    found = asyncio.run(ask())
+    job = found.job
+    if found.note:
+        click.echo(found.note, err=True)
+    if as_json:
+        click.echo(json.dumps(job, indent=2))
+        return
+    click.echo(_row(job))
+    for line in _details(job):
+        click.echo(f"  {line}")
+
+
+@click.command("logs")
+@click.argument("id")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing until the job has ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print each line as a JSON object with time and text.")
+@cluster_options
+def logs(id: str, follow: bool, as_json: bool, where: Where) -> None:
+    """Print a job's log. Of several with that name it is that of the one that has not ended, or of the newest. Exit
+    code 1 if a followed job fails."""
+    from staleflow.pipeline.cluster import job_lookup, job_registry
+
+    async def show() -> str:
+        async with where.connected() as client:
+            found = job_lookup.matching(await job_registry.ask(client, "jobs"), id)
+            if found.note:
+                click.echo(found.note, err=True)
+            job = found.job["id"]
+            async for line in job_lookup.follow(client, job, forever=follow):
+                clock, _, text = line.partition("  ")
+                click.echo(json.dumps({"id": job, "time": clock, "text": text}) if as_json else line)
+            return str((await job_lookup.find(client, job))["state"])
+
+    if asyncio.run(show()) == "failed" and follow:
+        sys.exit(1)
+
+
+@click.command("cancel")
+@click.argument("id")
+@click.option("--json", "as_json", is_flag=True, help="Print the job as JSON, with its state before.")
+@cluster_options
+def cancel(id: str, as_json: bool, where: Where) -> None:
+    """Stop a job at its next step, or at once if it waits. What it has done is stored; `staleflow resume` continues
+    from there."""
+    from staleflow.pipeline.cluster import job_lookup, job_registry
+
+    async def ask() -> tuple[dict[str, Any], str]:
+        async with where.connected() as client:
+            job = job_lookup.the_one(await job_registry.ask(client, "jobs"), id)
+            state = await job_registry.ask(client, "stop", id=job["id"], why="cancelled")
+            return await job_lookup.find(client, job["id"]), state
+
+    job, state = asyncio.run(ask())
+    if as_json:
+        click.echo(json.dumps(job | {"state_before": state}, indent=2))
+    elif state in job_registry.ENDED:
+        click.echo(f"{job['id']} has ended already: {state}")
+    elif job["state"] in job_registry.ENDED:
+        click.echo(f"{job['id']} waited and is cancelled; it held no workers")
+    else:
+        click.echo(f"{job['id']} stops at its next step; `staleflow resume {job['run_dir']}` continues it")
+
+
+@click.command("retire")
+@click.argument("id")
+@click.argument("worker")
+@cluster_options
+def retire(id: str, worker: str, where: Where) -> None:
+    """Have a job give up one of its rollout instances: WORKER is its name, or the name or address of its worker. What
+    it samples goes on elsewhere from the tokens it has; then the worker leaves the cluster. Nothing is lost."""
+    from staleflow.pipeline.cluster import job_lookup, job_registry
+    from staleflow.stores.errors import ConfigError
+
+    async def ask() -> tuple[str, str]:
+        async with where.connected() as client:
+            job = job_lookup.the_one(await job_registry.ask(client, "jobs"), id)["id"]
+            return job, str(await job_registry.ask(client, "retire", id=job, worker=worker))
+
+    job, state = asyncio.run(ask())
+    if state != "running":
+        raise ConfigError(f"{job} is {state}: only a running job can give up a worker")
+    click.echo(f"{job} gives up {worker}; `staleflow logs {job} -f` says when it has left")
+
+
+def _row(job: dict[str, Any]) -> str:
+    last, status = job["last"], job["status"]
+    done = int(last["step"]) + 1 if last else 0
+    parts = [f"{job['id']:<24}", f"{job['state']:<8}", f"step {done}/{job['steps']}"]
+    if last:
+        parts.append(f"reward {last['reward']:.3f}")
+    if job["state"] == "running":
+        parts.append(f"{status.get('doing', '')}")
+        if status.get("evaluating"):
+            parts.append(status["evaluating"])
+    elif job["why"]:
+        parts.append(job["why"])
+    if job["state"] in ("running", "waiting") and job["reported_at"]:
+        since_report_s = time.time() - job["reported_at"]
+        if since_report_s > 10:
+            parts.append(f"(no report for {since_report_s:.0f} s)")
+    return "  ".join(parts)
+
+
+def _details(job: dict[str, Any]) -> list[str]:
+    last, status = job["last"], job["status"]
+    lines = [f"folder {Path(job['run_dir'])}"]
+    if last:
+        lines.append(
+            f"staleness {last['staleness_mean']:.2f} (max {last['staleness_max']:.0f}), "
+            f"{last['tokens_per_s']:.0f} tokens/s, length {last['response_mean']:.0f}, loss {last['loss']:+.4f}, "
+            f"train {last['train_s']:.1f} s, wait {last['wait_s']:.1f} s per step"
+        )
+    if status:
+        acting = f"{status['num_acting']} acting, " if status.get("num_acting") else ""
+        lines.append(
+            f"{status['num_queued']} queued, {status['num_running']} sampling, {acting}"
+            f"{status['num_scoring']} scoring; "
+            f"staleness in flight {status['staleness_in_flight']:.2f}, in queue {status['staleness_in_queue']:.2f}"
+        )
+        lines += status.get("evaluated", ())
+        if status.get("fleet"):
+            lines.append(status["fleet"])
+        lines += [
+            f"{one['instance']:<14} v{one['version']}{' pulling' if one['pulling'] else ''}  "
+            f"{one['num_running']}/{one['max_running']} running, {one['kv_tokens']}/{one['kv_capacity']} KV tokens"
+            for one in status["instances"]
+        ]
+        lines += [
+            f"{host['host']:<14} {host['num_acting']} acting, {host['places']} places"
+            for host in status.get("environments", ())
+        ]
+        lines += [f"lost: {loss}" for loss in status["losses"]]
+    if job["stop"] and job["state"] in ("running", "waiting"):
+        lines.append(f"stop requested: {job['stop']}")
+    return lines

@@ -1,0 +1,200 @@
+"""staleflow store reprocess | diff | rescore-logprobs | export: work on a stored run, with Dask."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from staleflow.cli.cluster_jobs import cluster_options
+from staleflow.cli.output import claim_folder
+from staleflow.cli.stored import open_store, print_errors, progress_bar, quiet_libraries, run_folder, selection_option
+
+if TYPE_CHECKING:
+    from staleflow.pipeline.cluster.connection import Where
+    from staleflow.stores.trajectories.versioned import VersionedStore
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def worker_options(function: Command) -> Command:
+    """Decorator: options of the commands that process a run on Dask workers."""
+    for option in (
+        cluster_options,
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option(
+            "--workers",
+            type=click.IntRange(1, 1024),
+            default=2,
+            show_default=True,
+            help="Local worker processes, unless a cluster is named.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def refuse_branch(store: VersionedStore, branch: str) -> None:
+    """Raise ConfigError if a store cannot have a new branch of that name."""
+    from staleflow.stores.trajectories import derived_branches
+
+    derived_branches.refuse(store.path, branch)
+
+
+@click.command("reprocess")
+@click.argument("run", type=click.Path())
+@click.option("--reward", default="", help="task, math_verify, path/to/file.py:name, or module:name; else the job's.")
+@click.option(
+    "--set", "changes", metavar="KEY=VALUE", multiple=True, help="Change [reward] or task.answer_pattern of the job."
+)
+@click.option("--branch", required=True, help="Name of the new branch for the rewards.")
+@worker_options
+def reprocess(
+    run: str, reward: str, changes: tuple[str, ...], branch: str, workers: int, as_json: bool, where: Where
+) -> None:
+    """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
+    if not (reward or changes):
+        raise click.UsageError("name the reward: --reward FUNCTION, or --set reward.KEY=VALUE for what changes of it")
+    quiet_libraries()
+    run_dir = run_folder(run)
+    refuse_branch(open_store(run_dir), branch)  # before imports that take seconds
+    from staleflow.pipeline.recovery.run_folder import only_here
+    from staleflow.pipeline.stored_runs import reward_rescoring
+    from staleflow.pipeline.stored_runs.pool import pool_at
+
+    reward_rescoring.refuse(run_dir, reward, branch, changes)
+    with only_here(run_dir), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
+        result = reward_rescoring.reprocess(run_dir, reward, branch, pool, progress, changes)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        click.echo(
+            f"branch {branch}: {result.scored} responses of {result.rows} trajectories scored; mean reward of those "
+            f"trained on: {result.mean_before:.3f} -> {result.mean_after:.3f}"
+        )
+        rest = "the rest is stored" if len(result.errors) < result.scored else "there is no other"
+        print_errors(result.errors, f"could not be scored; {rest}")
+        click.echo(f"see: staleflow store diff {run} main {branch}")
+    if result.errors:
+        sys.exit(1)
+
+
+@click.command("diff")
+@click.argument("run", type=click.Path())
+@click.argument("first")
+@click.argument("second")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def diff(run: str, first: str, second: str, as_json: bool) -> None:
+    """Compare the rewards of the same trajectories on two branches."""
+    run_dir = run_folder(run)
+    open_store(run_dir)
+    from staleflow.pipeline.stored_runs.branch_diff import difference
+
+    result = difference(run_dir, first, second)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+        return
+    click.echo(
+        f"{result.trajectories} trajectories trained on: {result.changed} rewards differ, mean {result.mean[0]:.3f} in "
+        f"{first}, {result.mean[1]:.3f} in {second}"
+    )
+    widest = max((max(m, n) for _, m, n in result.histogram), default=1)
+    for edge, m, n in result.histogram:
+        click.echo(
+            f"  from {edge:7.3f}  {m:7} {'#' * round(20 * m / widest):<20}  {n:7} {'#' * round(20 * n / widest)}"
+        )
+    for what, groups in (
+        ("order of members flipped", result.flipped),
+        (f"signal in {second} only", result.gained),
+        (f"signal in {first} only", result.lost),
+    ):
+        some = ", ".join(map(str, groups[:8])) + (", ..." if len(groups) > 8 else "")
+        click.echo(f"  {len(groups):6} of {result.groups} groups: {what}{f' ({some})' if groups else ''}")
+
+
+@click.command("rescore-logprobs")
+@click.argument("run", type=click.Path())
+@click.option("--model", required=True, help="Folder of a checkpoint, or a hub name.")
+@click.option(
+    "--branch", default="", help="Store the logprobs on a new branch; `store show --branch` colours tokens by them."
+)
+@selection_option
+@worker_options
+def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
+    """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
+    quiet_libraries()
+    run_dir = run_folder(run)
+    store = open_store(run_dir)
+    if branch:
+        refuse_branch(store, branch)
+    from staleflow.pipeline.recovery.run_folder import only_here
+    from staleflow.pipeline.stored_runs import logprob_recompute
+    from staleflow.pipeline.stored_runs.pool import pool_at
+
+    logprob_recompute.refuse(run_dir, model, branch, selection)
+    # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
+    alone = only_here(run_dir) if branch else contextlib.nullcontext()
+    with alone, pool_at(where, workers, model=True) as pool, progress_bar("read", quiet=as_json) as progress:
+        result = logprob_recompute.rescore(run_dir, model, pool, branch=branch, where=selection, progress=progress)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        click.echo(f"logprobs of {result.rows} responses of {run} under {model}")
+        click.echo(
+            f"{'staleness':>14} {'trajectories':>12} {'tokens':>9} {'KL, nats':>10} {'ESS tokens':>10} "
+            f"{'responses':>9} {'clipped':>8} {'mean |log r|':>12} {'largest':>8}"
+        )
+        for row in result.by_staleness:
+            lag = "not trained on" if row.staleness < 0 else str(row.staleness)
+            click.echo(
+                f"{lag:>14} {row.trajectories:12} {row.tokens:9} {row.kl:10.3g} {row.ess_tokens:10.1%} "
+                f"{row.ess_sequences:9.1%} {row.clipped:8.1%} {row.distance:12.3g} {row.farthest:8.3g}"
+            )
+        print_errors(result.errors, "could not be read; the rest is counted")
+        if branch:
+            click.echo(f"see: staleflow store show {run} --branch {branch} --worst 3")
+    if result.errors:
+        sys.exit(1)
+
+
+@click.command("export")
+@click.argument("run", type=click.Path())
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(["parquet", "jsonl", "hf"]),
+    help="Format; hf: a folder for datasets.load_dataset.",
+)
+@click.option(
+    "--out", default="", help="Output folder (a file for jsonl); NAME.parquet, NAME.jsonl or NAME.hf by default."
+)
+@click.option("--branch", default="main", show_default=True, help="Branch whose rewards to use.")
+@selection_option
+@worker_options
+def export(run: str, to: str, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
+    """Export trajectories, as texts and tokens, for other tools."""
+    quiet_libraries()
+    run_dir = run_folder(run)
+    open_store(run_dir, branch=branch)
+    from staleflow.pipeline.stored_runs import exporting
+    from staleflow.pipeline.stored_runs.pool import pool_at
+
+    path = Path(out or f"{run_dir.resolve().name}.{to}")
+    exporting.refuse(run_dir, to, path, branch, selection)
+    claim_folder(path.parent, "--out")
+    with pool_at(where, workers) as pool, progress_bar("written", quiet=as_json) as progress:
+        result = exporting.export(run_dir, to, path, pool, branch=branch, where=selection, progress=progress)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(result), indent=2))
+    else:
+        files = f"{result.files} file{'s' if result.files != 1 else ''}"
+        click.echo(f"{result.path}: {result.rows} trajectories, {result.bytes / 2**20:.1f} MiB in {files}")
+        print_errors(result.errors, "could not be read and were left out")
+    if result.errors:
+        sys.exit(1)

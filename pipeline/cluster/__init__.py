@@ -1,0 +1,1 @@
+"""Jobs on a shared Dask cluster: queue, workers, scheduler plugin, dashboard page."""

@@ -1,0 +1,202 @@
+"""Connecting to a Dask scheduler: by address, scheduler file or Dask's configuration, with TLS where it is required."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dask
+from distributed import Client, Security
+from distributed.comm.addressing import normalize_address, parse_address, parse_host_port
+
+from staleflow.pipeline.cluster.plugin import ensure
+from staleflow.pipeline.cluster.port_probe import PORT, Found, look_at, resolve
+from staleflow.stores.errors import ConfigError
+
+UNREACHABLE = (OSError, TimeoutError, ValueError, RuntimeError, MemoryError)
+"""Exceptions raised where no scheduler answers, or what is none: RuntimeError if only the client uses TLS, MemoryError
+if an answer is no message of Dask's."""
+CONNECT_S = 7.0
+"""Seconds within which a scheduler must answer: with the start of a command they are less than ten."""
+PATIENT_S = 60.0
+"""The same for a process on the scheduler's own cluster, which knows that there is one: it may be busy."""
+SUSPECT_S = 1.5
+"""Seconds without an answer after which something else may listen there."""
+CLOSE_S = 1.0
+"""Seconds a client that is given up may take to close."""
+FILE_POLL_S = 0.1
+"""Seconds between two looks for a scheduler file that is not there yet."""
+SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "ucx")
+NETWORK = ("tcp", "tls")
+"""Those of `SCHEMES` whose addresses have a host and a port that can be looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """A Dask cluster, as the command line or a job file names it: by address, by scheduler file, or by Dask's
+    configuration. security: Dask's, for a cluster with TLS."""
+
+    address: str = ""
+    scheduler_file: str = ""
+    security: Any = None
+
+    @property
+    def named(self) -> bool:
+        """Whether any cluster is named, here or in Dask's own configuration."""
+        return bool(self.address or self.scheduler_file or dask.config.get("scheduler-address", None))
+
+    async def client(
+        self,
+        *,
+        direct_to_workers: bool = False,
+        as_default: bool = True,
+        file_within_s: float = 0.0,
+        within_s: float = CONNECT_S,
+    ) -> Any:
+        """An asynchronous client with the board on its scheduler. as_default: whether Dask's functions in this process
+        use it from now on. file_within_s: how long a scheduler file may take to appear. within_s: how long the
+        scheduler may take to answer. Raises ConfigError with a one-line message if it does not."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + file_within_s
+        while self.scheduler_file and not Path(self.scheduler_file).is_file() and loop.time() < deadline:
+            await asyncio.sleep(FILE_POLL_S)
+        address = self._address()
+        options = {"direct_to_workers": direct_to_workers, "set_as_default": as_default, "security": self.security}
+        try:
+            return await _connect(address, within_s, options)
+        except ConfigError:
+            raise
+        except UNREACHABLE as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ConfigError(f"no scheduler at {address}: {reason}") from error
+
+    @contextlib.asynccontextmanager
+    async def connected(self, within_s: float = CONNECT_S) -> AsyncIterator[Any]:
+        """`client` for the duration of a block, without becoming the default client of this process."""
+        client = await self.client(as_default=False, within_s=within_s)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[Any]:
+        """A synchronous client for the duration of a block. Raises ConfigError like `client`."""
+        asyncio.run(self._answers())  # a synchronous client would wait for ever for what is no scheduler
+        with Client(self._address(), timeout=CONNECT_S, security=self.security) as client:
+            yield client
+
+    async def _answers(self) -> None:
+        async with self.connected():
+            pass
+
+    def _address(self) -> str:
+        """The scheduler's address. Raises ConfigError if none is named, or what is named cannot be right."""
+        if not self.named:
+            raise ConfigError("no cluster given; name it with --scheduler, --scheduler-file or DASK_SCHEDULER_ADDRESS")
+        address = self.address
+        if self.scheduler_file:
+            if address:
+                raise ConfigError("both --scheduler and --scheduler-file are given; name the cluster by one of them")
+            address = _address_in(self.scheduler_file)
+        address = str(normalize_address(str(address or dask.config.get("scheduler-address"))))
+        scheme = address.partition("://")[0]
+        if scheme in ("http", "https"):
+            raise ConfigError(
+                f"no scheduler at {address}: this is the address of a web page, such as Dask's dashboard; a "
+                f"scheduler's is tcp://HOST:{PORT}"
+            )
+        try:
+            if scheme not in SCHEMES:
+                raise ValueError(f"unknown protocol {scheme}")
+            port = parse_host_port(address)[1] if scheme in NETWORK else PORT
+            if not 0 < port < 2**16:
+                raise ValueError(f"there is no port {port}")
+        except ValueError as error:
+            raise ConfigError(f"{address!r} is no scheduler address ({error}); one is tcp://HOST:{PORT}") from error
+        has_tls = self.security is not None or dask.config.get("distributed.comm.tls.ca-file")
+        if scheme == "tls" and not has_tls:
+            raise ConfigError(f"{address} requires TLS; pass --tls-ca-file, --tls-cert and --tls-key")
+        return address
+
+
+async def _connect(address: str, within_s: float, options: dict[str, Any]) -> Any:
+    """A client of the scheduler at an address. If none answers soon, looks what is there: a scheduler may be busy, and
+    is given `PATIENT_S`. Raises ConfigError, and what Dask raises."""
+    scheme, _ = parse_address(address)
+    host, port = parse_host_port(address) if scheme in NETWORK else ("", 0)
+    until = asyncio.get_running_loop().time() + within_s
+    if host and (why := await resolve(host)):
+        raise ConfigError(f"no scheduler at {address}: {why}")
+    client = Client(address, asynchronous=True, timeout=within_s + PATIENT_S, **options)
+    starting = asyncio.ensure_future(_started(client, address))
+    found = Found()
+    try:
+        await asyncio.wait({starting}, timeout=SUSPECT_S)
+        if host and (not starting.done() or starting.exception() is not None):
+            found = await look_at(host, port, tls=scheme == "tls")
+            if found.mistake:
+                raise ConfigError(f"no scheduler at {address}: {found.mistake}")
+        async with asyncio.timeout_at(until + (PATIENT_S if found.dask else 0.0)):
+            return await starting
+    except BaseException as error:
+        starting.cancel()
+        await asyncio.wait({starting, asyncio.ensure_future(client.close())}, timeout=CLOSE_S)
+        if isinstance(error, TimeoutError):
+            raise ConfigError(f"no scheduler at {address}: {found.why} (waited {within_s:g} s)") from error
+        raise
+
+
+async def _started(client: Any, address: str) -> Any:
+    try:
+        await client
+    except (TypeError, AttributeError, KeyError, AssertionError) as error:
+        raise ConfigError(
+            f"no scheduler at {address}: another part of Dask answers there, such as a worker, or a scheduler "
+            f"of a version that this one does not understand ({error})"
+        ) from error
+    await ensure(client)
+    return client
+
+
+def _address_in(scheduler_file: str) -> str:
+    """The address in a scheduler file. Raises ConfigError."""
+    try:
+        content = json.loads(Path(scheduler_file).read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"scheduler file {scheduler_file}: {error.strerror}; `dask scheduler --scheduler-file` writes one"
+        ) from error
+    except ValueError:
+        content = None
+    address = content.get("address") if isinstance(content, dict) else None
+    if not address or not isinstance(address, str):
+        raise ConfigError(f"scheduler file {scheduler_file}: not written by a scheduler")
+    return address
+
+
+def security_of(ca_file: str, cert: str, key: str) -> Any:
+    """Dask's security from PEM files; None without any, in which case Dask's own configuration applies."""
+    if not (ca_file or cert or key):
+        return None
+    for option, path in (("--tls-ca-file", ca_file), ("--tls-cert", cert), ("--tls-key", key)):
+        if not Path(path).is_file():
+            raise ConfigError(f"{option} {path}: no such file; with TLS all three are needed")
+    return Security(tls_ca_file=ca_file, tls_client_cert=cert, tls_client_key=key, require_encryption=True)
+
+
+def client_security(security: Any) -> Any:
+    """A worker's security for use by a client: a worker started with --tls-cert has a certificate for workers only."""
+    if security is None or not security.tls_worker_cert or security.tls_client_cert:
+        return security
+    return Security(
+        tls_ca_file=security.tls_ca_file,
+        tls_client_cert=security.tls_worker_cert,
+        tls_client_key=security.tls_worker_key,
+        require_encryption=security.require_encryption,
+    )

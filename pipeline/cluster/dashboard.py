@@ -1,0 +1,467 @@
+"""The staleflow page of the Dask dashboard, its JSON routes and its Prometheus metrics. In the scheduler's process.
+
+A view only: it reads what runs have reported to the board and decides nothing. It costs the scheduler's event loop
+nothing while nobody looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from bokeh.layouts import column, row
+from bokeh.models import (
+    BasicTicker,
+    ColumnDataSource,
+    DataRange1d,
+    DataTable,
+    Div,
+    HoverTool,
+    Legend,
+    LegendItem,
+    Range1d,
+    TableColumn,
+    Whisker,
+)
+from bokeh.plotting import figure
+from distributed.dashboard.components.scheduler import env
+from distributed.dashboard.core import BokehApplication
+from distributed.dashboard.scheduler import template_variables
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from tornado import web
+from tornado.ioloop import IOLoop
+
+from staleflow.pipeline.cluster import run_pages
+from staleflow.pipeline.cluster.downsampling import SMOOTH, columns
+from staleflow.pipeline.cluster.job_registry import Board, Job
+from staleflow.stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind, axis
+
+REFRESH_MS = 500
+"""Milliseconds between refreshes: as often as runs report."""
+BY_LAG = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
+"""Colours by version lag: fresh is green, four versions behind or more is red."""
+EMPTY = "#ececec"
+ACTS = "#8c6bb1"
+"""Colour of what waits for an environment."""
+STATE_COLOURS = {
+    "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
+}  # fmt: skip
+PLOTS = {
+    "reward": {"reward": "#08519c"},
+    "loss": {"loss": "#6a51a3"},
+    "gradient norm": {"grad_norm": "#a63603"},
+    "logprob mismatch": {"mismatch_mean": "#08519c", "mismatch_max": "#d6301f"},
+    "failed rewards": {"reward_errors": "#d6301f"},
+    "staleness": {
+        "staleness_mean": "#08519c", "staleness_max": "#d6301f", "staleness_in_flight": "#807dba",
+        "staleness_in_queue": "#f08a24",
+    },
+    "response length": {"response_mean": "#1b7837", "response_max": "#7fbf7b"},
+    "throughput": {"tokens_per_s": "#08519c"},
+}  # fmt: skip
+"""Plots over steps, by title: metrics and the colours of their lines."""
+METRICS_SHOWN = tuple(name for series in PLOTS.values() for name in series)
+EMPTY_HISTORY = columns([], METRICS_SHOWN)
+HELD_OUT = {"sampled": ("circle", "#d94801"), "greedy": ("diamond", "#1b7837")}
+"""Held-out rewards in the plot of rewards: marker and colour."""
+NARROWEST = 330
+"""Least width of a plot, pixels: on a phone they stand one below the other."""
+WIDE = {"flex": f"1 1 {NARROWEST}px"}
+RAW = ("staleness_max",)
+"""Metrics whose raw values are drawn even where there are many lines: the bound is about them."""
+RAW_ALPHA = 0.25
+"""Opacity of raw values behind their smooth line."""
+
+
+def add_to(scheduler: Any, board: Board) -> None:
+    """Add the page, its tab and its routes to a scheduler's dashboard, if it has one."""
+    application = getattr(scheduler, "http_application", None)
+    if application is None or "dashboard" not in getattr(scheduler, "services", {"dashboard": None}):
+        return
+    variables = template_variables(scheduler)
+    if "staleflow" not in variables["pages"]:
+        variables["pages"].append("staleflow")  # one list, which every page's navigation reads
+    pages = {"/staleflow": lambda server, extra, doc: page(board, extra, doc)}
+    bokeh = BokehApplication(pages, scheduler, template_variables=variables)
+    application.add_application(bokeh)
+    bokeh.initialize(IOLoop.current())
+    bokeh.start()
+    application.add_handlers(
+        r".*",
+        [(r"/staleflow/jobs\.json", Jobs, {"board": board}), (r"/staleflow/job/(.+)\.json", OneJob, {"board": board})],
+    )
+    run_pages.add_to(scheduler, board)
+    export_metrics(board)
+
+
+# -- JSON and Prometheus ---------------------------------------------------------------------------------------------
+
+
+class Jobs(web.RequestHandler):
+    """All jobs, without their histories."""
+
+    def initialize(self, board: Board) -> None:
+        self._board = board
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "application/json")
+        self.write(json.dumps(self._board.all_jobs()))
+
+
+class OneJob(Jobs):
+    """A job with the metrics of all its steps."""
+
+    def get(self, id: str) -> None:  # type: ignore[override]
+        job = self._board.jobs.get(id)
+        if job is None:
+            raise web.HTTPError(404, f"no job {id}")
+        self.set_header("Content-Type", "application/json")
+        self.write(json.dumps(job.plain() | {"steps": list(job.history.values())}))
+
+
+class JobsCollector(Collector):
+    """Prometheus metrics of all boards in this process; tests and notebooks may start several schedulers in one."""
+
+    boards: ClassVar[weakref.WeakSet[Board]] = weakref.WeakSet()
+
+    def collect(self) -> Iterable[Metric]:
+        jobs = [job for board in self.boards for job in board.jobs.values()]
+        for metric in (m for m in METRICS if m.exported):
+            kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+            family = kind(f"{PREFIX}{metric.exported}", metric.help, labels=["job"])
+            for job in jobs:
+                values = last(job) if metric.kind is Kind.STEP else {**job.status, "step": len(job.history)}
+                if (number := values.get(metric.name)) is not None:
+                    family.add_metric([job.id], float(number))
+            yield family
+
+
+def export_metrics(board: Board) -> None:
+    """Add jobs to /metrics, which shows this process's registry."""
+    if not JobsCollector.boards:
+        with contextlib.suppress(ValueError):  # already registered by an earlier scheduler
+            REGISTRY.register(JobsCollector())
+    JobsCollector.boards.add(board)
+
+
+def last(job: Job) -> Mapping[str, float]:
+    """Metrics of a job's last step; empty without any."""
+    return next(reversed(job.history.values()), {})
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(board: Board, extra: Mapping[str, Any], doc: Any) -> None:
+    """The document for one viewer: of the job named in its address (?job=ID), or of the latest job."""
+    arguments = doc.session_context.request.arguments if doc.session_context else {}
+    (wanted,) = arguments.get("job", [b""])
+    view = View(board, wanted.decode())
+    view.update()
+    doc.title = "Dask: staleflow"
+    doc.add_root(view.root)
+    doc.template = env.get_template("simple.html")
+    doc.template_variables.update(extra)
+    doc.add_periodic_callback(view.update, REFRESH_MS)
+
+
+class View:
+    """The page that one viewer sees."""
+
+    def __init__(self, board: Board, wanted: str) -> None:
+        self._board = board
+        self._wanted = wanted
+        self._shown = ("", -1)
+        self._tokens: tuple[float, Mapping[str, int]] = (0.0, {})
+        self._rates: dict[str, float] = {}
+        self._head = Div(sizing_mode="stretch_width")
+        self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
+        self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
+        self._history = ColumnDataSource(dict(EMPTY_HISTORY))
+        self._bound = ColumnDataSource({"step": [], "bound": []})
+        self._held_out = {
+            name: ColumnDataSource({"version": [], "reward": [], "low": [], "high": []}) for name in HELD_OUT
+        }
+        self._drops = ColumnDataSource({name: [] for name in ("why", "count")})
+        self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
+        self._buffers = self._buffer_plot()
+        self._instances = self._instance_plot()
+        self._reasons = figure(
+            title="trajectories dropped, by reason", y_range=["none"], x_range=DataRange1d(start=0),
+            height=220, toolbar_location=None, sizing_mode="stretch_width", styles=WIDE,
+        )  # fmt: skip
+        self._reasons.hbar(y="why", right="count", height=0.6, color="#8c6bb1", source=self._drops)
+        table = DataTable(
+            source=self._decisions, height=220, index_position=None, sizing_mode="stretch_width",
+            styles=WIDE,
+            columns=[
+                TableColumn(field="at", title="at, s", width=70),
+                TableColumn(field="who", title="trajectory", width=80),
+                TableColumn(field="what", title="decision", width=360), TableColumn(field="cause", title="cause"),
+            ],
+        )  # fmt: skip
+        lines = [self._lines(title, series) for title, series in PLOTS.items()]
+        wrapped = {"flex-wrap": "wrap"}
+        self.root = column(
+            self._head,
+            row(self._buffers, self._instances, sizing_mode="stretch_width", styles=wrapped),
+            row(*lines, sizing_mode="stretch_width", styles=wrapped),
+            row(self._reasons, table, sizing_mode="stretch_width", styles=wrapped),
+            sizing_mode="stretch_width",
+        )
+
+    # -- what is drawn -------------------------------------------------------------------------------------------
+
+    def _buffer_plot(self) -> Any:
+        plot = figure(
+            title="staleness buffers: the groups of each coming step", height=240, toolbar_location=None,
+            styles=WIDE, sizing_mode="stretch_width", y_range=Range1d(0, 1), x_range=Range1d(0, 1),
+        )  # fmt: skip
+        plot.rect(
+            x="x",
+            y="y",
+            width=0.9,
+            height=0.8,
+            fill_color="colour",
+            line_color="line",
+            line_width=2,
+            source=self._slots,
+        )
+        plot.add_tools(HoverTool(tooltips="@what"))
+        plot.xaxis.axis_label = "place"
+        plot.xaxis.ticker = whole_numbers()
+        plot.yaxis.axis_label = "step"
+        plot.grid.visible = False
+        return plot
+
+    def _instance_plot(self) -> Any:
+        plot = figure(
+            title="instances: running trajectories (bar), KV cache (line); environment hosts: acting ones",
+            height=240, toolbar_location=None, styles=WIDE,
+            sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
+        )  # fmt: skip
+        plot.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
+        plot.scatter(x="kv", y="y", marker="dash", angle=1.5708, size=26, color="#222222", source=self._lanes)
+        plot.text(x=1.02, y="y", text="text", text_baseline="middle", text_font_size="11px", source=self._lanes)
+        plot.xaxis.axis_label = "share of max_running, of kv_tokens, of environment.concurrency"
+        return plot
+
+    def _lines(self, what: str, series: Mapping[str, str]) -> Any:
+        plot = figure(
+            title=axis(what, *series), height=250, toolbar_location=None, sizing_mode="stretch_width",
+            min_width=NARROWEST, tools="xwheel_zoom,xpan,reset", x_axis_label="step", styles=WIDE,
+        )  # fmt: skip
+        plot.xaxis.ticker = whole_numbers()
+        plot.y_range = DataRange1d(range_padding=0.15)
+        entries = []
+        for name, colour in series.items():
+            if name in RAW or len(series) <= 2:
+                plot.line(x="step", y=name, color=colour, line_width=1, line_alpha=RAW_ALPHA, source=self._history)
+            smooth = plot.line(x="step", y=SMOOTH + name, color=colour, line_width=2, source=self._history)
+            entries.append(LegendItem(label=STEP[name].label, renderers=[smooth]))
+        if "staleness_max" in series:
+            bound = plot.line(
+                x="step", y="bound", color="#d6301f", line_width=1, line_dash="dashed", source=self._bound
+            )
+            entries.append(LegendItem(label="bound", renderers=[bound]))
+        if "reward" in series:
+            entries += [self._held_out_marks(plot, name) for name in HELD_OUT]
+        if len(entries) > 1:  # above the plot, where it covers no curve
+            legend = Legend(
+                items=entries, orientation="horizontal", label_text_font_size="10px", padding=0, margin=0, spacing=6,
+                glyph_width=14, border_line_color=None, ncols=3,
+            )  # fmt: skip
+            plot.add_layout(legend, "above")
+        return plot
+
+    def _held_out_marks(self, plot: Any, name: str) -> Any:
+        marker, colour = HELD_OUT[name]
+        source = self._held_out[name]
+        marks = plot.scatter(x="version", y="reward", marker=marker, size=7, color=colour, source=source)
+        errors = Whisker(base="version", lower="low", upper="high", source=source, line_color=colour)
+        errors.upper_head.size = errors.lower_head.size = 6
+        plot.add_layout(errors)
+        return LegendItem(label=f"held out, {name}", renderers=[marks])
+
+    # -- what changes --------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Refresh everything from the board."""
+        jobs = self._board.jobs
+        job = jobs.get(self._wanted) or most_telling(list(jobs.values()))
+        if job is None:
+            self._head.text = "<h3>No job yet.</h3><code>staleflow submit job.toml</code>"
+            return
+        self._head.text = headline(job, list(jobs.values()))
+        status = job.status
+        if status:
+            self._show_buffers(status)
+            self._show_instances(status)
+            self._show_drops(status)
+            decisions = status.get("decisions", ())
+            self._decisions.data = {
+                "at": [f"{d[0]:.1f}" for d in decisions], "who": [d[1] for d in decisions],
+                "what": [d[2] for d in decisions], "cause": [d[3] for d in decisions],
+            }  # fmt: skip
+        if self._shown != (job.id, len(job.history)):
+            self._shown = (job.id, len(job.history))
+            steps = list(job.history.values())
+            self._history.data = columns(steps, METRICS_SHOWN)
+            self._show_bound(status)
+        self._show_held_out(status)
+
+    def _show_bound(self, status: Mapping[str, Any]) -> None:
+        x = self._history.data["step"]
+        known = status.get("bound") is not None and len(x)
+        self._bound.data = (
+            {"step": [x[0], x[-1]], "bound": [status["bound"]] * 2} if known else {"step": [], "bound": []}
+        )
+
+    def _show_held_out(self, status: Mapping[str, Any]) -> None:
+        for name, source in self._held_out.items():
+            found = status.get("evaluations", ())  # the first set's, which is the job's own if that is evaluated
+            rows = [r for r in found if r[name] is not None and r.get("name") == found[0].get("name")]
+            errors = [row[f"{name}_stderr"] or 0.0 for row in rows]
+            data = {
+                "version": [row["version"] for row in rows], "reward": [row[name] for row in rows],
+                "low": [row[name] - e for row, e in zip(rows, errors, strict=True)],
+                "high": [row[name] + e for row, e in zip(rows, errors, strict=True)],
+            }  # fmt: skip
+            if dict(source.data) != data:
+                source.data = data
+
+    def _show_buffers(self, status: Mapping[str, Any]) -> None:
+        slots: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
+        published, widest = status["version"], 1
+        for buffer in status["buffers"]:
+            at = 0
+            for state in ("occupied", "reserved"):
+                for version, count in sorted(buffer[state].items(), key=lambda item: int(item[0])):
+                    colour = BY_LAG[min(max(published - int(version), 0), len(BY_LAG) - 1)]
+                    for _ in range(count):
+                        slots["x"].append(at + 0.5)
+                        slots["y"].append(buffer["step"])
+                        slots["colour"].append(colour if state == "occupied" else "white")
+                        slots["line"].append(colour)
+                        slots["what"].append(f"step {buffer['step']}: {state}, version {version}")
+                        at += 1
+            for _ in range(buffer["capacity"] - at):
+                slots["x"].append(at + 0.5)
+                slots["y"].append(buffer["step"])
+                slots["colour"].append(EMPTY)
+                slots["line"].append(EMPTY)
+                slots["what"].append(f"step {buffer['step']}: empty")
+                at += 1
+            widest = max(widest, at)
+        self._slots.data = slots
+        steps = [b["step"] for b in status["buffers"]] or [0]
+        self._buffers.x_range.update(start=0, end=widest)
+        self._buffers.y_range.update(start=max(steps) + 0.6, end=min(steps) - 0.6)
+        self._buffers.yaxis.ticker = steps
+
+    def _show_instances(self, status: Mapping[str, Any]) -> None:
+        now, tokens = time.monotonic(), status.get("tokens_sampled", {})
+        before_s, before = self._tokens
+        if tokens != before:
+            self._rates = {
+                name: max(0.0, (tokens[name] - before.get(name, tokens[name])) / max(now - before_s, 1e-9))
+                for name in tokens
+            }
+            self._tokens = (now, dict(tokens))
+        kept = {name: f" and {count} kept" for name, count in status.get("kept_tokens", {}).items() if count}
+        lanes, hosts = status["instances"], status.get("environments", ())
+        names = [*(lane["instance"] for lane in lanes), *(host["host"] for host in hosts)]
+        if names and self._instances.y_range.factors != names[::-1]:
+            self._instances.y_range.factors = names[::-1]
+        lag = [status["version"] - lane["version"] for lane in lanes]
+        self._lanes.data = {
+            "y": names,
+            "right": [
+                *(lane["num_running"] / max(1, lane["max_running"]) for lane in lanes),
+                *(min(1.0, host["num_acting"] / host["places"]) for host in hosts),
+            ],
+            "kv": [*(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in lanes), *(math.nan for _ in hosts)],
+            "colour": [*(BY_LAG[min(max(n, 0), len(BY_LAG) - 1)] for n in lag), *(ACTS for _ in hosts)],
+            "label": names,
+            "text": [
+                f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
+                f"{lane['kv_tokens']} KV{kept.get(lane['instance'], '')}, "
+                f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
+                for lane, n in zip(lanes, lag, strict=True)
+            ]
+            + [f"{host['num_acting']} acting, {host['places']} places" for host in hosts],
+        }
+
+    def _show_drops(self, status: Mapping[str, Any]) -> None:
+        drops = {why: n for why, n in status["ended"].items() if not why.startswith("consumed")}
+        names = sorted(drops, key=lambda why: drops[why]) or ["none"]
+        if self._reasons.y_range.factors != names:
+            self._reasons.y_range.factors = names
+        self._drops.data = {"why": names, "count": [drops.get(name, 0) for name in names]}
+
+
+def headline(job: Job, jobs: list[Job]) -> str:
+    """One line of HTML about the job, and links to the other jobs."""
+    step = last(job)
+    parts = [
+        f"<b>{escaped(job.id)}</b>",
+        f"<b style='color:{STATE_COLOURS[job.state]}'>{job.state}</b>",
+        f"step <b>{len(job.history)}</b> of {job.steps}",
+    ]
+    if step:
+        parts.append(f"reward <b>{step['reward']:.3f}</b>")
+        parts.append(f"staleness {step['staleness_mean']:.2f}, at most {step['staleness_max']:.0f}")
+        parts.append(f"{step['tokens_per_s']:.0f} {STEP['tokens_per_s'].unit}")
+    if job.status.get("doing") and job.state == "running":
+        parts.append(escaped(job.status["doing"]))
+    if job.status.get("num_acting") and job.state == "running":
+        parts.append(f"{job.status['num_acting']} wait for their environment")
+    if job.status.get("limit") and job.state == "running":
+        parts.append(escaped(job.status["limit"]))
+    if job.why:
+        parts.append(escaped(job.why))
+    if Path(job.run_dir).is_dir():
+        parts.append(f"<a href='staleflow/run/{quote(job.id)}' target='_blank'>run page</a>")
+    line = " &nbsp;·&nbsp; ".join(parts)
+    if len(jobs) > 1:
+        links = (link(other, chosen=other is job) for other in reversed(jobs))
+        line += "<div style='font-size:13px; padding-top:4px'>jobs: " + " ".join(links) + "</div>"
+    return f"<div style='font-size:15px; padding:6px 0'>{line}</div>"
+
+
+def link(job: Job, *, chosen: bool) -> str:
+    """A link to a job's page; the chosen one is filled."""
+    colour = STATE_COLOURS[job.state]
+    look = f"background:{colour}; color:white; font-weight:bold" if chosen else f"color:{colour}"
+    return (
+        f"<a href='staleflow?job={escaped(job.id)}' style='{look}; border:1px solid {colour}; border-radius:4px; "
+        f"padding:1px 6px; margin-right:4px; text-decoration:none; display:inline-block'"
+        f"{' aria-current=page' if chosen else ''}>{escaped(job.id)}</a>"
+    )
+
+
+def most_telling(jobs: list[Job]) -> Job | None:
+    """The newest job that runs; if none does, the newest with steps, or else the newest."""
+    running = [job for job in jobs if job.state == "running"]
+    return next(reversed(running or [job for job in jobs if job.history] or jobs), None)
+
+
+def whole_numbers() -> Any:
+    """A ticker for steps: there is nothing between two of them."""
+    return BasicTicker(min_interval=1, mantissas=[1, 2, 5])
+
+
+def escaped(text: str) -> str:
+    from html import escape
+
+    return escape(str(text), quote=True)

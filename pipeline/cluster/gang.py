@@ -1,0 +1,155 @@
+"""Choosing the worker processes that a job needs, all at once or none.
+
+Each rollout instance and each rank of the trainer need a worker of their own; the light roles (the driver of a
+submitted job, the trajectory server, the reward workers) share one. Once any worker of the cluster declares a role as a
+resource, a role goes only to workers that declare it. Then the light roles may need several workers, and each reward
+worker is given one of its own if one is free that declares neither rollout nor trainer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from staleflow.pipeline.config.schema import RunConfig
+
+DRIVER = "driver"
+ROLLOUT = "rollout"
+HEAVY_ROLES = (ROLLOUT, "trainer")
+ROLES = ("server", "reward", *HEAVY_ROLES)
+
+Resources = Mapping[str, Mapping[str, float]]
+"""What the workers of a cluster declare, by address."""
+Gang = dict[str, tuple[str, ...]]
+"""The roles of each chosen worker, by address."""
+Kind = frozenset[str]
+"""The roles that a worker may take. Workers of one kind are interchangeable."""
+Kinds = dict[str, Kind]
+"""The kind of each worker, by address."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """The actors of a job. driver: whether its driver runs on a worker too. ranks: processes of the trainer."""
+
+    instances: int
+    rewards: int
+    driver: bool
+    ranks: int = 1
+
+    @classmethod
+    def of(cls, config: RunConfig, *, driver: bool) -> Needs:
+        return cls(
+            instances=config.rollout.instances,
+            rewards=len(config.judges),
+            driver=driver,
+            ranks=config.training.ranks,
+        )
+
+    def __str__(self) -> str:
+        instances = "1 rollout instance" if self.instances == 1 else f"{self.instances} rollout instances"
+        trainer = "the trainer" if self.ranks == 1 else f"{self.ranks} ranks of the trainer"
+        count = self.instances + self.ranks + 1
+        return f"{count} worker processes ({instances}, {trainer}, one for the light roles)"
+
+
+def choose(
+    needs: Needs, kinds: Kinds, free: Iterable[str], driver_at: str = "", engines: Sequence[str] = ()
+) -> Gang | None:
+    """The workers for a job, out of the free ones, earlier ones preferred; None if they do not suffice. kinds: of all
+    workers. driver_at: one of the free ones, on which the job's driver is already. engines: further ones that have the
+    job's engines, preferred for rollout instances; they get another role only if the free ones do not suffice."""
+    of_kind: dict[Kind, list[str]] = defaultdict(list)
+    for address in (*free, *engines):
+        if address != driver_at:
+            of_kind[kinds[address]].append(address)
+    counts = Counter({kind: len(addresses) for kind, addresses in of_kind.items()})
+    chosen = _assigned(needs, counts, kinds[driver_at] if driver_at else None)
+    if chosen is None:
+        return None
+    waiting = {kind: iter(addresses) for kind, addresses in of_kind.items()}
+    gang = {driver_at: chosen.pop(0)[1]} if driver_at else {}
+    gang |= {next(waiting[kind]): roles for kind, roles in chosen}
+    rest = sorted(waiting, key=lambda kind: (len(kind), sorted(kind)))
+    unused = [address for kind in rest if "rollout" in kind for address in waiting[kind]]
+    unused.sort(key=lambda address: address not in engines)
+    gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
+    spare = [address for kind in rest if "reward" in kind and not kind & set(HEAVY_ROLES) for address in waiting[kind]]
+    return gang | dict.fromkeys(spare[: needs.rewards], ("reward",))
+
+
+def suffice(needs: Needs, kinds: Kinds) -> bool:
+    """Whether a job could run if it had all these workers."""
+    return _assigned(needs, Counter(kinds.values())) is not None
+
+
+def kinds_of(workers: Resources) -> Kinds:
+    """The roles that each worker may take, by address."""
+    declared = {role for resources in workers.values() for role in resources}
+    limited = (set(ROLES) if declared & set(ROLES) else set()) | (declared & {DRIVER})
+    return {
+        address: frozenset(r for r in (DRIVER, *ROLES) if r not in limited or resources.get(r, 0) > 0)
+        for address, resources in workers.items()
+    }
+
+
+def existing(workers: Resources) -> str:
+    """What a cluster has of workers, for messages.
+
+    >>> existing({"a": {"trainer": 1}, "b": {"rollout": 1}, "c": {"rollout": 1}})
+    'the cluster has 3; declared: server 0, reward 0, rollout 2, trainer 1'
+    """
+    kinds = kinds_of(workers).values()
+    counts = {role: sum(role in kind for kind in kinds) for role in (DRIVER, *ROLES)}
+    declared = ", ".join(f"{role} {count}" for role, count in counts.items() if count < len(workers))
+    return f"the cluster has {len(workers)}" + (f"; declared: {declared}" if declared else "")
+
+
+def _assigned(
+    needs: Needs, counts: Counter[Kind], driver_at: Kind | None = None
+) -> list[tuple[Kind, tuple[str, ...]]] | None:
+    """The kinds of the workers for all roles but rollout, with their roles; None if the workers do not suffice."""
+    if driver_at is not None:
+        return _assign(["server", "reward"], [(driver_at, (DRIVER,))], counts, needs)
+    return _assign(["server", DRIVER, "reward"] if needs.driver else ["server", "reward"], [], counts, needs)
+
+
+def _assign(
+    roles: Sequence[str], taken: list[tuple[Kind, tuple[str, ...]]], left: Counter[Kind], needs: Needs
+) -> list[tuple[Kind, tuple[str, ...]]] | None:
+    """Assign light roles to the workers taken so far or to others, such that enough are left for the heavy ones, and
+    then the trainer's ranks; tries all ways, few as there are few kinds. None if there is none."""
+    if not roles:
+        ranks = _ranks(left, needs)
+        return None if ranks is None else [*taken, *ranks]
+    role, *others = roles
+    for i, (kind, held) in enumerate(taken):
+        if role in kind:
+            found = _assign(others, [*taken[:i], (kind, (*held, role)), *taken[i + 1 :]], left, needs)
+            if found is not None:
+                return found
+    for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # what can do little else comes first
+        if role in kind and left[kind]:
+            found = _assign(others, [*taken, (kind, (role,))], left - Counter([kind]), needs)
+            if found is not None:
+                return found
+    return None
+
+
+def _ranks(left: Counter[Kind], needs: Needs) -> list[tuple[Kind, tuple[str, ...]]] | None:
+    """Workers for the trainer's ranks, such that enough are left for the rollout instances; None if there are not."""
+    spare = sum(n for kind, n in left.items() if "rollout" in kind) - needs.instances
+    if spare < 0:
+        return None
+    taken: list[Kind] = []
+    for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # what can do little else comes first
+        if "trainer" in kind:
+            count = min(left[kind], needs.ranks - len(taken))
+            if "rollout" in kind:
+                count = min(count, spare)
+                spare -= count
+            taken += [kind] * count
+    return [(kind, ("trainer",)) for kind in taken] if len(taken) == needs.ranks else None

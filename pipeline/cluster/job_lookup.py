@@ -1,0 +1,81 @@
+"""Looking up a cluster's jobs and following their logs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.pipeline.cluster import job_registry
+from staleflow.stores.errors import ConfigError
+
+POLL_S = 0.5
+"""Seconds between polls of a followed log."""
+DAY_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The job that a word stands for. note: why this one, if it may stand for several; else empty."""
+
+    job: dict[str, Any]
+    note: str = ""
+
+
+def matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
+    """The job with this id, this name, or an id that begins so. Of several it is the one that has not ended, or the
+    newest. Raises ConfigError if there is none.
+
+    >>> jobs = [{"id": "far-1", "name": "far", "state": "running"}, {"id": "far-2", "name": "far", "state": "done"}]
+    >>> matching(jobs, "far").note
+    '2 jobs match far; far-1 is the one that has not ended'
+    """
+    found = _all_matching(jobs, word)
+    live = [j for j in found if j["state"] not in job_registry.ENDED]
+    chosen = (live or found)[-1]  # the board lists them in the order of their submission
+    if len(found) == 1:
+        return Match(chosen)
+    which = "the one that has not ended" if len(live) == 1 else "the newest" + (" that has not ended" if live else "")
+    return Match(chosen, f"{len(found)} jobs match {word}; {chosen['id']} is {which}")
+
+
+def the_one(jobs: Sequence[dict[str, Any]], word: str) -> dict[str, Any]:
+    """`matching`, but several that have not ended are refused: for what cannot be undone. Raises ConfigError."""
+    live = [j["id"] for j in _all_matching(jobs, word) if j["state"] not in job_registry.ENDED]
+    if len(live) > 1:
+        raise ConfigError(f"{word!r} is {len(live)} jobs that have not ended: {', '.join(live)}; name one by its id")
+    return matching(jobs, word).job
+
+
+def _all_matching(jobs: Sequence[dict[str, Any]], word: str) -> list[dict[str, Any]]:
+    found = (
+        [j for j in jobs if j["id"] == word]
+        or [j for j in jobs if j["name"] == word]
+        or [j for j in jobs if word and j["id"].startswith(word)]
+    )
+    if not found:
+        raise ConfigError(f"{word!r} is not a job of this cluster; `staleflow jobs --all` lists them")
+    return found
+
+
+def recent(jobs: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:
+    """The jobs that have not ended, or did so within the last day. now_s: seconds since 1970."""
+    return [j for j in jobs if j["state"] not in job_registry.ENDED or now_s - j["reported_at"] < DAY_S]
+
+
+async def find(client: Any, word: str) -> dict[str, Any]:
+    """The job of the cluster that a word stands for, as `matching` understands it. Raises ConfigError."""
+    return matching(await job_registry.ask(client, "jobs"), word).job
+
+
+async def follow(client: Any, id: str, *, after: int = 0, forever: bool = False) -> AsyncIterator[str]:
+    """Yield a job's log lines; with `forever`, until the job has ended."""
+    while True:
+        state = (await find(client, id))["state"]
+        after, lines = await job_registry.ask(client, "lines", id=id, after=after)
+        for line in lines:
+            yield line
+        if not forever or state in job_registry.ENDED:
+            return
+        await asyncio.sleep(POLL_S)

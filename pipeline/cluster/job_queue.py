@@ -1,0 +1,287 @@
+"""Which job gets worker processes, and when: gang admission, first come, first served.
+
+Invariants:
+- A worker belongs to at most one job. A waiting job has none; an admitted one was given all it needs in one moment.
+- Jobs are admitted in the order in which they came. None goes past an earlier one that the cluster's workers would
+  suffice for, however few it needs itself: so each is served once the jobs before it have ended. One that they would
+  not suffice for keeps its place, waits, and holds nobody up.
+- A running job that loses a worker keeps its claim to one: nobody is admitted until it has replaced it. It lacks a
+  worker for `RETURN_S` at most before a driver that resumes gives up all of them and waits again, at its old place.
+- Workers whose job's driver is gone may still hold its actors (engines that decode, a server that may commit). They
+  belong to nobody until they have left the cluster; a restarted worker joins as another. Those that hold nothing but an
+  engine may be kept for the job's next driver, which takes it over, for `RETURN_S` at most: nobody else gets them.
+
+Told of what happens and when; knows neither Dask nor a clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from staleflow.pipeline.cluster.gang import (
+    DRIVER,
+    HEAVY_ROLES,
+    ROLLOUT,
+    Gang,
+    Kinds,
+    Needs,
+    choose,
+    existing,
+    kinds_of,
+    suffice,
+)
+
+RETURN_S = 30.0
+"""Seconds a worker may take to restart; so long one that left counts as one that the cluster has."""
+RESTARTS = "needs the workers of its earlier driver to restart"
+"""What a job waits for whose driver is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job's claim to a worker, for these roles. run: folder of the run whose actors it holds."""
+
+    job: str
+    run: str
+    roles: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class QueueEntry:
+    """A job that waits for workers or has them. wait_s: seconds it may wait; 0: no limit."""
+
+    id: str
+    run: str
+    needs: Needs
+    wait_s: float
+    since_s: float
+    """When it began to wait."""
+    num_workers: int = 0
+    """Workers it was admitted with, those it has lost since included; 0 while it waits."""
+    short_since_s: float | None = None
+    """When its driver first asked in vain for what it lost."""
+    why: str = ""
+    """What it waits for."""
+
+
+class JobQueue:
+    """Jobs, in the order in which they came, and the workers of one cluster."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, QueueEntry] = {}
+        self.workers: dict[str, Mapping[str, float]] = {}
+        self.claims: dict[str, Claim] = {}
+        self.dirty: dict[str, Claim] = {}
+        """Workers that may still hold the actors of a job whose driver is gone."""
+        self._kept: dict[str, tuple[Claim, float]] = {}
+        """Workers with an engine that a waiting job is to take over, and since when."""
+        self._engines: set[str] = set()
+        """Workers that were kept and given to their job again: it may not have taken the engine over yet."""
+        self._unwanted: list[str] = []
+        """Dirty workers that nobody was told of yet."""
+        self._gone: dict[str, tuple[Mapping[str, float], float]] = {}
+        self._kinds: Kinds | None = None
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def joined(self, address: str, resources: Mapping[str, float]) -> None:
+        """A worker has joined; perhaps a restarted one, under a new address."""
+        self.workers[address] = dict(resources)
+        same = next((old for old, (has, _) in self._gone.items() if has == resources), None)
+        if same is not None:
+            del self._gone[same]
+        self._kinds = None
+
+    def left(self, address: str, now: float) -> None:
+        """A worker has left."""
+        resources = self.workers.pop(address, None)
+        if resources is not None:
+            self._gone[address] = resources, now
+        self.claims.pop(address, None)
+        self.dirty.pop(address, None)
+        self._kept.pop(address, None)
+        self._engines.discard(address)
+        self._kinds = None
+
+    @property
+    def free(self) -> list[str]:
+        """Workers that any job may have."""
+        return [a for a in self.workers if not any(a in held for held in (self.claims, self.dirty, self._kept))]
+
+    def keep(self, address: str, now: float) -> None:
+        """Keep a dirty worker, which holds nothing but an engine, for its job if that waits. Else it is unwanted."""
+        claim = self.dirty.get(address)
+        if claim is not None and claim.roles == (ROLLOUT,) and self.waits(claim.job):
+            self._kept[address] = self.dirty.pop(address), now
+        else:
+            self._unwanted.append(address)
+
+    def take_unwanted(self) -> list[str]:
+        """Workers that must be restarted before anyone gets them; each is told once."""
+        unwanted, self._unwanted = self._unwanted, []
+        return [address for address in unwanted if address in self.dirty]
+
+    def taken(self, owner: str) -> list[str]:
+        """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
+        others = [a for a, claim in self.claims.items() if claim.job != owner]
+        return [*others, *self.dirty, *self._kept]
+
+    def held(self, id: str) -> Gang:
+        """The workers of a job, and the roles each was given for."""
+        return {address: claim.roles for address, claim in self.claims.items() if claim.job == id}
+
+    # -- jobs ----------------------------------------------------------------------------------------------------
+
+    def enter(self, id: str, run: str, needs: Needs, wait_s: float, now: float) -> None:
+        """Let a job wait, behind all others; keeps its place if it has one."""
+        if id not in self.entries:
+            self.entries[id] = QueueEntry(id, run, needs, wait_s, now)
+
+    def waits(self, id: str) -> bool:
+        return id in self.entries and not self.entries[id].num_workers
+
+    def leave(self, id: str) -> None:
+        """End a job, or let it wait no longer. It must have left no actors on its workers."""
+        self.entries.pop(id, None)
+        self._release(id)
+
+    def requeue(self, id: str, now: float) -> None:
+        """Let a job wait again, at its place, with nothing held. It must have left no actors on its workers; those that
+        may have engines that were kept for it are restarted."""
+        entry = self.entries[id]
+        for address in self._engines & set(self.held(id)):
+            self._dirty(address)
+        entry.num_workers, entry.short_since_s, entry.since_s = 0, None, now
+        self._release(id)
+
+    def abandon(self, id: str, now: float) -> list[str]:
+        """A job's driver is gone: it waits again. Returns the workers it had, which must be restarted before anyone
+        gets them, unless they are kept."""
+        left = list(self.held(id))
+        for address in left:
+            self.dirty[address] = self.claims.pop(address)
+        self.requeue(id, now)
+        return left
+
+    def serve(self, now: float) -> tuple[dict[str, Gang], list[str]]:
+        """Admit all who can be, in their order. Returns the workers of each job admitted, and the jobs whose time to
+        wait is over; these are left to the caller to end."""
+        for address in [a for a, (_, since) in self._gone.items() if now - since > RETURN_S]:
+            del self._gone[address]
+            self._kinds = None
+        for address in [a for a, (_, since) in self._kept.items() if now - since > RETURN_S]:
+            self._drop_kept(address)
+        kinds, free = self._known_kinds(), self.free
+        held = Counter(claim.job for claim in self.claims.values())
+        owed = any(held[entry.id] < entry.num_workers for entry in self.entries.values())
+        admitted: dict[str, Gang] = {}
+        expired: list[str] = []
+        ahead = 0
+        for entry in self.entries.values():
+            if entry.num_workers:
+                continue
+            if any(claim.run == entry.run for claim in self.dirty.values()):
+                ahead += 1
+                entry.why = RESTARTS
+                continue
+            kept = self._kept_for(entry.id)
+            gang = None if ahead or owed else choose(entry.needs, kinds, free, engines=kept)
+            if gang is not None and any(gang.get(address) not in ((ROLLOUT,), None) for address in kept):
+                for address in kept:
+                    self._drop_kept(address)
+                ahead += 1
+                entry.why = RESTARTS
+                continue
+            if gang is not None:
+                self._give(entry, gang)
+                admitted[entry.id] = gang
+                free = self.free
+            elif suffice(entry.needs, kinds):
+                turn = f"{ahead} job{'s' if ahead > 1 else ''} before it" if ahead else "next in line"
+                entry.why = f"needs {entry.needs}; free {len(free)} of {len(self.workers)}; {turn}"
+                ahead += 1
+            else:
+                entry.why = f"needs {entry.needs}; {existing(self.workers)}; starts once there are enough"
+            if not entry.num_workers and entry.wait_s and now - entry.since_s > entry.wait_s:
+                expired.append(entry.id)
+        return admitted, expired
+
+    def whole(self, id: str, now: float, driver_at: str = "") -> bool:
+        """Whether an admitted job has all its workers, after giving it what it lost from those that are free. If it has
+        lacked some for too long it waits again, without any."""
+        entry, held = self.entries[id], self.held(id)
+        if len(held) >= entry.num_workers > 0:
+            return True
+        if not entry.num_workers:
+            return False
+        engines = [address for address in held if address in self._engines]
+        others = [address for address in held if address not in self._engines]
+        gang = choose(entry.needs, self._known_kinds(), [*others, *self.free], driver_at, engines)
+        if gang is not None and (misused := [a for a in engines if gang.get(a) != (ROLLOUT,)]):
+            for address in misused:
+                self._dirty(address)
+            gang = None
+        if gang is not None:
+            self._release(id)
+            self._give(entry, gang)
+            return True
+        entry.short_since_s = now if entry.short_since_s is None else entry.short_since_s
+        entry.why = f"needs {entry.needs}; has {len(held)} of them left"
+        if now - entry.short_since_s > RETURN_S:
+            self.requeue(id, now)
+        return False
+
+    def claim(self, id: str, address: str, role: str) -> bool:
+        """Give a running job one worker in a lost one's place. False if it is another's, or gone. Idempotent."""
+        held, entry = self.claims.get(address), self.entries.get(id)
+        if entry is None or not entry.num_workers or (held is not None and held.job != id):
+            return False
+        if held is None:
+            if address in self.dirty or address in self._kept or address not in self.workers:
+                return False
+            self.claims[address] = Claim(id, entry.run, (role,))
+        elif role not in HEAVY_ROLES:  # it shares a worker from now on, instead of having its own
+            self.claims[address] = replace(held, roles=tuple(dict.fromkeys((*held.roles, role))))
+            entry.num_workers -= len(self.held(id)) < entry.num_workers
+        return True
+
+    def _give(self, entry: QueueEntry, gang: Gang) -> None:
+        entry.num_workers, entry.short_since_s, entry.why = len(gang), None, ""
+        for address in self._kept_for(entry.id):
+            if address in gang:
+                del self._kept[address]
+                self._engines.add(address)
+            else:
+                self._drop_kept(address)
+        self.claims |= {address: Claim(entry.id, entry.run, roles) for address, roles in gang.items()}
+
+    def _release(self, id: str) -> None:
+        for address in self.held(id):
+            del self.claims[address]
+        for address in self._kept_for(id):
+            self._drop_kept(address)
+
+    def _kept_for(self, id: str) -> list[str]:
+        return [address for address, (claim, _) in self._kept.items() if claim.job == id]
+
+    def _dirty(self, address: str) -> None:
+        """Have a claimed worker restarted before anyone gets it."""
+        self.dirty[address] = self.claims.pop(address)
+        self._unwanted.append(address)
+
+    def _drop_kept(self, address: str) -> None:
+        self.dirty[address], _ = self._kept.pop(address)
+        self._unwanted.append(address)
+
+    def _known_kinds(self) -> Kinds:
+        """Of all workers, and of those that have just left and may come back."""
+        if self._kinds is None:
+            self._kinds = kinds_of({a: has for a, (has, _) in self._gone.items()} | self.workers)
+        return self._kinds
+
+
+def place_of(gang: Gang) -> str:
+    """The worker that a job's driver runs on; empty if it runs on none."""
+    return next((address for address, roles in gang.items() if DRIVER in roles), "")

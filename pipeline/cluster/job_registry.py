@@ -1,0 +1,497 @@
+"""The board on a Dask scheduler: its jobs, and which worker belongs to which job.
+
+pipeline/cluster/job_queue.py says who gets workers; this module tells it what happens on the cluster and acts on what
+it says. The driver of a submitted job is a Dask task that is restricted to a worker that does not exist until the job
+is admitted, so a waiting job runs nothing anywhere. It starts on one of the job's workers. If its client is gone, the
+job's workers are restarted, and the job waits again; those that hold nothing but an engine stay, so that it is not
+loaded anew.
+
+All calls run one after another on the scheduler's event loop, so nothing needs a lock. The board lives in the
+scheduler's memory; what must outlive the scheduler is in the run folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distributed import SchedulerPlugin
+
+from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs
+from staleflow.pipeline.cluster.job_queue import RETURN_S, JobQueue, place_of
+from staleflow.tasks.engines.engine_handover import require_unused
+
+KEY = "staleflow-job-"
+"""Prefix of the keys of the tasks that drive jobs."""
+OPERATION = "staleflow"
+"""Name of the scheduler's remote procedure that calls the board."""
+JOBS_KEPT = 200
+"""Number of jobs above which the oldest ended ones are dropped."""
+LINES_KEPT = 10_000
+"""Latest log lines kept per job."""
+ENDED = ("done", "stopped", "failed")
+NOWHERE = "tcp://0.0.0.0:1"
+"""The address that the driver of a waiting job is restricted to: no worker has it."""
+FIRE_AND_FORGET = "fire-and-forget"
+"""The client in whose name Dask keeps tasks that no client waits for."""
+GONE = "the process that ran it is gone"
+UNSENT = "the process that submitted it was gone before it had sent it"
+END_S = 2.0
+"""Seconds a worker may take to end; one that is stopped never does, and is killed by its nanny after four more."""
+LEASE_S = 60.0
+"""Seconds without a sign of life of a job's driver after which it counts as lost. Its client sends one every five from
+the event loop that all of a driver's work is on; Dask itself waits five minutes."""
+LEASE_LOOK_S = 5.0
+"""Seconds between two looks at that."""
+SERVE_S = 1.0
+"""Seconds between two looks whether a waiting job can start, beside those at whatever may allow it."""
+
+Plain = dict[str, Any]
+"""Values that msgpack carries: numbers, strings, and lists and dicts of them."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One submitted job. state: waiting, running, done, stopped or failed."""
+
+    id: str
+    name: str
+    run_dir: str
+    steps: int
+    submitted_at: float
+    state: str = "waiting"
+    why: str = ""
+    """Reason why a job waits, stopped or failed."""
+    stop: str = ""
+    """Reason of a request to stop; empty if there is none."""
+    leaving: list[str] = field(default_factory=list)
+    """Workers that it is asked to give up, and has not heard of."""
+    status: Plain = field(default_factory=dict)
+    history: dict[int, Plain] = field(default_factory=dict)
+    """Metrics of each training step."""
+    reported_at: float = 0.0
+    client: str = ""
+    """Dask's id of the client whose end is the end of the job's driver, or of whoever submits the job; empty while
+    there is none."""
+    needs: Needs | None = None
+    """What a submitted job needs. It waits in the queue from the moment its task is there."""
+    wait_s: float = 0.0
+    place: str = ""
+    """The worker that the driver of a submitted job is to run on; empty while it waits."""
+    num_lines: int = 0
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+
+    def say(self, line: str) -> None:
+        """Append a line to the log."""
+        self.lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
+        self.num_lines += 1
+
+    def plain(self) -> Plain:
+        """The job as plain values, with the metrics of its last step instead of its history."""
+        names = ("id", "name", "run_dir", "steps", "submitted_at", "state", "why", "stop", "status", "reported_at")
+        return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}
+
+
+class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
+    """Jobs and claims of one scheduler; pipeline/cluster/plugin.py registers it there."""
+
+    name = "staleflow"
+    idempotent = True
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.job_queue = JobQueue()
+        self._work: set[asyncio.Future[None]] = set()
+        """Restarts of workers under way, and looks at them."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._told: set[str] = set()
+        """Waiting jobs whose log says what they wait for."""
+
+    async def start(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        scheduler.handlers[OPERATION] = self.asked
+        for address in scheduler.workers:
+            self.add_worker(scheduler, address)
+        self._watching = asyncio.ensure_future(self._watch_drivers())
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def asked(self, verb: str, **arguments: Any) -> Any:
+        """Dispatch a client's call. Raises ValueError for an unknown verb, which only a newer client sends."""
+        verbs: dict[str, Callable[..., Any]] = {
+            "submit": self.submit, "arrived": self.arrived, "queue": self.queue, "begin": self.begin,
+            "admitted": self.admitted, "end": self.end,
+            "claim": self.claim, "held": self.held, "taken": self.taken,
+            "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
+            "retire": self.ask_to_retire, "leaving": self.leaving,
+        }  # fmt: skip
+        if verb not in verbs:
+            raise ValueError(f"the scheduler's staleflow has no call {verb!r}; install the same version everywhere")
+        return verbs[verb](**arguments)
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def claim(self, id: str, address: str, role: str) -> bool:
+        """Give a running job one worker in a lost one's place. False if it is another's, or gone. Idempotent."""
+        return self.job_queue.claim(id, address, role)
+
+    def held(self, id: str) -> Gang:
+        """The workers of a job, and the roles each was given for."""
+        return self.job_queue.held(id)
+
+    def taken(self, owner: str) -> list[str]:
+        """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
+        return self.job_queue.taken(owner)
+
+    def add_worker(self, scheduler: Any, worker: str) -> None:
+        self.job_queue.joined(worker, scheduler.workers[worker].resources)
+        self._serve()
+
+    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+        self.job_queue.left(worker, time.monotonic())
+        for job in self.jobs.values():
+            if (
+                job.place == worker and not job.client and job.state not in ENDED
+            ):  # its driver had not begun: nothing is left on its workers
+                self._wait_again(job)
+        self._serve()
+
+    def remove_client(self, scheduler: Any, client: str) -> None:
+        """The driver of a job is gone, unless the job has ended: restart the workers it had not released."""
+        for job in [job for job in self.jobs.values() if job.client == client and client]:
+            job.client = ""
+            if job.id not in self.job_queue.entries:
+                self._enter(job)
+                if job.state not in ENDED and job.id not in self.job_queue.entries:
+                    self._end(job, "failed", GONE if job.needs is None else UNSENT)
+                continue
+            held = self.job_queue.held(job.id)
+            left = self.job_queue.abandon(job.id, time.monotonic())
+            engines: list[str] = []
+            if job.state in ENDED:
+                self.job_queue.leave(job.id)
+            elif self._task(job) is None:
+                self._end(job, "failed", GONE)
+            else:
+                self._wait_again(job)
+                engines = [address for address in left if held[address] == (ROLLOUT,)]
+            self._begin(self._restart([address for address in left if address not in engines]))
+            self._begin(self._keep(engines))
+        self._serve()
+
+    async def _watch_drivers(self) -> None:
+        """Have the nannies of drivers that were stopped end their processes, for ever; they start again elsewhere."""
+        awake_since = looked_at = time.time()
+        ended: set[str] = set()
+        while True:
+            await asyncio.sleep(LEASE_LOOK_S)
+            now = time.time()
+            if now - looked_at > 2 * LEASE_LOOK_S:  # this process itself stood still, and heard nobody
+                awake_since = now
+            looked_at = now
+            for job in self.silent_drivers(now, awake_since):
+                if job.client not in ended:
+                    ended.add(job.client)
+                    job.say(f"its driver on {job.place} has not been heard of for {LEASE_S:g} s; it is started again")
+                    self._begin(self._restart([job.place]))
+
+    def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
+        """Submitted jobs whose driver counts as lost, where a nanny can end it: else it might go on beside the next.
+        awake_since: from when on drivers would have been heard."""
+        clients, workers = self._scheduler.clients, self._scheduler.workers
+        return [
+            job
+            for job in self.jobs.values()
+            if job.state not in ENDED
+            and (client := clients.get(job.client)) is not None
+            and (worker := workers.get(job.place)) is not None
+            and worker.nanny
+            and now - max(client.last_seen, awake_since) > LEASE_S
+        ]
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _keep(self, addresses: Sequence[str]) -> None:
+        """Keep workers on which an engine is and which answer; restart the others."""
+        kept = await asyncio.gather(*(self._has_engine(address) for address in addresses))
+        for address, has_engine in zip(addresses, kept, strict=True):
+            if has_engine:
+                self.job_queue.keep(address, time.monotonic())
+        dead = [address for address, has_engine in zip(addresses, kept, strict=True) if not has_engine]
+        self._serve()
+        await self._restart(dead)
+
+    async def _has_engine(self, address: str) -> bool:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(END_S):
+                answer = await self._scheduler.rpc(address).run(function=pickle.dumps(require_unused))
+                return bool(answer["status"] == "OK")
+        return False
+
+    async def _restart(self, addresses: Sequence[str]) -> None:
+        if not addresses:
+            return
+        # Those with a nanny end at once: closed in order, they would go on with what is under way for four seconds.
+        workers = self._scheduler.workers
+        await asyncio.gather(*(self._end_process(a) for a in addresses if a in workers and workers[a].nanny))
+        # Workers without a nanny are shut down; only whoever started them can start them again.
+        with contextlib.suppress(Exception):
+            await self._scheduler.restart_workers(
+                list(addresses), timeout=RETURN_S, wait_for_workers=False, on_error="return",
+                stimulus_id="staleflow-restart",
+            )  # fmt: skip
+
+    async def _end_process(self, address: str) -> None:
+        """End a worker's process, which its nanny then starts again. Returns once the worker has left, or does not
+        answer."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(END_S):
+                with contextlib.suppress(OSError):  # that is how it answers
+                    await self._scheduler.rpc(address).run(function=pickle.dumps(os._exit), args=pickle.dumps((1,)))
+                while address in self._scheduler.workers:
+                    await asyncio.sleep(0.01)
+
+    # -- waiting and starting ------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        id: str,
+        name: str,
+        run_dir: str,
+        steps: int,
+        by: str = "",
+        needs: Mapping[str, Any] | None = None,
+        wait_s: float = 0.0,
+    ) -> None:
+        """Add a job. Idempotent; replaces an ended job with the same id. by: Dask's id of the client that asks: should
+        it end before the job has a task or a place in the queue, so does the job. needs: arguments of `Needs`, of a job
+        that a task will drive; it waits for workers once that has arrived. wait_s: seconds it may wait; 0: no limit."""
+        if id not in self.jobs or self.jobs[id].state in ENDED:
+            self.jobs.pop(id, None)
+            self.jobs[id] = Job(
+                id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet", client=by,
+                needs=Needs(**needs) if needs is not None else None, wait_s=wait_s,
+            )  # fmt: skip
+            ended = [one.id for one in self.jobs.values() if one.state in ENDED]
+            for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
+                del self.jobs[old]
+
+    def arrived(self, id: str) -> Plain:
+        """A submitted job, and whether its task is there, with which it is in the queue."""
+        job = self.jobs[id]
+        self._enter(job)
+        return job.plain() | {"arrived": job.state in ENDED or id in self.job_queue.entries}
+
+    def _enter(self, job: Job) -> None:
+        """Let a submitted job wait for workers, behind those that wait already, if its task is there. Idempotent. From
+        now on it needs nobody: the task is kept although its submitter may end."""
+        if job.needs is None or job.state in ENDED or job.id in self.job_queue.entries or self._task(job) is None:
+            return
+        self._scheduler.client_desires_keys(keys=[KEY + job.id], client=FIRE_AND_FORGET)
+        job.client = ""
+        self.job_queue.enter(job.id, job.run_dir, job.needs, job.wait_s, time.monotonic())
+        self._serve()
+
+    def queue(self, id: str, needs: Mapping[str, Any], wait_s: float, driver: str) -> None:
+        """Let a run that has its driver wait for workers of this cluster, behind those that wait already. Idempotent.
+        needs: arguments of `Needs`. wait_s: seconds it may wait; 0: no limit. driver: Dask's id of the client that
+        drives it."""
+        job = self.jobs[id]
+        job.client = driver
+        self.job_queue.enter(id, job.run_dir, Needs(**needs), wait_s, time.monotonic())
+        self._serve()
+
+    def begin(self, id: str, address: str, driver: str) -> bool:
+        """Whether a job's driver may run on this worker. If not, it goes to the right one, or waits, when it is
+        rescheduled. driver: Dask's id of its client."""
+        job = self.jobs[id]
+        if job.place == address:
+            job.client = driver
+            return True
+        self._restrict(job)
+        return False
+
+    def admitted(self, id: str) -> Plain:
+        """The state of a job, and whether it has all its workers. If its driver runs on one of them (place), it may
+        have lost that one, too, and must be rescheduled."""
+        job = self.jobs[id]
+        self._serve()
+        whole = id in self.job_queue.entries and self.job_queue.whole(id, time.monotonic(), job.place)
+        if job.place and self.job_queue.waits(id):  # it has waited too long for what it lost
+            self._wait_again(job)
+        if not whole and id in self.job_queue.entries:
+            job.state, job.why, job.reported_at = "waiting", self.job_queue.entries[id].why, time.time()
+        return job.plain() | {"admitted": whole, "place": job.place}
+
+    def end(self, id: str) -> None:
+        """Release the workers of a job that has ended. It must have left no actors on them. Ignores a job that this
+        board never had: its scheduler was started anew since, and its driver has found the new one."""
+        self.job_queue.leave(id)
+        if id in self.jobs:
+            self.jobs[id].place = ""
+        self._serve()
+
+    def _serve(self) -> None:
+        """Start the jobs whose turn it is, and tell of the others what they wait for."""
+        admitted, expired = self.job_queue.serve(time.monotonic())
+        for id, gang in admitted.items():
+            job = self.jobs[id]
+            job.place, job.why = place_of(gang), "its driver starts"
+            self._told.discard(id)
+            job.say(f"has its {len(gang)} workers")
+            self._restrict(job)
+        for entry in [e for e in self.job_queue.entries.values() if not e.num_workers]:
+            job = self.jobs[entry.id]
+            if entry.id not in self._told:
+                self._told.add(entry.id)
+                job.say(f"waits: {entry.why}")
+            job.state, job.why, job.reported_at = "waiting", entry.why, time.time()
+            if entry.id in expired:
+                self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.why}")
+        if unwanted := self.job_queue.take_unwanted():
+            self._begin(self._restart(unwanted))
+        waiting = [e.id for e in self.job_queue.entries.values() if not e.num_workers]
+        self._keep_waiting(waiting)
+        if self._timer is None and waiting:
+            self._timer = asyncio.get_running_loop().call_later(SERVE_S, self._serve_again)
+
+    def _keep_waiting(self, ids: Iterable[str]) -> None:
+        """Have Dask count the wait of these jobs' tasks from now on: where distributed.scheduler.no-workers-timeout is
+        set, it fails tasks that have waited longer for a worker that may run them."""
+        for id in ids:
+            unrunnable, task = self._scheduler.unrunnable, self._scheduler.tasks.get(KEY + id)
+            if task in unrunnable:  # in the order of their times
+                del unrunnable[task]
+                unrunnable[task] = time.monotonic()
+
+    def _serve_again(self) -> None:
+        self._timer = None
+        self._serve()
+
+    def _wait_again(self, job: Job) -> None:
+        """Let a job wait with nothing held; its driver, if it is a task, starts when the job is admitted."""
+        job.place, job.state, job.client = "", "waiting", ""
+        if self.job_queue.entries[job.id].num_workers:
+            self.job_queue.requeue(job.id, time.monotonic())
+        self._restrict(job)
+
+    def _end(self, job: Job, state: str, why: str) -> None:
+        """End a job whose driver does not run."""
+        job.state, job.why, job.place, job.reported_at = state, why, "", time.time()
+        self._told.discard(job.id)
+        job.say(f"{state}: {why}")
+        self.job_queue.leave(job.id)
+        if self._task(job) is not None:
+            self._scheduler.client_releases_keys(
+                keys=[KEY + job.id], client=FIRE_AND_FORGET, stimulus_id="staleflow-ended"
+            )
+
+    def _task_came(self, id: str) -> None:
+        if id in self.jobs:
+            self._enter(self.jobs[id])
+
+    def _task(self, job: Job) -> Any:
+        """The Dask task that drives a job; None if there is none."""
+        return self._scheduler.tasks.get(KEY + job.id)
+
+    def _restrict(self, job: Job) -> None:
+        """Restrict a job's driver to its worker, or to none, and let it start there if it waits in Dask."""
+        task = self._task(job)
+        if task is not None:
+            task.worker_restrictions = {job.place or NOWHERE}
+            if job.place and task.state == "no-worker":
+                self._scheduler.transitions({task.key: "processing"}, stimulus_id="staleflow-admitted")
+
+    def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
+        """A submitted job waits for workers once its task is there. Mark it as failed if its task failed in Dask: its
+        workers died too often, or it could not be loaded."""
+        if finish == "no-worker" and isinstance(key, str) and key.startswith(KEY):
+            asyncio.get_running_loop().call_soon(self._task_came, key.removeprefix(KEY))  # none within another
+        if finish == "erred" and isinstance(key, str) and key.startswith(KEY):
+            job, task = self.jobs.get(key.removeprefix(KEY)), self._scheduler.tasks.get(key)
+            if job is not None and job.state not in ENDED:
+                job.state, job.why = "failed", str(getattr(task, "exception_text", "")) or "its task failed"
+                job.reported_at = time.time()
+                if not job.client:
+                    self.job_queue.leave(job.id)
+                    asyncio.get_running_loop().call_soon(self._serve)
+
+    # -- jobs ----------------------------------------------------------------------------------------------------
+
+    def report(
+        self,
+        id: str,
+        state: str,
+        why: str,
+        status: Mapping[str, Any],
+        steps: Sequence[Mapping[str, float]],
+        lines: Sequence[str],
+    ) -> str:
+        """Store a driver's report: new steps and log lines. Returns why the job must stop; empty if it need not."""
+        job = self.jobs.get(id)
+        if job is None:  # dropped, or the scheduler was restarted: nobody asks for it here
+            return ""
+        for step in steps:
+            job.history[int(step["step"])] = dict(step)
+        if steps and (task := self._scheduler.tasks.get(KEY + id)) is not None:
+            task.suspicious = 0  # Dask's count of worker deaths starts again after progress
+        job.state, job.why, job.reported_at = state, why, time.time()
+        if status:
+            job.status = dict(status)
+        job.lines.extend(lines)
+        job.num_lines += len(lines)
+        return job.stop
+
+    def ask_to_stop(self, id: str, why: str) -> str:
+        """Ask a job to stop at its next step; returns its present state. One that waits ends at once."""
+        job = self.jobs[id]
+        state, job.stop = job.state, job.stop or why
+        # Else it is a run on its own local cluster.
+        queued = self.job_queue.waits(id) or self._task(job) is not None or job.needs is not None
+        driven = job.client and (job.needs is None or id in self.job_queue.entries)
+        if queued and not driven and not job.place and state not in ENDED:
+            self._end(job, "stopped", why)
+            self._serve()
+        return state
+
+    def ask_to_retire(self, id: str, worker: str) -> str:
+        """Ask a job to give up one of its workers; returns its state. Only one that runs is asked."""
+        job = self.jobs[id]
+        if job.state == "running":
+            job.leaving.append(worker)
+        return job.state
+
+    def leaving(self, id: str) -> list[str]:
+        """The workers that a job was asked to give up since this was last called."""
+        job = self.jobs.get(id)
+        if job is None:
+            return []
+        asked, job.leaving = job.leaving, []
+        return asked
+
+    def all_jobs(self) -> list[Plain]:
+        return [job.plain() for job in self.jobs.values()]
+
+    def lines(self, id: str, after: int) -> tuple[int, list[str]]:
+        """The number of the next log line, and the lines from number `after` on that are still kept."""
+        job = self.jobs[id]
+        missing = max(0, min(job.num_lines - after, len(job.lines)))
+        return job.num_lines, list(job.lines)[len(job.lines) - missing :]
+
+
+async def ask(client: Any, verb: str, **arguments: Any) -> Any:
+    """Call the board on the scheduler that a Dask client is connected to."""
+    return await getattr(client.scheduler, OPERATION)(verb=verb, **arguments)

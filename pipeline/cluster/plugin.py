@@ -1,0 +1,31 @@
+"""The Dask scheduler plugin that adds the board, and the dashboard page that shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.stores.errors import ConfigError
+
+
+class BoardPlugin(Board):
+    """The board as a plugin, registered once per scheduler by the first client that needs it."""
+
+    async def start(self, scheduler: Any) -> None:
+        await super().start(scheduler)
+        try:
+            from staleflow.pipeline.cluster import dashboard
+        except ImportError:  # without bokeh the scheduler has no dashboard
+            return
+        dashboard.add_to(scheduler, self)
+
+
+async def ensure(client: Any) -> None:
+    """Register the board on an asynchronous client's scheduler unless it is there already. Raises ConfigError if the
+    scheduler cannot load this package."""
+    try:
+        await client.register_plugin(BoardPlugin())
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the scheduler at {client.scheduler.address} cannot load staleflow ({error}); install this version there"
+        ) from error

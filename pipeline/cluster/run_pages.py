@@ -1,0 +1,115 @@
+"""Run pages reached from the dashboard: one `staleflow view` for each run that somebody has asked for.
+
+They listen on the scheduler's machine only, as `staleflow view` does unless told otherwise, so the link works for a
+browser that reaches the dashboard there, or through a forwarded port; others are told the command. A page ends with the
+scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+import ipaddress
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from distributed import SchedulerPlugin
+from tornado import web
+
+from staleflow.pipeline.cluster.job_registry import Board
+
+START_S = 60.0
+"""Seconds a page may take to start."""
+COMMAND = (sys.executable, "-P", "-m", "staleflow.cli.main", "view")
+"""-P: a `cli` in the current folder must not shadow ours."""
+
+
+class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
+    """The pages started so far, by run folder."""
+
+    def __init__(self) -> None:
+        self._pages: dict[Path, tuple[asyncio.subprocess.Process, int]] = {}
+        self._lock = asyncio.Lock()
+
+    async def port(self, run_dir: Path) -> int:
+        """The port of a run's page, which is started unless it is there. Raises OSError if it does not start."""
+        async with self._lock:
+            process, port = self._pages.get(run_dir, (None, 0))
+            if process is None or process.returncode is not None:
+                process = await asyncio.create_subprocess_exec(
+                    *COMMAND, str(run_dir), "--port", "0", "--no-browser", "--until-eof",
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+                assert process.stdout is not None
+                try:
+                    async with asyncio.timeout(START_S):
+                        line = await process.stdout.readline()
+                    port = int(line.decode().partition("http://")[2].partition("/")[0].rpartition(":")[2])
+                except (TimeoutError, ValueError) as error:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+                    raise OSError(f"its page could not be started; try staleflow view {run_dir}") from error
+                self._pages[run_dir] = (process, port)
+            return port
+
+    async def close(self) -> None:
+        """End all pages, as the scheduler ends."""
+        for process, _ in self._pages.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+
+
+class RunPage(web.RequestHandler):
+    """Leads to the page of a job's run, or says how to see it."""
+
+    def initialize(self, board: Board, pages: RunPages) -> None:
+        self._board = board
+        self._pages = pages
+
+    async def get(self, id: str) -> None:
+        job = self._board.jobs.get(id)
+        if job is None:
+            raise web.HTTPError(404, f"no job {id}")
+        run_dir = Path(job.run_dir)
+        command = f"staleflow view {run_dir}"
+        if not (run_dir / "config.toml").is_file():
+            self._say(404, f"The folder {run_dir} cannot be seen from the scheduler's machine. Where it can: {command}")
+        elif not is_local(self.request.host_name):
+            self._say(403, f"The run's page can be reached from the scheduler's machine only. There: {command}")
+        else:
+            try:
+                port = await self._pages.port(run_dir)
+            except OSError as error:
+                self._say(500, str(error))
+                return
+            self.redirect(f"http://{self.request.host_name}:{port}/")
+
+    def _say(self, status: int, line: str) -> None:
+        self.set_status(status)
+        self.write(f"<!doctype html><meta charset=utf-8><title>staleflow</title><p>{html.escape(line)}")
+
+
+def is_local(name: str) -> bool:
+    """Whether a browser that calls a server by this name is on the server's machine.
+
+    >>> [is_local(name) for name in ("localhost", "127.0.0.1", "[::1]", "10.0.0.7", "scheduler")]
+    [True, True, True, False, False]
+    """
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def add_to(scheduler: Any, board: Board) -> None:
+    """Add the route of the pages to a scheduler's dashboard."""
+    pages = RunPages()
+    scheduler.add_plugin(pages, name="staleflow-run-pages")
+    handler = (r"/staleflow/run/(.+)", RunPage, {"board": board, "pages": pages})
+    scheduler.http_application.add_handlers(r".*", [handler])

@@ -1,0 +1,250 @@
+"""Checks of a job file that involve more than one key. A failure is one line that says what to change."""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any
+
+from staleflow.pipeline.config.evaluation_settings import HELD_OUT
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.strategies.admission import ADMISSION
+from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.s3_url import HOW, parsed
+from staleflow.tasks.engines.adapters import LoraConfig
+from staleflow.tasks.engines.engine_settings import ENGINES
+from staleflow.tasks.settings.knobs import knobs, shown, values
+from staleflow.tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP
+from staleflow.tasks.training.loss import LOSSES
+
+MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
+"""Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
+FEWEST_PAGES, SMALL_PAGE = 8, 32
+"""Pages that a cache has, unless fewer responses may run at once, or pages have no more than so many tokens."""
+SHOWN_TEMPLATE = 200
+"""Most characters of a corrected template that a message shows."""
+
+
+def check_across(config: RunConfig, where: str) -> None:
+    """Raise ConfigError for the first rule that is broken. where: the source, for messages."""
+    if not config.model.path and config.has_texts:
+        raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
+    _check_texts(config, where)
+    if not config.name or "/" in config.name or config.name.startswith("."):
+        raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
+    advantage = config.training.advantage
+    needs_groups = advantage in ADVANTAGES and advantage not in NEED_NO_GROUP
+    if needs_groups and config.batch.group_size < 2:
+        raise ConfigError(f"{where}: batch.group_size = 1 leaves {advantage} nothing to compare; it must be >= 2")
+    if config.batch.filtering == "no_signal" and config.batch.group_size < 2:
+        raise ConfigError(
+            f'{where}: batch.filtering = "no_signal" would drop every group of batch.group_size = 1, whose rewards are '
+            'all equal; use "keep_all"'
+        )
+    _check_sizes(config, where)
+    try:
+        ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
+        ROUTING.check(config.rollout)
+        LOSSES.check(config.training.loss)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    kl = config.training.kl
+    if kl.reference and not kl.coefficient:
+        raise ConfigError(
+            f"{where}: training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
+            "above 0, such as 0.001"
+        )
+    for kind, key in (("address", "address"), ("file", "scheduler_file")):
+        if config.cluster.kind == kind and not getattr(config.cluster, key):
+            raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
+    if config.store:
+        try:
+            parsed(config.store_url)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: store = {config.store!r} is no place for a store; {HOW}") from error
+    _check_evaluation(config, where)
+    _check_engine(config, where)
+    _check_virtual(config, where)
+
+
+def _check_sizes(config: RunConfig, where: str) -> None:
+    """Check that a step's numbers fit together, and can be meant."""
+    if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
+        raise ConfigError(
+            f"{where}: training.minibatches = {config.training.minibatches} is more than the "
+            f"{config.trajectories_per_step} trajectories of a step"
+        )
+    if config.training.overlong_tokens > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"{where}: training.overlong_tokens = {config.training.overlong_tokens} is more than "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
+        )
+    started = config.groups_started * config.members_started
+    if started > MOST_TRAJECTORIES:
+        raise ConfigError(
+            f"{where}: batch.groups_per_step and batch.group_size make {started} "
+            f"trajectories a step; it must be at most {MOST_TRAJECTORIES}"
+        )
+    if config.steps > MOST_STEPS:
+        raise ConfigError(f"{where}: steps = {config.steps} is out of range; it must be at most {MOST_STEPS}")
+    rollout = config.rollout
+    if rollout.min_instances > rollout.instances:
+        raise ConfigError(
+            f"{where}: rollout.min_instances = {rollout.min_instances} is more than rollout.instances = "
+            f"{rollout.instances}"
+        )
+    if 0 < rollout.max_instances < rollout.instances:
+        raise ConfigError(
+            f"{where}: rollout.max_instances = {rollout.max_instances} is less than rollout.instances = "
+            f"{rollout.instances}, with which the run begins"
+        )
+
+
+def _check_texts(config: RunConfig, where: str) -> None:
+    """Check that the template can be filled, and that the pattern finds an answer."""
+    template, pattern = config.task.template, config.task.answer_pattern
+    if "{prompt}" not in template:
+        raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {shown(template)}")
+    if "{observation}" not in config.environment.template:
+        raise ConfigError(
+            f"{where}: environment.template must contain {{observation}}, it is {shown(config.environment.template)}"
+        )
+    if config.environment.tools and config.environment.tool_s >= config.environment.step_s:
+        raise ConfigError(
+            f"{where}: environment.tool_s = {config.environment.tool_s:g} must be less than environment.step_s = "
+            f"{config.environment.step_s:g}, which ends the episode"
+        )
+    doubled = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError:
+        names = ["{"]
+    if set(names) != {"prompt"}:
+        raise ConfigError(
+            f"{where}: task.template: only {{prompt}} is replaced; write any other brace twice: "
+            f"{doubled if len(doubled) <= SHOWN_TEMPLATE else shown(doubled)}"
+        )
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"{where}: task.answer_pattern = {shown(pattern)} does not compile: {error}") from error
+    if pattern and not groups:
+        raise ConfigError(f"{where}: task.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )")
+
+
+def _check_evaluation(config: RunConfig, where: str) -> None:
+    """Check what the model is to be evaluated on."""
+    most, sets = config.rollout.max_new_tokens, config.evaluation_sets
+    if HELD_OUT in config.evaluation.sets:
+        raise ConfigError(f"{where}: evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it")
+    plays = config.acts and not config.environment.tools
+    for name, one in config.evaluation.sets.items():
+        key = f"{where}: evaluation.sets.{name}"
+        if not one.responses_per_prompt:
+            raise ConfigError(f"{key}: samples = 0 and greedy = false leave nothing to score; set one of them")
+        if one.max_new_tokens > most:
+            raise ConfigError(
+                f"{key}.max_new_tokens = {one.max_new_tokens} is more than rollout.max_new_tokens = {most}, which the "
+                "engines have room for; lower it"
+            )
+        if plays and one.reward != "task":
+            raise ConfigError(
+                f"{key}.reward = {one.reward!r}: environments reward their episodes themselves; remove it, and return "
+                "the reward from the environment"
+            )
+        if plays and one.source:
+            raise ConfigError(
+                f"{key}.source = {one.source!r}: environments of a run are those of task.source and task.eval_source; "
+                "leave it empty"
+            )
+    best = config.evaluation.best
+    if best and best not in sets:
+        known = ", ".join(sets) or "none; set task.eval_prompts or add evaluation.sets.NAME"
+        raise ConfigError(f"{where}: evaluation.best = {best!r} is no set that is evaluated; known: {known}")
+
+
+def _check_engine(config: RunConfig, where: str) -> None:
+    """Check what the job's engine supports."""
+    engine = config.rollout.engine
+    settings: Any = ENGINES.find(engine.name)
+    if config.rollout.on_pull == "keep" and not settings.keeps:
+        raise ConfigError(
+            f'{where}: rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"'
+        )
+    speculation = engine.speculation
+    if speculation.length and not settings.drafts:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.length = {speculation.length}: the {engine.name} engine verifies no "
+            "drafts; use 0"
+        )
+    if speculation.length and speculation.source not in settings.drafts:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.source = {speculation.source!r} is not supported by the "
+            f"{engine.name} engine; use {' or '.join(map(repr, settings.drafts))}"
+        )
+    if speculation.length and speculation.source == "responses" and values(engine)["tensor_parallel"] > 1:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.source = 'responses' needs tensor_parallel = 1, since vLLM drafts in "
+            "processes of its own otherwise; use 'ngram' or 'suffix'"
+        )
+    if speculation.length and config.training.lora.rank:
+        raise ConfigError(
+            f"{where}: rollout.engine.speculation.length = {speculation.length}: drafts are not verified under "
+            "adapters (training.lora.rank) yet; use 0"
+        )
+    _check_adapters(config, where)
+    for option in values(engine)["options"]:
+        if "options" not in knobs(settings):
+            raise ConfigError(f"{where}: rollout.engine.options: not supported by the {engine.name} engine; remove it")
+        if why := settings.refused_options.get(option):
+            raise ConfigError(f"{where}: rollout.engine.options.{option}: {why}; remove it")
+    if engine.kv_tokens < config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+        )
+    at_once = min(FEWEST_PAGES, engine.max_running)
+    few = engine.kv_tokens // engine.page_tokens < at_once
+    if few and engine.name == "transformers" and engine.page_tokens > SMALL_PAGE:
+        raise ConfigError(
+            f"{where}: rollout.engine.page_tokens = {engine.page_tokens}: rollout.engine.kv_tokens = "
+            f"{engine.kv_tokens} has {engine.kv_tokens // engine.page_tokens} such pages, and each running response "
+            f"holds one at least; use {max(SMALL_PAGE, engine.kv_tokens // at_once)} or less"
+        )
+
+
+def _check_adapters(config: RunConfig, where: str) -> None:
+    """Check that adapters are trained where they are served, and the other way round."""
+    rank, on_pull = config.training.lora.rank, config.rollout.on_pull
+    if rank and on_pull != "adapter":
+        raise ConfigError(
+            f"{where}: training.lora.rank = {rank} makes versions adapters, served side by side; set rollout.on_pull = "
+            f'"adapter" in place of "{on_pull}"'
+        )
+    if on_pull == "adapter" and not rank:
+        raise ConfigError(
+            f'{where}: rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank, such as '
+            'to 32, or use "interrupt"'
+        )
+    if rank and config.kept_bound is None:
+        raise ConfigError(
+            f'{where}: staleness.admission = "backlog" keeps no bound, so any number of adapters could be needed at '
+            "once; use another one with training.lora"
+        )
+    lora = config.training.lora
+    if not rank and (lora.targets or lora.alpha != LoraConfig().alpha):
+        raise ConfigError(
+            f"{where}: training.lora.rank = 0 trains no adapter; set it above 0, or remove [training.lora]"
+        )
+
+
+def _check_virtual(config: RunConfig, where: str) -> None:
+    """Check the keys of simulated and emulated runs."""
+    cost = config.rollout.cost
+    if cost.k4 + max(cost.k2, cost.b + cost.k3) <= 0:
+        raise ConfigError(f"{where}: rollout.cost: a decode step of one trajectory takes no time; set k2 or k4 above 0")
+    if config.workload.kind == "recorded" and not config.workload.run:
+        raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
+    if config.simulation.colocated and config.staleness.admission != "synchronous":
+        raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')

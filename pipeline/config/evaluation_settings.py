@@ -1,0 +1,82 @@
+"""The [evaluation] section of a job: when the model is evaluated, on which prompts, in which share of the fleet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.tasks.settings.knobs import knob
+
+HELD_OUT = "held-out"
+"""Name of the set that task.eval_prompts and task.eval_source describe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSetConfig:
+    """One set of prompts that the model is evaluated on."""
+
+    source: str = knob("", "where its prompts come from, named as in task.source; empty: as task.eval_prompts")
+    options: dict[str, Any] = knob({}, "arguments of its source, such as split")
+    reward: str = knob(
+        "task", "what scores it: task (the verifier of its source), math_verify, path/to/file.py:name, or module:name"
+    )
+    prompts: int = knob(100, "prompts, the first of its source; duplicates are left out", low=1)
+    samples: int = knob(1, "responses sampled per prompt", low=0, high=1000)
+    greedy: bool = knob(True, "whether each prompt is answered greedily too, once")
+    temperature: float = knob(0.0, "sampling temperature of the samples; 0: rollout.temperature", low=0, high=10)
+    max_new_tokens: int = knob(0, "most tokens in a response; 0: rollout.max_new_tokens, and never more", low=0)
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """samples + 1 if greedy."""
+        return self.samples + self.greedy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluations: before and after training, and beside it. They are sampled by the run's own instances."""
+
+    every: int = knob(0, "training steps between evaluations; 0: only the first and the last version", low=0)
+    share: float = knob(
+        0.25, "largest share of the instances' places that an evaluation has while the run trains", above=0, high=1
+    )
+    fill: bool = knob(
+        True, "whether an instance that could be given nothing to train on has all of its places for an evaluation"
+    )
+    best: str = knob(
+        "", "set whose mean reward chooses the version whose checkpoint is kept as checkpoints/best; empty: none is"
+    )
+    sets: dict[str, EvaluationSetConfig] = knob(
+        {}, "sets by name, besides that of task.eval_prompts, which is called held-out"
+    )
+
+    def held_out(self, num_prompts: int) -> int:
+        """Prompts that are kept apart of a job's own source. num_prompts: task.eval_prompts."""
+        return max([num_prompts, *(one.prompts for one in self.sets.values() if not one.source)])
+
+
+def held_out_set(num_prompts: int, source: str, options: dict[str, Any]) -> dict[str, EvaluationSetConfig]:
+    """The set of task.eval_prompts, by its name; empty if there are none."""
+    if not num_prompts:
+        return {}
+    return {HELD_OUT: EvaluationSetConfig(source=source, options=options, prompts=num_prompts)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSchedule:
+    """Which versions of a run are evaluated: the first, the last, and every so many between them. Pure."""
+
+    every: int
+    num_steps: int
+
+    def is_due(self, version: int) -> bool:
+        """Whether a version is to be evaluated.
+
+        >>> [v for v in range(8) if EvaluationSchedule(every=3, num_steps=7).is_due(v)]
+        [0, 3, 6, 7]
+        """
+        return version in {0, self.num_steps} or (self.every > 0 and version % self.every == 0)
+
+    def latest(self, version: int) -> int:
+        """The latest version up to this one that is to be evaluated."""
+        return next(v for v in range(version, -1, -1) if self.is_due(v))

@@ -1,0 +1,147 @@
+"""The coordinator and strategies of a job file, as runs, simulations and replays build them; and what simulated and
+emulated runs share. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.pacing import Pacing
+from staleflow.pipeline.coordination.strategy_set import Strategies
+from staleflow.pipeline.strategies.admission import ADMISSION, Late
+from staleflow.pipeline.strategies.affinity import Affinity
+from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from staleflow.pipeline.strategies.migration import MIGRATION
+from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.tasks.emulation.batch_simulator import Drafting
+from staleflow.tasks.emulation.cost_model import CostModel, StepCosts
+from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults
+from staleflow.tasks.emulation.workload import Workload
+from staleflow.tasks.engines.engine_settings import Speculation
+from staleflow.tasks.settings.knobs import values
+from staleflow.tasks.settings.seeds import Stream, generator
+
+
+def cost_model(config: RunConfig) -> CostModel:
+    cost = config.rollout.cost
+    return CostModel(
+        k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill, verified=cost.verified
+    )
+
+
+def num_instances(config: RunConfig) -> int:
+    """Number of rollout instances; colocated, those on the trainer's GPUs are included."""
+    simulation = config.simulation
+    extra = simulation.trainer_gpus // simulation.gpus_per_instance if simulation.colocated else 0
+    return config.rollout.instances + extra
+
+
+def instance_cost(config: RunConfig, index: int) -> CostModel:
+    """The cost model of a simulated or emulated instance: slower by straggler_factor for the first straggler_share of
+    them."""
+    simulation = config.simulation
+    slow = index < simulation.straggler_share * num_instances(config)
+    return cost_model(config).times(simulation.straggler_factor if slow else 1.0)
+
+
+def drafting(config: RunConfig) -> Drafting:
+    """How simulated and emulated instances draft when they begin."""
+    asked = config.rollout.engine.speculation
+    return Drafting(length=asked.first_length, most_running=asked.cap, acceptance=config.workload.acceptance)
+
+
+def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
+    """The cost model of an instance that drafts as the job says while it runs so many."""
+    asked = config.rollout.engine.speculation
+    return while_drafting(cost_model(config), asked, config.workload.acceptance, running, kv_tokens)
+
+
+def while_drafting(cost: CostModel, asked: Speculation, acceptance: float, running: int, kv_tokens: float) -> CostModel:
+    """The cost model of an instance that runs so many: with drafts as long as is best for these where the coordinator
+    decides, and as `asked` where it does not."""
+    if asked.decided:
+        length = cost.best_length(running, kv_tokens, asked.length, acceptance)
+    else:
+        length = asked.length if running <= asked.cap else 0
+    return cost.drafting(length, acceptance)
+
+
+def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
+    """The environments of this job's simulated or emulated episodes."""
+    simulation = config.simulation
+    faults = StepFaults(failed=simulation.failed_step_share, hung=simulation.hung_step_share, seed=config.seed)
+    return EmulatedEpisodes(workload, faults)
+
+
+def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strategies:
+    """The strategies this job names, with their knobs. costs: of decode steps, if not of the job's cost model alone.
+    Raises ConfigError."""
+    cost, rollout = cost_model(config), config.rollout
+    costs = costs or cost
+    given = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
+    # A pull that interrupts nothing recomputes no context.
+    pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
+    return Strategies(
+        admission=ADMISSION.make(config.staleness, given),
+        routing=ROUTING.make(rollout, given),
+        synchronization=SYNCHRONIZATION.make(rollout, given | {"cost": pulling}),
+        filtering=FILTERING.make(config.batch, given),
+        migration=MIGRATION.make(rollout, given),
+        stragglers=STRAGGLERS.make(config.batch, given),
+        max_attempts=rollout.max_attempts,
+        environments=config.acts,
+        evaluation_share=config.evaluation.share,
+        evaluation_fill=config.evaluation.fill,
+        affinity=Affinity(costs) if config.acts and rollout.affinity else None,
+        adapters=config.served_versions > 0,
+    )
+
+
+def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
+    """A new coordinator for this job. validate_each: check all invariants after every event."""
+    batch, cost = config.batch, cost_model(config)
+    speculation = config.rollout.engine.speculation
+    drafts = DraftLengths(cost, speculation.length if speculation.decided else 0)
+    costs: StepCosts = drafts.costs if speculation.decided else cost
+    strategies = make_strategies(config, costs)
+    ledger = StalenessLedger(
+        eta=config.bound,
+        groups_per_step=batch.groups_per_step,
+        group_size=batch.group_size,
+        groups_started=config.groups_started,
+        members_started=config.members_started,
+        num_steps=config.steps,
+        waits=strategies.admission.late is Late.WAIT,
+        window=_window(strategies, batch.groups_per_step),
+    )
+    forecast = LengthForecast(config.rollout.max_new_tokens, rare=1 / config.trajectories_per_step)
+    rollout = config.rollout
+    pacing = Pacing(
+        costs,
+        forecast,
+        eta=config.bound,
+        groups=batch.groups_per_step,
+        group_size=batch.group_size,
+        slack=_pace_slack(config, strategies),
+        recomputes=rollout.on_pull == "interrupt",
+    )
+    return Coordinator(ledger, strategies, forecast, pacing, drafts, validate_each=validate_each)
+
+
+def _pace_slack(config: RunConfig, strategies: Strategies) -> float:
+    """The factor on planned seconds that a job sets; 0 to have it found, which costs nothing where nobody asks."""
+    if not strategies.routing.knows_urgency:
+        return 1.0
+    slack: float = values(config.rollout)["pace_slack"]
+    return 0.0 if config.rollout.routing == "deadline" else slack
+
+
+def _window(strategies: Strategies, groups_per_step: int) -> int:
+    """Groups, from the oldest on, that a step may choose its batch from; 0: any."""
+    share = strategies.admission.window
+    return max(1, int(share * groups_per_step)) if share else 0

@@ -1,0 +1,374 @@
+"""Checks of everything a job names, before any process is placed: folders, devices, model, data, template and reward.
+
+What can be seen in a file's first bytes is not left to the actors, who would find it after half a minute. torch is not
+loaded, unless a tokenizer without tokenizer.json needs it. A failure is a ConfigError of one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import itertools
+import json
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from staleflow.pipeline.config import actor_settings, user_files
+from staleflow.pipeline.config.model_files import check_files, find_model, read_architecture, read_context
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template
+from staleflow.tasks.settings.knobs import names_user_code, shown
+
+if TYPE_CHECKING:
+    from staleflow.tasks.episodes.episode_host import EpisodeSettings
+    from staleflow.tasks.rendering.task_source import Task
+    from staleflow.tasks.sources.prompts import TokenizedPrompts
+
+MAX_NAME = 200
+"""Most bytes of a run's name: folders named after it get a suffix, and a file's name has at most 255."""
+PATHS = (
+    "runs_dir", "workload.run", "cluster.shared_memory", "cluster.scheduler_file", *user_files.MODELS, *user_files.CODE,
+)  # fmt: skip
+"""Keys that may name a file or folder."""
+DRAWN = 100_000
+"""Most prompts that are looked at."""
+DRAWN_S = 2.0
+"""Seconds after which no more prompts are looked at."""
+LISTENS_S, LISTENS_POLL_S = 5.0, 0.2
+"""Seconds in which a scheduler must listen at the address of a job, and between two attempts."""
+PACKAGES = {"vllm": "pip install 'staleflow[vllm]'", "peft": "pip install 'staleflow[lora]'"}
+"""Optional packages of engines and of adapters, with how to install them."""
+
+
+def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
+    """Check what a job names; returns one line on each thing that could not be checked, or that may not be meant.
+
+    here: whether it runs on this machine. If not, folders and data that are not here may be on the cluster. Raises
+    ConfigError."""
+    check_names(config)
+    if here:
+        _check_runs_dir(Path(config.runs_dir))
+    if here and config.cluster.kind == "local":
+        _check_machine(config)
+    if here and config.cluster.kind == "address":
+        _check_address(config.cluster.address)
+    if config.simulation.colocated:
+        raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
+    if here and config.store:
+        from staleflow.stores.trajectories.repository import check_bucket
+
+        check_bucket(config.store_url, new=not (config.run_dir / "store").exists())
+    _check_steps(config)
+    if not config.has_texts:
+        user_files.check(config)
+        return []
+    unchecked: list[str] = []
+    for key, kind, path in user_files.data_files(config):
+        if here and (not path.exists() or (kind == "jsonl:" and path.is_dir())):
+            why = "a folder, not a file" if path.exists() else "no such file"
+            raise ConfigError(f"{key} = {f'{kind}{path}'!r}: cannot be read: {why}")
+    folder = _model(config, unchecked, here=here)
+    _check_reference(config, folder, unchecked, here=here)
+    user_files.check(config)
+    if not here and _elsewhere(config, unchecked):
+        return unchecked
+    task, prompts = _first_prompt(config, folder, unchecked)
+    acts = user_files.settled(config).acts
+    environments = actor_settings.episode_settings(config) if acts else None
+    if environments is None or environments.scoring is not None:
+        _try_reward(config, task)
+    if environments is not None:
+        _try_environment(environments, prompts)
+    return unchecked
+
+
+def check_names(config: RunConfig) -> None:
+    """Raise ConfigError for texts that cannot become names of folders, or name a cluster that is not asked for."""
+    if not config.name.isprintable() or len(config.name.encode()) > MAX_NAME:
+        raise ConfigError(
+            f"name = {shown(config.name)} must be a plain folder name: printable, and at most {MAX_NAME} bytes"
+        )
+    for key in PATHS:
+        if "\0" in (path := str(reduce(getattr, key.split("."), config))):
+            raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
+    cluster = config.cluster
+    for kind, key in (("address", "address"), ("file", "scheduler_file")):
+        if cluster.kind == "local" and (given := getattr(cluster, key)):
+            raise ConfigError(
+                f'cluster.{key} = {given!r} has no effect with cluster.kind = "local"; set cluster.kind = "{kind}" to '
+                "join that cluster, or remove it"
+            )
+
+
+def _check_steps(config: RunConfig) -> None:
+    """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
+    step_s, stuck_s = config.environment.step_s / config.time_scale, config.deadlines.stuck_s
+    if step_s >= stuck_s and user_files.settled(config).acts:
+        emulated = f" (at rollout.engine.time_scale = {config.time_scale:g})" if config.time_scale != 1 else ""
+        raise ConfigError(
+            f"environment.step_s = {config.environment.step_s:g}{emulated} must be less than "
+            f"deadlines.stuck_s = {stuck_s:g}, after which a run that only waits for a step would be ended; raise "
+            "deadlines.stuck_s"
+        )
+
+
+def _check_runs_dir(runs_dir: Path) -> None:
+    """Check that run folders can be created, without creating any."""
+    there = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {there} is a file; set runs_dir to another folder")
+    if why := _why_unwritable(there):
+        raise ConfigError(
+            f"runs_dir = {str(runs_dir)!r}: {there} cannot be written: {why}; set runs_dir to another folder"
+        )
+
+
+def _check_machine(config: RunConfig) -> None:
+    """Check this machine's shared memory, engine and device."""
+    memory = Path(config.cluster.shared_memory)
+    key = f"cluster.shared_memory = {str(memory)!r}"
+    if not memory.is_dir():
+        why = "not a folder" if memory.exists() else "no such folder"
+        raise ConfigError(f"{key}: {why}; set cluster.shared_memory to an in-memory one, such as /dev/shm")
+    if why := _why_unwritable(memory):
+        raise ConfigError(f"{key}: cannot be written: {why}; set cluster.shared_memory to another")
+    engine = config.rollout.engine.name
+    if engine in PACKAGES and importlib.util.find_spec(engine) is None:
+        raise ConfigError(f'rollout.engine.name = "{engine}": {engine} is not installed; {PACKAGES[engine]}')
+    rank = config.training.lora.rank
+    if rank and not config.emulated and importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"training.lora.rank = {rank}: peft is not installed; {PACKAGES['peft']}")
+    if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
+        raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
+
+
+def _check_address(address: str) -> None:
+    """Raise ConfigError if nothing listens at a scheduler's address, which may just be starting. Other mistakes in it
+    are told by Dask."""
+    found = re.fullmatch(r"(?:tcp|tls)://(\[.*\]|[^:]*):(\d{1,5})", address)
+    end = time.monotonic() + LISTENS_S
+    while found is not None:
+        try:
+            socket.create_connection((found[1].strip("[]"), int(found[2])), LISTENS_S).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() + LISTENS_POLL_S > end:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(
+                    f"cluster.address: no scheduler at {address}: {reason}; start one, or correct the address"
+                ) from error
+            time.sleep(LISTENS_POLL_S)
+
+
+def _why_unwritable(folder: Path) -> str:
+    """Why nothing can be created in a folder; empty if it can. Leaves nothing there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _why_no_cuda() -> str:
+    """Why torch would find no CUDA device on this machine; empty if it may find one. Does not load torch."""
+    found = importlib.util.find_spec("torch")
+    version = Path(found.origin or "").with_name("version.py") if found is not None else None
+    if version is not None and version.is_file():
+        text = version.read_text()
+        if re.search(r"^hip\b.*= *'", text, re.MULTILINE):
+            return ""  # ROCm, whose driver is another
+        if re.search(r"^cuda\b.*= *None", text, re.MULTILINE):
+            return "the torch that is installed is built without CUDA"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this machine has no NVIDIA driver"
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no device"
+    return ""
+
+
+def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | None:
+    """Check the model's files, and that its context has room for a prompt. Returns their folder, if it is on this
+    machine."""
+    what = f"model.path = {config.model.path!r}"
+    folder = _checked_folder("model.path", config.model.path, unchecked, here=here)
+    if folder is None:
+        return None
+    context = read_context(folder, what)
+    if context <= config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
+            f"context is {context} tokens"
+        )
+    if config.task.chat and chat_template(folder) == "":
+        raise ConfigError(
+            f"task.chat = true: the tokenizer in {folder} has no chat template; add chat_template.jinja there, or set "
+            "task.chat = false and write the turns into task.template"
+        )
+    return folder
+
+
+def _check_reference(config: RunConfig, model: Path | None, unchecked: list[str], *, here: bool) -> None:
+    """Check the reference model's files, and that it has the tokens of the policy's, in the folder `model`."""
+    key, path = "training.kl.reference", config.training.kl.reference
+    folder = _checked_folder(key, path, unchecked, here=here) if path else None
+    if folder is None or model is None:
+        return
+    tokens, other = (read_architecture(f, f"{f}").get("vocab_size") for f in (model, folder))
+    if tokens != other:
+        raise ConfigError(
+            f"{key} = {path!r}: its vocabulary has {other} tokens, that of model.path {tokens}; name a model of the "
+            "same tokens, such as a checkpoint"
+        )
+
+
+def _checked_folder(key: str, path: str, unchecked: list[str], *, here: bool) -> Path | None:
+    """The folder of a model whose files are whole, if it is on this machine. Raises ConfigError."""
+    try:
+        folder = find_model(path, key)
+    except ConfigError as error:
+        if here:
+            raise
+        unchecked.append(f"not checked here: {error}")
+        return None
+    if folder is None:
+        unchecked.append(f"not checked: {key} = {path!r} has yet to be fetched from the hub")
+        return None
+    check_files(folder, f"{key} = {path!r}")
+    return folder
+
+
+def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
+    """Whether the job's data or reward can only be found where the job will run."""
+    for key, kind, path in user_files.data_files(config):
+        if not path.exists():
+            unchecked.append(f"not checked here: {key} = {f'{kind}{path}'!r} is not on this machine")
+            return True
+    rewards = [(f"reward.parts.{name}", part.function) for name, part in config.reward.parts.items()]
+    for key, named in (
+        ("task.source", config.task.source),
+        ("reward.function", config.reward.function),
+        *rewards,
+        *(("environment.tools", tool) for tool in config.environment.tools),
+    ):
+        module = named.rpartition(":")[0]
+        imported = names_user_code(named) and not module.endswith(".py") and module != "reasoning_gym"
+        if imported and importlib.util.find_spec(module.partition(".")[0]) is None:
+            unchecked.append(f"not checked here: {key} = {named!r} cannot be imported on this machine")
+            return True
+    return False
+
+
+def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> tuple[Task, TokenizedPrompts | None]:
+    """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long, and
+    return the prompts too. notes: is told of a prompt that the model cannot read."""
+    from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+    from staleflow.tasks.sources.prompts import TokenizedPrompts
+
+    if folder is None:
+        return actor_settings.source_settings(config).build().task(0), None
+    context = read_context(folder, f"model.path = {config.model.path!r}")
+    longest = actor_settings.longest_prompt(config, context)
+    settings = actor_settings.prompt_settings(config, context, held_out=config.held_out, longest=longest)
+    tokenizer = FileTokenizer(folder)
+    prompts = TokenizedPrompts(settings, TokenizerTexts(tokenizer))
+    first = prompts.task(0)
+    for number, task in itertools.chain([(0, first)], _drawn(config, prompts)):
+        if task is first or prompts.may_be_too_long(task):
+            try:
+                ids = prompts.encode(task)
+            except ConfigError as error:
+                raise ConfigError(f"{_place(config, task, number)}: {error}") from error
+            if task is first and (unknown := ids.count(tokenizer.unknown_id)):
+                notes.append(
+                    f"{_place(config, task, number)}: {unknown} of its {len(ids)} tokens are unknown to the model's "
+                    f"tokenizer, which reads {shown(tokenizer.decode(ids, skip_special_tokens=False))}"
+                )
+    return first, prompts
+
+
+def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None) -> None:
+    """Begin an episode as a host would, and see that what it will say can follow a turn of the model. Raises
+    ConfigError."""
+    from staleflow.tasks.episodes.episode_host import Episodes
+
+    async def tried() -> None:
+        episodes = Episodes(settings)
+        try:
+            await episodes.check()
+        finally:
+            await episodes.close()
+
+    if prompts is not None:
+        prompts.bridge.check(settings.roles)
+    # In a thread: the caller may have an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, tried()).result()
+
+
+def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, Task]]:
+    """The prompts that the run will use, numbered, as far as they can be drawn in a moment."""
+    begin = time.monotonic()
+    prompts.task(0)
+    each_s = time.monotonic() - begin  # an environment may take its time to reset
+    end = time.monotonic() + DRAWN_S
+    held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100, 1 + int(DRAWN_S / max(each_s, 1e-6))))
+    yield from ((-1 - i, task) for i, task in enumerate(held_out))
+    for i in itertools.takewhile(
+        lambda _: time.monotonic() < end, range(min(DRAWN, config.steps * config.groups_started))
+    ):
+        yield i, prompts.task(i)
+
+
+def _place(config: RunConfig, task: Task, number: int) -> str:
+    """Where a prompt is in its data: the line of a file, or its number. Numbers of held-out prompts are negative."""
+    source = config.task.eval_source if number < 0 and config.task.eval_source else config.task.source
+    kind, path = user_files.data_file(source)
+    if kind == "jsonl:" and path is not None:
+        with path.open(encoding="utf-8-sig") as lines:
+            for at, line in enumerate(lines, 1):
+                row = json.loads(line) if line.strip() else None
+                if isinstance(row, dict) and all(task.record.get(key) == value for key, value in row.items()):
+                    return f"{path}, line {at}"
+    which = f"prompt {number}" if number >= 0 else f"held-out prompt {-1 - number}"
+    return f"{source}, {which}"
+
+
+def _try_reward(config: RunConfig, task: Task) -> None:
+    """Score two answers to a prompt: its record's own, if it has one, and an empty one. Raises ConfigError if the
+    reward fails on both, or takes too long; not if the job accepts any number of failures."""
+    from staleflow.tasks.sources.reward_process import Scorer
+
+    scorer = Scorer(actor_settings.scoring_settings(config))
+    try:
+        scorer.check()
+        answers = [str(task.record[key]) for key in ("answer",) if key in task.record]
+        errors: list[str] = []
+        for answer in dict.fromkeys((*answers, "")):
+            error = scorer.score([(answer, task.record)])[0].error
+            if not error:
+                return
+            errors.append(error)
+            if "took longer" in error:
+                break
+    finally:
+        scorer.close()
+    if config.reward.max_error_share >= 1:
+        return
+    remedy = (
+        "make it faster, or raise reward.timeout_s"
+        if "took longer" in errors[-1]
+        else "mend it, or set reward.max_error_share = 1 to run all the same"
+    )
+    raise ConfigError(f"{config.reward.named}: fails on the first prompt: {errors[0]}; {remedy}")

@@ -1,0 +1,58 @@
+"""What a coordinator records for people: the story of each trajectory, and why work was left waiting. Pure, bounded."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+
+from staleflow.pipeline.coordination.events import TrajectoryInterrupted, TrajectorySampled
+from staleflow.stores.trajectory import TrajectoryId
+
+STORY_LINES = 200_000
+"""Lines kept for `story`: about 40,000 trajectories of five lines each, some tens of megabytes."""
+
+HAPPENED = ("arrived", "sampled", "reward")
+"""Beginnings of the notes about what happened, as opposed to what was decided."""
+
+
+class History:
+    """A bounded log of notes, and counts of refusals. `now` and `cause` are those of the event being handled."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.cause = ""
+        self.refusals: dict[str, int] = {}
+        self._log: deque[tuple[TrajectoryId, float, str, str]] = deque(maxlen=STORY_LINES)
+        self._followed: TrajectoryId | None = None
+
+    def follow(self, trajectory: TrajectoryId) -> None:
+        """Keep notes of this trajectory only, however long the run."""
+        self._followed = trajectory
+
+    def note(self, trajectory: TrajectoryId, what: str) -> None:
+        """Add a line to a trajectory's story."""
+        if self._followed is None or trajectory == self._followed:
+            self._log.append((trajectory, self.now, self.cause, what))
+
+    def refused(self, trajectory: TrajectoryId, why: str, *, again: bool) -> None:
+        """Count a refusal. Only the first of several for one reason gets a line in the story."""
+        self.refusals[why] = self.refusals.get(why, 0) + 1
+        if not again:
+            self.note(trajectory, f"waits: {why}")
+
+    def latest(self, count: int) -> list[tuple[float, int, str, str]]:
+        """The latest decisions, newest first: (seconds, trajectory, what, cause). What only happened is left out."""
+        decided = (entry for entry in reversed(self._log) if not entry[3].startswith(HAPPENED))
+        return [(now, int(who), what, cause) for who, now, cause, what in itertools.islice(decided, count)]
+
+    def story(self, trajectory: TrajectoryId) -> list[str]:
+        """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
+        return [f"{now:9.3f} s  {what}  ({cause})" for who, now, cause, what in self._log if who == trajectory]
+
+
+def tokens_sampled(event: TrajectorySampled | TrajectoryInterrupted) -> str:
+    """The tokens of a trajectory, and what became of those that were drafted since it was routed, if any were."""
+    told = f"{event.tokens} tokens"
+    if event.drafted_tokens:
+        told += f", {event.accepted_tokens} of {event.drafted_tokens} drafted tokens accepted"
+    return told

@@ -1,0 +1,93 @@
+"""Which instances should sample for the evaluation under way, and which of them samples what. Pure: proposes only."""
+
+from __future__ import annotations
+
+from staleflow.pipeline.coordination.evaluations import Places, places_of
+from staleflow.pipeline.coordination.fleet import Instance
+from staleflow.pipeline.coordination.route_planner import Placement
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.pipeline.coordination.work_queue import EVALUATION
+from staleflow.stores.errors import ProtocolViolation
+
+
+class EvaluationHosts:
+    """Consulted by the coordinator whenever it routes. share: of the fleet's places, for as long as a run trains.
+    fill: whether a host has all of its places for the evaluation while it could be given nothing to train on."""
+
+    def __init__(self, state: CoordinatorState, placement: Placement, share: float, *, fill: bool) -> None:
+        self._state = state
+        self._placement = placement
+        self._share = share
+        self._fill = fill
+
+    def due(self) -> list[Instance]:
+        """Instances that should stay, or pull and stay, at the evaluated version from now on, besides those that do.
+        Those that need not pull come first, then those with the least to interrupt."""
+        found, fleet = self._state.evaluation, self._state.fleet
+        if found is None or not self._state.queue.count(EVALUATION):
+            return []
+        published = self._state.ledger.version
+        version = found.evaluated if found.evaluated >= 0 else published
+        places = self._places
+        wanted = places.hosts if self._trained else min(places.hosts, -(-found.to_sample // places.of_each))
+        # One that leaves samples nothing more; the trajectories on it are queued as soon as they have arrived.
+        missing = wanted - sum(one is not None and one.max_running > 0 for one in map(fleet.get, found.hosts))
+        if missing <= 0:
+            return []
+        able = [
+            one
+            for one in fleet
+            if one.instance not in found.hosts
+            and one.max_running > 0
+            and (one.version == version or (version == published and not one.pulling))
+        ]
+        return sorted(able, key=lambda one: (one.version != version, one.kv_tokens, one.row))[:missing]
+
+    def must_pull(self, instance: Instance) -> bool:
+        """Whether one of those that are due does not serve the evaluated version yet."""
+        found = self._state.evaluation
+        return (
+            found is not None and instance.version != found.evaluated and instance.version < self._state.ledger.version
+        )
+
+    def place(self, live: LiveTrajectory) -> Instance | str:
+        """The host that samples a trajectory, where its context may be cached or the one with the least to sample; or
+        why it has to wait."""
+        found, of_each = self._state.evaluation, self._places.of_each
+        if found is None:
+            raise ProtocolViolation(f"{live.id} is queued for an evaluation that is not under way")
+        if self._fill and found.evaluated >= 0 and not self._placement.demand(found.evaluated):
+            of_each = max((host.max_running for host in self._state.fleet), default=of_each)
+        able = [
+            host
+            for name in found.hosts
+            if (host := self._state.fleet.get(name)) is not None
+            and host.version == found.evaluated
+            and host.num_evaluated < of_each
+            and host.num_running < host.max_running
+            and (host.kv_tokens + live.kv_tokens <= host.kv_capacity or not host.trajectories)
+        ]
+        if not able:
+            return "no place for the evaluation"
+        return min(able, key=lambda host: (host.instance != live.home, host.num_evaluated, host.row))
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no instance serves the version of what is yet to be sampled, and none will."""
+        found, state = self._state.evaluation, self._state
+        if found is None or found.evaluated < 0 or not found.to_sample or found.evaluated == state.ledger.version:
+            return False
+        return not any(one.version == found.evaluated and one.max_running > 0 for one in state.fleet)
+
+    @property
+    def _trained(self) -> bool:
+        """Whether the last step is trained: no instance has anything else to do."""
+        return self._state.ledger.version >= self._state.ledger.num_steps
+
+    @property
+    def _places(self) -> Places:
+        fleet = self._state.fleet
+        caps = [one.max_running for one in fleet]
+        share = 1.0 if self._trained else self._share
+        return places_of(share, len(caps), max(caps, default=1))

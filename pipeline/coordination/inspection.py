@@ -1,0 +1,63 @@
+"""What may be asked of a coordinator besides its decisions. Pure: changes nothing but what is remembered of stories."""
+
+from __future__ import annotations
+
+from staleflow.pipeline.coordination import invariants
+from staleflow.pipeline.coordination.decision_log import History
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.snapshot import Snapshot, take_snapshot, waiting_for
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.stores.trajectory import InstanceId, TrajectoryId
+
+
+class CoordinatorView:
+    """A coordinator, to be read."""
+
+    def __init__(self, state: CoordinatorState, forecast: LengthForecast, history: History) -> None:
+        self.ledger = state.ledger
+        self.forecast = forecast
+        self._state = state
+        self._history = history
+
+    @property
+    def finished(self) -> bool:
+        """All planned steps are trained and published, and no evaluation is under way."""
+        return self.ledger.version >= self.ledger.num_steps and self._state.evaluation is None
+
+    @property
+    def training(self) -> bool:
+        """Whether a step is being trained."""
+        return self._state.training
+
+    def loads(self) -> dict[InstanceId, int]:
+        """Trajectories that each instance is taken to be running. O(instances)."""
+        return {i.instance: i.num_running for i in self._state.fleet}
+
+    def has_left(self, instance: InstanceId) -> bool:
+        """Whether an instance may be closed: it is gone, or it is leaving and runs nothing."""
+        found = self._state.fleet.get(instance)
+        return found is None or (found.max_running == 0 and not found.trajectories)
+
+    def follow(self, trajectory: TrajectoryId) -> None:
+        """Remember this trajectory's story only, however long the run. Before its first event."""
+        self._history.follow(trajectory)
+
+    def story(self, trajectory: TrajectoryId) -> list[str]:
+        """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
+        return self._history.story(trajectory)
+
+    def latest(self, count: int) -> list[tuple[float, int, str, str]]:
+        """The latest decisions, newest first: (seconds, trajectory, what, cause)."""
+        return self._history.latest(count)
+
+    def waiting_for(self, limit: int = 6) -> str:
+        """One paragraph about a run that makes no progress: what the next step waits for, and where that is."""
+        return waiting_for(self._state, limit)
+
+    def snapshot(self) -> Snapshot:
+        """The run as it is now. O(live trajectories + groups + instances)."""
+        return take_snapshot(self._state, self._history.refusals, self.forecast.error)
+
+    def validate(self) -> None:
+        """Check every invariant of state and ledger. Raises `ProtocolViolation` on the first that is broken."""
+        invariants.validate(self._state)

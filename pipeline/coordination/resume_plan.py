@@ -1,0 +1,82 @@
+"""What a resumed run takes up of what was in flight, and in which order. Pure.
+
+Everything found was promised a place, or had taken one, when the run was interrupted. Groups that steps after the
+resume point had consumed have their old steps as places, the others those that (H) gave them (docs/protocol.md): so all
+fit, as long as the promises are kept strictly. With redundancy more was promised than fits, and groups given up after
+the resume point are found again: complete groups come first, then the oldest. What does not fit starts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from staleflow.pipeline.coordination.events import RunResumed
+from staleflow.pipeline.strategies.filtering import Filtering
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectories.records import LedgerState
+from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion, TrajectoryId
+
+
+def plan_resume(
+    trial: StalenessLedger, filtering: Filtering, stored: LedgerState, found: Iterable[GroupInFlight]
+) -> tuple[RunResumed, tuple[TrajectoryId, ...]]:
+    """The event that continues a run, and the trajectories that start again from their prompts. trial: a new ledger of
+    the job, which is used up: what the coordinator will do with the event is tried on it first. stored: of the
+    store's last record."""
+    num_ended = tuple(stored.num_ended.items())
+    parted = ((key.partition(":"), count) for key, count in num_ended)
+    trial.resume(stored.next_step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
+    groups, again = [], []
+    for group in sorted(found, key=lambda group: _order(group, trial.group_size, filtering)):
+        fitting = _fitting(trial, filtering, group)
+        groups.append(fitting)
+        kept = {m.trajectory for m in fitting.members if m.version >= 0}
+        again += [m.trajectory for m in group.members if m.trajectory not in kept and m != _fresh(m)]
+    return RunResumed(step=stored.next_step, num_ended=num_ended, groups=tuple(groups)), tuple(sorted(again))
+
+
+def _order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple[int, int, int]:
+    """Groups to be filtered come first, since they give their places back, then complete ones, then those begun."""
+    scored = [m for m in group.members if m.scored][:group_size]
+    begun = [m.version for m in group.members if m.version >= 0]
+    stage = 2 if begun else 3
+    if len(scored) == group_size:
+        stage = 1 if filtering.verdict([m.reward for m in scored if m.reward is not None]) is None else 0
+    return stage, min(begun, default=0), group.group
+
+
+def _fitting(trial: StalenessLedger, filtering: Filtering, group: GroupInFlight) -> GroupInFlight:
+    """A group as it can be taken up, after doing so on the ledger: without what is too old to be promised a place."""
+    ids = tuple(m.trajectory for m in group.members)
+    trial.start(group.group, ids)
+    versions = sorted({m.version for m in group.members if m.version >= 0})
+    oldest = next((v for v in versions if trial.can_reserve(group.group, v)), None)
+    num_scored = 0
+    members = []
+    for found in group.members:
+        member = found
+        if oldest is None or member.version < oldest:
+            member = _fresh(member)
+        elif member.scored and num_scored == trial.group_size:  # it was surplus already when its reward came
+            member = replace(member, sampled=True, scored=False, reward=None)
+        num_scored += member.scored
+        members.append(member)
+    for member in sorted(members, key=lambda member: member.version):
+        if member.version >= 0:
+            trial.reserve(group.group, member.trajectory, member.version)
+    scored = [m for m in members if m.scored]
+    for member in scored:
+        trial.complete(group.group, member.trajectory)
+    if len(scored) == trial.group_size:
+        verdict = filtering.verdict([m.reward for m in scored if m.reward is not None])
+        if verdict is None:
+            trial.occupy(group.group)
+        else:
+            trial.filter(group.group, verdict)
+    return replace(group, members=tuple(members))
+
+
+def _fresh(member: MemberInFlight) -> MemberInFlight:
+    return MemberInFlight(trajectory=member.trajectory, version=PolicyVersion(-1))

@@ -1,0 +1,166 @@
+"""Where queued work could go. The admission rule and the ledger say under which versions it may be sampled, the fleet
+which instances have room, the routing rule which of these takes it. Pure: proposes, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from staleflow.pipeline.coordination.fleet import BoolArray, Instance
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.pacing import Pacing
+from staleflow.pipeline.coordination.state import CoordinatorState
+from staleflow.pipeline.coordination.trajectories import LiveTrajectory
+from staleflow.pipeline.strategies.admission import Admission
+from staleflow.pipeline.strategies.affinity import Affinity
+from staleflow.pipeline.strategies.migration import Load
+from staleflow.pipeline.strategies.routing import Candidate, Routing
+from staleflow.stores.staleness.ledger_entries import EntryState
+from staleflow.stores.trajectory import GroupId, PolicyVersion
+
+
+class Placement:
+    """Consulted by the coordinator for each trajectory it could route, and for what an instance could be given."""
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        admission: Admission,
+        routing: Routing,
+        affinity: Affinity | None,
+        forecast: LengthForecast,
+        pacing: Pacing,
+    ) -> None:
+        """affinity: None where no trajectory has a second turn, or cached contexts are of no account."""
+        self._state = state
+        self._admission = admission
+        self._routing = routing
+        self._affinity = affinity
+        self._forecast = forecast
+        self._pacing = pacing
+
+    def place(self, live: LiveTrajectory, now: float) -> Instance | str:
+        """The instance that takes a trajectory, or why it has to wait."""
+        fleet, routing = self._state.fleet, self._routing
+        least_version = self._least_version(live)
+        if least_version is None:
+            possible = self._admission.refusal(self._state.ledger, self._state.ledger.version) is None
+            return "version too old" if possible else "no place under the bound"
+        fitting = fleet.fitting(live.kv_tokens, least_version, self._typical_kv_tokens)
+        target = fleet.get(live.target)
+        if target is not None and fitting[target.row]:
+            return target
+        if not fitting.any():
+            return fleet.refusal(live.kv_tokens, least_version)
+        row = routing.choose(self.work(live, now), fleet, fitting)
+        if row is not None and not (0 <= row < len(fleet) and fitting[row]):
+            return "routing named an instance that does not fit"
+        home = self._home(live, fitting)
+        if home is not None and (row is None or self._stays(live, home, fleet[row])):
+            return home
+        if row is None:
+            return "pace too slow" if routing.knows_urgency else "gain too small"
+        return fleet[row]
+
+    def work(self, live: LiveTrajectory, now: float) -> Candidate:
+        """A trajectory, as routing may know it."""
+        return Candidate(
+            kv_tokens=live.kv_tokens,
+            pace_s=self.pace_s(live, now),
+            planned_s=self._pacing.plan.step_s,
+            continued=live.tokens > 0,
+        )
+
+    def fresh_work(self, now: float) -> Candidate:
+        """A trajectory as it will be drawn next, halfway through its response."""
+        pace_s = math.inf
+        if self._routing.knows_urgency:
+            due = self._state.ledger.deadline(self._state.ledger.version)
+            pace_s = self._pacing.pace_s(due, GroupId(-1), 0, now)
+        kv_tokens = int(self._state.measured.prompt_tokens.value + self._forecast.mean_position)
+        return Candidate(kv_tokens=kv_tokens, pace_s=pace_s, planned_s=self._pacing.plan.step_s)
+
+    def pace_s(self, live: LiveTrajectory, now: float) -> float:
+        """Seconds a token of a trajectory may take for it to be in time; infinite if routing does not ask."""
+        if not self._routing.knows_urgency or live.evaluated:
+            return math.inf
+        ledger = self._state.ledger
+        version = ledger.entries[live.group].version
+        due = ledger.deadline(version if version >= 0 else ledger.version)
+        return self._pacing.pace_s(due, live.group, live.tokens, now)
+
+    def most_urgent_s(self, running: Iterable[LiveTrajectory], now: float) -> float:
+        """Seconds a token may take for all of `running` to be in time; infinite if there are none."""
+        ledger = self._state.ledger
+        entries = ledger.entries
+        least_tokens: dict[PolicyVersion, int] = {}  # of one version, the one with most before it is the most urgent
+        for live in running:
+            if live.evaluated:
+                continue
+            version = entries[live.group].version
+            if live.tokens < least_tokens.get(version, math.inf):
+                least_tokens[version] = live.tokens
+        paces_s = [
+            self._pacing.pace_s(ledger.deadline(version), GroupId(-1), tokens, now)
+            for version, tokens in least_tokens.items()
+        ]
+        return min(paces_s, default=math.inf)
+
+    def demand(self, version: PolicyVersion) -> int:
+        """Trajectories that an instance serving `version` could be given, from the queue or freshly drawn."""
+        ledger = self._state.ledger
+        promised = self._state.queue.promised(version)
+        if self._admission.refusal(ledger, version) is not None:
+            return promised
+        groups = min(self._admission.room(ledger), ledger.room(version))
+        return promised + groups * ledger.members_started
+
+    def appetite(self, instance: Instance, work: Candidate) -> int:
+        """How many more such trajectories routing would give this instance. Bisects: takes() is monotone."""
+        low, high = 0, instance.max_running - instance.num_running
+        while low < high:
+            middle = (low + high) // 2
+            held = instance.kv_tokens + middle * work.kv_tokens
+            room = held + work.kv_tokens <= instance.kv_capacity
+            if room and self._routing.takes(work, instance.num_running + middle, held):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _home(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
+        """The instance that may hold a trajectory's context in its cache, if it fits there."""
+        home = self._state.fleet.keeping(live.home, live.home_version)
+        return home if home is not None and fitting[home.row] else None
+
+    def _stays(self, live: LiveTrajectory, home: Instance, other: Instance) -> bool:
+        if self._affinity is None or home is other:
+            return home is other
+        remaining = self._forecast.episodes.sampled(self._forecast.expected_remaining(live.group, live.tokens))
+        return self._affinity.stays(_load(home), _load(other), live.kv_tokens, remaining)
+
+    def _least_version(self, live: LiveTrajectory) -> int | None:
+        """The oldest version in service that an instance may have for this trajectory; None if no version would do."""
+        if live.v_traj >= 0:
+            return live.v_traj
+        ledger = self._state.ledger
+        fresh = ledger.entries[live.group].state is EntryState.QUEUED
+        # Newer versions are never refused more than older ones, and few are served at a time.
+        for version in self._state.fleet.versions():
+            if fresh:
+                allowed = self._admission.refusal(ledger, version) is None
+            else:
+                allowed = ledger.can_reserve(live.group, version)
+            if allowed:
+                return version
+        return None
+
+    @property
+    def _typical_kv_tokens(self) -> float:
+        """Mean KV tokens of a trajectory over the time it runs; 0 while nothing is known."""
+        known = self._forecast.knows
+        return self._state.measured.prompt_tokens.value + self._forecast.mean_position if known else 0.0
+
+
+def _load(instance: Instance) -> Load:
+    return Load(running=instance.num_running, kv_tokens=instance.kv_tokens)

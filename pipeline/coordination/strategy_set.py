@@ -1,0 +1,36 @@
+"""The strategies that a coordinator consults. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from staleflow.pipeline.strategies.admission import Admission
+from staleflow.pipeline.strategies.affinity import Affinity
+from staleflow.pipeline.strategies.filtering import Filtering, Stragglers
+from staleflow.pipeline.strategies.migration import Migration
+from staleflow.pipeline.strategies.routing import Routing
+from staleflow.pipeline.strategies.synchronization import Synchronization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategies:
+    """The strategies a coordinator consults, and its own few numbers."""
+
+    admission: Admission
+    routing: Routing
+    synchronization: Synchronization
+    filtering: Filtering
+    migration: Migration
+    stragglers: Stragglers = Stragglers()
+    max_attempts: int = 3
+    """Failures a trajectory survives: of an engine or of its environment, or lost instances."""
+    environments: bool = False
+    """Whether an environment answers each turn; else a response is one turn, which is scored."""
+    evaluation_share: float = 0.25
+    """Share of the instances' places that an evaluation has while the run trains."""
+    evaluation_fill: bool = True
+    """Whether it has all places of an instance that could be given nothing to train on."""
+    affinity: Affinity | None = None
+    """None: where a turn was sampled does not matter for the next."""
+    adapters: bool = False
+    """Whether an instance serves versions side by side, and a trajectory goes on under the one it began with."""

@@ -1,0 +1,118 @@
+"""What a simulation of a run expects of a change to it: the run's own responses, decode steps and latencies, once with
+the job as it is and once with the change."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.profiling.diagnosis import Cause, Diagnosis, trainer_limits
+from staleflow.pipeline.profiling.engine_profile import Profile
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.stores.errors import StaleflowError
+
+BUDGET_S = 2.0
+"""Processor seconds that each of the two simulations may take at the end of a run."""
+WORSE = 0.95
+"""Ratio below which a change is said not to be worth it."""
+MOST_STEPS = 60
+"""Most steps simulated: enough for a steady part at any bound in use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """Tokens per second with a change, over those without. command: simulates the change in full."""
+
+    ratio: float | None
+    """None if the simulation would take too long or the run says too little."""
+    command: str
+
+    @property
+    def line(self) -> str:
+        if self.ratio is None:
+            return f"see what it would bring: {self.command}"
+        but = "but " if self.ratio < WORSE else ""
+        return f"{but}a simulation of this run expects {self.ratio:.2f} times the tokens/s of it"
+
+
+class _TooLong(Exception):
+    """A simulation takes longer than it may."""
+
+
+def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
+    """A stored run's responses and measured times, as overrides of its job file."""
+    found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}"]
+    cost = profile.drafts.cost(profile.fit.model)
+    found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
+    if profile.drafts.acceptance is not None:
+        found.append(f"workload.acceptance={profile.drafts.acceptance!r}")
+    found += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
+    if "straggler_share" not in profile.latencies:  # as slow as they were, all of them
+        found.append("simulation.straggler_share=0.0")
+    if "train_s" in profile.latencies:  # the mean step, of mean tokens
+        found.append("simulation.train_s_per_token=0.0")
+    return tuple(found)
+
+
+def confirmed(
+    run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, instances: int, budget_s: float = BUDGET_S
+) -> tuple[Diagnosis, Expectation]:
+    """A diagnosis of a run with so many instances, and what a simulation of the run expects of its advice. Instances
+    that the simulation finds to be needed are not said to be too many: tails of long responses, which the diagnosis
+    does not see, may need them."""
+    expected = expect(run_dir, profile, diagnosis, budget_s)
+    while diagnosis.cause is Cause.MANY_INSTANCES and expected.ratio is not None and expected.ratio < WORSE:
+        needed = int(dict(diagnosis.change)["rollout.instances"])
+        diagnosis = trainer_limits(diagnosis.share, (needed + instances + 1) // 2, instances)
+        expected = expect(run_dir, profile, diagnosis, budget_s)
+    return diagnosis, expected
+
+
+def expect(run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, budget_s: float = BUDGET_S) -> Expectation:
+    """What a simulation of the run expects of the change that a diagnosis advises."""
+    changed = [f"{key}={json.dumps(value)}" for key, value in diagnosis.change]
+    if profile is None:
+        return Expectation(ratio=None, command=_command(run_dir, changed))
+    try:
+        before = load_job(run_dir, as_recorded(run_dir, profile))
+        known = [key for key in diagnosis.halved if not key.startswith("workload.")]  # the responses are recorded ones
+        changed += [f"{key}={_value(before, key) / 2!r}" for key in known if _value(before, key)]
+        planted = [f"{key}={json.dumps(value)}" for key, value in diagnosis.planted]
+        command = _command(run_dir, [*planted, *changed])
+        if not changed:
+            return Expectation(ratio=None, command=command)
+        settings = (*as_recorded(run_dir, profile), f"steps={min(before.steps, MOST_STEPS)}", *planted)
+        rates = [_tokens_per_s(load_job(run_dir, (*settings, *more)), budget_s) for more in ((), changed)]
+    except (StaleflowError, _TooLong):
+        return Expectation(ratio=None, command=_command(run_dir, changed))
+    return Expectation(ratio=rates[1] / rates[0] if rates[0] else None, command=command)
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _command(run_dir: Path, changed: list[str]) -> str:
+    return " ".join(["staleflow simulate --from", str(run_dir), *(f"--set {one}" for one in changed)])
+
+
+def _tokens_per_s(config: RunConfig, budget_s: float) -> float:
+    """Steady tokens per second of a simulation. Raises _TooLong."""
+    begin = time.process_time()
+
+    def check(*_: object) -> None:
+        if time.process_time() - begin > budget_s:
+            raise _TooLong
+
+    trace = SimulatedRun(config, actor_settings.make_workload(config), observe=check).run()
+    return measure(config, trace).steady_tokens_per_s

@@ -1,0 +1,1 @@
+"""Worker processes and the Dask actors placed on them."""

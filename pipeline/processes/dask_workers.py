@@ -1,0 +1,369 @@
+"""Placing actors on the workers of a Dask cluster; the contract is pipeline/processes/worker_protocol.py's `Workers`.
+
+Dask's resources only filter placement and are released when a constructor returns, so exclusivity is kept here, in a
+slot table: a rollout instance or a trainer has its worker process to itself, because all plain work in a process
+shares one interpreter. Light actors (server, reward) share one with each other where workers are scarce: when the
+heavy ones need the free ones that are left, or when other runs may want them; parameter servers always run beside
+another actor. On a cluster that other runs use too, a worker belongs to one run at a time: the board on the scheduler
+(pipeline/cluster/job_registry.py) gives a run all the workers it needs at once, and records which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distributed import Client
+
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import CONNECT_S, Where
+from staleflow.pipeline.cluster.gang import HEAVY_ROLES, ROLES, Needs
+from staleflow.pipeline.cluster.plugin import ensure
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.processes import local_cluster
+from staleflow.pipeline.processes.clock import now_s
+from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, Placed
+from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
+
+logger = logging.getLogger(__name__)
+
+RETIRE_TRIES = 5
+"""How often the scheduler is asked, a second apart, to let a worker go: it refuses while it counts an actor as there,
+which it may for a moment after that was released."""
+ADMITTED_POLL_S = 0.5
+"""Seconds between two questions of a run that waits whether it has its workers."""
+RESUME = "what is stored is whole, `staleflow resume` goes on with it"
+CREATING_S = 1.0
+"""Seconds between two looks whether a worker is there on which an actor is being created."""
+FILE_S = 10.0
+"""Seconds a scheduler file may take to appear: a run may be started together with its cluster."""
+
+
+class DriverSlotTaken(StaleflowError):
+    """The driver's worker is not, or no longer, its run's."""
+
+
+@dataclass(slots=True)
+class DaskWorkers:
+    """A connected Dask cluster's workers, and the actors that one run has on them."""
+
+    client: Any
+    local: Any | None
+    run: str
+    start_s: float
+    slots: dict[str, list[str]] = field(default_factory=dict)
+    """Roles placed on each worker, by the worker's name."""
+    generation: int = 0
+    placed: dict[str, Placed] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    """Addresses of workers that lost an actor. A hung worker is still listed by the scheduler; it is not chosen again.
+    """
+    restarts: set[asyncio.Future[None]] = field(default_factory=set)
+    job: str = ""
+    """Id under which the board on the scheduler knows the run."""
+    own_worker: str = ""
+    """Address of the worker that this process is, if the driver runs as a task of the cluster."""
+    num_heavy: int = 0
+    """Workers that the run's rollout instances and trainer need."""
+    choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    shared: bool = False
+    """Whether other runs may use the cluster, so that workers have to be claimed."""
+    scheduler_id: str = ""
+    """Dask's id of the scheduler, another one for each process; empty until it was asked."""
+    waiting: dict[str, str] = field(default_factory=dict)
+    """Actors that have no worker yet, by name, and what each needs: shown to whoever watches the run."""
+
+    @property
+    def dashboard(self) -> str:
+        """Address of the staleflow page; empty if there is no dashboard."""
+        link = str(self.client.dashboard_link or "")
+        return link.removesuffix("status") + "staleflow" if link.endswith("/status") else link
+
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        """Create an actor on a worker for `role`; waits for one to become free, up to deadlines.start_s."""
+        deadline = now_s() + self.start_s
+        try:
+            while (worker := await self._take_slot(role)) is None:
+                left_s = deadline - now_s()
+                if left_s < 0:
+                    raise NoFreeWorker(
+                        f"cluster: no free worker for {name} after {self.start_s:g} s (deadlines.start_s); the run "
+                        "needs one worker process for each rollout instance and each rank of the trainer, with "
+                        f"resource {role}=1 if workers declare resources"
+                    )
+                self.waiting[name] = f"a free worker process, with resource {role}=1 if any declare resources"
+                await asyncio.sleep(0.2)
+        finally:
+            self.waiting.pop(name, None)
+        return await self._create(worker, name, role, cls, args, max(1.0, deadline - now_s()))
+
+    async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+        """Create a light actor on the worker of another."""
+        where = (neighbour.worker, neighbour.address, neighbour.host)
+        self.slots[neighbour.worker].append(role)
+        return await self._create(where, name, role, cls, args, self.start_s)
+
+    async def _create(
+        self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
+    ) -> Placed:
+        """Create an actor in the slot reserved for it. The slot is free again if that fails; a worker on which it took
+        too long may hang, and is not used again."""
+        worker, address, _ = where
+        try:
+            return await self._created(where, name, role, cls, args, within_s)
+        except TimeoutError:
+            self.slots[worker].remove(role)
+            self.lost.add(address)
+            raise ActorLost(
+                f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}", name
+            ) from None
+        except BaseException:
+            self.slots[worker].remove(role)
+            raise
+
+    async def _created(
+        self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
+    ) -> Placed:
+        worker, address, host = where
+        self.generation += 1  # in the key: one cannot be used again while anyone holds the old future
+        future = self.client.submit(
+            cls,
+            *args,
+            actor=True,
+            workers=[address],
+            allow_other_workers=False,
+            key=f"staleflow-{self.run}-{name}-{self.generation}",
+            pure=False,
+        )
+        try:
+            async with asyncio.timeout(within_s):
+                actor = await self._made(future, name, address)
+        except (StaleflowError, TimeoutError):
+            raise
+        except Exception as error:
+            raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
+        self.placed[name] = Placed(
+            name=name, role=role, worker=worker, address=address, host=host, actor=actor, future=future
+        )
+        logger.debug("%s placed on %s (%s)", name, worker, address)
+        return self.placed[name]
+
+    async def _made(self, future: Any, name: str, address: str) -> Any:
+        """The actor that is being created on a worker. Raises ActorLost if the worker leaves meanwhile: Dask would wait
+        for it to come back, which it never does under this address."""
+        made = asyncio.ensure_future(future)
+        try:
+            while not (await asyncio.wait({made}, timeout=CREATING_S))[0]:
+                if address not in (await self._identity(-1))["workers"]:
+                    raise ActorLost(f"{name} could not start on {address}: the worker is gone", name)
+            return await made
+        finally:
+            made.cancel()
+
+    def forget(self, name: str) -> None:
+        """Release an actor and free its slot on its worker."""
+        placed = self.placed.pop(name, None)
+        if placed is not None:
+            self.slots[placed.worker].remove(placed.role)
+            placed.future.release()
+
+    def lose(self, name: str) -> None:
+        """Give up an actor that is gone. Its process is not used again: it may hang, or still hold the memory of what
+        failed. Unless an actor that cannot be replaced runs there too, its nanny is asked to restart it."""
+        lost = self.placed[name]
+        self.forget(name)
+        self.lost.add(lost.address)
+        beside = [p for p in self.placed.values() if p.address == lost.address]
+        if all(p.role == "parameters" for p in beside):
+            for other in beside:
+                self.forget(other.name)
+            restart = asyncio.ensure_future(self._restart(lost.address))
+            self.restarts.add(restart)
+            restart.add_done_callback(self.restarts.discard)
+
+    async def retire(self, name: str) -> None:
+        """Give up an actor that has closed, and let its process leave the cluster for good. Never raises."""
+        leaving = self.placed[name]
+        self.lost.add(leaving.address)
+        leave = [p for p in self.placed.values() if p.address == leaving.address]
+        for other in leave:
+            self.forget(other.name)
+        # The scheduler keeps a worker as long as anybody wants an actor there: so does each handle of it, also those
+        # that others were given, until they are collected.
+        with contextlib.suppress(Exception):
+            await self.client.cancel([p.future for p in leave], force=True)
+        for _ in range(RETIRE_TRIES):
+            with contextlib.suppress(Exception):
+                if await self.client.retire_workers([leaving.address]):
+                    return
+            await asyncio.sleep(1.0)
+        logger.warning("%s does not leave the cluster; nothing of the run is on it any more", leaving.address)
+
+    async def spare(self, role: str) -> bool:
+        """Whether a worker could take `role` at once that no other run waits for."""
+        if self.shared:
+            jobs = await job_registry.ask(self.client, "jobs")
+            if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
+                return False
+        async with self.choosing:
+            workers = await self._workers()
+            held = await job_registry.ask(self.client, "held", id=self.job) if self.shared else {}
+            return bool(self._free(role, {a: w for a, w in workers.items() if a not in held}))
+
+    async def _restart(self, address: str) -> None:
+        # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.
+        with contextlib.suppress(Exception):
+            await self.client.restart_workers([address], timeout=self.start_s, raise_for_error=False)
+
+    async def _take_slot(self, role: str) -> tuple[str, str, str] | None:
+        """Reserve a slot for `role`: (name, address, host) of its worker, or None if no worker is free."""
+        async with self.choosing:
+            chosen = await self._choose(role)
+            if chosen is not None:
+                self.slots.setdefault(chosen[0], []).append(role)
+            return chosen
+
+    async def _choose(self, role: str) -> tuple[str, str, str] | None:
+        workers = await self._workers()
+        held = await job_registry.ask(self.client, "held", id=self.job) if self.shared else {}
+        mine = [(a, w) for a, w in workers.items() if role in held.get(a, ())]
+        if role in HEAVY_ROLES:
+            mine = [(a, w) for a, w in mine if not self.slots.get(str(w["name"]))]
+        free = mine or self._free(role, {a: w for a, w in workers.items() if a not in held or self._in_use(w)})
+        for address, worker in sorted(free, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))):
+            if await self._claim(address, role):
+                return str(worker["name"]), address, str(worker["host"])
+        return None
+
+    def _free(self, role: str, workers: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Workers that may take a role, where the run was given none for it: a local cluster's, or a lost one's."""
+        declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
+        able = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
+        free = [(a, w) for a, w in able.items() if not self._in_use(w)]
+        if role not in HEAVY_ROLES:
+            # Light roles share a worker where other runs need some too, or the heavy roles need the rest.
+            held = [r for roles in self.slots.values() for r in roles if r in HEAVY_ROLES]
+            wanted = 0 if declared else self.num_heavy - len(held)
+            if len(free) <= wanted or (self.shared and not declared):
+                roles_of = [(a, w, set(self.slots.get(str(w["name"]), ()))) for a, w in able.items()]
+                free = [(a, w) for a, w, roles in roles_of if roles and not roles & set(HEAVY_ROLES)] or free
+        return free
+
+    def _num_roles(self, worker: Any) -> int:
+        return len(self.slots.get(str(worker["name"]), ()))
+
+    def _in_use(self, worker: Any) -> bool:
+        return self._num_roles(worker) > 0
+
+    async def _claim(self, address: str, role: str) -> bool:
+        """Claim a worker for this run. False if another run holds it."""
+        return not self.shared or bool(
+            await job_registry.ask(self.client, "claim", id=self.job, address=address, role=role)
+        )
+
+    async def settle(self, config: RunConfig, announce: Callable[[str], None], own_worker: str = "") -> str:
+        """Wait until the run has all the workers it needs on a cluster that other runs use too; it holds none until
+        then. Returns why it must stop instead; empty if it need not. announce: is told what it waits for. own_worker:
+        address of the worker that this process is; no heavy actor is placed there. Raises ConfigError if it has waited
+        for longer than allowed, DriverSlotTaken if its driver must leave this process."""
+        if not self.shared:
+            return ""
+        self.own_worker = own_worker
+        if not own_worker:
+            needs = Needs.of(config, driver=False)
+            await job_registry.ask(
+                self.client,
+                "queue",
+                id=self.job,
+                needs=asdict(needs),
+                wait_s=config.deadlines.wait_s,
+                driver=str(self.client.id),
+            )
+        told = ""
+        while (
+            await self._identity(0)
+            and not (job := await job_registry.ask(self.client, "admitted", id=self.job))["admitted"]
+        ):
+            if job["state"] in job_registry.ENDED:
+                raise ConfigError(f"cluster: {job['why']}")
+            if job["stop"]:
+                return str(job["stop"])
+            if own_worker and job["place"] != own_worker:
+                raise DriverSlotTaken("this worker no longer belongs to the run")
+            if job["why"] != told:
+                told = job["why"]
+                announce(f"waiting: {told}")
+            await asyncio.sleep(ADMITTED_POLL_S)
+        if own_worker:
+            self.slots[str((await self._workers())[own_worker]["name"])] = ["driver"]
+        return ""
+
+    async def _identity(self, n_workers: int) -> dict[str, Any]:
+        """What the scheduler says of itself and of so many workers, -1 for all. Raises ClusterLost if it is not the one
+        that the run began with: Dask's client connects to whatever answers at its address."""
+        try:
+            info: dict[str, Any] = await self.client.scheduler.identity(n_workers=n_workers)
+        except OSError as error:
+            raise ClusterLost(f"cluster: the scheduler does not answer any more ({error}); {RESUME}") from error
+        self.scheduler_id = self.scheduler_id or str(info["id"])
+        if info["id"] != self.scheduler_id:
+            raise ClusterLost(f"cluster: the scheduler was started anew, without what ran on its workers; {RESUME}")
+        return info
+
+    async def _workers(self) -> dict[str, Any]:
+        info = await self._identity(-1)
+        others = await job_registry.ask(self.client, "taken", owner=self.job) if self.shared else []
+        return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in others}
+
+    async def close(self) -> None:
+        """Release the actors and, for a local cluster, its processes. Call Actors.close first. Never raises."""
+        for restart in self.restarts:
+            restart.cancel()
+        for name in list(self.placed):
+            self.forget(name)
+        if self.shared and not self.own_worker:  # else the driver may resume the run on them, and releases them itself
+            with contextlib.suppress(Exception):
+                await job_registry.ask(self.client, "end", id=self.job)
+        with contextlib.suppress(Exception):
+            await self.client.close()
+        if self.local is not None:
+            with contextlib.suppress(Exception):
+                await self.local.close()
+
+
+async def connect(config: RunConfig, security: Any = None, *, within_s: float = CONNECT_S) -> DaskWorkers:
+    """Start or join the cluster that the job names. security: Dask's, for a cluster with TLS; by default as Dask is
+    configured. within_s: how long its scheduler may take to answer. Raises ConfigError, in one line, if the cluster
+    cannot be reached."""
+    cluster = config.cluster
+    local: Any = None
+    if cluster.kind == "local":
+        local = await local_cluster.start(
+            1 + config.training.ranks + len(config.judges) + config.rollout.instances,
+            cluster.threads,
+            local_cluster.modules(emulated=config.emulated),
+            dashboard=cluster.dashboard,
+        )
+        try:
+            client = await Client(local, asynchronous=True, direct_to_workers=True)
+            await ensure(client)
+        except BaseException:
+            await local.close()
+            raise
+    else:
+        named = Where(address=cluster.address, security=security)
+        if cluster.kind == "file":
+            named = Where(scheduler_file=cluster.scheduler_file, security=security)
+        client = await named.client(direct_to_workers=True, file_within_s=FILE_S, within_s=within_s)
+    return DaskWorkers(
+        client=client,
+        local=local,
+        run=config.name,
+        start_s=config.deadlines.start_s,
+        shared=local is None,
+        num_heavy=config.rollout.instances + config.training.ranks,
+    )

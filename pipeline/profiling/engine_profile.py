@@ -1,0 +1,269 @@
+"""Measurements for `staleflow profile`: decode steps and prefill of a real engine, timed in this process without a
+cluster, or taken from a finished run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.profiling.draft_stats import DraftsUsed
+from staleflow.pipeline.profiling.fit import DraftedPoint, Fit, StepPoint, fit_prefill, fit_steps
+from staleflow.pipeline.profiling.time_breakdown import LoadWatch
+from staleflow.stores.errors import ActorLost, ConfigError, StoreError
+from staleflow.stores.files import replace_text
+from staleflow.stores.trajectory import TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.engines.base import Engine, Failed, Request
+from staleflow.tasks.engines.engine_settings import Speculation
+
+WARM_TOKENS = 3
+"""Tokens that every request samples before steps are counted: by then the whole batch is decoding."""
+PATIENCE_S = 120.0
+"""Longest time one measured batch may take, seconds."""
+POLL_S = 0.002
+FIRST_WORD, NUM_WORDS = 4, 10
+"""Token ids that prompts are made of. They exist in every vocabulary; prompts differ from each other, so that no engine
+finds a prompt's prefix in its cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Numbers of running requests and context lengths to measure: all combinations that fit into the cache."""
+
+    running: tuple[int, ...]
+    contexts: tuple[int, ...]
+    steps: int
+    """Decode steps measured per batch."""
+
+
+def make_grid(max_running: int, longest_context: int, steps: int) -> Grid:
+    """Make a grid: counts by doubling up to max_running; contexts by quadrupling up to the longest."""
+    counts = [1]
+    while counts[-1] * 2 <= max_running:
+        counts.append(counts[-1] * 2)
+    contexts = [max(8, longest_context // 16), max(8, longest_context // 4), max(8, longest_context)]
+    return Grid(running=tuple(counts), contexts=tuple(dict.fromkeys(contexts)), steps=steps)
+
+
+def measure_steps(engine: Engine, grid: Grid, kv_tokens: int, progress: Callable[[str], None]) -> list[StepPoint]:
+    """Measure decode steps over the grid; several points per batch, since its cache grows during the measurement."""
+    points: list[StepPoint] = []
+    number = 0
+    for context in grid.contexts:
+        for running in grid.running:
+            if running * (context + grid.steps + WARM_TOKENS + 8) > kv_tokens:
+                continue
+            progress(f"{running} running, {context} tokens of context each")
+            ids = [TrajectoryId(number + i) for i in range(running)]
+            number += running
+            points += _watch(engine, ids, context, grid.steps)
+    return points
+
+
+def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tuple[list[float], list[float]]:
+    """Measure (prompt tokens, seconds to the first token) of single requests, three for each length."""
+    tokens: list[float] = []
+    seconds: list[float] = []
+    for i, context in enumerate(c for c in contexts for _ in range(3)):
+        member = TrajectoryId(first + i)
+        begin = time.monotonic()
+        engine.submit([probe_request(member, context, 4)])
+        while not any(n >= 1 for t, n in engine.load_statistics().progress if t == member):
+            if has_ended(engine):
+                break
+            check_patience(begin, engine)
+            time.sleep(POLL_S / 4)
+        tokens.append(context)
+        seconds.append(time.monotonic() - begin)
+        engine.abort([member])
+    return tokens, seconds
+
+
+def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) -> list[StepPoint]:
+    """Run one batch and time each quarter of its steps while all requests decode."""
+    engine.submit([probe_request(t, context, steps + WARM_TOKENS + 8) for t in ids])
+    begin = time.monotonic()
+    marks: list[tuple[float, float]] = []  # (seconds, mean tokens sampled)
+    while True:
+        check_patience(begin, engine)
+        load = engine.load_statistics()
+        now = time.monotonic()
+        sampled = [n for _, n in load.progress]
+        if has_ended(engine):
+            break  # from here on the batch is smaller
+        if len(sampled) == len(ids) and min(sampled) >= WARM_TOKENS:
+            mean = sum(sampled) / len(sampled)
+            if not marks or mean > marks[-1][1]:
+                marks.append((now, mean))
+            if mean >= marks[0][1] + steps:
+                break
+        time.sleep(POLL_S)
+    engine.abort(ids)
+    wait_until_empty(engine)
+    quarters = 4
+    cut = (
+        [marks[round(i * (len(marks) - 1) / quarters)] for i in range(quarters + 1)] if len(marks) > quarters else marks
+    )
+    return [
+        StepPoint(running=len(ids), kv_tokens=len(ids) * (context + (n1 + n2) / 2), step_s=(t2 - t1) / (n2 - n1))
+        for (t1, n1), (t2, n2) in itertools.pairwise(cut)
+        if n2 > n1
+    ]
+
+
+def has_ended(engine: Engine) -> bool:
+    """Whether a request has ended. Raises ActorLost if one failed: the batch is then not the one to measure."""
+    ended = engine.events(0.0)
+    failed = next((e for e in ended if isinstance(e, Failed)), None)
+    if failed is not None:
+        raise ActorLost(f"the engine failed in a measured batch: {failed.error}")
+    return bool(ended)
+
+
+def probe_request(
+    member: TrajectoryId, context: int, new_tokens: int, *, seed: int | None = None, greedy: bool = False
+) -> Request:
+    """A request with a prompt of its own, or that of a seed."""
+    number = member if seed is None else seed
+    tokens = tuple(FIRST_WORD + (number * (i + 3) + i * i) % NUM_WORDS for i in range(context))
+    return Request(trajectory=member, epoch=1, tokens=tokens, max_new_tokens=new_tokens, greedy=greedy)
+
+
+def wait_until_empty(engine: Engine) -> None:
+    """Wait until nothing runs any more, and take what was told of it."""
+    begin = time.monotonic()
+    while engine.load_statistics().running:
+        check_patience(begin, engine)
+        time.sleep(POLL_S)
+    engine.events(0.0)
+
+
+def check_patience(begin: float, engine: Engine) -> None:
+    """Raises ActorLost if a batch has taken too long."""
+    if time.monotonic() - begin > PATIENCE_S:
+        raise ActorLost(f"a measured batch made no progress in {PATIENCE_S:g} s: {engine.load_statistics()}")
+
+
+def profile_engine(
+    engine: Engine, grid: Grid, kv_tokens: int, progress: Callable[[str], None]
+) -> tuple[Fit, list[StepPoint]]:
+    """Measure and fit. Raises ConfigError if the grid gives too few points to fit."""
+    measure_prefill(engine, grid.contexts[:1], 10**6)  # warm-up: the first forward passes are slower
+    tokens, seconds = measure_prefill(engine, grid.contexts, 2 * 10**6)
+    points = measure_steps(engine, grid, kv_tokens, progress)
+    try:
+        return fit_steps(points, fit_prefill(tokens, seconds)), points
+    except ValueError as error:
+        raise ConfigError(f"profile: {error}; raise --max-running, --steps or rollout.engine.kv_tokens") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Contents of the file that `profile = FILE` in a job reads. latencies: values by setting of [simulation], only
+    from a run, as drafts. points: the measured steps, only from an engine; drafted: those with drafts, if the job
+    drafts."""
+
+    source: str
+    fit: Fit
+    hardware: dict[str, Any] | None = None
+    points: tuple[StepPoint, ...] = ()
+    drafted: tuple[DraftedPoint, ...] = ()
+    latencies: dict[str, float] = field(default_factory=dict)
+    drafts: DraftsUsed = field(default_factory=DraftsUsed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Stored form: coefficients, ranges, residuals on held-out steps, and their source."""
+        fit = self.fit
+        return {
+            "source": self.source,
+            "hardware": self.hardware,
+            "coefficients": asdict(fit.model),
+            "latencies": self.latencies,
+            "held_out_error": {"median": fit.error_median, "p90": fit.error_p90},
+            "range": {"running": fit.running, "kv_tokens": fit.kv_tokens},
+            "num_points": fit.num_points,
+            "points": [asdict(p) for p in self.points],
+            "drafted_points": [asdict(p) for p in self.drafted],
+            "acceptance": self.drafts.acceptance,
+        }
+
+
+def profile_run(run_dir: Path) -> Profile:
+    """Profile from a finished run, whose roles shared their machines: the cost model fitted to its responses, and the
+    latencies of everything else. Raises ConfigError if the run has not ended or sampled too little, StoreError if its
+    summary is damaged."""
+    try:
+        refit = json.loads((run_dir / "summary.json").read_text())["cost_model"]["refit"]
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: no finished run: summary.json cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise StoreError(f"{run_dir}: summary.json is damaged: {error}; restore it") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{run_dir}: summary.json is of another version: {error!r}; profile a run of this version"
+        ) from error
+    job = run_dir / "config.toml"
+    tree = loading.read_tree(job) if job.is_file() else {}
+    batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
+    members = batch.get("group_size", 1) + batch.get("extra_members", 0)
+    verified = rollout.get("cost", {}).get("verified", 1.0)
+    asked = rollout.get("engine", {}).get("speculation", {})
+    speculation = Speculation(length=asked.get("length", 0), most_running=asked.get("most_running", 0))
+    watch = LoadWatch(
+        replace(REFERENCE, verified=verified), members, on_pull=rollout.get("on_pull", "interrupt"),
+        first_length=speculation.first_length,
+    )  # fmt: skip
+    for entry in journal.read(run_dir / "events.jsonl"):
+        watch.observe(entry.now, entry.event, entry.commands)
+    fit = watch.fit()
+    if fit is None and refit is not None:
+        fit = Fit(**{**refit, "model": CostModel(**{**refit["model"], "verified": verified})})
+    if fit is None:
+        raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
+    return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit), drafts=watch.drafts)
+
+
+def measured_latencies(watch: LoadWatch, fit: Fit) -> dict[str, float]:
+    """Seconds by setting of [simulation], and its slow instances. A response's delay is that of two messages; those of
+    a pull are counted so, not in pull_s."""
+    found = watch.latencies.means
+    slow, factor = watch.slow
+    if slow:
+        found |= {"straggler_share": len(slow) / watch.num_instances, "straggler_factor": factor}
+    if fit.delay_s:
+        found["command_s"] = fit.delay_s / 2
+        if "pull_s" in found:
+            found["pull_s"] = max(0.0, found["pull_s"] - fit.delay_s)
+    return found
+
+
+REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0)
+"""What measured responses are compared with where only their own fit is wanted."""
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile as JSON. Raises StoreError if the file cannot be written."""
+    replace_text(path, json.dumps(profile.as_dict(), indent=1) + "\n", "choose another place with --out")
+
+
+def hardware() -> dict[str, Any]:
+    """Hardware that the measured numbers are valid for."""
+    import os
+
+    from staleflow.tasks.engines.transformers import resolve_device
+
+    device = resolve_device("auto")
+    name = platform.processor() or platform.machine()
+    if device.startswith("cuda"):
+        import torch
+
+        name = torch.cuda.get_device_name()
+    return {"device": device, "name": name, "cores": os.cpu_count(), "python": platform.python_version()}

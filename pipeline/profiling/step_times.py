@@ -1,0 +1,138 @@
+"""The seconds of a run's training steps by what went on in them, and how fast each instance sampled. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from staleflow.stores.trajectory import InstanceId
+
+SLOW = 1.5
+"""Factor by which an instance must be slower than the others to be called slow; equal ones differ by a few percent."""
+ENOUGH = 4
+"""Least number of responses of an instance that its speed is judged by."""
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Seconds of some part of a run, and what went on in it. All but the first four are means over instances."""
+
+    total_s: float = 0.0
+    scoring_s: float = 0.0
+    """In which at least as many responses waited for their reward as were being sampled or waited for an instance."""
+    acting_s: float = 0.0
+    """In which at least as many waited for their environment as for anything else."""
+    acts_s: float = 0.0
+    """Trajectories that waited for their environment then, times seconds."""
+    full_s: float = 0.0
+    """At max_running."""
+    memory_s: float = 0.0
+    """Below max_running, out of KV memory, with work waiting."""
+    idle_s: float = 0.0
+    """Without any work."""
+    pull_s: float = 0.0
+    """Loading weights."""
+    running_s: float = 0.0
+    """Trajectories being sampled, times seconds."""
+    kv_s: float = 0.0
+    """KV tokens held, times seconds."""
+
+    def add(self, other: Seconds) -> None:
+        for one in fields(Seconds):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+    @property
+    def running(self) -> float:
+        """Trajectories that an instance runs, mean."""
+        return self.running_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def kv_tokens(self) -> float:
+        """KV tokens that an instance holds, mean."""
+        return self.kv_s / self.total_s if self.total_s else 0.0
+
+    @property
+    def acts(self) -> float:
+        """Trajectories that wait for their environment while most do, mean."""
+        return self.acts_s / self.acting_s if self.acting_s else 0.0
+
+    def share(self, seconds: float) -> float:
+        """A part of these seconds, as a share of them."""
+        return seconds / self.total_s if self.total_s else 0.0
+
+
+@dataclass(slots=True)
+class Speed:
+    """How fast an instance samples. expected_s: what the cost model says for the same tokens beside as many others."""
+
+    measured_s: float = 0.0
+    expected_s: float = 0.0
+    responses: int = 0
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_s / self.expected_s if self.expected_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class StepLoad:
+    """One training step, from the end of the one before; or several, added up."""
+
+    steps: int = 0
+    waiting: Seconds = field(default_factory=Seconds)
+    """While the trainer waited for its batch."""
+    training: Seconds = field(default_factory=Seconds)
+    """From the batch being ready to the new version."""
+    tokens: int = 0
+    """Sampled in it."""
+    speeds: dict[InstanceId, Speed] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        return self.waiting.total_s + self.training.total_s
+
+
+def total(loads: Iterable[StepLoad]) -> StepLoad:
+    """Add up steps."""
+    whole = StepLoad()
+    for load in loads:
+        whole.steps += load.steps
+        whole.tokens += load.tokens
+        whole.waiting.add(load.waiting)
+        whole.training.add(load.training)
+        for name, speed in load.speeds.items():
+            own = whole.speeds.setdefault(name, Speed())
+            own.measured_s += speed.measured_s
+            own.expected_s += speed.expected_s
+            own.responses += speed.responses
+    return whole
+
+
+def slow_instances(speeds: Mapping[InstanceId, Speed]) -> tuple[list[InstanceId], float]:
+    """(the instances that are slow, how many times as long as the others' median their tokens take)."""
+    ratios = {name: s.ratio for name, s in speeds.items() if s.responses >= ENOUGH and s.ratio > 0}
+    if len(ratios) < 2:
+        return [], 1.0
+    limit = SLOW * statistics.median_low(ratios.values())
+    slow = sorted(name for name, ratio in ratios.items() if ratio >= limit)
+    if not slow:
+        return [], 1.0
+    usual = statistics.median(ratio for name, ratio in ratios.items() if name not in slow)
+    return slow, statistics.mean(ratios[name] for name in slow) / usual
+
+
+def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
+    """(the step at whose end it begins, its last step) of a run without the first eta + 2 steps and the last eta + 1,
+    in which no new work starts. It is cut to a multiple of eta + 1 steps, the period in which waits for the longest
+    response recur. In a run too short for that, all but the first step."""
+    cycle = eta + 1
+    first, last = cycle, num_steps - cycle - 1
+    last -= (last - first) % cycle
+    return (first, last) if last - first >= 2 else (0, num_steps - 1)
+
+
+def steady(loads: Sequence[StepLoad], eta: int) -> StepLoad:
+    """The steady part of a run, added up; its only step, if it has one."""
+    first, last = steady_part(len(loads), eta)
+    return total(loads[first + 1 : last + 1] or loads)

@@ -1,0 +1,216 @@
+"""Resuming a stored run: the version to continue from, and the preparation of its folder.
+
+A run is resumed from its newest resume point that the store has reached. Steps committed after it are undone (they stay
+readable on a branch), and what was in flight goes on (pipeline/coordination/resume_plan.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination import journal
+from staleflow.pipeline.recovery.run_folder import load_job, require_run, write_job
+from staleflow.pipeline.strategies.admission import BOUNDLESS
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.files import replace_text
+from staleflow.stores.metrics import with_rates
+from staleflow.stores.trajectories.records import RunHeader
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.resume_points import ResumePoints
+
+MAY_CHANGE = (
+    "steps",
+    "rollout.instances",
+    "rollout.max_instances",
+    "rollout.min_instances",
+    "cluster.",
+    "deadlines.",
+    "training.checkpoint_every",
+    "evaluation.every",
+    "evaluation.share",
+    "training.ranks",
+    "training.resume_every",
+    "training.schedule_steps",
+)
+"""Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes up to there. How
+many ranks train changes a later step's rounding, not its weights so far."""
+ROOM = "free space or move the run's folder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """The point a run resumes from. fingerprint: of the weights of `version`, as recorded by its step; empty for the
+    base model. steps: metrics of the steps before. elapsed_s: seconds the run took up to there. earlier_starts: how
+    many left recorded events."""
+
+    version: PolicyVersion
+    fingerprint: str = ""
+    steps: tuple[dict[str, float], ...] = ()
+    elapsed_s: float = 0.0
+    earlier_starts: int = 0
+
+
+def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
+    """Load the job of a run to resume; overrides may change only keys in MAY_CHANGE. With another number of steps a
+    schedule that decays keeps the length it had: the learning rate would jump. Raises ConfigError."""
+    require_run(run_dir)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not key.startswith(MAY_CHANGE):
+            raise ConfigError(f"--set {override}: cannot be changed when resuming; these can: {', '.join(MAY_CHANGE)}")
+    if run_dir.resolve().name.startswith("."):
+        raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
+    config = load_job(run_dir, overrides)
+    length = f"training.schedule_steps={load_job(run_dir).steps}"
+    if config.training.schedule == "constant" or config.training.schedule_steps or length.endswith(f"={config.steps}"):
+        return config
+    if any(override.startswith("training.schedule_steps=") for override in overrides):
+        return config
+    return load_job(run_dir, (*overrides, length))
+
+
+def schedule_note(config: RunConfig) -> str:
+    """One line on a learning rate that has reached its end before the run has; empty for others."""
+    training = config.training
+    if training.schedule == "constant" or not 0 < training.schedule_steps < config.steps:
+        return ""
+    return (
+        f"the {training.schedule} schedule ends after {training.schedule_steps} of {config.steps} steps "
+        "(training.schedule_steps); later ones train at a learning rate of "
+        f"{training.learning_rate * training.schedule_floor:g}"
+    )
+
+
+def reached(config: RunConfig) -> PolicyVersion:
+    """The version a run can resume from: that of its newest complete resume point the store has reached, or 0 if
+    nothing is stored, or so little that the first point may still have been being written. Raises ConfigError if there
+    is none, if the store belongs to another job, or if nothing is left to do: a run killed after its last step still
+    has its final evaluation to do."""
+    from staleflow.stores.trajectories.versioned import VersionedStore
+
+    run_dir = config.run_dir
+    if not (run_dir / "store").exists():
+        _refuse_lost_store(run_dir)
+        return PolicyVersion(0)
+    store = VersionedStore.open(run_dir / "store")
+    refuse_unfit(config, store.header)
+    stored = store.summary()
+    trained = stored.num_steps
+    if trained > config.steps or (trained == config.steps and stored.ended):
+        raise ConfigError(f"{run_dir}: all {trained} steps are trained; --set steps=N with a larger N trains further")
+    points = [v for v in ResumePoints(run_dir / "resume").whole() if v <= trained]
+    every = config.training.resume_every
+    begun = trained <= 2 * every and (run_dir / "resume").is_dir()  # a second point waits for the first one
+    if trained and not points and not begun:
+        raise ConfigError(
+            f"{run_dir}: {trained} steps are stored but there is no complete resume point; training.resume_every was "
+            f"{every}"
+        )
+    return points[-1] if points else PolicyVersion(0)
+
+
+def _refuse_lost_store(run_dir: Path) -> None:
+    """Raise ConfigError if a run that has no store had one: it is made before anything is trained."""
+    store = run_dir / "store"
+    points = ResumePoints(run_dir / "resume").versions() if (run_dir / "resume").is_dir() else []
+    checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/*"))
+    if store.is_symlink():
+        what = f"is a link to {store.readlink()}, which is not there; mount it"
+    elif points:
+        what = f"is gone, though there is a resume point of version {max(points)}; put it back"
+    elif checkpoints:
+        what = f"is gone, though there is a checkpoint, {checkpoints[-1]}; put it back"
+    elif (run_dir / "summary.json").exists():
+        what = "is gone, though the run has ended; put it back"
+    else:
+        return
+    raise ConfigError(f"{store}: it {what}, or train anew under another name: staleflow run ... --set name=...")
+
+
+def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
+    """Raise ConfigError if the store was made with another staleness bound or other batch sizes than the job's."""
+    job = actor_settings.run_header(config)
+    if config.staleness.admission in BOUNDLESS and job.eta > header.eta:
+        raise ConfigError(
+            f"{config.run_dir}: steps = {config.steps} in the job, {header.eta} in the store: with staleness.admission "
+            f"= backlog this is the staleness bound, which is fixed; use --set steps={header.eta} or fewer"
+        )
+    sizes = (
+        ("batch.groups_per_step", job.groups_per_step, header.groups_per_step),
+        ("batch.group_size", job.group_size, header.group_size),
+        ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
+    )
+    bound = (("staleness.eta", job.eta, header.eta),) if config.staleness.admission not in BOUNDLESS else ()
+    for key, asked, stored in (*bound, *sizes):
+        if asked != stored:
+            raise ConfigError(
+                f"{config.run_dir}: {key} = {asked} in config.toml, {stored} in the store, which another job created; "
+                "restore that job's config.toml"
+            )
+
+
+def prepare(config: RunConfig) -> Resumption:
+    """Prepare a run's folder for resuming; returns where to resume. Undoes steps after the resume point. Requires the
+    folder's lock. Raises as `reached` does."""
+    from staleflow.stores.trajectories.versioned import VersionedStore
+
+    run_dir, version = config.run_dir, reached(config)
+    if not (run_dir / "store").exists():
+        _set_aside(run_dir)
+        write_job(config)
+        return Resumption(version=version, earlier_starts=_last_number(run_dir))
+    try:
+        # Of what the run gave up when it was stopped, the spool has everything: it goes on with it.
+        VersionedStore.rewind(run_dir / "store", version, undo_end=(run_dir / "spool").is_dir())
+        points = ResumePoints(run_dir / "resume")
+        points.claim()  # before the others are removed: a trainer of the start before may still be writing one
+        points.remove_after(version)
+        records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
+        _set_aside(run_dir)
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{run_dir}: cannot be written: {error}") from error
+    write_job(config)
+    return Resumption(
+        version=version,
+        fingerprint=records[-1].weight_fingerprint if records else "",
+        steps=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
+        elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
+        earlier_starts=_last_number(run_dir),
+    )
+
+
+def parts(run_dir: Path) -> list[tuple[Path, Path]]:
+    """(job file, recorded events) of each start of the run, oldest first."""
+    numbered = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in _numbers(run_dir)]
+    return [*numbered, (run_dir / "config.toml", run_dir / "events.jsonl")]
+
+
+def _numbers(run_dir: Path) -> list[int]:
+    return sorted(int(p.name.split(".")[1]) for p in run_dir.glob("events.*.jsonl"))
+
+
+def _last_number(run_dir: Path) -> int:
+    """The number of the latest earlier start; 0 if there is none."""
+    return max(_numbers(run_dir), default=0)
+
+
+def _set_aside(run_dir: Path) -> None:
+    """Rename the events of the previous start, and copy its job file: each start is replayed with its own. If this is
+    interrupted, it goes on where it was: the file that gives the start its number is renamed last."""
+    events = run_dir / "events.jsonl"
+    number = _last_number(run_dir) + 1
+    before = run_dir / f"events.{number}.jsonl"
+    if not journal.files(events) and not journal.files(before):
+        return
+    replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), ROOM)
+    for part in journal.closed_parts(events).values():
+        part.rename(run_dir / part.name.replace(events.name, before.name, 1))
+    if events.is_file():
+        events.rename(before)
+    else:  # killed while one part was closed and the next was not yet begun
+        before.touch()

@@ -1,0 +1,221 @@
+"""A run's folder: self-contained, and used by one process at a time.
+
+runs/NAME/ holds config.toml (resolved), fingerprints.json, code/ (user code that decides or trains, and all user code
+of a submitted job), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest resume points),
+tensorboard/, summary.json and summary.png; a submitted job's also job.txt (its id). A resumed run keeps the job file
+and the events of each earlier start as config.N.toml and events.N.jsonl.
+
+Two guarantees. Nothing in the folder is written before its lock is held. And a run uses the folder it is given, even
+after a move: paths in config.toml that point into the folder's place at the time of writing are read as paths into its
+present place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from staleflow.pipeline.config import knob_tree, loading, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.files import replace_text
+
+LOCK = ".running"
+"""The lock file in a run's folder; it contains the holder's name."""
+ELSEWHERE = "free space or set runs_dir to another folder"
+PATHS = (*user_files.MODELS, "workload.run")
+"""Keys of a job that may name a file in the run's folder, besides those of user code."""
+
+
+class FolderInUse(ConfigError):
+    """Another process is using the folder."""
+
+
+def refuse_taken(run_dir: Path) -> None:
+    """Raise ConfigError if the folder already holds a run: nothing stored is ever overwritten. What remains of a run
+    killed before it had a store does not count."""
+    events = run_dir / "events.jsonl"
+    kept = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
+    if kept or (events.is_file() and events.stat().st_size):
+        raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
+
+
+def refuse_used(run_dir: Path) -> None:
+    """Raise ConfigError if another process is using the folder, or as `refuse_taken`. For commands that have no lock on
+    the folder yet."""
+    if (run_dir / LOCK).is_file():
+        _locked(run_dir).close()
+    refuse_taken(run_dir)
+
+
+def require_run(run_dir: Path) -> None:
+    """Raise ConfigError unless the folder holds a run."""
+    if str(run_dir).startswith("s3:"):  # a path has lost a slash of the URL
+        url = str(run_dir).replace("s3:", "s3:/", 1)
+        raise ConfigError(f"{url}: only the store is in a bucket; name the run's folder, which has all else")
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no such run; `staleflow store ls` lists runs")
+
+
+def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
+    """Create a new run's folder with its job file and a copy of the user's code, by file name. Requires the folder's
+    lock. Raises ConfigError as `refuse_taken`, StoreError."""
+    refuse_taken(config.run_dir)
+    _make(config.run_dir)
+    write_code(config.run_dir, code or {})
+    write_job(config)
+    return config.run_dir
+
+
+def write_job(config: RunConfig) -> None:
+    """Write a job to its run's folder atomically. Raises StoreError."""
+    replace_text(config.run_dir / "config.toml", knob_tree.to_toml(config), ELSEWHERE)
+
+
+RENAMED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""An estimator of advantages as it was called in runs that know no training.epochs, and as it is called now."""
+REPLACED = {
+    ("rollout", "routing"): {"deadline": "deadline@1"},
+    ("batch", "stragglers"): {"truncate": "truncate@1", "retry": "retry@1"},
+}
+"""Rules that decide otherwise now, by key, and what they are called as they were in runs that know no
+staleness.window_share: what those recorded replays to the same decisions, and if resumed they go on by the same."""
+
+
+def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
+    """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
+    another for the job of an earlier start. Raises ConfigError."""
+    tree = loading.read_tree(run_dir / file)
+    here, place = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
+    known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
+    tools = _below(tree, "environment", "tools")
+    num_tools = len(tools) if isinstance(tools, list) else 0
+    code = user_files.code_keys(_names(tree, "reward", "parts"), num_tools, _names(tree, "evaluation", "sets"))
+    for path in (*PATHS, *code) if known else ():
+        *tables, key = path.split(".")
+        section = _below(tree, *tables)
+        at = int(key) if isinstance(section, list) else key
+        if isinstance(value := _below(section, key), str):
+            section[at] = _moved(value, str(Path(*place)), str(here))
+    training = _below(tree, "training")
+    if isinstance(training, dict) and training.get("advantage") == RENAMED[0] and "epochs" not in training:
+        training["advantage"] = RENAMED[1]
+    if isinstance(evaluation := _below(tree, "evaluation"), dict):
+        evaluation.setdefault("fill", False)  # a run that does not know it decided so
+    if _below(tree, "staleness", "window_share") is None:
+        for (table, key), names in REPLACED.items():
+            section = _below(tree, table)
+            if isinstance(section, dict) and isinstance(rule := section.get(key), str):
+                section[key] = names.get(rule, rule)
+    config = loading.from_overridden(tree, overrides, str(run_dir / file))
+    return user_files.placed(config, here)
+
+
+def _names(tree: Mapping[str, Any], *path: str) -> list[str]:
+    """Names of what an unchecked job describes by name, such as the parts of its reward."""
+    named = _below(tree, *path)
+    return list(named) if isinstance(named, dict) else []
+
+
+def _below(tree: Any, *path: str) -> Any:
+    """What is at a path of an unchecked job; None if there is nothing."""
+    for name in path:
+        if isinstance(tree, list):
+            tree = tree[int(name)] if name.isdigit() and int(name) < len(tree) else None
+        else:
+            tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _moved(value: str, before: str, here: str) -> str:
+    """A job's value, with a path inside the folder `before` moved to the folder `here`.
+
+    >>> _moved("/runs/one/code/mine.py:f", "/runs/one", "/runs/two")
+    '/runs/two/code/mine.py:f'
+    >>> _moved("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
+    'jsonl:/runs/one-more/p.jsonl'
+    """
+    kind = next((kind for kind in user_files.DATA if value.startswith(kind)), "")
+    file = value.removeprefix(kind)
+    return f"{kind}{here}{file[len(before) :]}" if file == before or file.startswith(f"{before}/") else value
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Lock a run's folder, creating it if necessary. Raises as `only_here` does."""
+    _make(run_dir)
+    with only_here(run_dir):
+        yield
+
+
+@contextlib.contextmanager
+def only_here(run_dir: Path) -> Iterator[None]:
+    """Lock a folder. Raises FolderInUse, naming the holder, if another process uses it. The lock ends with this
+    process, however that ends."""
+    with _locked(run_dir) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _locked(run_dir: Path) -> TextIO:
+    """The folder's lock file, locked while it is open."""
+    path = run_dir / LOCK
+    while True:
+        try:
+            file = path.open("a+")
+        except OSError as error:
+            raise StoreError(
+                f"{run_dir}: cannot be written: {error}; a run's folder is locked while it is in use"
+            ) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+            file.close()  # recreated meanwhile: a lock on a deleted file excludes no one
+        except FileNotFoundError:
+            file.close()
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise FolderInUse(f"{run_dir}: in use by {holder}; wait until it ends, or stop it") from None
+        except OSError as error:
+            file.close()
+            raise StoreError(f"{path}: cannot be locked: {error}; use a file system that supports locks") from error
+
+
+def _make(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: cannot be written: {error.strerror}; set runs_dir to another folder") from error
+
+
+def job_id(run_dir: Path) -> str:
+    """Id of the job last submitted to continue the run; empty if there was none."""
+    owner = run_dir / "job.txt"
+    return owner.read_text().strip() if owner.is_file() else ""
+
+
+def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
+    """Record that the run now belongs to this job, and store the code sent with it. Raises StoreError."""
+    replace_text(run_dir / "job.txt", f"{id}\n", ELSEWHERE)
+    write_code(run_dir, code)
+
+
+def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
+    """Store user code, by file name, in the run's folder. Raises StoreError."""
+    for name, text in code.items():
+        replace_text(run_dir / "code" / name, text, ELSEWHERE)
+
+
+def list_runs(runs_dir: Path) -> list[Path]:
+    """Folders below `runs_dir` that hold a run, sorted by name."""
+    return sorted(p.parent for p in runs_dir.glob("*/config.toml"))

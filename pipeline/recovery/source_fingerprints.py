@@ -1,0 +1,208 @@
+"""Fingerprints of a run's reward, data and prompt template, kept in its folder: resuming with others is detected and
+reported.
+
+The model is not included, since weights have their own fingerprints. For user code only the named file counts, not its
+imports. An evaluation set has a reward of its own, and may have data of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.config.evaluation_settings import HELD_OUT
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.user_files import AGENTS, DATA, data_file
+from staleflow.stores.errors import StoreError
+from staleflow.stores.files import replace_text
+from staleflow.tasks.settings.columns import Columns
+
+PARTS = ("reward", "data", "template")
+FILE = "fingerprints.json"
+DIGITS = 12
+"""Hex digits kept of a SHA-256: 48 bits are enough for a handful of values."""
+Facts = dict[str, str]
+"""Inputs by name: each a value, or the hash of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprints:
+    """Fingerprints of one start of a run; empty for an emulated run."""
+
+    reward: Facts
+    data: Facts
+    template: Facts
+    sets: dict[str, dict[str, Facts]] = field(default_factory=dict)
+    """Of each set in [evaluation.sets] its reward and its data; none in folders of earlier versions."""
+
+    def digests(self, name: str = HELD_OUT) -> dict[str, str]:
+        """One short hash each of reward, data and template, as recorded in an evaluation. name: of its set."""
+        run = {"reward": self.reward, "data": self.data, "template": self.template}
+        parts = run | self.sets.get(name, {})
+        return {part: _hash(json.dumps(facts, sort_keys=True).encode()) for part, facts in parts.items()}
+
+    def like(self, then: Fingerprints | None) -> Fingerprints:
+        """These as a run goes on to record them that began with others: an earlier version took those of its evaluation
+        sets for its own."""
+        return self if then is None or then.sets else replace(self, sets={})
+
+
+def taken(config: RunConfig) -> Fingerprints:
+    """Fingerprints of a job's files and packages as they are now. An unreadable file counts as empty: the code that
+    needs it reports the error."""
+    if not config.has_texts:
+        return Fingerprints(reward={}, data={}, template={})
+    task = config.task
+    source = _source(task.source, task.options, config.seed)
+    verifier: Facts = {} if config.reward.parts else _function(config.reward.function, task.source, source)
+    for name, part in config.reward.parts.items():
+        facts = _function(part.function, task.source, source) | {"reward.weight": f"{part.weight:g}"}
+        verifier |= {f"{name}'s {key.removeprefix('reward.')}": value for key, value in facts.items()}
+    if task.columns != Columns():
+        source["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
+    if task.eval_source:
+        theirs = _source(task.eval_source, task.eval_options, config.seed)
+        source |= {f"evaluation's {key.removeprefix('task.')}": value for key, value in theirs.items()}
+    template = {"task.template": task.template, "task.chat": str(task.chat)}
+    if task.system:
+        template["task.system"] = task.system
+    template |= {f"tool {_name(named)}": _code(named) for named in config.environment.tools if ":" in named}
+    if task.chat:
+        template["chat template"] = _chat_template(config.model.path)
+    pattern = {"task.answer_pattern": task.answer_pattern}
+    sets: dict[str, dict[str, Facts]] = {}
+    for name, one in config.evaluation.sets.items():
+        theirs = source
+        if one.source:
+            theirs = _source(one.source, one.options, config.seed)
+            if task.columns != Columns():
+                theirs["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
+        own = _function(one.reward, one.source or task.source, theirs)
+        sets[name] = {"reward": own | pattern, "data": theirs}
+    return Fingerprints(reward=verifier | pattern, data=source, template=template, sets=sets)
+
+
+def write(run_dir: Path, fingerprints: Fingerprints) -> None:
+    """Write fingerprints to the run's folder atomically. Raises StoreError."""
+    text = json.dumps(asdict(fingerprints), indent=2) + "\n"
+    replace_text(run_dir / FILE, text, "free space or set runs_dir to another folder")
+
+
+def read(run_dir: Path) -> Fingerprints | None:
+    """Read the fingerprints of the run's start; None in folders of earlier versions. Raises StoreError."""
+    path, remedy = run_dir / FILE, "remove it to resume without comparing"
+    try:
+        return Fingerprints(**json.loads(path.read_text())) if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
+    except TypeError as error:
+        raise StoreError(f"{path}: has not the fingerprints of a run; {remedy}") from error
+
+
+def changes(then: Fingerprints | None, now: Fingerprints) -> list[str]:
+    """The differences, one line each; empty if nothing is known about the start."""
+    if then is None:
+        return []
+    lines = []
+    for part in PARTS:
+        lines += _differences(part, getattr(then, part), getattr(now, part))
+    for name in sorted(then.sets.keys() & now.sets.keys()):
+        for part, facts in now.sets[name].items():
+            lines += _differences(f"{_of_set(name)}{part}", then.sets[name].get(part, {}), facts)
+    return lines
+
+
+def changes_of(lines: Sequence[str], name: str) -> list[str]:
+    """Those of `changes` that bear on an evaluation set. name: its name."""
+    own = [line for line in lines if line.startswith(_of_set(name))]
+    return own + [line for line in lines if line.startswith("template" if name != HELD_OUT else PARTS)]
+
+
+def _of_set(name: str) -> str:
+    return f"evaluation.sets.{name}: "
+
+
+def _differences(what: str, before: Mapping[str, str], facts: Mapping[str, str]) -> list[str]:
+    return [
+        f"{what} changed since the run began: {key} was {before.get(key, 'absent')!r}, is {facts.get(key, 'absent')!r}"
+        for key in sorted({*before, *facts})
+        if before.get(key) != facts.get(key)
+    ]
+
+
+def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:
+    kind, path = data_file(source)
+    if kind in ("jsonl:", "parquet:") and path is not None:
+        return {"task.source": kind.removesuffix(":"), "file": _hash_of(path)}
+    given = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
+    if kind:
+        known = source if path is None else "datasets"
+        return {"task.source": known, **given} | ({} if path is None else {"file": _hash_of(path)})
+    drawn = {**given, "seed": str(seed)}
+    if source.startswith("reasoning_gym:"):
+        return {"task.source": source, **drawn, "package reasoning-gym": _version("reasoning-gym")}
+    return {"task.source": _name(source), **drawn, "code": _code(source)}
+
+
+def _function(function: str, named: str, source: Facts) -> Facts:
+    """Of one reward function. named: the source of prompts, and source: its facts."""
+    if function == "task":
+        verifier = {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
+        package = {"package staleflow": _version("staleflow")} if named.startswith(DATA) else {}
+        return {"reward.function": function} | verifier | package
+    if function == "math_verify":
+        return {"reward.function": function, "package math-verify": _version("math-verify")}
+    return {"reward.function": _name(function), "code": _code(function)}
+
+
+def _name(named: str) -> str:
+    """A function's name without its file's path: a submitted job has its code elsewhere."""
+    where, _, name = named.removeprefix(AGENTS).rpartition(":")
+    return name if where.endswith(".py") else named
+
+
+def _code(named: str) -> str:
+    """Hash of the file that defines a user's function; empty if it cannot be found."""
+    where = named.removeprefix(AGENTS).rpartition(":")[0]
+    if where.endswith(".py"):
+        return _hash_of(Path(where))
+    try:
+        spec = importlib.util.find_spec(where)
+    except (ImportError, ValueError, AttributeError):
+        return ""
+    return _hash_of(Path(spec.origin)) if spec is not None and spec.origin is not None else ""
+
+
+def _chat_template(model: str) -> str:
+    from transformers import AutoTokenizer
+
+    return _hash(str(AutoTokenizer.from_pretrained(model).chat_template).encode())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _hash_of(path: Path) -> str:
+    """Hash of a file's bytes, or of those of a folder's files; empty if it cannot be read."""
+    try:
+        if not path.is_dir():
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+        files = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("cache-"))
+        return _hash("\n".join(f"{one.relative_to(path)} {_hash_of(one)}" for one in files).encode())
+    except OSError:
+        return ""
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:DIGITS]

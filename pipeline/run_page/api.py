@@ -1,0 +1,328 @@
+"""What the page asks, answered as plain values for JSON. No HTTP here."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from staleflow.pipeline.coordination.journal import files, num_bytes
+from staleflow.pipeline.jobs.replaying import replay_run
+from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.run_page import listing
+from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
+from staleflow.pipeline.run_page.run_reader import RunReader, Stored
+from staleflow.pipeline.runtime.evaluation_results import not_comparable
+from staleflow.pipeline.stored_runs.branch_diff import difference
+from staleflow.pipeline.stored_runs.conversations import passages
+from staleflow.pipeline.stored_runs.views import facts, trajectory_view
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.repository import MAIN
+from staleflow.stores.trajectory import NO_VERSION, Ended, Given, Span, Trajectory, TrajectoryId
+
+TEXT_SHOWN, TEXTS_SHOWN = 6_000, 400_000
+"""Most characters of a prompt or response shown beside siblings, and of all on a page; a trajectory's own page shows
+all of its own."""
+EXCERPT, PROMPT_EXCERPT = 240, 2_000
+"""Characters of a response and of a prompt in a list; of the prompt the last, where most differ."""
+REPLAYED_BYTES = 32 * 2**20
+"""Largest journal that is replayed for a page: some 15 seconds; longer ones by the command line."""
+
+
+class Answers:
+    """Answers about one run. Safe for threads. All raise ConfigError for what cannot be asked, StoreError for what
+    cannot be read."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._replaying = threading.Lock()
+
+    def run(self, branch: str) -> dict[str, Any]:
+        """The run as a whole."""
+        config, stored = self._reader.config, self._reader.stored(branch)
+        evaluations = self._reader.evaluations()
+        state = self._reader.state()
+        ended = stored.records[-1].ledger.num_ended if stored and stored.records else {}
+        return {
+            "name": config.name,
+            "folder": str(self._reader.run_dir),
+            "state": state,
+            "steps": config.steps,
+            "num_steps": len(stored.steps) if stored else 0,
+            "snapshot": stored.store.snapshot if stored else "",
+            "eta": config.staleness.eta,
+            "bound": config.kept_bound,
+            "admission": config.staleness.admission,
+            "model": config.model.path if not config.emulated else "emulated",
+            "groups_per_step": config.batch.groups_per_step,
+            "group_size": config.batch.group_size,
+            "branches": [MAIN, *sorted(stored.store.branches())] if stored else [MAIN],
+            "ended": {in_words(key): count for key, count in ended.items()},
+            "in_flight": stored.records[-1].ledger.num_live if stored and stored.records else 0,
+            "evaluations": [
+                {key: value for key, value in asdict(e).items() if key not in ("reward", "data", "template")}
+                for e in evaluations
+            ],
+            "notes": [*(told(self._reader.summary()) if state != "running" else []), *not_comparable(evaluations)],
+            "many_turns": any_many_turns(stored.records) if stored else False,
+            "charts": [chart.plain() for chart in charts(stored.records if stored else ())],
+        }
+
+    def steps(self, branch: str, first: int) -> dict[str, Any]:
+        """The charts' values for the steps from index `first` on."""
+        stored = self._need(branch)
+        return {
+            "snapshot": stored.store.snapshot,
+            "state": self._reader.state(),
+            **series(stored.records, max(0, first)),
+        }
+
+    def groups(self, branch: str, step: int, where: str, order: str, page: int) -> dict[str, Any]:
+        """A page of the groups a step trained on, with all their members."""
+        stored = self._need(branch)
+        record = next((r for r in stored.steps if r.step == step), None)
+        if record is None:
+            raise ConfigError(f"step {step} is not stored; there are {len(stored.steps)} steps, counted from 0")
+        found = listing.groups_of_step(stored.columns, step, where, order, page)
+        return {
+            "step": step,
+            "num_steps": len(stored.steps),
+            "metrics": plain(record.metrics),
+            "page": found.page,
+            "pages": found.pages,
+            "total": found.total,
+            "note": self._reader.texts_note,
+            "groups": self._groups(stored, found.at, where),
+        }
+
+    def batch(self, branch: str, step: int) -> dict[str, Any]:
+        """A step's whole batch, a value a trajectory: reward, length, staleness, and its life by the journal."""
+        columns = self._need(branch).columns
+        at = listing.batch_of_step(columns, step)
+        names = ("trajectory", "reward", "response_tokens", "staleness", "finish")
+        ids = columns["trajectory"][at].tolist()
+        with self._reader.journal() as journal:
+            lives, read_share = journal.lives(ids), journal.read_share
+        return {
+            "read_share": read_share,
+            "lives": [[[round(a, 4), round(b, 4), phase, v] for a, b, phase, v in life] for life in lives],
+            **{name: [_plain(value) for value in columns[name][at].tolist()] for name in names},
+        }
+
+    def group(self, branch: str, group: int) -> dict[str, Any]:
+        """One group."""
+        stored = self._need(branch)
+        if not (stored.columns["group"] == group).any():
+            raise ConfigError(f"no stored group {group}")
+        return {"note": self._reader.texts_note, "groups": self._groups(stored, np.asarray([group]), "")}
+
+    def _groups(self, stored: Stored, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
+        matching = listing.selected(stored.columns, where)
+        placed = listing.members(stored.columns, ids)
+        wanted = sorted(np.concatenate([*placed.values(), np.zeros(0, np.int64)]).tolist())
+        rows = dict(zip(wanted, stored.store.picked(wanted), strict=True))
+        limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(wanted))))
+        groups = []
+        for id, positions in placed.items():
+            shown = [rows[at] for at in positions.tolist()]
+            readable = [row for row in shown if isinstance(row, Ended)]
+            prompt = readable[0].trajectory.prompt_tokens.tolist() if readable else []
+            groups.append(
+                {
+                    "group": id,
+                    "prompt": self._reader.texts.text(prompt[: TEXT_SHOWN + 1], special=True)[:TEXT_SHOWN],
+                    "prompt_cut": len(prompt) > TEXT_SHOWN,
+                    "members": [
+                        {**self._member(row, limit), "matches": bool(matching[at])}
+                        for at, row in zip(positions.tolist(), shown, strict=True)
+                    ],
+                }
+            )
+        return groups
+
+    def _member(self, row: Ended | Damaged, limit: int) -> dict[str, Any]:
+        if isinstance(row, Damaged):
+            return {"trajectory": int(row.trajectory), "damaged": row.what}
+        t = row.trajectory
+        # Decoding stops soon after the limit: a token is rarely less than a character.
+        text = self._reader.texts.text(t.response_tokens[: limit + 1].tolist(), special=True)
+        return {
+            **plain(facts(row)),
+            "response_tokens": t.num_sampled,
+            "turns": len(t.turns),
+            "said": self._said(t, limit) if t.has_answers else [],
+            "scored": bool(t.timings.rewarded_s > 0 or row.staleness >= 0),
+            "loss_mask": row.loss_mask,
+            "error": t.error,
+            "text": text[:limit],
+            "cut": len(text) > limit or t.num_tokens > limit + 1,
+            "segments": [_strip_part(span) for span in t.spans],
+        }
+
+    def _said(self, trajectory: Trajectory, limit: int) -> list[dict[str, Any]]:
+        """The beginning of a conversation, by who speaks, of about so many characters."""
+        said = []
+        for one in passages(trajectory):
+            if limit <= 0:
+                break
+            ids = trajectory.response_tokens[one.first : min(one.last, one.first + limit + 1)]
+            text = self._reader.texts.text(ids.tolist(), special=True)[:limit]
+            said.append({"role": one.role, "sampled": one.sampled, "seconds": one.seconds, "text": text})
+            limit -= len(text)
+        return said
+
+    def trajectories(self, branch: str, where: str, sort: str, page: int) -> dict[str, Any]:
+        """A page of trajectories: their columns."""
+        stored = self._need(branch)
+        found = listing.trajectories(stored.columns, where, sort, page)
+        columns = {name: column[found.at].tolist() for name, column in stored.columns.items()}
+        return {
+            "page": found.page,
+            "pages": found.pages,
+            "total": found.total,
+            "stored": len(stored.columns["trajectory"]),
+            "columns": {name: [_plain(value) for value in values] for name, values in columns.items()},
+            "names": {name: column.dtype.kind for name, column in stored.columns.items()},
+        }
+
+    def excerpts(self, branch: str, ids: list[int]) -> dict[str, Any]:
+        """The beginnings of some trajectories' prompts and responses, by id."""
+        stored = self._need(branch)
+        positions = sorted(
+            stored.position(id) for id in ids[: listing.ROWS_PER_PAGE]
+        )  # adjacent ones are read together
+        texts = {}
+        for row in stored.store.picked(positions):
+            if isinstance(row, Damaged):
+                texts[int(row.trajectory)] = {"damaged": row.what}
+                continue
+            t, decode = row.trajectory, self._reader.texts.text
+            texts[int(t.id)] = {
+                "prompt": decode(t.prompt_tokens[-PROMPT_EXCERPT:].tolist(), special=True)[-PROMPT_EXCERPT:],
+                "response": decode(t.response_tokens[:EXCERPT].tolist(), special=True)[:EXCERPT],
+            }
+        return {"texts": texts}
+
+    def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
+        """The histogram of a column over the selected trajectories, what was trained on against what was not, and how
+        the two differ in the whole run."""
+        stored = self._need(branch)
+        columns = stored.columns
+        return {
+            **listing.distribution(columns, where, column),
+            "by_fate": listing.by_fate(columns, where),
+            "bias": stored.bias,
+        }
+
+    def trajectory(self, branch: str, id: int) -> dict[str, Any]:
+        """One trajectory with its tokens, its siblings' ids and what the journal says of it."""
+        stored = self._need(branch)
+        at = stored.position(id)
+        (row,) = stored.store.picked([at])
+        columns = stored.columns
+        siblings = listing.members(columns, columns["group"][[at]])[int(columns["group"][at])]
+        around = {
+            "note": self._reader.texts_note,
+            "siblings": [
+                {"trajectory": int(columns["trajectory"][i]), "reward": _plain(float(columns["reward"][i]))}
+                for i in siblings.tolist()
+            ],
+        }
+        if isinstance(row, Damaged):
+            return {"trajectory": id, "damaged": row.what, **around}
+        view = trajectory_view(row, self._reader.texts, stored.store.rescored(TrajectoryId(id)))
+        with self._reader.journal() as journal:
+            story, read_share = journal.story(id), journal.read_share
+        ratios = [None if t.ratio is None else _plain(round(t.ratio, 5)) for t in view.tokens]
+        return {
+            **around,
+            **self._member(row, 0),
+            "passages": [asdict(one) for one in view.passages],
+            "facts": plain(view.facts),
+            "prompt": view.prompt,
+            "text": view.response,
+            "tokens": {
+                "text": [t.text for t in view.tokens],
+                "id": [t.id for t in view.tokens],
+                "version": [t.version for t in view.tokens],
+                "logprob": [_plain(round(t.logprob, 5)) for t in view.tokens],
+                "ratio": ratios if any(ratio is not None for ratio in ratios) else None,
+            },
+            "reward_parts": plain(view.reward_parts),
+            "timings": plain(view.timings),
+            "story": story,
+            "read_share": read_share,
+        }
+
+    def story(self, id: int) -> dict[str, Any]:
+        """A trajectory's story with the coordinator's reasons, by replaying the journal."""
+        run_dir = self._reader.run_dir
+        size = sum(num_bytes(file) for _, events in parts(run_dir) for file in files(events))
+        if size > REPLAYED_BYTES:
+            raise ConfigError(
+                f"the journal has {size / 2**20:.0f} MiB, a page replays {REPLAYED_BYTES / 2**20:.0f}; use "
+                f"staleflow replay {run_dir} --story {id}"
+            )
+        with self._replaying:
+            result = replay_run(run_dir, TrajectoryId(id))
+        return {"lines": list(result.story), "difference": result.difference}
+
+    def lanes(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:
+        """Instances, trainer and queues over time."""
+        with self._reader.journal() as journal:
+            return journal.window(begin_s, end_s, bins)
+
+    def compare(self, first: str, second: str) -> dict[str, Any]:
+        """Two branches' rewards for the same trajectories, and by step."""
+        one, two = self._need(first), self._need(second)
+        return {
+            "first": first,
+            "second": second,
+            **asdict(difference(self._reader.run_dir, first, second)),
+            "lineage": {branch.branch: branch.store.lineage for branch in (one, two)},
+            "by_step": listing.mean_by_step([one.columns, two.columns], "reward"),
+        }
+
+    def _need(self, branch: str) -> Stored:
+        stored = self._reader.stored(branch)
+        if stored is None:
+            raise ConfigError("nothing is stored yet: the first step has not ended")
+        return stored
+
+
+def _strip_part(span: Span) -> list[Any]:
+    """[version, instance, tokens] of a segment; [NO_VERSION, role, tokens, seconds] of given tokens."""
+    if isinstance(span, Given):
+        return [int(NO_VERSION), span.role, len(span.tokens), span.seconds]
+    return [int(span.version), str(span.instance), len(span.tokens)]
+
+
+def told(summary: Mapping[str, Any]) -> list[str]:
+    """Lines of a run's summary about the run as a whole: why it stopped, what limited it, what was lost.
+
+    >>> told({"stopped": "Ctrl-C", "losses": ["rollout-0: killed"], "diagnosis": {"line": "the trainer waits"}})
+    ['stopped: Ctrl-C', 'the trainer waits', 'lost: rollout-0: killed']
+    """
+    diagnosis = summary.get("diagnosis")
+    lines = [f"stopped: {summary['stopped']}"] if summary.get("stopped") else []
+    lines += [str(diagnosis["line"])] if isinstance(diagnosis, dict) and diagnosis.get("line") else []
+    lines += [f"lost: {loss}" for loss in _list(summary.get("losses"))]
+    return lines + [str(line) for key in ("alarms", "notes") for line in _list(summary.get(key))]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def plain(values: Any) -> dict[str, Any]:
+    """Values for JSON; numbers that are not finite as text, since JSON has none."""
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

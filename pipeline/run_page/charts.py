@@ -1,0 +1,133 @@
+"""The charts over steps: which metrics are drawn together, and their values from step records. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.stores.metrics import STEP, with_rates
+from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectory import Fate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Metrics of one unit drawn in one chart, with a line in words about how to read it."""
+
+    title: str
+    names: tuple[str, ...]
+    hint: str = ""
+    bound: bool = False
+    """Whether the staleness bound is drawn."""
+    held_out: bool = False
+    """Whether rewards on held-out prompts are drawn."""
+    many_turns: bool = False
+    """Whether it says nothing of a run whose trajectories have one turn."""
+
+    def plain(self) -> dict[str, Any]:
+        """For the page, with units and meanings."""
+        return {
+            "title": self.title, "hint": self.hint, "bound": self.bound, "held_out": self.held_out,
+            "unit": STEP[self.names[0]].unit,
+            "lines": [
+                {"name": name, "label": self._label(name), "doc": STEP[name].doc}
+                for name in self.names
+            ],
+        }  # fmt: skip
+
+    def _label(self, name: str) -> str:
+        """A line's label; a line alone needs none besides the title."""
+        if len(self.names) == 1 and not self.held_out:
+            return ""
+        return STEP[name].label or name.removesuffix("_s").replace("_", " ")
+
+
+CHARTS = (
+    Chart(title="reward", names=("reward",), held_out=True, hint="batch, and held-out prompts with standard error"),
+    Chart(title="response length", names=("response_mean", "response_max"), hint="of the batch"),
+    Chart(
+        title="staleness",
+        names=("staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue"),
+        bound=True,
+        hint="dashed: the bound",
+    ),
+    Chart(title="importance ratio", names=("ratio_mean",), hint="to the behaviour policy; 1 is on-policy"),
+    Chart(title="effective sample size", names=("ess",), hint="of the importance ratios, per token; 1 is on-policy"),
+    Chart(
+        title="shares of the batch",
+        names=("groups_with_signal", "mixed_versions", "truncated_share"),
+        hint="only groups with signal train",
+    ),
+    Chart(title="clipped tokens", names=("clip_share", "clip_share_low", "clip_share_high"), hint="of the loss"),
+    Chart(title="entropy", names=("entropy",), hint="per token"),
+    Chart(title="KL of the policy", names=("kl_old", "kl_behaviour", "kl_reference"), hint="k3, per token"),
+    Chart(title="spread of advantages", names=("advantage_std",), hint="standard deviation over the batch"),
+    Chart(title="dropped updates", names=("updates_dropped",), hint="gradients that were not finite"),
+    Chart(title="loss", names=("loss",), hint="mean over minibatches"),
+    Chart(title="gradient norm", names=("grad_norm",), hint="before clipping"),
+    Chart(
+        title="logprob mismatch", names=("mismatch_mean", "mismatch_max", "probe_drift"), hint="rollout against trainer"
+    ),
+    Chart(title="KL(rollout || trainer)", names=("kl_rollout",), hint="fresh tokens"),
+    Chart(title="throughput", names=("tokens_per_s",), hint="tokens trained on over wall time"),
+    Chart(title="seconds of a step", names=("train_s", "wait_s", "publish_s", "fetch_s", "overhead_s")),
+    Chart(title="turns", names=("turns_mean", "turns_max"), hint="of the batch", many_turns=True),
+    Chart(title="branches", names=("branches",), hint="of the batch: conversations left their past", many_turns=True),
+    Chart(title="tools", names=("tool_s",), hint="mean wait of a trajectory for its environment", many_turns=True),
+    Chart(title="sampling time", names=("sampling_s",), hint="first routing to last token"),
+    Chart(title="learning rate", names=("learning_rate",)),
+    Chart(title="failed rewards", names=("reward_errors",), hint="trajectories not scored"),
+)
+
+
+def charts(records: Sequence[StepRecord]) -> list[Chart]:
+    """The charts that say something of a run with these commits."""
+    many_turns = any_many_turns(records)
+    return [chart for chart in CHARTS if many_turns or not chart.many_turns]
+
+
+def any_many_turns(records: Sequence[StepRecord]) -> bool:
+    """Whether a step of these commits trained on a trajectory of many turns."""
+    return any(r.metrics.get("given_tokens") for r in records)
+
+
+def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
+    """Values of the charts for the training steps from index `first` on: {"step": [S], "lines": {metric: [S]}, "drops":
+    {"fate: reason": [S]}}. None where a step has no finite value. Drops are counted by commit, between the step before
+    and this one."""
+    steps = [r for r in records if r.kind == "step"]
+    before = steps[first - 1] if first else None
+    rated = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
+    names = {name for chart in CHARTS for name in chart.names}
+    present = sorted({name for step in rated for name in step if name in names})
+    shown = steps[first:]
+    counts = [r.ledger.num_ended for r in ([before] if before else []) + shown]
+    reasons = sorted({key for count in counts for key in count if not key.startswith(Fate.CONSUMED.value)})
+    drops = {}
+    for key in reasons:
+        totals = [0 if before is None else before.ledger.num_ended.get(key, 0)]
+        totals += [r.ledger.num_ended.get(key, 0) for r in shown]
+        drops[in_words(key)] = [max(0, b - a) for a, b in itertools.pairwise(totals)]
+    return {
+        "first": first,
+        "step": [r.step for r in shown],
+        "lines": {name: [finite(step.get(name)) for step in rated] for name in present},
+        "drops": drops,
+    }
+
+
+def in_words(ended: str) -> str:
+    """A key of the ledger's counts for display.
+
+    >>> in_words("aborted:surplus_member")
+    'aborted: surplus member'
+    """
+    return ended.removesuffix(":none").replace(":", ": ").replace("_", " ")
+
+
+def finite(value: float | None) -> float | None:
+    """The value with six digits, None if it is not finite: JSON has no others."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

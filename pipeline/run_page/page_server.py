@@ -1,0 +1,247 @@
+"""The run page over HTTP: its files and, as JSON, the answers. Reads only.
+
+It listens on this machine only unless told otherwise. A page of another site can make a browser ask this server under a
+name of its own (DNS rebinding), so only requests for this machine's names are answered. No script, style or image but
+its own is allowed, so that nothing a model wrote is ever executed.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import ipaddress
+import json
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from staleflow.pipeline.run_page.api import Answers
+from staleflow.stores.errors import ConfigError, StaleflowError
+from staleflow.stores.trajectories.repository import MAIN
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+FILES = importlib.resources.files("staleflow.pipeline.run_page") / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGES = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{id}", "/lanes", "/compare")
+"""Addresses that a browser may open: one page, which reads from its address what to show."""
+LONGEST_QUERY = 4_000
+
+
+class NotAsked(ConfigError):
+    """A value in the address that cannot be one."""
+
+
+def application(answers: Answers, names: frozenset[str]) -> ASGIApp:
+    """The ASGI application. names: host names it answers to, besides addresses and localhost."""
+
+    def answering(answer: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                if len(request.url.query) > LONGEST_QUERY:
+                    raise NotAsked(f"the address has more than {LONGEST_QUERY} characters; shorten the filter")
+                return _json(await run_in_threadpool(answer, request))
+            except ConfigError as error:
+                return _json({"error": str(error)}, 400)
+            except StaleflowError as error:
+                return _json({"error": str(error)}, 500)
+
+        return endpoint
+
+    def api(path: str, answer: Callable[[Request], dict[str, Any]]) -> Route:
+        return Route(f"/api/{path}", answering(answer), methods=["GET"])
+
+    routes = [
+        api("run", lambda r: answers.run(_branch(r))),
+        api("steps", lambda r: answers.steps(_branch(r), _int(r, "first", 0))),
+        api(
+            "groups",
+            lambda r: answers.groups(
+                _branch(r), _int(r, "step", 0), _text(r, "where"), _text(r, "order", "trained"), _int(r, "page", 1)
+            ),
+        ),
+        api("batch", lambda r: answers.batch(_branch(r), _int(r, "step", 0))),
+        api("group", lambda r: answers.group(_branch(r), _int(r, "group", 0))),
+        api(
+            "trajectories",
+            lambda r: answers.trajectories(
+                _branch(r), _text(r, "where"), _text(r, "sort", "-step"), _int(r, "page", 1)
+            ),
+        ),
+        api(
+            "excerpts",
+            lambda r: answers.excerpts(_branch(r), _ints(r, "ids")),
+        ),
+        api(
+            "distribution", lambda r: answers.distribution(_branch(r), _text(r, "where"), _text(r, "column", "reward"))
+        ),
+        api("trajectory", lambda r: answers.trajectory(_branch(r), _int(r, "id", 0))),
+        api("story", lambda r: answers.story(_int(r, "id", 0))),
+        api("lanes", lambda r: answers.lanes(_float(r, "from", 0.0), _float(r, "to", 1e18), _int(r, "bins", 400))),
+        api("compare", lambda r: answers.compare(_text(r, "first", MAIN), _text(r, "second", MAIN))),
+        Route("/static/{name}", _file, methods=["GET"]),
+        *(Route(path, _page, methods=["GET"]) for path in PAGES),
+    ]
+    compressed = Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=3)  # for readers through a tunnel
+    return _Guard(Starlette(routes=routes, middleware=[compressed]), names)
+
+
+def _json(value: dict[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(value, separators=(",", ":")), status, media_type="application/json")
+
+
+async def _page(request: Request) -> Response:
+    return _static("index.html")
+
+
+async def _file(request: Request) -> Response:
+    return _static(request.path_params["name"])
+
+
+def _static(name: str) -> Response:
+    found = next((file for file in FILES.iterdir() if file.name == name), None)
+    if found is None:
+        return PlainTextResponse("not found", 404)
+    kind = TYPES.get(name[name.rfind(".") :], "application/octet-stream")
+    return Response(found.read_bytes(), media_type=f"{kind}; charset=utf-8")
+
+
+def _text(request: Request, name: str, default: str = "") -> str:
+    return request.query_params.get(name, default)
+
+
+def _branch(request: Request) -> str:
+    return _text(request, "branch", MAIN)
+
+
+def _int(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name, str(default))
+    if not re.fullmatch(r"-?\d{1,18}", text):
+        raise NotAsked(f"{name} = {text[:40]!r} is not a whole number")
+    return int(text)
+
+
+def _ints(request: Request, name: str) -> list[int]:
+    return [int(text) for text in re.findall(r"\d{1,18}", _text(request, name))]
+
+
+def _float(request: Request, name: str, default: float) -> float:
+    text = request.query_params.get(name, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not abs(value) <= 1e18:
+        raise NotAsked(f"{name} = {text[:40]!r} is not a number")
+    return value
+
+
+class _Guard:
+    """Refuses other methods than GET and HEAD and names that are not this machine's, and adds HEADERS to answers."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str]) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
+        app = self._app
+        if scope["method"] not in ("GET", "HEAD"):
+            app = PlainTextResponse("only GET", 405)
+        elif not allowed(host, self._names):
+            app = PlainTextResponse(f"this server does not answer to {host!r}; start it with --host", 421)
+        await app(scope, receive, send_with_headers)
+
+
+def allowed(host: str, names: frozenset[str]) -> bool:
+    """Whether a Host header names this machine: by an address, which no other site can claim, as localhost, or by one
+    of `names`.
+
+    >>> [allowed(host, frozenset({"box"})) for host in ("127.0.0.1:80", "[::1]:80", "box", "evil.example:80", "")]
+    [True, True, True, False, False]
+    """
+    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() in names | {"localhost"}:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
+    """A socket that listens on a port, or on a free one if that is taken and need not be `exactly` it. Raises
+    ConfigError."""
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}; give a name or an address of this machine") from error
+    failure = OSError()
+    for one in (port,) if exactly else (port, 0):
+        # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
+        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((address[0], one, *address[2:]))
+            found.listen(128)
+        except OSError as error:
+            found.close()
+            failure = error
+            continue
+        return found
+    raise ConfigError(
+        f"port {port} of {host} cannot be used: {failure.strerror}; choose another with --port"
+    ) from failure
+
+
+def make_server(answers: Answers, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
+    """A server whose `run(sockets=[...])` serves until it is interrupted. host: the name it was asked to listen on.
+    on_start: called once it answers."""
+    names = frozenset({host.lower(), socket.gethostname().lower()})
+    config = uvicorn.Config(
+        application(answers, names), log_level="warning", lifespan="off", ws="none", server_header=False,
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    return _Server(config, on_start)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()

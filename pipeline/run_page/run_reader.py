@@ -1,0 +1,242 @@
+"""Reads one run's folder for the page, and keeps what it has read.
+
+Everything read through one `Stored` belongs to one snapshot of the store, so a page never mixes two. A live run is
+followed by reading only what its latest commits added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.journal import HEADING, files, num_bytes, open_part
+from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.run_folder import LOCK, load_job, require_run
+from staleflow.pipeline.run_page.journal_index import JournalIndex
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
+from staleflow.pipeline.stored_runs.response_texts import shown_texts
+from staleflow.stores.auditing.drop_bias import bias_of
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.repository import MAIN
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.tasks.rendering.chat_tokenizer import NumberTexts, Texts
+
+KEPT = 2
+"""Branches whose columns stay in memory: a comparison reads two; 100,000 trajectories take some 30 MiB each."""
+
+
+READ_AT_ONCE = 16 * 2**20
+"""Bytes of a journal read for one request: about a second."""
+OTHER_HOST_S = 600
+"""Seconds without an event after which a process of another machine, which cannot be seen from here, is taken for
+dead."""
+
+
+class Stored:
+    """One snapshot of a run's store; its columns are read when they are first asked for. Safe for threads."""
+
+    def __init__(self, store: VersionedStore, branch: str, records: list[StepRecord]) -> None:
+        self.store = store
+        self.branch = branch
+        self.records = records
+        """All commits, oldest first."""
+        self._lock = threading.Lock()
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The training steps, oldest first."""
+        return [r for r in self.records if r.kind == "step"]
+
+    @property
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """[R] each, by the names that `--where` knows."""
+        with self._lock:
+            return self._columns
+
+    @cached_property
+    def _columns(self) -> dict[str, npt.NDArray[Any]]:
+        return self.store.columns()
+
+    @property
+    def bias(self) -> list[str]:
+        """How what was not trained on differs from what was, a line each; see stores/auditing/drop_bias.py."""
+        with self._lock:
+            return self._bias
+
+    @cached_property
+    def _bias(self) -> list[str]:
+        return bias_of([self._columns]).lines
+
+    def position(self, trajectory: int) -> int:
+        """Where a trajectory is stored. Raises ConfigError."""
+        (at,) = np.nonzero(self.columns["trajectory"] == trajectory)
+        if not len(at):
+            raise ConfigError(f"no stored trajectory {trajectory}; it was never started or is still in flight")
+        return int(at[0])
+
+
+class JournalFollower:
+    """Follows the journals of a run's starts, each from where it was read before. members: trajectories started per
+    group."""
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self.index = JournalIndex(members)
+        self._files: list[tuple[int, int, int]] = []
+        """(inode, bytes read, lines read) of each file of the journals; no inode of a compressed one."""
+
+    def follow(self, journals: Sequence[Path], most: int = READ_AT_ONCE) -> None:
+        """Read on, at most about `most` bytes. Files that are not those read before are read from their beginning: a
+        resumed run renames the last, a closed part is compressed and remains the same."""
+        there, inodes, sizes = _listed(journals)
+        known = [inode for inode, *_ in self._files]
+        same = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
+        if len(inodes) < len(known) or not same:
+            self._files.clear()
+            self.index = JournalIndex(self._members)
+        for i, (journal, file) in enumerate(there):
+            if i == len(self._files):
+                self._files.append((inodes[i], 0, 0))
+                if i == 0 or there[i - 1][0] != journal:
+                    self.index.begin_start()
+            most -= self._read(i, file, inodes[i], sizes[i], most)
+            if most <= 0:
+                break
+        read, total = sum(at for _, at, _ in self._files), sum(sizes)
+        self.index.read_share = min(1.0, read / total) if total else 1.0
+
+    def _read(self, number: int, file: Path, inode: int, size: int, most: int) -> int:
+        """Read on in a file that has `size` bytes; returns how many were read."""
+        _, begin, line_number = self._files[number]
+        at = begin
+        if at < size:
+            with open_part(file) as lines:
+                lines.seek(at)
+                while at < size and at - begin < most and (line := lines.readline()).endswith(b"\n"):
+                    line_number += 1
+                    at += len(line)
+                    if line_number > 1 or not line.startswith(HEADING):
+                        self.index.add(line, f"{file.name}, line {line_number},")
+        self._files[number] = (inode, at, line_number)
+        return at - begin
+
+
+def _listed(journals: Sequence[Path]) -> tuple[list[tuple[Path, Path]], list[int], list[int]]:
+    """The journals' files, each with its journal; their inodes, 0 of compressed ones; their sizes uncompressed."""
+    while True:
+        there = [(journal, file) for journal in journals for file in files(journal)]
+        try:
+            inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in there]
+            return there, inodes, [num_bytes(file) for _, file in there]
+        except FileNotFoundError:
+            continue  # compressed or renamed meanwhile
+
+
+class RunReader:
+    """Reads a run's folder. Safe for threads. Raises ConfigError if the folder holds no run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        require_run(run_dir)
+        self.run_dir = run_dir
+        self._job: tuple[int, RunConfig] = (-1, load_job(run_dir))
+        self._stored: dict[str, Stored] = {}
+        self._lock = threading.Lock()
+        self._journal = JournalFollower(self.config.members_started)
+        self._journal_lock = threading.Lock()
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's job, which resuming may change. Raises ConfigError."""
+        try:
+            written = (self.run_dir / "config.toml").stat().st_mtime_ns
+        except OSError:
+            written = self._job[0]  # being replaced
+        if written != self._job[0]:
+            self._job = (written, load_job(self.run_dir))
+        return self._job[1]
+
+    def stored(self, branch: str = MAIN) -> Stored | None:
+        """The store as it is now; None if the run has not stored anything yet. Raises ConfigError, StoreError."""
+        path = self.run_dir / "store"
+        if not path.exists():
+            return None
+        with self._lock:
+            store = VersionedStore.pinned(path, branch)
+            before = self._stored.pop(branch, None)
+            if before is None or before.store.snapshot != store.snapshot:
+                known = before.records if before is not None and store.follows(before.store.snapshot) else []
+                before = Stored(store, branch, [*known, *store.steps(len(known))])
+            self._stored[branch] = before
+            while len(self._stored) > KEPT:
+                del self._stored[next(iter(self._stored))]
+            return before
+
+    @cached_property
+    def texts(self) -> Texts:
+        """Decodes the run's tokens."""
+        return shown_texts(self.config)
+
+    @property
+    def texts_note(self) -> str:
+        """Why token ids are shown instead of text; empty if text is."""
+        if not isinstance(self.texts, NumberTexts):
+            return ""
+        if self.config.emulated:
+            return "the engine was emulated, its tokens have no text: token ids are shown"
+        return f"the tokenizer of model.path = {self.config.model.path!r} cannot be loaded: token ids are shown"
+
+    def evaluations(self) -> list[Evaluation]:
+        """Rewards on held-out prompts so far. Raises StoreError."""
+        return read_evaluations(self.run_dir)
+
+    def summary(self) -> dict[str, Any]:
+        """The run's summary; empty until it has ended, or if it cannot be read."""
+        try:
+            found = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @contextlib.contextmanager
+    def journal(self) -> Iterator[JournalIndex]:
+        """The index of the run's journal, for one reader at a time. A long journal is read by and by, some of it each
+        time; the index says how much it has."""
+        with self._journal_lock:
+            self._journal.follow([events for _, events in parts(self.run_dir)])
+            yield self._journal.index
+
+    def state(self) -> str:
+        """ "starting", "running", "finished", "ended early" or "interrupted"."""
+        stored = self.stored()
+        if stored is not None and stored.records and stored.records[-1].kind == "end":
+            return "finished" if len(stored.steps) >= self.config.steps else "ended early"
+        if self._in_use():
+            return "running" if stored is not None else "starting"
+        return "interrupted"
+
+    def _in_use(self) -> bool:
+        """Whether a process that still lives has the folder's lock. To find out by taking the lock could make a
+        starting run fail."""
+        try:
+            _, process, _, host = (self.run_dir / LOCK).read_text().split()
+            if host != socket.gethostname():
+                return time.time() - (self.run_dir / "events.jsonl").stat().st_mtime < OTHER_HOST_S
+            os.kill(int(process), 0)
+        except PermissionError:
+            return True
+        except (OSError, ValueError):
+            return False
+        return True

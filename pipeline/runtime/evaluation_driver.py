@@ -1,0 +1,141 @@
+"""The evaluations of one run: requested of the coordinator when they are due, summed up when it concludes them.
+
+Invariants:
+- One evaluation is requested at a time; what is due meanwhile is requested when that is concluded, of the version that
+  is newest then.
+- A result is in the run's folder before it is shown. A run that goes on has those of the versions that it goes on from
+  or had before, and requests what was due last if that has no result.
+- What is told as a result was sampled under one version, which the trajectory server's segments prove.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from staleflow.pipeline.config.evaluation_settings import HELD_OUT, EvaluationSchedule
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import Conclude
+from staleflow.pipeline.coordination.events import EvaluationRequested, Event, NewGroup
+from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.best_checkpoint import BestCheckpoint
+from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts, write_evaluations
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.tasks.actors.server_messages import EvaluatedResponse
+from staleflow.tasks.sources.evaluation_items import GREEDY, ItemView, group_of
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluating:
+    """One run's. found: its results, which are added to. tell: called with each request. say: shows what is going on.
+    note: keeps a line for the summary. elapsed_s: seconds of the run so far. prints, changed: of a set, by its name, as
+    in `Evaluation.of`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        actors: Actors,
+        run_dir: Path,
+        found: list[Evaluation],
+        tell: Callable[[Event], None],
+        note: Callable[[str], None],
+        elapsed_s: Callable[[], float],
+        prints: Callable[[str], Mapping[str, str]],
+        changed: Callable[[str], Sequence[str]],
+    ) -> None:
+        self._config = config
+        self._sets = config.evaluation_sets
+        self._schedule = EvaluationSchedule(every=config.evaluation.every, num_steps=config.steps)
+        self._actors = actors
+        self._run_dir = run_dir
+        self._found = found
+        self._tell = tell
+        self._note = note
+        self._elapsed_s = elapsed_s
+        self._prints, self._changed = prints, changed
+        self._items: list[ItemView] = []
+        self._number = 0
+        self._began_s = 0.0
+        self._under_way = self._is_due = False
+        self.best = BestCheckpoint(actors, run_dir, config.evaluation.best)
+
+    @property
+    def pending(self) -> bool:
+        """Whether an evaluation is under way, being summed up, or due."""
+        return self._under_way or self._is_due
+
+    async def begin(self, version: PolicyVersion) -> None:
+        """Ask for the prompts, and request what is due at the version that the run begins or goes on with."""
+        await asyncio.to_thread(self.best.settle, version, self._found)
+        if not self._sets:
+            return
+        self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
+        for name, asked in self._sets.items():
+            found = len({item.prompt for item in self._items if item.of == name})
+            key = "task.eval_prompts" if name == HELD_OUT else f"evaluation.sets.{name}.prompts"
+            self._note(fewer_prompts(asked.prompts, found, asked.source or self._config.task.source, key))
+        due = self._schedule.latest(version)
+        have = {one.name for one in self._found if one.version >= due}
+        self._is_due = bool(self._items) and not have.issuperset(self._sets)
+        self._request()
+
+    def published(self, version: PolicyVersion) -> None:
+        """Request an evaluation of the version just published, if it is due."""
+        if self._items and self._schedule.is_due(version):
+            self._is_due = True
+            self._request()
+
+    async def conclude(self, command: Conclude) -> None:
+        """Sum up an evaluation that has ended, and request the next if one is due."""
+        if command.abandoned:
+            self._is_due = True
+            await self.best.evaluated(command.version, ())
+            self._note(
+                f"the evaluation of version {command.version} was given up, as no instance serves it any more; a later "
+                "version is evaluated in its place"
+            )
+        else:
+            await self._sum_up(command)
+        await self._actors.ask("server", "forget_evaluated")
+        self._under_way = False
+        self._request()
+
+    def _request(self) -> None:
+        if self._under_way or not self._is_due:
+            return
+        self._under_way, self._is_due = True, False
+        self._began_s = self._elapsed_s()
+        groups = tuple(
+            NewGroup(group=group_of(self._number, i, len(self._items)), prompt_tokens=item.prompt_tokens)
+            for i, item in enumerate(self._items)
+        )
+        self._number += 1
+        self._tell(EvaluationRequested(evaluation=self._number - 1, groups=groups))
+
+    async def _sum_up(self, command: Conclude) -> None:
+        groups = [group_of(command.evaluation, i, len(self._items)) for i in range(len(self._items))]
+        answered: list[EvaluatedResponse] = await self._actors.ask("server", "evaluated", groups)
+        strays = {v for one in answered for v in one.versions} - {command.version}
+        if strays:
+            raise ProtocolViolation(f"version {command.version} was evaluated with tokens of versions {sorted(strays)}")
+        seconds = self._elapsed_s() - self._began_s
+        results = []
+        for name, asked in self._sets.items():
+            own = [(item, one) for item, one in zip(self._items, answered, strict=True) if item.of == name]
+            if not own:
+                continue
+            sampled = [one.score or NO_RESPONSE for item, one in own if item.sample != GREEDY]
+            greedy = [one.score or NO_RESPONSE for item, one in own if item.sample == GREEDY]
+            results.append(
+                Evaluation.of(
+                    command.version, sampled, greedy, self._prints(name), self._changed(name), name=name,
+                    samples=asked.samples, tokens=sum(one.tokens for _, one in own), seconds=seconds,
+                )
+            )  # fmt: skip
+        write_evaluations(self._run_dir, [*self._found, *results])
+        self._found += results
+        await self.best.evaluated(command.version, results)

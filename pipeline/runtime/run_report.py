@@ -1,0 +1,52 @@
+"""The outcomes of a run that are not in its store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.profiling.diagnosis import Diagnosis
+from staleflow.pipeline.profiling.engine_profile import Profile
+from staleflow.pipeline.profiling.fit import Fit
+from staleflow.pipeline.runtime.environment_hosts import HostView
+from staleflow.pipeline.runtime.evaluation_results import Evaluation
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """The outcomes of a run that are not in its store."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    earlier_steps: int = 0
+    """Steps, and evaluations, from before the run was resumed: they have been shown already."""
+    earlier_evaluations: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by activity."""
+    snapshot: Snapshot | None = None
+    stopped: str = ""
+    """Why the run ended early; empty if it did all its steps."""
+    commands: dict[str, int] = field(default_factory=dict)
+    """Number of the coordinator's commands, by kind."""
+    cost_ratio: float | None = None
+    """Measured decode steps over what the cost model says, median; None if too few were seen."""
+    cost_drifted: bool = False
+    """Whether that is further from one than rollout.cost.tolerance allows."""
+    cost_refit: Fit | None = None
+    """The cost model that fits this run's own decode steps."""
+    limits: dict[int, str] = field(default_factory=dict)
+    """What limited each step and those just before it, in a few words."""
+    diagnosis: Diagnosis | None = None
+    """What limited the run; None if no step was trained since it was last started."""
+    profile: Profile | None = None
+    """The cost model and latencies of this run, for simulations of it; None if it sampled too little."""
+    instances: str = ""
+    """How many instances the run has at the moment, and how many it misses."""
+    environments: list[HostView] = field(default_factory=list)
+    """What its environment hosts do at the moment."""
+    losses: list[str] = field(default_factory=list)
+    """Actors that were lost and replaced."""
+    alarms: list[str] = field(default_factory=list)
+    """Instances whose logprobs drifted from the trainer's, importance ratios that collapsed, updates dropped."""
+    notes: list[str] = field(default_factory=list)
+    """Notes needed to interpret its numbers: prompts held out, changes since the run began."""

@@ -1,1 +1,0 @@
-"""What lives in the Dask scheduler, and how to connect to one."""

@@ -1,0 +1,206 @@
+"""Throughput of a simulated run, and its physical bound. Pure.
+
+The bound of a step is the largest of three times: its training; the decode and prefill work of its batch, spread over
+all instances at their rate when as full as cache, concurrency and staleness bound allow; and, when nothing is dropped,
+its longest response on an instance of its own, divided by the eta + 1 intervals it may take, as its rule admits work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from staleflow.pipeline.config import factories
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, sizes_of, versions_behind
+from staleflow.pipeline.profiling.step_times import steady, steady_part
+from staleflow.pipeline.simulator.trace import Trace, TrainedStep
+from staleflow.pipeline.strategies.admission import BOUNDLESS
+from staleflow.stores.metrics import tokens_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """Least seconds of a step, by cause. running: trajectories per instance for which work_s is computed. intervals:
+    between steps, that a response may take."""
+
+    train_s: float
+    work_s: float
+    longest_s: float
+    running: int
+    intervals: int
+
+    @property
+    def step_s(self) -> float:
+        return max(self.train_s, self.work_s, self.longest_s)
+
+    @property
+    def cause(self) -> str:
+        causes = {self.train_s: "training", self.work_s: "decode work", self.longest_s: "longest response"}
+        return causes[self.step_s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measures:
+    """One row of the table. The trainer's share is of the measured steps, others of all instances' time in the run."""
+
+    steps_measured: int
+    step_s: float
+    """Mean seconds between training steps."""
+    tokens_per_s: float
+    """See stores/metrics.py."""
+    steady_tokens_per_s: float
+    """The same in the steady part: what longer runs come to, and what variants are compared by."""
+    bound: Bound
+    trainer_idle: float
+    rollout_idle: float
+    prefill_share: float
+    pull_share: float
+    staleness: dict[int, int]
+    bound_kept: bool
+    """Whether no trajectory was older than the job's eta."""
+    ended: dict[str, int]
+    wasted_tokens: int
+    reprefilled_tokens: int
+    cached_tokens: int
+    """Tokens of later turns' contexts that were still in an instance's cache."""
+    most_kept_tokens: int
+    """Most KV tokens that an instance held for turns to come."""
+    sampled_tokens: int
+    preemptions: int
+    commands: dict[str, int]
+    num_events: int
+    refusals: dict[str, int]
+    losses: int
+    finished_s: float
+    diagnosis: Diagnosis | None
+    """What limits the job; None without steps."""
+
+    @property
+    def of_bound(self) -> float:
+        """Share of the bound that is reached; 1 is the bound itself."""
+        return self.bound.step_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def dropped(self) -> int:
+        return sum(n for reason, n in self.ended.items() if reason != "consumed" and not reason.endswith("run_ended"))
+
+
+def measure(config: RunConfig, trace: Trace) -> Measures:
+    """Measure the steady part of a run; see `steady_part`."""
+    eta = min(versions_behind(config), config.staleness.eta)  # without a bound: what its work was drawn for
+    first, last = steady_part(len(trace.steps), eta)
+    window = trace.steps[first + 1 : last + 1] or trace.steps
+    begin_s = trace.steps[first].finished_s if last > first else 0.0
+    span_s = max(window[-1].finished_s - begin_s, 1e-12)
+    work = [i.work for i in trace.instances]
+    alive_s = sum((trace.finished_s if i.lost_s is None else i.lost_s) - i.joined_s for i in trace.instances) or 1e-12
+    sampled = sum(w.tokens for w in work)
+    busy_s = sum(w.decode_s + w.prefill_s + w.pull_s for w in work)
+    staleness: Counter[int] = Counter()
+    for step in trace.steps:
+        staleness.update(step.staleness)
+    return Measures(
+        steps_measured=len(window),
+        step_s=span_s / len(window),
+        tokens_per_s=tokens_per_s(_as_metrics(trace.steps)),
+        steady_tokens_per_s=steady_tokens_per_s(_as_metrics(trace.steps), eta),
+        bound=bound_of(config, window),
+        trainer_idle=max(0.0, 1 - sum(s.finished_s - s.ready_s for s in window) / span_s),
+        rollout_idle=max(0.0, 1 - busy_s / alive_s),
+        prefill_share=sum(w.prefill_s for w in work) / alive_s,
+        pull_share=sum(w.pull_s for w in work) / alive_s,
+        staleness=dict(sorted(staleness.items())),
+        bound_kept=max(staleness, default=0) <= config.staleness.eta,
+        ended=trace.ended,
+        wasted_tokens=max(0, sampled - trace.evaluated_tokens - sum(s.tokens for s in trace.steps)),
+        reprefilled_tokens=sum(w.reprefilled for w in work),
+        cached_tokens=sum(w.cached for w in work),
+        most_kept_tokens=max((i.most_kept for i in trace.instances), default=0),
+        sampled_tokens=sampled,
+        preemptions=sum(w.preemptions for w in work),
+        commands=trace.commands,
+        num_events=trace.num_events,
+        refusals=trace.refusals,
+        losses=trace.losses,
+        finished_s=trace.finished_s,
+        diagnosis=diagnose(steady(trace.loads, eta), sizes_of(config)),
+    )
+
+
+def steady_tokens_per_s(steps: Sequence[Mapping[str, float]], eta: int) -> float:
+    """Tokens per second of a run's steady part, simulated or real; of all of it if it has one step."""
+    first, last = steady_part(len(steps), eta)
+    if last <= first:
+        return tokens_per_s(steps)
+    begin_s = steps[first]["elapsed_s"]
+    return tokens_per_s([{**s, "elapsed_s": s["elapsed_s"] - begin_s} for s in steps[first + 1 : last + 1]])
+
+
+def _as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
+    return [{"response_tokens": float(s.tokens), "elapsed_s": s.finished_s} for s in steps]
+
+
+def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
+    """Mean physical bound of the given steps."""
+    cost, engine, count = factories.cost_model(config), config.rollout.engine, len(steps)
+    instances = factories.num_instances(config)
+    tokens = sum(s.tokens for s in steps)
+    context = sum(s.context_tokens for s in steps)
+    intervals = versions_behind(config) + 1
+    in_flight = intervals * config.groups_started * config.members_started / instances
+    running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
+    cost = factories.drafted_cost(config, running, running * context / tokens)
+    work_s = cost.k1 * context + cost.compute_s(running) / running * tokens
+    work_s += cost.prefill * sum(s.prefilled for s in steps)
+    cuts = config.batch.stragglers in ("truncate", "truncate@1")
+    keeps_all = config.staleness.admission not in ("credits", *BOUNDLESS) and not cuts
+    longest_s = sum(s.longest_s for s in steps) / count / intervals if keeps_all else 0.0
+    return Bound(
+        train_s=sum(s.finished_s - s.ready_s for s in steps) / count,
+        work_s=work_s / instances / count,
+        longest_s=longest_s,
+        running=running,
+        intervals=intervals,
+    )
+
+
+def explanation(config: RunConfig, m: Measures) -> list[str]:
+    """Readable lines that say where the time of a step went."""
+    b = m.bound
+    lines = [m.diagnosis.line] if m.diagnosis is not None else []
+    lines += [
+        f"a step takes {m.step_s:.1f} s; the physical bound is {b.step_s:.1f} s ({m.of_bound:.0%} of it is reached)",
+        f"  {b.train_s:8.1f} s  training" + _mark(b, b.train_s),
+        f"  {b.work_s:8.1f} s  decode and prefill work of a batch, {b.running} trajectories per instance"
+        + _mark(b, b.work_s),
+        f"  {b.longest_s:8.1f} s  longest response alone on an instance, divided by eta + 1 = {m.bound.intervals}"
+        + (_mark(b, b.longest_s) if b.longest_s else "  (does not apply: long responses need not finish in time)"),
+        "time of an instance:",
+    ]
+    decode = 1 - m.rollout_idle - m.prefill_share - m.pull_share
+    again = m.reprefilled_tokens / max(1, m.reprefilled_tokens + m.sampled_tokens)
+    lines += [
+        f"  {decode:8.1%}  decoding",
+        f"  {m.prefill_share:8.1%}  prefill ({m.reprefilled_tokens / 1e6:.1f} M tokens were computed a second time, "
+        f"{again:.0%} of these and the sampled tokens)",
+        f"  {m.pull_share:8.1%}  loading weights",
+        f"  {m.rollout_idle:8.1%}  idle",
+        f"the trainer waited {m.trainer_idle:.1%} of the time",
+    ]
+    if m.cached_tokens:
+        share = m.cached_tokens / (m.cached_tokens + m.reprefilled_tokens)
+        lines.append(
+            f"{m.cached_tokens / 1e6:.1f} M tokens of later turns' contexts were still cached, {share:.0%} of what had "
+            f"been computed before; an instance held {m.most_kept_tokens:,} at most"
+        )
+    if m.wasted_tokens:
+        lines.append(f"{m.wasted_tokens / 1e6:.2f} M sampled tokens were never trained on")
+    for reason, count in sorted(m.refusals.items(), key=lambda item: -item[1]):
+        lines.append(f"  {count:8}  times routing declined: {reason}")
+    return lines
+
+
+def _mark(bound: Bound, seconds: float) -> str:
+    return "  <- the bound" if seconds == bound.step_s else ""

@@ -1,0 +1,184 @@
+"""Environments in virtual time: when they answer, and what, within the limits of [environment]. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from staleflow.pipeline.config import factories
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import Act
+from staleflow.pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, TrajectoryScored
+from staleflow.stores.trajectory import TrajectoryId
+from staleflow.tasks.emulation.emulated_episodes import left_to_sample
+from staleflow.tasks.emulation.workload import Workload
+
+Answered = EnvironmentAnswered | EnvironmentFailed | TrajectoryScored
+
+
+@dataclass(slots=True)
+class _Episode:
+    """An open episode. turns: that its environment was asked to answer. waits: for the answer to the latest one.
+    acts: its environment is taking that step. spent_s: by its environment."""
+
+    trajectory: TrajectoryId
+    turns: int = 0
+    waits: bool = False
+    acts: bool = False
+    spent_s: float = 0.0
+
+
+class SimulatedEnvironments:
+    """The environments of a simulated run. after: schedules a call so many seconds later. tell: takes an answer."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        workload: Workload,
+        *,
+        after: Callable[[float, Callable[[], None]], None],
+        tell: Callable[[Answered], None],
+    ) -> None:
+        self._members = config.members_started
+        self._workload = workload
+        self._episodes = factories.make_episodes(config, workload)
+        self._limits = config.environment
+        self._max_tokens = config.rollout.max_new_tokens
+        self._turn_tokens = config.rollout.turn_tokens or config.rollout.max_new_tokens
+        self._reward_s, self._act_s = config.simulation.reward_s, config.simulation.act_s
+        self._after = after
+        self._tell = tell
+        self._open: dict[TrajectoryId, _Episode] = {}
+        self._failures: Counter[TrajectoryId] = Counter()
+        self._free = config.environment.hosts * config.environment.concurrency
+        self._queue: deque[Callable[[], None]] = deque()
+        self._barrier = Barrier(self._release) if config.simulation.lock_step else None
+
+    def left_to_sample(self, trajectory: TrajectoryId, tokens: int) -> int:
+        """Tokens that a trajectory of `tokens` after its prompt, given ones included, samples until its turn ends."""
+        turns = self._workload.turns(*divmod(abs(trajectory), self._members))
+        return max(1, min(left_to_sample(turns, tokens), self._turn_tokens, self._max_tokens - tokens))
+
+    def begun(self, trajectory: TrajectoryId) -> None:
+        """A turn of a trajectory begins to be sampled."""
+        if self._barrier is not None:
+            self._barrier.enter(trajectory)
+
+    def ended(self, trajectory: TrajectoryId) -> None:
+        """A trajectory takes no more turns."""
+        if self._barrier is not None:
+            self._barrier.leave(trajectory)
+
+    def act(self, command: Act, tokens: int) -> None:
+        """Have an environment answer the turn that a trajectory of `tokens` has ended with, once there is a place."""
+        trajectory = command.trajectory
+        episode = self._open.setdefault(trajectory, _Episode(trajectory))
+        episode.waits = True
+        self._queue.append(lambda: self._begin(episode, command, tokens))
+        self._serve()
+
+    def dismiss(self, trajectory: TrajectoryId) -> None:
+        """Close an environment; a step under way is cancelled."""
+        episode = self._open.pop(trajectory)
+        episode.waits = False
+        self._failures.pop(trajectory, None)
+        self._leave(episode)
+
+    def _serve(self) -> None:
+        while self._free and self._queue:
+            self._queue.popleft()()
+
+    def _begin(self, episode: _Episode, command: Act, tokens: int) -> None:
+        if not episode.waits:  # dismissed while it waited for a place
+            return
+        self._free -= 1
+        episode.acts = True
+        seconds, event = self._outcome(episode, command, tokens)
+        self._after(seconds, lambda: self._end(episode, event))
+
+    def _outcome(self, episode: _Episode, command: Act, tokens: int) -> tuple[float, Answered]:
+        trajectory, epoch, limits = episode.trajectory, command.epoch, self._limits
+        group, member = divmod(abs(trajectory), self._members)
+        cut = command.cut or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
+        attempt = self._failures[trajectory]
+        answer = self._episodes.answer(group, member, episode.turns, attempt=attempt, cut=cut)
+        episode.turns += 1
+        allowed_s = min(limits.step_s, limits.episode_s - episode.spent_s)
+        if answer.seconds > allowed_s:
+            return allowed_s, EnvironmentFailed(
+                trajectory=trajectory, epoch=epoch, error=f"no answer in {allowed_s:g} s"
+            )
+        episode.spent_s += answer.seconds
+        if answer.error:
+            return answer.seconds, EnvironmentFailed(trajectory=trajectory, epoch=epoch, error=answer.error)
+        if answer.ended or tokens + answer.tokens >= self._max_tokens:
+            reward = self._workload.reward(group, member)
+            return answer.seconds + self._reward_s, TrajectoryScored(trajectory=trajectory, reward=reward)
+        return answer.seconds, EnvironmentAnswered(trajectory=trajectory, epoch=epoch, tokens=tokens + answer.tokens)
+
+    def _leave(self, episode: _Episode) -> None:
+        """Give the place of an episode to the next one, if it has one."""
+        self._free += episode.acts
+        episode.acts = False
+        self._serve()
+
+    def _end(self, episode: _Episode, event: Answered) -> None:
+        self._leave(episode)
+        if not episode.waits:
+            return
+        episode.waits = False
+        match event:
+            case TrajectoryScored():
+                del self._open[event.trajectory]
+                self._failures.pop(event.trajectory, None)
+                self.ended(event.trajectory)
+            case EnvironmentFailed():
+                del self._open[event.trajectory]
+                self._failures[event.trajectory] += 1
+        if not isinstance(event, EnvironmentAnswered):
+            self._tell(event)
+        elif self._barrier is not None:
+            self._barrier.hold(event)
+        elif self._act_s:
+            self._after(self._act_s, lambda: self._tell_open(event))
+        else:
+            self._tell(event)
+
+    def _release(self, events: list[EnvironmentAnswered]) -> None:
+        def tell() -> None:
+            for event in events:
+                self._tell_open(event)
+
+        self._after(self._act_s, tell)
+
+    def _tell_open(self, event: EnvironmentAnswered) -> None:
+        """Tell an answer, unless its trajectory was dismissed meanwhile."""
+        if event.trajectory in self._open:
+            self._tell(event)
+
+
+class Barrier:
+    """The lock step of a batch of environments: an answer is held until all that take turns have theirs."""
+
+    def __init__(self, release: Callable[[list[EnvironmentAnswered]], None]) -> None:
+        self._release = release
+        self._playing: set[TrajectoryId] = set()
+        self._held: dict[TrajectoryId, EnvironmentAnswered] = {}
+
+    def enter(self, trajectory: TrajectoryId) -> None:
+        self._playing.add(trajectory)
+
+    def hold(self, event: EnvironmentAnswered) -> None:
+        self._held[event.trajectory] = event
+        self._open_if_all_wait()
+
+    def leave(self, trajectory: TrajectoryId) -> None:
+        self._playing.discard(trajectory)
+        self._held.pop(trajectory, None)
+        self._open_if_all_wait()
+
+    def _open_if_all_wait(self) -> None:
+        if self._held and len(self._held) == len(self._playing):
+            held, self._held = list(self._held.values()), {}
+            self._release(held)

@@ -1,0 +1,469 @@
+"""Simulation of a job in virtual time: executes the coordinator's commands on simulated instances, reports the events.
+
+Discrete events on one heap; everything random is drawn from the job's seed, so the same job gives the same trace. The
+coordinator is the one that runs on a cluster, built by the same function from the same file; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from staleflow.pipeline.config import factories
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.commands import (
+    Abort,
+    Act,
+    Command,
+    Conclude,
+    Dismiss,
+    Draw,
+    Forget,
+    Interrupt,
+    Pull,
+    Retire,
+    Route,
+    Score,
+    Speculate,
+    Train,
+)
+from staleflow.pipeline.coordination.coordinator import Coordinator
+from staleflow.pipeline.coordination.events import (
+    EnvironmentAnswered,
+    EnvironmentFailed,
+    Event,
+    GroupsArrived,
+    InstanceJoined,
+    InstanceLost,
+    InstanceReported,
+    NewGroup,
+    PullFinished,
+    StepsTaken,
+    StopRequested,
+    Tick,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from staleflow.pipeline.profiling.time_breakdown import LoadWatch
+from staleflow.pipeline.simulator.simulated_environments import Answered, SimulatedEnvironments
+from staleflow.pipeline.simulator.simulated_evaluations import SimulatedEvaluations
+from staleflow.pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
+from staleflow.stores.errors import RunStuck
+from staleflow.stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as, is_evaluated
+from staleflow.tasks.emulation.batch_simulator import DecodingInstance, Work
+from staleflow.tasks.emulation.workload import Turn, Workload
+from staleflow.tasks.settings.seeds import Stream, generator
+
+STUCK_TICKS = 100
+"""Ticks without pending work after which the run counts as stuck; some decisions take a few ticks."""
+
+
+@dataclass(slots=True)
+class Simulated:
+    """A simulated instance. wake: number of its heap entry that is still valid."""
+
+    id: InstanceId
+    index: int
+    engine: DecodingInstance
+    trace: InstanceTrace
+    version: PolicyVersion
+    wake: int = 0
+    alive: bool = True
+    reported: Work = field(default_factory=Work)
+    """Its totals when it last reported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """One trained response; fields as in TrainedStep. alone_s: seconds it takes on an instance of its own."""
+
+    sampled: int
+    prefilled: int
+    context_tokens: float
+    alone_s: float
+
+
+class SimulatedRun:
+    """One job in virtual time. `observe` is called with every event and the commands that followed."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        workload: Workload,
+        *,
+        validate_each: bool = False,
+        observe: Callable[[float, Event, list[Command]], None] | None = None,
+    ) -> None:
+        self._config = config
+        self._simulation = config.simulation
+        self._workload = workload
+        self._cost = factories.cost_model(config)
+        self._alone = factories.drafted_cost(config, 1, 0.0)
+        self._observe = observe
+        self._members = config.members_started
+        self.coordinator: Coordinator = factories.make_coordinator(config, validate_each=validate_each)
+        self._faults = generator(config.seed, Stream.FAULTS)
+        self._now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
+        self._under_way = 0  # entries of the heap that are neither ticks nor faults
+        self._order = 0
+        self._instances: dict[InstanceId, Simulated] = {}
+        self._touched: dict[InstanceId, Simulated] = {}
+        self._tokens: dict[TrajectoryId, int] = {}
+        self._given: dict[TrajectoryId, int] = {}  # tokens that were given since the latest turn
+        # What the trajectory server has of running responses: their tokens when they were last delivered.
+        self._delivered: dict[InstanceId, dict[TrajectoryId, int]] = {}
+        self._delivered_s = 0.0
+        self._next_group = 0
+        self._quiet_ticks = 0
+        self._environments = SimulatedEnvironments(
+            config,
+            workload,
+            after=lambda seconds, action: self._at(self._now + seconds, action),
+            tell=self._environment_told,
+        )
+        self._evaluations = SimulatedEvaluations(config, workload)
+        self._watch = LoadWatch(
+            self._cost, self._members, on_pull=config.rollout.on_pull,
+            first_length=config.rollout.engine.speculation.first_length,
+        )  # fmt: skip
+        self.trace = Trace(loads=self._watch.loads)
+
+    def run(self) -> Trace:
+        """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""
+        for index in range(factories.num_instances(self._config)):
+            self._join(index, attempt=0)
+        self._at(self._simulation.report_s, self._tick, by_itself=True)
+        if self._simulation.lost_every_s:
+            self._at(self._faults.exponential(self._simulation.lost_every_s), self._lose_one, by_itself=True)
+        self._tell_if(self._evaluations.published(0))
+        while not self.coordinator.finished or self._evaluations.pending:
+            at, _, action, by_itself = heapq.heappop(self._heap)
+            self._under_way -= not by_itself
+            self._now = max(self._now, at)
+            action()
+            self._reschedule()
+        self._tell(StopRequested(why="all steps are trained"))
+        self._close()
+        return self.trace
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def _at(self, seconds: float, action: Callable[[], None], *, by_itself: bool = False) -> None:
+        """Schedule an action. by_itself: it is a tick or a fault, which occurs whether or not work is pending."""
+        self._order += 1
+        self._under_way += not by_itself
+        heapq.heappush(self._heap, (seconds, self._order, action, by_itself))
+
+    def _after(self, seconds: float, event: Event) -> None:
+        self._at(self._now + seconds, lambda: self._tell(event))
+
+    def _tell(self, event: Event) -> None:
+        commands = self.coordinator.handle(event, self._now)
+        self.trace.num_events += 1
+        self._watch.observe(self._now, event, commands)
+        if self._observe is not None:
+            self._observe(self._now, event, commands)
+        for command in commands:
+            name = type(command).__name__
+            self.trace.commands[name] = self.trace.commands.get(name, 0) + 1
+            self._carry_out(command)
+
+    def _tell_if(self, event: Event | None) -> None:
+        if event is not None:
+            self._tell(event)
+
+    def _publish(self, version: int) -> None:
+        self._tell(VersionPublished(version=PolicyVersion(version)))
+        self._tell_if(self._evaluations.published(version))
+
+    def _tick(self) -> None:
+        self._quiet_ticks = 0 if self._under_way else self._quiet_ticks + 1
+        if self._quiet_ticks > STUCK_TICKS:
+            raise RunStuck(f"nothing more can happen: {self.coordinator.waiting_for()}")
+        delivers = 0 < self._config.rollout.spool_s <= self._now - self._delivered_s
+        self._delivered_s = self._now if delivers else self._delivered_s
+        for one in list(self._instances.values()):
+            if one.engine.num_requests:
+                progress = tuple((TrajectoryId(t), n) for t, n in one.engine.progress(self._now))
+                steps = self._steps_taken(one) if self._config.rollout.engine.speculation.length else None
+                safe = progress if delivers else ()
+                self._tell(InstanceReported(instance=one.id, progress=progress, safe=safe, steps=steps))
+                if delivers:
+                    self._delivered[one.id] = dict(progress)
+            one.trace.loads.append((self._now, one.engine.num_decoding))
+            one.trace.most_kept = max(one.trace.most_kept, one.engine.kept_tokens)
+        self._tell(Tick())
+        view = self.coordinator.ledger.view()
+        self.trace.buffers.append(
+            (
+                self._now,
+                {b.step: sum(b.reserved.values()) for b in view},
+                {b.step: sum(b.occupied.values()) for b in view},
+            )
+        )
+        self._at(self._now + self._simulation.report_s, self._tick, by_itself=True)
+
+    def _steps_taken(self, one: Simulated) -> StepsTaken:
+        """What an instance has decoded since it was last asked."""
+        before, now = one.reported, one.engine.work_by(self._now)
+        one.reported = now
+        return StepsTaken(
+            running=one.engine.num_decoding,
+            kv_tokens=one.engine.kv_tokens,
+            seconds=now.decode_s + now.prefill_s + now.pull_s - before.decode_s - before.prefill_s - before.pull_s,
+            tokens=now.tokens - before.tokens,
+            drafts=round(now.drafts - before.drafts),
+            drafted_tokens=round(now.drafted - before.drafted),
+            accepted_tokens=round(now.accepted - before.accepted),
+        )
+
+    # -- commands --------------------------------------------------------------------------------------------
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Route() | Abort() | Forget() | Interrupt() | Pull() | Speculate():
+                if isinstance(command, Route):  # at once: its end may be told before its way to the instance is over
+                    self._environments.begun(command.trajectory)
+                if self._simulation.command_s:
+                    self._at(self._now + self._simulation.command_s, lambda: self._on_instance(command))
+                else:
+                    self._on_instance(command)
+            case Draw():
+                groups = range(self._next_group, self._next_group + command.num_groups)
+                self._next_group = groups.stop
+                new = tuple(NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g)) for g in groups)
+                self._after(self._simulation.draw_s, GroupsArrived(groups=new))
+            case Score():
+                reward = self._workload.reward(*self._place(command.trajectory))
+                self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
+            case Act():
+                self._environments.act(command, self._tokens[command.trajectory])
+            case Dismiss():
+                self._environments.dismiss(command.trajectory)
+            case Train():
+                self._train(command)
+            case Conclude():
+                self.trace.evaluations.append((int(command.version), self._now, command.abandoned))
+                self._forget_evaluated()
+                self._at(self._now, lambda: self._tell_if(self._evaluations.concluded(abandoned=command.abandoned)))
+            case Retire():
+                for ending in command.endings:
+                    reason = ended_as(ending.fate, ending.reason)
+                    self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
+                    self._tokens.pop(ending.trajectory, None)
+                    self._given.pop(ending.trajectory, None)
+                    self._environments.ended(ending.trajectory)
+
+    def _on_instance(self, command: Route | Abort | Forget | Interrupt | Pull | Speculate) -> None:
+        one = self._instances.get(command.instance)
+        if one is None:  # lost, and the coordinator knows it already
+            return
+        self._advance(one)
+        self._touched[one.id] = one
+        match command:
+            case Route():
+                self._sample(one, command)
+            case Abort():
+                one.engine.remove(self._now, command.trajectory)
+            case Forget():
+                one.engine.forget(command.trajectory)
+            case Speculate():
+                one.engine.speculate(self._now, command.length)
+            case Interrupt():
+                stopped = one.engine.remove(self._now, command.trajectory)
+                if stopped is not None:
+                    self._tokens[command.trajectory] = stopped.tokens
+                    self._after(
+                        max(0.0, one.engine.clock - self._now) + self._simulation.command_s,
+                        TrajectoryInterrupted(
+                            trajectory=command.trajectory,
+                            epoch=stopped.epoch,
+                            tokens=stopped.tokens,
+                            **stopped.drafts.counts(),
+                        ),
+                    )
+            case Pull():
+                slow = self._faults.random() < self._simulation.slow_pull_share
+                seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
+                if self._config.served_versions:  # beside those that run
+                    loaded_s = self._now + seconds
+                else:
+                    loaded_s = one.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
+                one.version = command.version
+                one.trace.pulls.append((self._now, loaded_s))
+                self._after(
+                    loaded_s - self._now + self._simulation.command_s,
+                    PullFinished(instance=one.id, version=command.version),
+                )
+
+    def _place(self, trajectory: TrajectoryId) -> tuple[int, int]:
+        """The group and the member whose response in the workload a trajectory has."""
+        return divmod(abs(trajectory), self._members)
+
+    def _forget_evaluated(self) -> None:
+        """Count the tokens of an evaluation that has ended, and forget its trajectories."""
+        for trajectory in [t for t in self._tokens if is_evaluated(t)]:
+            self.trace.evaluated_tokens += self._response(trajectory, self._tokens.pop(trajectory)).sampled
+            self._given.pop(trajectory, None)
+            self._environments.ended(trajectory)
+
+    def _sample(self, one: Simulated, command: Route) -> None:
+        group, member = self._place(command.trajectory)
+        tokens = self._tokens.get(command.trajectory, 0)
+        turns = self._workload.turns(group, member)
+        if self._config.acts:
+            turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
+        one.engine.submit(
+            self._now,
+            command.trajectory,
+            command.epoch,
+            self._workload.prompt_tokens(group),
+            tokens,
+            turns,
+            given=self._given.pop(command.trajectory, 0),
+        )
+
+    def _environment_told(self, event: Answered) -> None:
+        match event:
+            case EnvironmentAnswered():
+                self._given[event.trajectory] = event.tokens - self._tokens[event.trajectory]
+                self._tokens[event.trajectory] = event.tokens
+            case EnvironmentFailed():
+                del self._tokens[event.trajectory]
+        self._tell(event)
+
+    def _train(self, command: Train) -> None:
+        responses = [self._response(t, self._tokens.pop(t)) for t in command.trajectories]
+        tokens, prefilled = sum(r.sampled for r in responses), sum(r.prefilled for r in responses)
+        seconds = train_seconds(self._config, tokens + prefilled)
+        step = TrainedStep(
+            step=command.step,
+            ready_s=self._now,
+            finished_s=self._now + seconds,
+            tokens=tokens,
+            prefilled=prefilled,
+            context_tokens=sum(r.context_tokens for r in responses),
+            longest_tokens=max(r.sampled for r in responses),
+            longest_s=max(r.alone_s for r in responses),
+            staleness=dict(Counter(command.step - v for v in command.versions)),
+        )
+        self.trace.steps.append(step)
+        reason = Fate.CONSUMED.value
+        self.trace.ended[reason] = self.trace.ended.get(reason, 0) + len(responses)
+        self._at(self._now + seconds, lambda: self._publish(command.step + 1))
+
+    def _response(self, trajectory: TrajectoryId, tokens: int) -> Response:
+        """Least cost of a response of `tokens`, tool answers included."""
+        group, member = self._place(trajectory)
+        context = prompt = self._workload.prompt_tokens(group)
+        sampled = tools = 0
+        context_tokens = alone_s = 0.0
+        for turn in self._workload.turns(group, member):
+            left = prompt + tokens - context
+            if left <= 0:  # an episode that was full ended with an earlier turn
+                break
+            count = min(turn.tokens, left)
+            given = min(turn.tool_tokens, left - count)
+            context_tokens += context * count + count * (count - 1) / 2
+            alone_s += self._alone.decode_s(1, context, count) + turn.tool_s
+            sampled += count
+            tools += given
+            context += count + given
+        return Response(sampled=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
+
+    # -- instances -----------------------------------------------------------------------------------------------
+
+    def _join(self, index: int, attempt: int) -> None:
+        engine = self._config.rollout.engine
+        cost = factories.instance_cost(self._config, index)
+        name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))
+        version = self.coordinator.ledger.version
+        one = Simulated(
+            id=name,
+            index=index,
+            engine=DecodingInstance(
+                cost,
+                kv_capacity=engine.kv_tokens,
+                max_running=engine.max_running,
+                drafting=factories.drafting(self._config),
+            ),
+            trace=InstanceTrace(name=name, joined_s=self._now),
+            version=version,
+        )
+        one.engine.clock = self._now
+        self._instances[name] = one
+        self.trace.instances.append(one.trace)
+        self._tell(
+            InstanceJoined(instance=name, version=version, kv_capacity=engine.kv_tokens, max_running=engine.max_running)
+        )
+
+    def _lose_one(self) -> None:
+        if self._instances:
+            one = list(self._instances.values())[int(self._faults.integers(len(self._instances)))]
+            running = {t for t, _ in one.engine.progress(self._now)}
+            safe = self._delivered.pop(one.id, {})
+            self._tokens |= {t: max(n, self._tokens.get(t, 0)) for t, n in safe.items() if t in running}
+            self._retire_instance(one)
+            self.trace.losses += 1
+            attempt = self.trace.losses
+            self._tell(InstanceLost(instance=one.id, why="drawn at random"))
+            self._at(self._now + self._simulation.replace_s, lambda: self._join(one.index, attempt))
+        self._at(self._now + self._faults.exponential(self._simulation.lost_every_s), self._lose_one, by_itself=True)
+
+    def _retire_instance(self, one: Simulated) -> None:
+        del self._instances[one.id]
+        self._touched.pop(one.id, None)
+        one.alive = False
+        one.trace.lost_s = self._now
+        one.trace.work = one.engine.work_by(self._now)
+
+    def _advance(self, one: Simulated) -> None:
+        """Advance an instance to the current time; each finished response becomes a separate event."""
+        for ended in one.engine.advance(self._now):
+            self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
+            self._after(
+                self._simulation.command_s,
+                TrajectorySampled(
+                    trajectory=TrajectoryId(ended.trajectory),
+                    epoch=ended.epoch,
+                    tokens=ended.tokens,
+                    **ended.drafts.counts(),
+                ),
+            )
+
+    def _wake(self, one: Simulated, ticket: int) -> None:
+        if one.alive and ticket == one.wake:
+            self._advance(one)
+            self._touched[one.id] = one
+
+    def _reschedule(self) -> None:
+        """Replace the next scheduled event of every changed instance."""
+        for one in self._touched.values():
+            one.wake += 1
+            at = one.engine.next_s()
+            if at < math.inf:
+                self._at(at, partial(self._wake, one, one.wake))
+        self._touched.clear()
+
+    def _close(self) -> None:
+        for one in self._instances.values():
+            one.trace.work = one.engine.work_by(self._now)
+        self.trace.finished_s = self._now
+        self.trace.refusals = self.coordinator.snapshot().refusals
+
+
+def train_seconds(config: RunConfig, tokens: int) -> float:
+    """Seconds of a training step over `tokens`, prompts included; colocated, on all GPUs, with two switches."""
+    simulation = config.simulation
+    seconds = simulation.train_s + simulation.train_s_per_token * tokens
+    if not simulation.colocated:
+        return seconds
+    own = config.rollout.instances * simulation.gpus_per_instance
+    return seconds * simulation.trainer_gpus / (simulation.trainer_gpus + own) + 2 * simulation.switch_s

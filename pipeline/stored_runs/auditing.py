@@ -1,0 +1,68 @@
+"""An audit within a limit of memory, by several processes if a store is large."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from staleflow.stores.auditing.audit import MOST_TOKENS, Audit, audit
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories.versioned import VersionedStore
+
+if TYPE_CHECKING:
+    from staleflow.pipeline.cluster.connection import Where
+
+MIB = 2**20
+ALONE_MIB, WITH_POOL_MIB, WORKER_MIB = 200, 330, 230
+"""Resident sizes of this process, of this process with local workers, and of a worker, before they read tokens."""
+BYTES_A_TOKEN = 64
+"""Most memory per token that is read together."""
+LEAST_TOKENS = 2**18
+"""Tokens read together below which reading becomes slow."""
+SEVERAL_TOKENS = 2**25
+"""Tokens of a store above which starting processes pays off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to keep a limit. workers: local processes; 0: this one. most_tokens: that each reads together."""
+
+    workers: int
+    most_tokens: int
+
+
+def planned(memory_mib: int, workers: int, num_tokens: int) -> Plan:
+    """How to audit a store of `num_tokens` with at most `workers` processes. Raises ConfigError if the limit is too low
+    for one.
+
+    >>> planned(1024, 2, 10**9)
+    Plan(workers=2, most_tokens=1916928)
+    >>> planned(512, 2, 10**9)
+    Plan(workers=0, most_tokens=2097152)
+    """
+    if workers > 1 and num_tokens > SEVERAL_TOKENS:
+        for count in range(workers, 1, -1):
+            most = ((memory_mib - WITH_POOL_MIB) // count - WORKER_MIB) * MIB // BYTES_A_TOKEN
+            if most >= LEAST_TOKENS:
+                return Plan(count, min(most, MOST_TOKENS))
+    most = (memory_mib - ALONE_MIB) * MIB // BYTES_A_TOKEN
+    if most < LEAST_TOKENS:
+        least = ALONE_MIB + LEAST_TOKENS * BYTES_A_TOKEN // MIB
+        raise ConfigError(f"--memory {memory_mib}: an audit takes at least {least} MiB")
+    return Plan(0, min(most, MOST_TOKENS))
+
+
+def audit_within(store: VersionedStore, memory_mib: int, workers: int, where: Where) -> Audit:
+    """Audit a store. memory_mib: resident memory of all local processes together; workers of a named cluster have
+    their own. Raises ConfigError, ActorLost."""
+    try:
+        num_tokens = store.summary().num_tokens
+    except StoreError:
+        num_tokens = 0  # the audit says what is damaged
+    plan = planned(memory_mib, workers, num_tokens)
+    if not where.named and not plan.workers:
+        return audit(store, most_tokens=plan.most_tokens)
+    from staleflow.pipeline.stored_runs.pool import pool_at  # takes a second
+
+    with pool_at(where, plan.workers) as pool:
+        return audit(store, pool.run, MOST_TOKENS if where.named else plan.most_tokens)

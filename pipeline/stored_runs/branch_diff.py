@@ -1,0 +1,90 @@
+"""Comparison of two branches' rewards for the same trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.reward_signal import has_signal
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
+
+IDENTITY = ("trajectory", "step", "fate", "offset", "response_tokens", "text_offset", "text_bytes", "arrived_s")
+"""Columns that no branch replaces, by which the same row is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Differences between two branches' rewards, over trajectories that were trained on. mean: mean rewards, without
+    failed ones. flipped: groups in which the better of two members became the worse. gained, lost: groups whose rewards
+    vary in the second branch only, in the first only."""
+
+    trajectories: int
+    changed: int
+    mean: tuple[float, float]
+    histogram: tuple[tuple[float, int, int], ...]
+    """(lower edge of the bin, trajectories in the first branch, in the second)."""
+    groups: int
+    flipped: tuple[int, ...]
+    gained: tuple[int, ...]
+    lost: tuple[int, ...]
+
+
+def difference(run_dir: Path, first: str, second: str) -> Difference:
+    """Compare the rewards of two branches of a run's store. Raises ConfigError if they are the same, or nothing that
+    both have was trained on."""
+    path = run_dir / "store"
+    if first == second:
+        raise ConfigError(f"{run_dir}: {first} is compared with itself; name two branches")
+    one, two = (VersionedStore.open(path, branch=name) for name in (first, second))
+    tables = one.table(), two.table()
+    count = _shared(*tables)
+    table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
+    (at,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
+    if not len(at):
+        raise ConfigError(f"{run_dir}: no trajectory that {first} and {second} have was trained on")
+    at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
+    a, b = table["reward"][at], other["reward"][at]
+    size = one.header.group_size
+    grouped_a, grouped_b = a.reshape(-1, size), b.reshape(-1, size)
+    ids = table["group"][at].reshape(-1, size)[:, 0]
+    scored_a, scored_b = table["loss_mask"][at] > 0, other["loss_mask"][at] > 0
+    signal_a = has_signal(grouped_a, scored_a.reshape(-1, size))
+    signal_b = has_signal(grouped_b, scored_b.reshape(-1, size))
+    # A pair of members flips if the better one becomes the worse; ties do not count.
+    order_a = np.sign(grouped_a[:, :, None] - grouped_a[:, None, :])
+    order_b = np.sign(grouped_b[:, :, None] - grouped_b[:, None, :])
+    flipped = ((order_a * order_b) < 0).any(axis=(1, 2))
+    edges = np.histogram_bin_edges(np.concatenate([a, b]), bins=10)
+    counts = [np.histogram(values, bins=edges)[0] for values in (a, b)]
+    return Difference(
+        trajectories=len(at),
+        changed=int((a != b).sum()),
+        mean=(_mean(a, scored_a), _mean(b, scored_b)),
+        histogram=tuple(
+            (float(edge), int(m), int(n)) for edge, m, n in zip(edges[:-1], counts[0], counts[1], strict=True) if m or n
+        ),
+        groups=len(ids),
+        flipped=tuple(ids[flipped].tolist()),
+        gained=tuple(ids[~signal_a & signal_b].tolist()),
+        lost=tuple(ids[signal_a & ~signal_b].tolist()),
+    )
+
+
+def _shared(one: Mapping[str, npt.NDArray[Any]], two: Mapping[str, npt.NDArray[Any]]) -> int:
+    """Number of rows, from the first on, that two branches have in common. After steps were undone they go on with
+    other trajectories, and a commit is shared as a whole or not at all."""
+    rows = min(len(one["trajectory"]), len(two["trajectory"]))
+    # Undone trajectories and those sampled instead may have one id; where their text is stored differs.
+    same = np.logical_and.reduce([one[name][:rows] == two[name][:rows] for name in IDENTITY])
+    return rows if same.all() else int(np.argmin(same))
+
+
+def _mean(rewards: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> float:
+    return float(rewards[scored].mean()) if scored.any() else 0.0

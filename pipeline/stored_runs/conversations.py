@@ -1,0 +1,58 @@
+"""A trajectory as a conversation: who said what after the prompt, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from staleflow.stores.trajectory import Given, IntArray, Trajectory
+
+MODEL = "assistant"
+"""The role of what was sampled."""
+NOBODY = "environment"
+"""The role of given tokens that are no message, but only bridge two turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """What one side said without being interrupted by the other. sampled: by the model. first, last: its tokens after
+    the prompt, first <= i < last. seconds: that an environment took for it; 0 of the model's."""
+
+    role: str
+    sampled: bool
+    first: int
+    last: int
+    seconds: float = 0.0
+
+
+def passages(trajectory: Trajectory) -> tuple[Passage, ...]:
+    """The passages after the prompt. Segments of one turn are one, whichever versions sampled them."""
+    found: list[Passage] = []
+    at = 0
+    for span in trajectory.spans:
+        end = at + len(span.tokens)
+        if isinstance(span, Given):
+            found.append(Passage(role=span.role or NOBODY, sampled=False, first=at, last=end, seconds=span.seconds))
+        elif found and found[-1].sampled:
+            found[-1] = replace(found[-1], last=end)
+        else:
+            found.append(Passage(role=MODEL, sampled=True, first=at, last=end))
+        at = end
+    return tuple(found)
+
+
+def messages(
+    trajectory: Trajectory, sampled: Callable[[IntArray], str], given: Callable[[IntArray], str]
+) -> list[dict[str, Any]]:
+    """The passages as messages: role, content, number of tokens, seconds. sampled, given: decode tokens."""
+    ids = trajectory.response_tokens
+    return [
+        {
+            "role": one.role,
+            "content": (sampled if one.sampled else given)(ids[one.first : one.last]),
+            "tokens": one.last - one.first,
+            "seconds": one.seconds,
+        }
+        for one in passages(trajectory)
+    ]

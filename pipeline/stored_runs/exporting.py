@@ -1,0 +1,267 @@
+"""Export of stored trajectories to Parquet, JSON lines or a Hugging Face dataset.
+
+Each task writes one file of at most PART_ROWS trajectories; the output appears under its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.recovery.run_folder import LOCK, load_job, only_here
+from staleflow.pipeline.stored_runs.conversations import messages
+from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
+from staleflow.pipeline.stored_runs.response_texts import texts_of
+from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
+from staleflow.stores.files import publish
+from staleflow.stores.trajectories import dataframes
+from staleflow.stores.trajectories.dataframes import RowTexts
+from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended, IntArray, Trajectory
+from staleflow.tasks.rendering.chat_tokenizer import Texts
+
+FORMATS = ("parquet", "jsonl", "hf")
+PART_ROWS = 8192
+"""Trajectories per file: some 50 MiB at 500 tokens each."""
+READ_ROWS = 512
+"""Trajectories read and written at once."""
+FEW = 8
+"""Fewer chosen rows than this are read one by one, more together with the rows between them."""
+TEXTS = {
+    "parquet": {"prompt": "prompt", "response": "response", "messages": "messages"},
+    "hf": {"prompt": "prompt", "response": "completion", "messages": "conversation"},
+}
+"""Names of the text columns, for `datasets` those that trainers which read it expect. They would take `messages` for
+what to train on, in place of prompt and completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The result of an export. errors: of unreadable rows by trajectory; they are left out."""
+
+    path: str
+    rows: int
+    files: int
+    bytes: int
+    errors: dict[int, str]
+
+
+def export(
+    run_dir: Path,
+    to: str,
+    out: Path,
+    pool: Pool,
+    *,
+    branch: str = "main",
+    where: str = "",
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Exported:
+    """Export a run's trajectories to `out`, a file for jsonl, a folder for other formats, which appears only when
+    complete. Raises ConfigError before anything is written."""
+    store, rows = _chosen(run_dir, to, out, branch, where)
+    config = load_job(run_dir)
+    texts_of(config)
+    part = out.with_name(f".{out.name}.part")
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+        with only_here(part), contextlib.ExitStack() as unfinished:
+            unfinished.callback(shutil.rmtree, part, ignore_errors=True)
+            _refuse_taken(out)  # another export may have finished meanwhile
+            _clear(part)  # files of a killed export
+            data = part / "data" if to == "hf" else part
+            data.mkdir(exist_ok=True)
+            written, files, errors = _written(run_dir, store, rows, to, data, pool, progress)
+            if to == "hf":
+                (part / "README.md").write_text(_card(config.name, written, store))
+            size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
+            if to == "jsonl":
+                _joined(files, part / "whole")
+                publish(part / "whole", out)
+            else:
+                publish(part, out)
+                (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
+    except OSError as error:
+        if isinstance(error, StaleflowError):
+            raise
+        raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
+    count = 1 if to == "jsonl" else len(files)
+    return Exported(path=str(out), rows=written, files=count, bytes=size, errors=errors)
+
+
+def refuse(run_dir: Path, to: str, out: Path, branch: str, where: str) -> None:
+    """Raise ConfigError for what `export` refuses, before any worker starts."""
+    _chosen(run_dir, to, out, branch, where)
+
+
+def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple[VersionedStore, npt.NDArray[np.int64]]:
+    """The store to export and the positions of its chosen rows. Raises ConfigError."""
+    if to not in FORMATS:
+        raise ConfigError(f"--to {to}: unknown format; choose one of {', '.join(FORMATS)}")
+    _refuse_taken(out)
+    if to != "jsonl":
+        dataframes.require("pyarrow.parquet")
+    store = VersionedStore.open(run_dir / "store", branch=branch)
+    (rows,) = np.nonzero(Selection(where).mask(store.columns()))
+    if not len(rows):
+        none = f"no trajectory matches --where {where!r}" if where else "no trajectory is stored yet"
+        raise ConfigError(f"{run_dir}: {none}")
+    return store, rows
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} already exists; choose another place with --out, or remove it")
+
+
+def _written(
+    run_dir: Path,
+    store: VersionedStore,
+    rows: npt.NDArray[np.int64],
+    to: str,
+    folder: Path,
+    pool: Pool,
+    progress: Callable[[int, int], None],
+) -> tuple[int, list[Path], dict[int, str]]:
+    """(number of trajectories written, files in row order, errors of rows left out)."""
+    places = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
+    files = [folder.resolve() / _name(to, number, len(places)) for number in range(len(places))]
+    where = (str(run_dir.resolve()), str(store.path), store.snapshot)
+    written, errors = 0, dict[int, str]()
+    calls = ((to, *where, chosen, str(file)) for file, chosen in zip(files, places, strict=True))
+    for count, damaged in pool.run(write_part, calls):
+        written += count
+        errors |= damaged
+        progress(written + len(errors), len(rows))
+    require_all(written + len(errors), len(rows))
+    return written, files, errors
+
+
+def _clear(folder: Path) -> None:
+    for old in folder.iterdir():
+        if old.is_dir():
+            shutil.rmtree(old)
+        elif old.name != LOCK:
+            old.unlink()
+
+
+def _name(to: str, number: int, count: int) -> str:
+    if to == "hf":
+        return f"train-{number:05d}-of-{count:05d}.parquet"
+    return f"part-{number:05d}.{to}"
+
+
+def _joined(parts: list[Path], whole: Path) -> None:
+    with whole.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file)
+            part.unlink()
+
+
+def _card(name: str, rows: int, store: VersionedStore) -> str:
+    """A dataset card for the hub, by which `load_dataset(FOLDER)` finds the files."""
+    lineage = "".join(f"- {key}: `{value}`\n" for key, value in store.lineage.items() if value)
+    return (
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*.parquet\n"
+        "tags:\n- reinforcement-learning\n- staleflow\n---\n\n"
+        f"# Trajectories of the run {name}\n\n"
+        f"{rows} responses with their tokens, behaviour logprobs and the policy version of each token. Of many turns, "
+        "`conversation` has each with its role; `sampled` tells the model's own tokens. `staleness` is "
+        f"the training step's version less the trajectory's oldest (bound {store.header.eta}), -1 if it was not "
+        f"trained on; `fate` and `reason` say how it ended.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
+    )
+
+
+# -- on the workers --------------------------------------------------------------------------------------------------
+
+
+def write_part(
+    to: str, run_dir: str, path: str, snapshot: str, rows: npt.NDArray[np.int64], file: str
+) -> tuple[int, dict[int, str]]:
+    """Write rows of a snapshot to `file`. Returns how many were written and the errors of those left out. A Dask task;
+    repeated, it writes the same file."""
+    store = store_at(path, snapshot)
+    texts = _texts(run_dir)
+    errors: dict[int, str] = {}
+
+    def read() -> Iterator[tuple[list[Ended], list[RowTexts]]]:
+        for chosen in windows(rows):
+            first, last = int(chosen[0]), int(chosen[-1]) + 1
+            if len(chosen) < FEW:
+                picked = [row for i in chosen.tolist() for row in store.readable(i, i + 1)]
+            else:
+                found = list(store.readable(first, last))
+                picked = [found[i - first] for i in chosen.tolist()]
+            errors.update({int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)})
+            kept = [row for row in picked if isinstance(row, Ended)]
+            yield kept, [_row_texts(row.trajectory, texts) for row in kept]
+
+    return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
+
+
+def _row_texts(trajectory: Trajectory, texts: Texts) -> RowTexts:
+    """Texts without special tokens, but for what the model was given: there they are the marks of the template, and
+    tell who speaks."""
+
+    def plain(tokens: IntArray) -> str:
+        return texts.text(tokens.tolist())
+
+    def marked(tokens: IntArray) -> str:
+        return texts.text(tokens.tolist(), special=True)
+
+    whole = marked if trajectory.has_answers else plain
+    return RowTexts(
+        marked(trajectory.prompt_tokens), whole(trajectory.response_tokens), messages(trajectory, plain, marked)
+    )
+
+
+def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Row positions in order, split so that those of a window lie within READ_ROWS of each other.
+
+    >>> [w.tolist() for w in windows(np.array([0, 3, 511, 512, 2000]))]
+    [[0, 3, 511], [512], [2000]]
+    """
+    begin = 0
+    while begin < len(rows):
+        end = int(np.searchsorted(rows, rows[begin] + READ_ROWS))
+        yield rows[begin:end]
+        begin = end
+
+
+def _write_lines(to: str, file: Path, read: Iterator[tuple[list[Ended], list[RowTexts]]]) -> int:
+    written = 0
+    with file.open("w") as out:
+        for rows, texts in read:
+            for row, text in zip(rows, texts, strict=True):
+                record = dataframes.record(row)
+                line = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in record.items()}
+                line |= {**dataclasses.asdict(text), "reward_parts": row.trajectory.reward_parts}
+                out.write(json.dumps(line, separators=(",", ":")) + "\n")
+            written += len(rows)
+    return written
+
+
+def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[RowTexts]]]) -> int:
+    parquet = dataframes.require("pyarrow.parquet")
+    written = 0
+    with parquet.ParquetWriter(file, dataframes.arrow_schema(TEXTS[to]), compression="zstd") as out:
+        for rows, texts in read:
+            out.write_table(dataframes.arrow_table(rows, TEXTS[to], texts))
+            written += len(rows)
+    return written
+
+
+@once_a_process(2)
+def _texts(run_dir: str) -> Any:
+    return texts_of(load_job(Path(run_dir)))

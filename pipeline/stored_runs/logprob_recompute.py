@@ -1,0 +1,330 @@
+"""Logprobs of stored responses under other weights: how far a checkpoint is from the policies that sampled them.
+
+Workers load the model once and return a few sums per trajectory. They return the logprobs themselves only to be stored
+on a branch; these are then collected in a file, not in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.config.model_facts import inspect_model
+from staleflow.pipeline.config.model_files import check_files, find_model, read_architecture
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended
+from staleflow.tasks.settings.knobs import values
+
+MODEL_ROWS = 64
+"""Trajectories per task: enough that forward passes outweigh the task's overhead."""
+TOKEN_BUDGET = 16_384
+"""Padded tokens per forward pass."""
+MAX_LOG_RATIO = 300.0
+"""Largest log ratio that is exponentiated: the square of the ratio is still finite."""
+SUMS = (
+    "tokens", "log_ratio", "distance", "farthest", "kl", "ratio", "ratio_squared", "clipped",
+)  # fmt: skip
+"""What a worker returns per trajectory: sums over its sampled tokens, except for `farthest`, a maximum."""
+_SUM = {name: i for i, name in enumerate(SUMS)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobSettings:
+    """Settings for computing logprobs under a model. clip_low, clip_high: a loss would not clip ratios in [1 - low, 1 +
+    high]."""
+
+    model: str
+    dtype: str
+    device: str
+    temperature: float
+    clip_low: float
+    clip_high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtStaleness:
+    """Comparison of the model with the policies that sampled the trajectories of one staleness. ratio = pi_model /
+    pi_rollout of a token.
+
+    kl: KL(rollout || model), nats per token, by the k3 estimate mean(ratio - 1 - log ratio). ess_tokens: effective
+    sample size over tokens, (sum r)^2 / (n sum r^2), a share of 1. ess_sequences: the same over whole responses, whose
+    weights are the products of their tokens' ratios. clipped: share of tokens outside the job's clip range. distance,
+    farthest: mean and largest |log ratio|, nats.
+    """
+
+    staleness: int
+    trajectories: int
+    tokens: int
+    kl: float
+    ess_tokens: float
+    ess_sequences: float
+    clipped: float
+    ratio: float
+    distance: float
+    farthest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """The result of rescoring; staleness -1: trajectories never trained on. errors: of unreadable rows, by
+    trajectory."""
+
+    model: str
+    rows: int
+    by_staleness: tuple[AtStaleness, ...]
+    errors: dict[int, str]
+    branch: str = ""
+    snapshot: str = ""
+
+
+def rescore(
+    run_dir: Path,
+    model: str,
+    pool: Pool,
+    *,
+    branch: str = "",
+    where: str = "",
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> Rescored:
+    """Compute the logprobs of a run's responses under a model, a folder or hub name. branch: name of a new branch to
+    store them on, which requires all responses. Raises ConfigError before anything is computed."""
+    settings, store, chosen = _chosen(run_dir, model, branch, where)
+    path, columns = store.path, store.columns()
+    count = len(chosen)
+    sums = np.zeros((count, len(SUMS)))
+    errors: dict[int, str] = {}
+    done = 0
+    with tempfile.TemporaryFile() as file:  # unnamed, so that nothing is ever left behind
+        kept = _mapped(file, store.array_lengths()["tokens/logprobs"]) if branch else None
+        calls = (
+            (settings, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
+            for first, last in pool.blocks(count, MODEL_ROWS)
+            if chosen[first:last].any()
+        )
+        for part in pool.run(read_rows, calls, model=True):
+            sums[part.first : part.first + len(part.sums)] = part.sums
+            errors |= part.errors
+            for offset, logprobs in part.logprobs:
+                assert kept is not None
+                kept[offset : offset + len(logprobs)] = logprobs
+            done += part.read
+            progress(done, int(chosen.sum()))
+        require_all(done, int(chosen.sum()))
+        snapshot = ""
+        if kept is not None:
+            lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": settings.temperature}
+            snapshot = derived_branches.derive_logprobs(store, path, branch, kept, lineage)
+    return Rescored(
+        model=model,
+        rows=int(chosen.sum()) - len(errors),
+        by_staleness=tuple(_by_staleness(columns["staleness"], sums)),
+        errors=errors,
+        branch=branch,
+        snapshot=snapshot,
+    )
+
+
+def refuse(run_dir: Path, model: str, branch: str, where: str) -> None:
+    """Raise ConfigError for what `rescore` refuses, before any worker starts."""
+    _chosen(run_dir, model, branch, where)
+
+
+def _chosen(
+    run_dir: Path, model: str, branch: str, where: str
+) -> tuple[LogprobSettings, VersionedStore, npt.NDArray[np.bool_]]:
+    """Settings, the store as it is now, and which of its rows are chosen. Raises ConfigError."""
+    config = load_job(run_dir)
+    if branch and where:
+        raise ConfigError("--branch stores the logprobs of all trajectories; omit --where")
+    path = (run_dir / "store").resolve()
+    store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
+    if branch:
+        derived_branches.refuse(path, branch)
+    columns = store.columns()
+    chosen = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
+    if not config.emulated:
+        _refuse_model(model, store)
+    return logprob_settings(config, model), store, chosen
+
+
+def _refuse_model(model: str, store: VersionedStore) -> None:
+    """Raise ConfigError if a model's files are missing or incomplete, or if it lacks tokens of the first responses."""
+    what = f"--model = {model!r}"
+    folder = find_model(model, "--model")
+    if folder is None:
+        return
+    check_files(folder, what)
+    count = read_architecture(folder, what).get("vocab_size")
+    rows = store.rows(0, min(MODEL_ROWS, store.array_lengths()["rows/int"]))
+    largest = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
+    if isinstance(count, int) and largest >= count:
+        raise ConfigError(
+            f"{what}: its vocabulary has {count} tokens, the run's responses use token {largest}; name a checkpoint of "
+            "the run, or of its base model"
+        )
+
+
+def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
+    """Settings for computing logprobs of a job's responses under a model. Raises ConfigError if it cannot be loaded."""
+    if config.emulated:
+        raise ConfigError(f"{config.run_dir}: an emulated run has no texts to compute logprobs of")
+    inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)), "--model")
+    clipping = values(config.training.loss)
+    return LogprobSettings(
+        model=str(Path(model).resolve()) if Path(model).is_dir() else model,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        temperature=config.rollout.temperature,
+        clip_low=clipping["clip_low"],
+        clip_high=clipping["clip_high"],
+    )
+
+
+def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) -> Iterable[AtStaleness]:
+    for lag in np.unique(staleness):
+        of = sums[(staleness == lag) & (sums[:, _SUM["tokens"]] > 0)]
+        if not len(of):
+            continue
+        total = dict(zip(SUMS, of.sum(axis=0).tolist(), strict=True))
+        tokens = total["tokens"]
+        # Weights of whole responses span hundreds of orders of magnitude: normalize before exponentiating.
+        weights = np.exp(of[:, _SUM["log_ratio"]] - of[:, _SUM["log_ratio"]].max())
+        yield AtStaleness(
+            staleness=int(lag),
+            trajectories=len(of),
+            tokens=int(tokens),
+            kl=total["kl"] / tokens,
+            ess_tokens=total["ratio"] ** 2 / (tokens * total["ratio_squared"]),
+            ess_sequences=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+            clipped=total["clipped"] / tokens,
+            ratio=total["ratio"] / tokens,
+            distance=total["distance"] / tokens,
+            farthest=float(of[:, _SUM["farthest"]].max()),
+        )
+
+
+def _mapped(file: Any, count: int) -> npt.NDArray[np.float32]:
+    """[count] zeros, memory-mapped in a file."""
+    file.truncate(max(1, count) * 4)
+    return np.memmap(file, np.float32, mode="r+", shape=(max(1, count),))[:count]
+
+
+def _digest(folder: Path) -> str:
+    """Hash of the weight files in name order; empty for a model of the hub."""
+    digest = hashlib.sha256()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    for path in files:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 22):
+                digest.update(piece)
+    return digest.hexdigest() if files else ""
+
+
+# -- on the workers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescoredRows:
+    """The results for a block of rows, of which `read` were chosen. sums: [N, len(SUMS)]. logprobs: (offset among the
+    store's tokens, [T]) of each response, if they are to be stored."""
+
+    first: int
+    read: int
+    sums: npt.NDArray[np.float64]
+    errors: dict[int, str]
+    logprobs: list[tuple[int, npt.NDArray[np.float32]]]
+
+
+def read_rows(
+    settings: LogprobSettings,
+    path: str,
+    snapshot: str,
+    first: int,
+    last: int,
+    chosen: npt.NDArray[np.bool_],
+    keep: bool,
+) -> RescoredRows:
+    """Compute sums for the chosen ones of rows first <= row < last of a snapshot. A Dask task."""
+    rows = list(store_at(path, snapshot).readable(first, last))
+    errors = {int(r.trajectory): r.what for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, Damaged)}
+    at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, Damaged)]
+    read = response_logprobs(settings, [row for i in at if isinstance(row := rows[i], Ended)])
+    sums = np.zeros((len(rows), len(SUMS)))
+    logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
+    table = store_at(path, snapshot).places(first, last) if keep else None
+    for i, new in zip(at, read, strict=True):
+        row = rows[i]
+        assert isinstance(row, Ended)
+        sampled = row.trajectory.sampled
+        sums[i] = _sums(row.trajectory.logprobs[sampled], new[sampled], settings)
+        if table is not None:
+            logprobs.append((int(table[i]), new))
+    return RescoredRows(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
+
+
+def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
+    """[T] logprobs of each response under the model, nats; 0 of given tokens. Threads take turns."""
+    from staleflow.tasks.training.branch_sequences import Sequences
+    from staleflow.tasks.training.microbatches import Row
+
+    packed = [Row.of(row) for row in rows]
+    sequences = Sequences.of(packed)
+    with _model_lock:
+        values = _logprob_model(settings).rows(sequences.rows, range(len(sequences.rows)))
+    found = sequences.by_row(packed, values)
+    return [np.where(row.sampled, found[i], np.float32(0)) for i, row in enumerate(packed)]
+
+
+def _sums(
+    old: npt.NDArray[np.float32], new: npt.NDArray[np.float32], settings: LogprobSettings
+) -> npt.NDArray[np.float64]:
+    log_ratio = np.clip(new.astype(np.float64) - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = np.exp(log_ratio)
+    clipped = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
+    distance = np.abs(log_ratio)
+    values = {
+        "tokens": len(ratio),
+        "log_ratio": log_ratio.sum(),
+        "distance": distance.sum(),
+        "farthest": distance.max(initial=0.0),
+        "kl": (ratio - 1 - log_ratio).sum(),
+        "ratio": ratio.sum(),
+        "ratio_squared": (ratio**2).sum(),
+        "clipped": clipped.sum(),
+    }
+    return np.asarray([values[name] for name in SUMS], np.float64)
+
+
+_model_lock = threading.Lock()
+"""Held while a model is loaded and used: threads share one model, and the memory of one forward pass."""
+
+
+@once_a_process(1)
+def _logprob_model(settings: LogprobSettings) -> Any:
+    from staleflow.tasks.engines.transformers import load_model, resolve_device
+    from staleflow.tasks.training.logprobs import LogprobModel
+
+    device = resolve_device(settings.device)
+    return LogprobModel(
+        model=load_model(settings.model, "float32", device, attention="sdpa"),
+        device=device,
+        half=settings.dtype == "bfloat16",
+        temperature=settings.temperature,
+        token_budget=TOKEN_BUDGET,
+    )

@@ -1,0 +1,183 @@
+"""Dask workers for plain tasks over blocks of a store, in parallel and out of core.
+
+Each task reads a block and returns a small result, so memory is bounded by one block per worker, however large the
+store is. If a worker dies, another computes its blocks again. Workers that a cluster's jobs use are left alone.
+
+A worker may run tasks in several threads. Objects that are slow to create are created once per process and are
+thread-safe, are created per thread, or are used under a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.gang import HEAVY_ROLES
+from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation
+from staleflow.stores.trajectories.versioned import VersionedStore
+
+Key = ParamSpec("Key")
+Made = TypeVar("Made")
+
+BLOCK_ROWS = 2048
+"""Maximum trajectories per task: some 10 MiB at 500 tokens each, tenths of a second of work."""
+LEAST_ROWS = 128
+"""Minimum trajectories per task: with fewer, a task's overhead matters."""
+BLOCKS_A_WORKER = 8
+"""Minimum blocks per worker, if there are enough rows: workers then finish at about the same time."""
+CALLS_A_WORKER = 3
+"""Tasks in flight per worker: enough that none is idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Workers for offline tasks. client: a synchronous Dask client. shared: whether others may use the cluster too."""
+
+    client: Any
+    shared: bool
+
+    def run(
+        self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
+    ) -> Iterator[Any]:
+        """Yield the results of function(*call) for all calls as they complete; calls in flight are bounded. An
+        exception of a call is raised here, and the other calls are dropped. model: whether the calls need a worker
+        suited to models. Raises ConfigError if jobs have all workers, ActorLost if tasks kill the workers or the
+        scheduler is gone."""
+        from distributed import KilledWorker, as_completed
+        from distributed.client import FutureCancelledError
+
+        calls = iter(calls)
+        free = self.free(model=model)
+        where = {"workers": free, "allow_other_workers": True} if self.shared else {}
+
+        def submit(call: tuple[Any, ...]) -> Any:
+            return self.client.submit(function, *call, pure=False, **where)
+
+        under_way = len(free) * CALLS_A_WORKER
+        # Not zip with a range, which would take one call more and drop it.
+        futures = as_completed([submit(call) for call in itertools.islice(calls, under_way)])
+        for future in futures:
+            try:
+                result = future.result()
+            except KilledWorker as error:
+                raise ActorLost(f"a task killed several workers, perhaps for lack of memory: {error}") from error
+            except FutureCancelledError as error:
+                raise ActorLost("the scheduler is gone; nothing was stored; run the command again") from error
+            future.release()
+            for following in calls:
+                futures.add(submit(following))
+                break
+            yield result
+
+    def blocks(self, count: int, most: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
+        """(first, last) of blocks that cover `count` rows, sized to keep all workers busy."""
+        rows = min(most, max(LEAST_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
+        return blocks(count, rows)
+
+    def free(self, *, model: bool = False) -> list[str]:
+        """Addresses of the workers that no job has. model: only those whose resources mark them as made for models, if
+        there are any. Raises ConfigError if no worker is free."""
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        if not self.shared:
+            return list(workers)
+        taken = self.client.sync(job_registry.ask, self.client, "taken", owner="")
+        free = [address for address in workers if address not in taken]
+        made = [address for address in free if set(workers[address]["resources"]) & set(HEAVY_ROLES)]
+        free = (made or free) if model else free
+        if not free:
+            raise ConfigError(
+                f"cluster: none of its {len(workers)} workers is free, jobs have {len(taken)}; start one more, or wait "
+                "for a job to end (`staleflow jobs`)"
+            )
+        return free
+
+
+@contextlib.contextmanager
+def pool_at(where: Where, count: int, *, model: bool = False) -> Iterator[Pool]:
+    """A pool of the named cluster's workers or, if none is named, of `count` local processes. model: whether its tasks
+    load one. Raises ConfigError if no worker is free."""
+    if not where.named:
+        with local_pool(count, model=model) as pool:
+            yield pool
+        return
+    with where.blocking() as client:
+        pool = Pool(client, shared=True)
+        pool.free()
+        yield pool
+
+
+@contextlib.contextmanager
+def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
+    """A pool of `count` local worker processes. model: whether its tasks load one."""
+    import dask
+    from distributed import Client, LocalCluster
+
+    from staleflow.pipeline.processes import local_cluster
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
+        with (
+            dask.config.set(local_cluster.forked(1, local_cluster.MODELS if model else ())),
+            LocalCluster(
+                n_workers=count,
+                threads_per_worker=1,
+                memory_limit=0,
+                dashboard_address="127.0.0.1:0",
+                silence_logs=local_cluster.log_level(),
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            yield Pool(client, shared=False)
+
+
+def require_all(done: int, count: int) -> None:
+    """Raise ProtocolViolation unless all rows were processed: rows left out would look as if they had been."""
+    if done != count:
+        raise ProtocolViolation(f"the workers returned results for {done} of {count} rows; nothing was stored")
+
+
+def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of blocks of `rows` rows that cover `count` rows.
+
+    >>> list(blocks(5, 2))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    return ((first, min(first + rows, count)) for first in range(0, count, rows))
+
+
+making = threading.RLock()
+"""Held while a per-process object is created, so its imports too run in one thread at a time: transformers replaces its
+own module at the end of its import, and a thread that waited for the import would keep the old one."""
+
+
+def once_a_process(most: int) -> Callable[[Callable[Key, Made]], Callable[Key, Made]]:
+    """Cache a function's last `most` results per process, for all its tasks. Concurrent callers get the same result;
+    with functools.lru_cache alone, each would compute its own. Arguments must be hashable and positional."""
+
+    def decorate(make: Callable[Key, Made]) -> Callable[Key, Made]:
+        kept = functools.lru_cache(maxsize=most)(make)
+
+        @functools.wraps(make)
+        def made(*args: Key.args, **kwargs: Key.kwargs) -> Made:
+            assert not kwargs
+            with making:
+                return kept(*args)
+
+        return made
+
+    return decorate
+
+
+@once_a_process(2)
+def store_at(path: str, snapshot: str) -> VersionedStore:
+    """A store at a snapshot, for tasks. Reading it changes nothing, so threads may share one."""
+    return VersionedStore.at(Path(path), snapshot)

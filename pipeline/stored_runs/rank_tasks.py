@@ -1,0 +1,164 @@
+"""Offline training by several processes: the task that trains starts one for each further rank, on a worker of its own.
+
+Invariants:
+- The leading rank tells the others, through the group itself, what to do next: all do the same in the same order.
+- A rank that is lost ends the training of all, with a line that says so; the same command goes on from the newest
+  resume point. With as many ranks as before the weights are those of a training that was not disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from staleflow.pipeline.stored_runs.pool import Pool
+from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
+from staleflow.tasks.actors.trainer_rank import tells_of_a_lost_rank, unused
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.rank import Rank, listening
+
+if TYPE_CHECKING:
+    from staleflow.stores.weights.weight_hash import Weights
+    from staleflow.tasks.training.policy import TrainerSettings
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+T = TypeVar("T")
+
+COME_BACK_S = 30.0
+"""Seconds that a worker may take to come back after its process has ended."""
+LOOK_S = 0.5
+"""Seconds between two looks."""
+
+
+class LedPolicy:
+    """The policy of a group, as its leading rank uses it."""
+
+    def __init__(self, policy: PolicyTrainer) -> None:
+        self._policy = policy
+
+    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
+        """Train on rows, which the other ranks are sent by the policy itself."""
+        self._tell("step", step, ())
+        return self._policy.step(step, rows)
+
+    def published(self, use: Callable[[Weights], T]) -> T:
+        self._tell("published", unused)
+        return self._policy.published(use)
+
+    def save(self, folder: Path, published: Path) -> None:
+        self._policy.save(folder, published)
+
+    def save_state(self, path: Path) -> None:
+        self._tell("save_state", path)
+        try:
+            self._policy.save_state(path)
+        except RuntimeError as error:
+            if tells_of_a_lost_rank(error):  # the disk is not to blame
+                raise _lost(error) from error
+            raise
+
+    def load_state(self, path: Path) -> None:
+        self._tell("load_state", path)
+        self._policy.load_state(path)
+
+    def close(self) -> None:
+        """End the group."""
+        self._policy.group.shared(None, idle=True)
+        self._policy.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Leave the group wherever it is, and this policy with it. Ranks that wait to be told what comes next fail at
+        once, those in the middle of a step after `collective_s`. gloo's connections end with the last reference to
+        them, so the frames of `error`, of which some refer to them, are cleared, too."""
+        self._policy.close()
+        del self._policy
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+
+    def _tell(self, method: str, *args: Any) -> None:
+        self._policy.group.shared((method, *args), idle=True)
+
+
+@contextlib.contextmanager
+def led(settings: TrainerSettings, *, shared: bool) -> Iterator[LedPolicy]:
+    """The policy of a group that the present Dask task leads. shared: see Pool. Raises ConfigError if there are not
+    enough workers, ActorLost if a rank is lost."""
+    from distributed import get_client, get_worker
+    from distributed.comm.addressing import parse_host_port
+
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+    worker, client, ranks = get_worker(), get_client(), settings.training.ranks
+    addresses = _others(Pool(client, shared=shared), worker.address, ranks)
+    with listening() as listener:
+        place = Rank(count=ranks, host=parse_host_port(worker.address)[0], port=listener.getsockname()[1])
+        given = pickle.dumps(settings)
+        following = [
+            client.submit(_follow, given, replace(place, number=number), workers=[address], pure=False)
+            for number, address in enumerate(addresses, start=1)
+        ]
+        policy = LedPolicy(PolicyTrainer(settings, replace(place, listener=listener.fileno())))
+        try:
+            with ended(policy):
+                yield policy
+        finally:
+            client.cancel(following)
+
+
+@contextlib.contextmanager
+def ended(policy: LedPolicy) -> Iterator[None]:
+    """End the group with the block, however that ends: its other ranks hold workers as long as they wait."""
+    try:
+        yield
+        policy.close()
+    except StaleflowError:
+        with contextlib.suppress(Exception):
+            policy.close()  # the others wait to be told what comes next
+        raise
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            policy.abandon(error)  # in the middle of a step they would not hear that there is nothing more to do
+        if isinstance(error, RuntimeError) and tells_of_a_lost_rank(error):
+            raise _lost(error) from error
+        raise
+
+
+def _lost(error: RuntimeError) -> ActorLost:
+    said = str(error).splitlines()[0]
+    return ActorLost(
+        f"the ranks of the training have lost each other: {said}; the same command goes on from the newest resume point"
+    )
+
+
+def _others(pool: Pool, own: str, ranks: int) -> list[str]:
+    """Addresses of the workers of the other ranks. A worker that has just ended may come back."""
+    until = time.monotonic() + COME_BACK_S
+    while len(found := [address for address in pool.free(model=True) if address != own]) < ranks - 1:
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"training.ranks = {ranks}: {len(found) + 1} workers are free; start more, or --set training.ranks="
+                f"{len(found) + 1}, which gives weights that are equal up to rounding"
+            )
+        time.sleep(LOOK_S)
+    return found[: ranks - 1]
+
+
+def _follow(given: bytes, rank: Rank) -> None:
+    """Be a rank, as a Dask task, until the leading one ends the group."""
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+    policy = PolicyTrainer(pickle.loads(given), rank)
+    own: Any = None
+    try:
+        while (asked := policy.group.shared(own, idle=True)) is not None:
+            method, *args = asked
+            getattr(policy, method)(*args)
+    finally:
+        policy.close()

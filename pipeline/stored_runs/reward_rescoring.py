@@ -1,0 +1,258 @@
+"""Scores stored trajectories again, onto a new branch.
+
+Workers read, decode and score blocks of rows, and return one number per row. The branch becomes visible atomically at
+the end: if the process is killed before that, nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import hashlib
+import pickle
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.config import actor_settings, user_files
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.stored_runs.conversations import messages
+from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
+from staleflow.pipeline.stored_runs.response_texts import texts_of
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.repository import MAIN
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate, IntArray, Trajectory
+from staleflow.tasks.training.advantage import advantages
+
+if TYPE_CHECKING:
+    from staleflow.tasks.sources.prompts import Prompts, PromptSettings
+    from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
+
+
+MAY_CHANGE = ("reward.", "task.answer_pattern=")
+"""Keys that may be changed for scoring again, by how they begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reprocessed:
+    """The result of scoring a run again. scored: rows with a response. errors: of the reward function, by
+    trajectory."""
+
+    branch: str
+    snapshot: str
+    rows: int
+    scored: int
+    errors: dict[int, str]
+    mean_before: float
+    """Mean reward over the trajectories that were trained on, without those whose reward failed."""
+    mean_after: float
+
+
+def reprocess(
+    run_dir: Path,
+    reward: str,
+    branch: str,
+    pool: Pool,
+    progress: Callable[[int, int], None] = lambda *_: None,
+    changes: tuple[str, ...] = (),
+) -> Reprocessed:
+    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name), or by the job's
+    own if that is empty. changes: of keys in MAY_CHANGE, as KEY=VALUE. progress: called with (rows done, total rows).
+    Raises ConfigError before anything is computed."""
+    config = _with_reward(_changed(run_dir, changes), reward)
+    path = (run_dir / "store").resolve()
+    store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
+    derived_branches.refuse(path, branch)
+    table = store.table()
+    count = len(table["trajectory"])
+    rewards, valid = np.zeros(count, np.float32), np.ones(count, bool)
+    errors: dict[int, str] = {}
+    done = 0
+    config, code = user_files.with_code(config, user_files.scoring_keys(config))
+    # As the store's header has it: the job might draw other prompts for its groups now.
+    prompts = actor_settings.prompt_settings(
+        config, held_out=store.header.held_out, longest=store.header.longest_prompt
+    )
+    settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
+    calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
+    for first, block in pool.run(score_rows, calls):
+        last = first + len(block.rewards)
+        rewards[first:last], valid[first:last] = block.rewards, block.valid
+        errors |= block.errors
+        done += len(block.rewards)
+        progress(done, count)
+    require_all(done, count)
+    consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
+    estimate = _advantages(config, table, consumed, rewards, valid)
+    before = consumed & (table["loss_mask"] > 0)
+    lineage = {
+        "reward": "; ".join(filter(None, (reward, *changes))) or config.reward.named,
+        "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
+        "advantage": config.training.advantage,
+        "answer_pattern": config.task.answer_pattern,
+        "branch": MAIN,
+    }
+    new = derived_branches.Rewards(rewards=rewards, advantages=estimate, loss_mask=valid & consumed, errors=errors)
+    snapshot = derived_branches.derive(store, path, branch, new, lineage)
+    return Reprocessed(
+        branch=branch,
+        snapshot=snapshot,
+        rows=count,
+        scored=int((table["response_tokens"] > 0).sum()),
+        errors=errors,
+        mean_before=float(table["reward"][before].mean()) if before.any() else 0.0,
+        mean_after=float(rewards[consumed & valid].mean()) if (consumed & valid).any() else 0.0,
+    )
+
+
+def refuse(run_dir: Path, reward: str, branch: str, changes: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError for what `reprocess` refuses, before any worker starts."""
+    derived_branches.refuse((run_dir / "store").resolve(), branch)
+    _with_reward(_changed(run_dir, changes), reward)
+
+
+def _changed(run_dir: Path, changes: tuple[str, ...]) -> RunConfig:
+    """The stored job with changes to how it rewards. Raises ConfigError."""
+    for change in changes:
+        if not change.startswith(MAY_CHANGE):
+            raise ConfigError(f"--set {change}: only how responses are scored can change: {', '.join(MAY_CHANGE)}")
+    return user_files.located(load_job(run_dir, changes)) if changes else load_job(run_dir)
+
+
+def _with_reward(config: RunConfig, reward: str) -> RunConfig:
+    """The stored job with another reward, or with its own if that is empty. Raises ConfigError if it cannot be
+    loaded."""
+    from staleflow.tasks.sources.task_sources import make_reward
+
+    if config.emulated:
+        raise ConfigError(f"{config.run_dir}: an emulated run has no texts to score")
+    if config.acts and (reward or config.reward.function) == "task" and not config.reward.parts:
+        raise ConfigError(
+            f"the reward of the task: the environment {config.task.source} rewards its episodes while they are "
+            "played, and stored ones cannot be played again; name a function of your own, FILE.py:NAME, which gets the "
+            'text of the last turn, and all turns as record["turns"]'
+        )
+    if reward:
+        file, _, name = reward.rpartition(":")
+        if file.endswith(".py"):
+            reward = f"{Path(file).resolve()}:{name}"
+        config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward, parts={}))
+    make_reward(config.reward.function, actor_settings.source_settings(config).build(), config.reward.parts)
+    texts_of(config)
+    return config
+
+
+def _advantages(
+    config: RunConfig,
+    table: dict[str, npt.NDArray[Any]],
+    consumed: npt.NDArray[np.bool_],
+    rewards: npt.NDArray[np.float32],
+    valid: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.float32]:
+    """[R] the job's advantage estimate over the groups that were trained on; 0 elsewhere."""
+    estimate = np.zeros(len(rewards), np.float32)
+    (at,) = np.nonzero(consumed)
+    at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
+    size = config.batch.group_size
+    penalties = actor_settings.overlong(config).penalties(table["response_tokens"][at])
+    shaped = rewards[at].astype(np.float64) - penalties
+    grouped = shaped.reshape(-1, size)
+    estimate[at] = advantages(config.training.advantage, grouped, valid[at].reshape(-1, size)).reshape(-1)
+    return estimate
+
+
+# -- on the workers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Scores of a block of rows, in order. errors: by trajectory."""
+
+    rewards: npt.NDArray[np.float32]
+    valid: npt.NDArray[np.bool_]
+    errors: dict[int, str]
+
+
+def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int) -> tuple[int, Block]:
+    """Score rows first <= row < last of a snapshot; an unreadable row is an error. A Dask task, whose process keeps
+    what is slow to create."""
+    prompts, scoring = _prompts(settings)
+    rows = list(store_at(path, snapshot).readable(first, last))
+    rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
+    errors = {int(row.trajectory): row.what for row in rows if isinstance(row, Damaged)}
+    answered: list[tuple[int, Trajectory]] = []
+    for i, row in enumerate(rows):
+        if isinstance(row, Damaged):
+            valid[i] = False
+        elif row.trajectory.num_sampled:
+            answered.append((i, row.trajectory))
+    scores = _scorer(scoring).score([_item(prompts, t) for _, t in answered])
+    for (i, trajectory), score in zip(answered, scores, strict=True):
+        rewards[i] = score.reward
+        if score.error:
+            valid[i] = False
+            errors[int(trajectory.id)] = score.error
+    return first, Block(rewards=rewards, valid=valid, errors=errors)
+
+
+def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, Any]]:
+    """What the reward function gets: the text of the last turn, and the record; of many turns with all of them, as
+    `turns`."""
+
+    def text(tokens: IntArray) -> str:
+        return prompts.text(tokens.tolist())
+
+    record = prompts.task(int(trajectory.group)).record
+    if trajectory.has_answers:
+        said = [{"role": m["role"], "content": m["content"]} for m in messages(trajectory, text, text)]
+        record = {**record, "turns": said}
+    return text(trajectory.turns[-1]), record
+
+
+@once_a_process(1)
+def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
+    """The prompts, which decode responses and draw records, and the settings of their scoring."""
+    prompts: PromptSettings
+    scoring: ScoringSettings
+    prompts, scoring, code = pickle.loads(settings)
+    if code:  # user code, sent from where the command was run
+        folder = Path(tempfile.mkdtemp(prefix="staleflow-code-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for file, text in code.items():
+            (folder / file).write_text(text)
+
+        def here(named: str) -> str:
+            return f"{folder}/{named}" if named.rpartition(":")[0] in code else named
+
+        source = scoring.source
+        source = dataclasses.replace(source, source=here(source.source), evaluation=here(source.evaluation))
+        parts = {name: dataclasses.replace(part, function=here(part.function)) for name, part in scoring.parts.items()}
+        scoring = dataclasses.replace(scoring, function=here(scoring.function), parts=parts, source=source)
+        prompts = dataclasses.replace(prompts, source=source)
+    return prompts.build(), scoring
+
+
+_per_thread = threading.local()
+
+
+def _scorer(scoring: ScoringSettings) -> Scorer:
+    """The calling thread's scorer, which has its own process: threads score in parallel."""
+    from staleflow.tasks.sources.reward_process import Scorer
+
+    kept: tuple[ScoringSettings, Scorer] | None = getattr(_per_thread, "scorer", None)
+    if kept is None or kept[0] != scoring:
+        if kept is not None:
+            kept[1].close()
+        _per_thread.scorer = kept = (scoring, Scorer(scoring))
+    return kept[1]

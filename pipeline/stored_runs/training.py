@@ -1,0 +1,421 @@
+"""Training on stored trajectories: the run's trainer and losses on its batches, in their order, without any rollout.
+
+On everything a run consumed, with nothing changed, it reproduces the weights that the run published, step by step, as
+the fingerprints in the store prove. Other rewards (a branch), a choice of rows or other settings give another policy;
+behaviour logprobs are always the stored ones, so the losses correct for the distance.
+
+The training is one task on a Dask worker, with another for each further rank (rank_tasks.py). If it is killed, the
+same command resumes it from its newest resume point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import pickle
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.config import actor_settings, knob_tree, user_files
+from staleflow.pipeline.config.model_facts import inspect_model
+from staleflow.pipeline.config.model_files import find_model
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery import source_fingerprints
+from staleflow.pipeline.recovery.run_folder import LOCK, load_job, only_here
+from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
+from staleflow.pipeline.stored_runs.pool import Pool, making, store_at
+from staleflow.pipeline.stored_runs.rank_tasks import LedPolicy, led
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.files import publish, replace_text
+from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended, InstanceId, PolicyVersion
+from staleflow.stores.weights import weight_file
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.stores.weights.weight_hash import matches
+
+if TYPE_CHECKING:
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
+"""Keys that --set may change: how the policy learns, not what it learns from."""
+POINT_S = 30.0
+"""Seconds of work after which a resume point is written."""
+ELSEWHERE = "free space or choose another place with --out"
+LIMIT_S = 3600.0
+"""Time limit of an evaluation, seconds."""
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflinePlan:
+    """Everything the outcome depends on. out: the folder to create. exact: whether nothing differs from the run's own
+    training. prompt_seed: the run's seed, which determines its prompts, whatever seed it is trained with now."""
+
+    config: RunConfig
+    path: str
+    snapshot: str
+    branch: str
+    where: str
+    epochs: int
+    out: str
+    exact: bool
+    prompt_seed: int
+
+    @property
+    def run_job(self) -> RunConfig:
+        """The job with the run's seed, for prompts and rewards."""
+        return dataclasses.replace(self.config, seed=self.prompt_seed)
+
+    @property
+    def digest(self) -> str:
+        """A hash that identifies the plan."""
+        parts = (knob_tree.to_toml(self.config), self.snapshot, self.where, self.epochs)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The result of offline training. same_steps: number of leading steps after which the weights equal the run's bit
+    for bit; None if they are not meant to. errors: of unreadable rows by trajectory; they are left out."""
+
+    out: str
+    checkpoint: str
+    steps: int
+    rows: int
+    before: Evaluation | None
+    after: Evaluation | None
+    same_steps: int | None
+    errors: dict[int, str]
+
+
+def train_offline(
+    run_dir: Path,
+    out: Path,
+    pool: Pool,
+    *,
+    overrides: tuple[str, ...] = (),
+    branch: str = "main",
+    where: str = "",
+    epochs: int = 1,
+    report: Report = lambda _: None,
+) -> Trained:
+    """Train on the trajectories a run consumed, into the folder `out`, which appears when training is complete. report:
+    called with every step's events. Raises ConfigError before anything is trained."""
+    plan = planned(run_dir, out, overrides, branch, where, epochs)
+    ranks, free = plan.config.training.ranks, len(pool.free(model=True))
+    if free < ranks:
+        raise ConfigError(
+            f"training.ranks = {ranks}: {free} workers are free; start more, or --set training.ranks={free}"
+        )
+    topic = f"staleflow-offline-{secrets.token_hex(4)}"
+    pool.client.subscribe_topic(topic, lambda event: report(event[1]))
+    try:
+        (result,) = pool.run(_task, [(pickle.dumps(plan), topic, pool.shared)], model=True)
+    finally:
+        pool.client.unsubscribe_topic(topic)
+    trained: Trained = pickle.loads(result)
+    return trained
+
+
+def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, where: str, epochs: int) -> OfflinePlan:
+    """Make a plan and check all of it. Raises ConfigError."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not key.startswith(MAY_CHANGE):
+            raise ConfigError(f"--set {override}: cannot be changed offline; these can: {', '.join(MAY_CHANGE)}")
+    _refuse_taken(out)
+    config = load_job(run_dir, overrides)
+    if config.emulated:
+        raise ConfigError(f"{run_dir}: an emulated run has nothing to train a model on")
+    store = VersionedStore.open(run_dir / "store", branch=branch)
+    if not chosen_rows(store, where):
+        matches = f" matches --where {where!r}" if where else " is stored yet"
+        raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
+    if config.training.kl.reference:
+        find_model(config.training.kl.reference, "training.kl.reference")
+    inspect_model(config)  # last: it loads torch, which takes seconds
+    same = [o for o in overrides if not o.startswith("task.eval_prompts")]
+    return OfflinePlan(
+        config=dataclasses.replace(user_files.models_located(config), runs_dir=str(out.parent)),
+        path=str(store.path),
+        snapshot=store.snapshot,
+        branch=branch,
+        where=where,
+        epochs=epochs,
+        out=str(out.resolve()),
+        exact=branch == "main" and not where and epochs == 1 and not same,
+        prompt_seed=load_job(run_dir).seed,
+    )
+
+
+def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
+    """Positions of the consumed rows that `where` selects, by training step in order."""
+    columns = store.columns()
+    mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
+    (at,) = np.nonzero(mask)
+    at = at[np.argsort(columns["step"][at], kind="stable")]
+    steps, firsts = np.unique(columns["step"][at], return_index=True)
+    return dict(zip(steps.tolist(), np.split(at, firsts[1:]), strict=True)) if len(at) else {}
+
+
+# -- on the worker ---------------------------------------------------------------------------------------------------
+
+
+def _task(plan: bytes, topic: str, shared: bool) -> bytes:
+    """Offline training as a Dask task. Values are passed as bytes, which the scheduler need not unpickle."""
+    from distributed import get_worker
+
+    worker = get_worker()
+    result = train(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event)), shared=shared)
+    return pickle.dumps(result)
+
+
+def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Trained:
+    """Carry out a plan in this process, which is a Dask task if others train with it. shared: see Pool."""
+    out = Path(plan.out)
+    part = out.with_name(f".{out.name}.part")
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{part}: cannot be created: {error}; choose another place with --out") from error
+    with only_here(part):
+        try:
+            _refuse_taken(out)  # another training may have finished meanwhile
+        except ConfigError:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        result = _trained(plan, out, part, report, shared=shared)
+        try:
+            publish(part, out)
+        except OSError as error:
+            raise StoreError(f"{out}: cannot be created: {error}; the training's results are in {part}") from error
+        (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
+    return result
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.exists():
+        raise ConfigError(f"{out} already exists; choose another with --out, or remove it")
+
+
+def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared: bool) -> Trained:
+    _prepare(part, plan)
+    with making:  # this imports transformers
+        context = inspect_model(plan.config).context
+        changes = source_fingerprints.changes(
+            source_fingerprints.read(Path(plan.path).parent), source_fingerprints.taken(plan.run_job)
+        )
+    for line in changes:
+        report({"say": line})
+    before = _evaluated(plan, plan.config.model.path, 0, context, report)
+    with _policy(plan, shared=shared) as policy:
+        training = _Training(plan, part, policy)
+        steps = list(training.steps())
+        report({"total": len(steps)})
+        if training.version:
+            report({"say": f"resuming after {training.version} of {len(steps)} steps"})
+        for number in range(training.version, len(steps)):
+            report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
+        checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
+        training.save(checkpoint)
+    after = _evaluated(plan, str(checkpoint), len(steps), context, report)
+    result = Trained(
+        out=plan.out,
+        checkpoint=str(out / "checkpoints" / checkpoint.name),
+        steps=len(steps),
+        rows=sum(len(rows) for _, rows in steps) - len(training.errors) * plan.epochs,
+        before=before,
+        after=after,
+        same_steps=training.same_steps(),
+        errors=training.errors,
+    )
+    shutil.rmtree(part / "resume", ignore_errors=True)
+    lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
+    record = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
+    replace_text(part / "offline.json", json.dumps(record, indent=2) + "\n", ELSEWHERE)
+    return result
+
+
+def _prepare(part: Path, plan: OfflinePlan) -> None:
+    """Prepare the working folder, keeping the results of an earlier attempt at the same plan. Raises StoreError."""
+    if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
+        for old in (part / name for name in ("resume", "checkpoints", "history.jsonl")):
+            shutil.rmtree(old, ignore_errors=True)
+            old.unlink(missing_ok=True)
+        replace_text(part / "job.toml", knob_tree.to_toml(plan.config), ELSEWHERE)
+        replace_text(part / "plan", plan.digest, ELSEWHERE)
+
+
+@contextlib.contextmanager
+def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[LedPolicy | PolicyTrainer]:
+    """The policy to train: of this process, or of a group that it leads."""
+    from staleflow.tasks.training.policy import TrainerSettings
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+    settings = actor_settings.trainer_settings(plan.config)
+    assert isinstance(settings, TrainerSettings)
+    deadlines = plan.config.deadlines
+    settings = dataclasses.replace(
+        settings,
+        num_steps=plan.config.steps * plan.epochs,
+        # No driver looks after these ranks. Each loads the model at its own pace.
+        collective_s=max(deadlines.silent_s, deadlines.start_s),
+    )
+    if settings.training.ranks == 1:
+        yield PolicyTrainer(settings)
+        return
+    with led(settings, shared=shared) as policy:
+        yield policy
+
+
+class _Training:
+    """The trainer and its progress."""
+
+    def __init__(self, plan: OfflinePlan, part: Path, policy: LedPolicy | PolicyTrainer) -> None:
+        self._plan, self._part = plan, part
+        self._store = store_at(plan.path, plan.snapshot)
+        self.policy = policy
+        self.errors: dict[int, str] = {}
+        self.history: list[dict[str, float]] = []
+        self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
+        self._prints: list[bool] = []
+        self._points = ResumePoints(part / "resume")
+        self._saved_at = time.monotonic()
+        self.version = max(self._points.whole(), default=PolicyVersion(0))
+        if self.version:
+            self.policy.load_state(self._points.path(self.version))
+            lines = (part / "history.jsonl").read_text().splitlines()[: self.version]
+            self.history = [json.loads(line) for line in lines]
+            self._prints = [bool(h.pop("same", False)) for h in self.history]
+            replace_text(part / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
+
+    def steps(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """(step number for the learning-rate schedule, positions of the rows), over all epochs."""
+        chosen = chosen_rows(self._store, self._plan.where)
+        for epoch in range(self._plan.epochs):
+            for step, rows in chosen.items():
+                yield epoch * self._plan.config.steps + step, rows
+
+    def step(self, number: int, schedule: int, places: npt.NDArray[np.int64]) -> dict[str, float]:
+        """Train step `number` on the rows at `places`; returns its metrics. schedule: the step the learning rate is
+        of."""
+        from staleflow.tasks.training.microbatches import Row
+
+        first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
+        found = list(self._store.readable(first, last))
+        picked = [found[i - first] for i in places.tolist()]
+        self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)}
+        ended = [row for row in picked if isinstance(row, Ended)]
+        rows = [Row.of(row) for row in ended]
+        rewards = [row.trajectory.reward for row in ended if row.loss_mask]
+        begin = time.monotonic()
+        metrics = self.policy.step(schedule, rows) if rows else {}
+        metrics |= {
+            "step": float(number),
+            "reward": float(np.mean(rewards)) if rewards else 0.0,
+            "rows": float(len(rows)),
+            "train_s": time.monotonic() - begin,
+        }
+        recorded = self._published.get(schedule, "")
+        same = self._plan.exact and self.policy.published(lambda weights: matches(weights, recorded))
+        self._prints.append(same)
+        self.history.append(metrics)
+        with (self._part / "history.jsonl").open("a") as file:
+            file.write(json.dumps({**metrics, "same": same}) + "\n")
+        if time.monotonic() - self._saved_at > POINT_S:
+            sharded = self._plan.config.training.ranks > 1
+            self._points.write(PolicyVersion(number + 1), self.policy.save_state, sharded=sharded)
+            self._saved_at = time.monotonic()
+        return metrics
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the present weights for `from_pretrained`."""
+        with tempfile.NamedTemporaryFile(dir=self._part, prefix=".weights-") as file:
+            weights = Path(file.name)
+            self.policy.published(lambda found: weight_file.write(weights, found))
+            self.policy.save(checkpoint, weights)
+
+    def same_steps(self) -> int | None:
+        """The value of Trained.same_steps."""
+        if not self._plan.exact:
+            return None
+        return next((i for i, same in enumerate(self._prints) if not same), len(self._prints))
+
+
+def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
+    """Mean reward on the job's held-out prompts under a model, except those the plan trains on; None if none remain."""
+    from staleflow.tasks.engines.generate import answers
+    from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer
+
+    config = plan.config
+    count = config.task.eval_prompts
+    if not count:
+        return None
+    if config.acts:
+        if not version:
+            report({"say": "no evaluation: environments are played by runs only"})
+        return None
+    report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
+    store = store_at(plan.path, plan.snapshot)
+    # As the store's header has it: the job might draw other prompts for its groups now.
+    prompts = actor_settings.prompt_settings(
+        plan.run_job, context, held_out=store.header.held_out, longest=store.header.longest_prompt
+    ).build()
+    scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
+    tasks = prompts.held_out(count)
+    apart = store.header.held_out
+    if not version and (line := fewer_prompts(count, len(tasks), config.task.eval_source or config.task.source)):
+        report({"say": line})
+    if apart is None or apart < count:
+        rows = np.concatenate(list(chosen_rows(store, plan.where).values()))
+        trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
+        kept = [task for task in tasks if task.prompt not in trained]
+        if not version and len(kept) < len(tasks):
+            report(
+                {"say": f"leaving out {len(tasks) - len(kept)} of {len(tasks)} held-out prompts: they were trained on"}
+            )
+        tasks = kept
+    if not tasks:
+        return None
+    # Always the transformers engine: it is available wherever the trainer is.
+    sampling = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, path=model),
+        rollout=dataclasses.replace(
+            config.rollout, engine=dataclasses.replace(config.rollout.engine, name="transformers")
+        ),
+    )
+    engine = actor_settings.engine_settings(sampling, 0, inspect_model(sampling).eos).build(
+        InstanceId("evaluation"), config.cluster.threads
+    )
+    scores: dict[bool, list[ScoredResponse]] = {}
+    try:
+        encoded = [prompts.encode(t) for t in tasks]
+        for greedy in (False, True):
+            tokens = answers(
+                engine, encoded, max_new_tokens=config.rollout.max_new_tokens, greedy=greedy, deadline_s=LIMIT_S
+            )
+            answered = [(i, t) for i, t in enumerate(tokens) if t is not None]
+            scored = scorer.score([(prompts.text(t), tasks[i].record) for i, t in answered])
+            by_prompt = dict(zip((i for i, _ in answered), scored, strict=True))
+            scores[greedy] = [by_prompt.get(i, NO_RESPONSE) for i in range(len(tasks))]
+    finally:
+        scorer.close()
+        engine.close()
+    found = Evaluation.of(version, scores[False], scores[True], source_fingerprints.taken(plan.run_job).digests())
+    report({"say": found.line})
+    return found

@@ -1,0 +1,143 @@
+"""Stored trajectories for display: the text, and for each token the version that sampled it and its probability.
+
+Values only; the terminal and the HTML page render them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.stored_runs.conversations import Passage, passages
+from staleflow.pipeline.stored_runs.response_texts import shown_texts
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended, Given, TrajectoryId
+from staleflow.tasks.rendering.chat_tokenizer import Texts, pieces
+
+ORDERS = {"worst": ("reward", 1), "best": ("reward", -1), "longest": ("response_tokens", -1)}
+"""The column and sort direction of each order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenView:
+    """A token after the prompt. version, instance: that sampled it; NO_VERSION and the role of who said it, if it was
+    given. ratio: pi_model / pi_rollout; None without a model's logprobs, and of given ones."""
+
+    id: int
+    text: str
+    version: int
+    instance: str
+    logprob: float
+    ratio: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryView:
+    """A trajectory for display. facts: by name, in display order. passages: who said which of the tokens."""
+
+    id: int
+    facts: dict[str, object]
+    prompt: str
+    response: str
+    tokens: tuple[TokenView, ...]
+    passages: tuple[Passage, ...] = ()
+    error: str = ""
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def ranked(store: VersionedStore, order: str, count: int, where: str) -> list[TrajectoryId]:
+    """The first `count` trajectories that `where` selects, by an order of ORDERS; ties list one of each group first.
+    Orders by reward leave out trajectories never scored. Raises ConfigError."""
+    columns = store.columns()
+    chosen = Selection(where).mask(columns)
+    name, sign = ORDERS[order]
+    if name == "reward":
+        chosen &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
+    (at,) = np.nonzero(chosen)
+    at = at[np.argsort(columns["trajectory"][at])]
+    # Ties list one of each group first: siblings are too similar to read in a row.
+    seen: Counter[int] = Counter()
+    turns = np.zeros(len(at), np.int64)
+    for i, group in enumerate(columns["group"][at].tolist()):
+        turns[i] = seen[group]
+        seen[group] += 1
+    at = at[np.lexsort((columns["trajectory"][at], turns, sign * columns[name][at]))]
+    return [TrajectoryId(int(i)) for i in columns["trajectory"][at[:count]]]
+
+
+def view(
+    run_dir: Path, store: VersionedStore, trajectories: Sequence[TrajectoryId], model: str = ""
+) -> list[TrajectoryView]:
+    """Views of the trajectories with these ids. model: a folder or hub name to compute importance ratios under; without
+    one, the logprobs stored on the branch are used, if any. Raises ConfigError for an unknown id, StoreError for a
+    damaged one."""
+    config = load_job(run_dir)
+    rows = []
+    for id in trajectories:
+        row = store.get(id)
+        if row is None:
+            raise ConfigError(f"{run_dir}: no stored trajectory {id}; it was never started or is still in flight")
+        rows.append(row)
+    read: list[npt.NDArray[np.float32] | None]
+    if model:
+        from staleflow.pipeline.stored_runs.logprob_recompute import logprob_settings, response_logprobs
+
+        read = [*response_logprobs(logprob_settings(config, model), rows)]
+    else:
+        read = [store.rescored(row.trajectory.id) for row in rows]
+    texts = shown_texts(config)
+    return [trajectory_view(row, texts, new) for row, new in zip(rows, read, strict=True)]
+
+
+def trajectory_view(row: Ended, texts: Texts, rescored: npt.NDArray[np.float32] | None = None) -> TrajectoryView:
+    """The view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the ratios."""
+    t = row.trajectory
+    ids, logprobs = t.response_tokens.tolist(), t.logprobs
+    ratios: list[float | None] = [None] * len(ids)
+    if rescored is not None:
+        found = np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
+        ratios = [ratio if sampled else None for ratio, sampled in zip(found, t.sampled, strict=True)]
+    where = [s.role if isinstance(s, Given) else str(s.instance) for s in t.spans for _ in s.tokens]
+    tokens = tuple(
+        TokenView(id=i, text=text, version=int(v), instance=place, logprob=float(p), ratio=r)
+        for i, text, v, place, p, r in zip(ids, pieces(texts, ids), t.versions, where, logprobs, ratios, strict=True)
+    )
+    return TrajectoryView(
+        id=int(t.id),
+        facts=facts(row),
+        prompt=texts.text(t.prompt_tokens.tolist(), special=True),
+        response=texts.text(ids, special=True),
+        tokens=tokens,
+        passages=passages(t),
+        error=t.error,
+        reward_parts=t.reward_parts,
+        timings={name: getattr(t.timings, name) for name in ("arrived_s", "routed_s", "sampled_s", "rewarded_s")},
+    )
+
+
+def facts(row: Ended) -> dict[str, object]:
+    """What is shown of a stored row besides its tokens, by name, in display order."""
+    t = row.trajectory
+    turns = {"turns": len(t.turns), "given_tokens": t.num_given, "tool_s": round(t.tool_s, 6)} if t.has_answers else {}
+    return {
+        "trajectory": int(t.id),
+        "group": int(t.group),
+        "fate": row.fate.value,
+        "reason": row.reason.value,
+        "step": row.step,
+        "v_traj": int(t.v_traj),
+        "staleness": row.staleness,
+        "finish": t.finish.value,
+        "reward": t.reward,
+        "advantage": row.advantage,
+        **turns,
+    }

@@ -1,0 +1,1 @@
+"""How policy weights travel from the trainer's host to the rollout instances."""

@@ -1,0 +1,1 @@
+"""Asynchronous RL post-training of language models on Dask, with a hard bound on policy staleness."""

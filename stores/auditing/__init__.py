@@ -1,0 +1,1 @@
+"""Checks of a stored run from its data alone."""

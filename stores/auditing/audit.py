@@ -1,0 +1,270 @@
+"""Proof, from the stored data alone, that a run kept its promises: the bound, single consumption, conservation.
+
+Only the store is read; every finding names what it is about. It is read in three passes, each in blocks, so that memory
+does not grow with the tokens: the records of commits with the numbers of their rows, for conservation; the numbers of
+all rows, for single consumption; the tokens, in ranges of rows that may be checked apart. Time is linear in rows and
+commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.auditing.conservation import Conservation
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.auditing.row_checks import RowRange, RowsChecked, check_rows_at, hash_batches
+from staleflow.stores.auditing.single_consumption import ConsumedRows
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.layout import AT
+from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.records import BatchDigest, StepRecord
+from staleflow.stores.weights.weight_hash import comparable
+
+CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
+RECORDS_AT_ONCE = 256
+"""Records of commits read together: some 10 KB each."""
+ROWS_AT_ONCE = 32_768
+"""Rows whose numbers are read together, 4 MiB."""
+MOST_TOKENS = 2**21
+"""Tokens read together: more make it no faster."""
+TASK_TOKENS, TASK_COMMITS = 2**23, 256
+"""Most tokens and commits of a task, if it has several commits: seconds of work."""
+
+Ints = npt.NDArray[np.int64]
+Runner = Callable[[Callable[..., RowsChecked], Iterable[tuple[Any, ...]]], Iterable[RowsChecked]]
+"""Yields function(*call) for all calls, in any order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """The checks that were made, the amount of data they covered, and the violations they found. unchecked: what needs
+    all of a store that is damaged; if there is any, nothing was counted either."""
+
+    num_steps: int
+    num_trajectories: int
+    num_tokens: int
+    """Prompt and response tokens."""
+    max_staleness: int
+    checks: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        return not self.findings
+
+
+def in_turn(function: Callable[..., RowsChecked], calls: Iterable[tuple[Any, ...]]) -> Iterator[RowsChecked]:
+    """A runner that runs one call after another, here."""
+    return (function(*call) for call in calls)
+
+
+def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOKENS) -> Audit:
+    """Run all checks over the whole store, as it is now. most_tokens: tokens that are read together; memory is some
+    50 bytes for each. run: for the part of the checks that reads tokens."""
+    store = StoreReader.at(store.path, store.snapshot)  # a live run goes on
+    findings = list(_array_findings(store))
+    try:
+        commits = [_Commit.of(record) for record in _records(store)]
+        conservation = list(_conservation(store))
+        consumption = ConsumedRows()
+        for rows in _all_rows(store):
+            consumption.add(rows)
+        bound, digests = _read_tokens(store, commits, consumption, run, most_tokens)
+    except StoreError as error:
+        findings = [*_damage(store), *findings]
+        if not findings:
+            findings.append(Finding(check="arrays", where="store", what=str(error)))
+        return Audit(
+            num_steps=0,
+            num_trajectories=0,
+            num_tokens=0,
+            max_staleness=-1,
+            checks=CHECKS[:1],
+            findings=tuple(findings),
+            unchecked=CHECKS[1:],
+        )
+    trained = [c.step for c in commits if c.kind == "step"]
+    findings += bound
+    findings += consumption.findings(store.header, trained, _all_rows(store))
+    findings += conservation
+    findings += _fingerprints(commits, digests)
+    return Audit(
+        num_steps=len(trained),
+        num_trajectories=consumption.num_rows,
+        num_tokens=sum(c.num_tokens for c in commits),
+        max_staleness=consumption.max_staleness,
+        checks=CHECKS,
+        findings=tuple(findings),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Commit:
+    """What of a commit's record is needed beside the others'."""
+
+    kind: str
+    step: int
+    num_rows: int
+    num_tokens: int
+    weights: str
+    loaded: dict[str, tuple[int, str]]
+    batch: str
+
+    @classmethod
+    def of(cls, record: StepRecord) -> _Commit:
+        return cls(
+            kind=record.kind,
+            step=record.step,
+            num_rows=record.num_rows,
+            num_tokens=record.num_tokens,
+            weights=record.weight_fingerprint,
+            loaded=record.loaded_fingerprints,
+            batch=record.batch_fingerprint,
+        )
+
+
+def _records(store: StoreReader) -> Iterator[StepRecord]:
+    first = 0
+    while records := store.steps(first, first + RECORDS_AT_ONCE):
+        yield from records
+        first += len(records)
+
+
+def _rows(store: StoreReader, first: int, last: int) -> Iterator[Ints]:
+    for begin in range(first, last, ROWS_AT_ONCE):
+        yield store.integers(begin, min(begin + ROWS_AT_ONCE, last))
+
+
+def _all_rows(store: StoreReader) -> Iterator[Ints]:
+    return _rows(store, 0, store.array_lengths()["rows/int"])
+
+
+def _damage(store: StoreReader) -> Iterator[Finding]:
+    """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
+    damage = list(store.damage())
+    held = [0] * len(damage)
+    num_rows = store.array_lengths()["rows/int"]
+    try:
+        for first in range(0, num_rows, ROWS_AT_ONCE):
+            table = store.table(first, first + ROWS_AT_ONCE)
+            for i, chunk in enumerate(damage):
+                begins, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
+                if chunk.array == "text":
+                    begins, sizes = table["text_offset"], table["text_bytes"]
+                from_here = chunk.number * chunk.elements
+                held[i] += int(((begins < from_here + chunk.elements) & (begins + sizes > from_here)).sum())
+    except StoreError:
+        num_rows = -1
+    for chunk, count in zip(damage, held, strict=True):
+        what = chunk.what
+        if num_rows >= 0 and (chunk.array == "text" or chunk.array.startswith("tokens/")):
+            what += f"; it holds parts of {count} of {num_rows} trajectories; the others can be read"
+        yield Finding(check="arrays", where=chunk.array, what=what)
+
+
+def _array_findings(store: StoreReader) -> Iterator[Finding]:
+    """Check that array lengths agree with each other and with the step records."""
+    lengths = store.array_lengths()
+    try:
+        num_rows = sum(r.num_rows for r in _records(store))
+    except (StoreError, ValueError) as error:
+        where = "records" if "records" in lengths else "text"
+        yield Finding(check="arrays", where=where, what=f"step records cannot be read: {error}")
+        return
+    for name in (n for n in lengths if n.startswith("rows/")):
+        if lengths[name] != num_rows:
+            yield Finding(check="arrays", where=name, what=f"{lengths[name]} rows, step records count {num_rows}")
+    token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
+    if len(token_lengths) > 1:
+        yield Finding(check="arrays", where="tokens", what=f"arrays of different lengths {sorted(token_lengths)}")
+    need = 0
+    try:
+        for rows in _all_rows(store):
+            ends = rows[:, AT["offset"]] + rows[:, AT["prompt_tokens"]] + rows[:, AT["response_tokens"]]
+            need = max(need, int(ends.max()))
+    except StoreError:
+        return  # the damaged chunk is reported elsewhere
+    for name in (n for n in lengths if n.startswith("tokens/")):
+        if lengths[name] < need:
+            yield Finding(check="arrays", where=name, what=f"truncated: {lengths[name]} of {need} tokens")
+
+
+def _conservation(store: StoreReader) -> Iterator[Finding]:
+    num_rows = store.array_lengths()["rows/int"]
+    conservation = Conservation()
+    at = 0
+    for record in _records(store):
+        for rows in _rows(store, *slice(at, at + record.num_rows).indices(num_rows)[:2]):
+            conservation.add(rows)
+        at += record.num_rows
+        yield from conservation.ends(record)
+    yield from conservation.rest(num_rows, at)
+
+
+def _read_tokens(
+    store: StoreReader, commits: Sequence[_Commit], consumption: ConsumedRows, run: Runner, most_tokens: int
+) -> tuple[list[Finding], dict[int, str]]:
+    """Violations of the bound, and the hash of each step's batch. Raises StoreError at the first row that cannot be
+    read."""
+    ranges = list(_ranges(commits, consumption.num_rows))
+    places = consumption.steps()
+    begins = np.asarray([first for first, _ in ranges], np.int64)
+    inside: dict[int, set[int]] = {}
+    for step, (first, last) in places.items():
+        number = int(np.searchsorted(begins, first, side="right")) - 1
+        if last <= ranges[number][1]:
+            inside.setdefault(number, set()).add(step)
+    calls = (
+        (
+            str(store.path), store.snapshot, store.header.eta,
+            RowRange(first=a, last=b, steps=frozenset(inside.get(i, ())), most_tokens=most_tokens),
+        )
+        for i, (a, b) in enumerate(ranges)
+    )  # fmt: skip
+    found = sorted(run(check_rows_at, calls), key=lambda one: one.first)
+    if error := next((one.error for one in found if one.error), ""):
+        raise StoreError(error)
+    digests = {step: digest for one in found for step, digest in one.digests.items()}
+    if spread := places.keys() - digests.keys():  # rows of them are not where their step was committed
+        first, last = min(places[step][0] for step in spread), max(places[step][1] for step in spread)
+        digests |= hash_batches(
+            store, RowRange(first=first, last=last, steps=frozenset(spread), most_tokens=most_tokens)
+        )
+    return [finding for one in found for finding in one.findings], digests
+
+
+def _ranges(commits: Sequence[_Commit], num_rows: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that cover the store, of whole commits."""
+    first = last = tokens = count = 0
+    for commit in commits:
+        last = min(max(last + commit.num_rows, first), num_rows)
+        tokens += commit.num_tokens
+        count += 1
+        if tokens >= TASK_TOKENS or count >= TASK_COMMITS:
+            if first < last:
+                yield first, last
+            first, tokens, count = last, 0, 0
+    if first < num_rows:
+        yield first, num_rows
+
+
+def _fingerprints(commits: Sequence[_Commit], digests: dict[int, str]) -> Iterator[Finding]:
+    """Check that batches read back as the trainer received them, and that instances held the published weights."""
+    published = {c.step + 1: c.weights for c in commits if c.kind == "step"}
+    for commit in commits:
+        where = f"{commit.kind} {commit.step}"
+        if commit.kind == "step" and digests.get(commit.step, BatchDigest().hex) != commit.batch:
+            what = "the stored batch is not the one the trainer received"
+            yield Finding(check="fingerprints", where=where, what=what)
+        for instance, (version, held) in commit.loaded.items():
+            expected = published.get(version)
+            # A run that earlier versions began and this one resumed has fingerprints of two schemes.
+            if expected is not None and comparable(held, expected) and held != expected:
+                what = f"{instance} held weights other than those published as version {version}"
+                yield Finding(check="fingerprints", where=where, what=what)

@@ -1,0 +1,100 @@
+"""Whether nothing was lost: at every commit the ids started are those stored so far and those in flight, and the
+ledger's counts are those of the rows. Numpy, pure; linear in commits and rows, and small however many there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.id_sets import HIGHEST, LOWEST, IdSet, merged
+from staleflow.stores.trajectories.layout import AT, FATES, REASONS
+from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectory import ended_as
+
+CHECK = "conservation"
+Ints = npt.NDArray[np.int64]
+
+
+class Conservation:
+    """Follows a store commit by commit."""
+
+    def __init__(self) -> None:
+        self._stored = IdSet()
+        self._counts: Counter[str] = Counter()
+        self._last: StepRecord | None = None
+
+    def add(self, rows: Ints) -> None:
+        """Rows of the commit that `ends` is told of next. rows: [R, INT_COLUMNS]."""
+        self._stored.add(rows[:, AT["trajectory"]])
+        pairs = rows[:, [AT["fate"], AT["reason"]]]
+        kinds, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
+        for i in np.argsort(first):  # a counter keeps the order of first occurrence
+            fate, reason = kinds[i].tolist()
+            if -len(FATES) <= fate < len(FATES) and -len(REASONS) <= reason < len(REASONS):
+                self._counts[ended_as(FATES[fate], REASONS[reason])] += int(counts[i])
+
+    def ends(self, record: StepRecord) -> Iterator[Finding]:
+        """What is wrong at a commit, all rows of which have been added."""
+        self._last = record
+        where, ledger = f"{record.kind} {record.step}", record.ledger
+        started = min(max(0, ledger.num_started), HIGHEST)
+        first, last = merged(ledger.live)
+        inside = np.clip(first, 0, started), np.clip(last, 0, started)
+        absent = self._stored.absent(np.asarray([0]), np.asarray([started]))
+        live_absent = self._stored.absent(*inside)
+        live = int((last - first).sum())
+        live_inside = int((inside[1] - inside[0]).sum())
+        lost = absent - live_absent
+        if lost:
+            what = f"{lost} trajectories are neither stored nor in flight, first {self._first_lost(first, last)}"
+            yield Finding(check=CHECK, where=where, what=what)
+        # Stored and in flight; stored, never started; in flight, never started.
+        both = live_inside - live_absent
+        stored_outside = self._stored.count - (started - absent)
+        live_outside = live - live_inside
+        both_outside = live - self._stored.absent(first, last) - both
+        wrong = both + stored_outside + live_outside - both_outside
+        if wrong:
+            what = (
+                f"{wrong} trajectories are stored and in flight, or were never started, first "
+                f"{self._first_wrong(first, last, started)}"
+            )
+            yield Finding(check=CHECK, where=where, what=what)
+        if dict(self._counts) != {k: v for k, v in ledger.num_ended.items() if v}:
+            what = f"the ledger counted {ledger.num_ended}, the rows are {dict(self._counts)}"
+            yield Finding(check=CHECK, where=where, what=what)
+
+    def rest(self, num_rows: int, counted: int) -> Iterator[Finding]:
+        """What is wrong after the last commit. counted: rows that the records account for."""
+        if self._last is None:
+            return
+        if counted != num_rows:
+            what = f"{num_rows} rows, the step records account for {counted}"
+            yield Finding(check=CHECK, where="rows", what=what)
+        if self._last.kind == "end" and self._last.ledger.num_live:
+            what = f"{self._last.ledger.num_live} trajectories still in flight after the end"
+            yield Finding(check=CHECK, where="end", what=what)
+
+    def _first_lost(self, first: Ints, last: Ints) -> int:
+        id = self._stored.next_absent(0)
+        for a, b in zip(first.tolist(), last.tolist(), strict=True):
+            if a <= id < b:
+                id = self._stored.next_absent(b)
+        return id
+
+    def _first_wrong(self, first: Ints, last: Ints, started: int) -> int:
+        found = [self._stored.next_present(LOWEST), self._stored.next_present(started)]
+        found = [id for id in found if not 0 <= id < started]
+        for a, b in zip(first.tolist(), last.tolist(), strict=True):
+            if a < 0:
+                found.append(a)
+            if b > started:
+                found.append(max(a, started))
+            if (id := self._stored.next_present(max(a, 0))) < min(b, started):
+                found.append(id)
+        return min(found)

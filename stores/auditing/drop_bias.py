@@ -1,0 +1,263 @@
+"""How what a run did not train on differs from what it trained on: lengths, rewards and prompts of trajectories that
+were dropped, by reason, and of responses that were cut off.
+
+Siblings are alike, so the group is the unit: every number compared is a group's mean. Two kinds of groups are compared
+by Welch's t-test, lengths on a logarithmic scale, whose difference of means is the ratio of geometric means. Nothing is
+said with fewer than FEWEST groups on either side, or above P_LIMIT. A response that was stopped in the middle counts
+with the tokens and turns it had: dropped responses may be longer than said, so they are not called shorter if some were
+stopped.
+
+Memory is a few numbers per group, and one block of rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.trajectory import AbortReason, Fate, FinishReason, ended_as
+
+FEWEST = 20
+"""Least number of groups on each side of a comparison."""
+P_LIMIT = 0.001
+"""Probability above which a difference may be chance: at some ten comparisons per run, one run in a hundred errs."""
+RATIO_LIMIT, REWARD_LIMIT = 1.1, 0.02
+"""Differences below these do not matter, however certain: a ratio of lengths, a difference of rewards."""
+MANY_TRUNCATED = 0.1
+"""Share of the responses trained on from which on it is said that they were cut off, whether they differ or not."""
+BLOCK = 65_536
+"""Rows read at once."""
+DROPPED, TRUNCATED = "dropped", "truncated"
+"""Kinds besides "fate:reason": all dropped together, but what the run's end stopped; and consumed responses cut off."""
+
+Array = npt.NDArray[np.float64]
+
+
+class HasColumns(Protocol):
+    """What a store must offer."""
+
+    def columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contrast:
+    """A difference that is hardly chance. factor: a ratio of lengths, or a difference of rewards; p: two-sided."""
+
+    factor: float
+    p: float
+
+    @property
+    def sure(self) -> str:
+        return "p < .001" if self.p < 0.001 else f"p = {self.p:.3f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedKind:
+    """Trajectories of one kind: means over their groups, and how they differ from those trained on. A difference is
+    None if there are too few groups, or if it may be chance. reward: None if none was scored."""
+
+    name: str
+    trajectories: int
+    groups: int
+    response_tokens: float
+    prompt_tokens: float
+    reward: float | None
+    turns: float = 0.0
+    tool_s: float = 0.0
+    length_ratio: Contrast | None = None
+    turns_ratio: Contrast | None = None
+    tool_ratio: Contrast | None = None
+    prompt_ratio: Contrast | None = None
+    reward_difference: Contrast | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bias:
+    """What a run trained on, and what it did not. never_trained: groups of which no trajectory was trained on."""
+
+    consumed: EndedKind
+    others: tuple[EndedKind, ...] = ()
+    groups: int = 0
+    never_trained: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON, with the lines."""
+        return {"lines": self.lines, **asdict(self)}
+
+    @property
+    def lines(self) -> list[str]:
+        """What matters, a line for each kind; empty if nothing does."""
+        lines = []
+        for kind in self.others:
+            said = []
+            if (d := kind.length_ratio) is not None:
+                said.append(f"{d.factor:.2g} times as long ({d.sure})")
+            if (d := kind.turns_ratio) is not None:
+                said.append(f"of {d.factor:.2g} times as many turns ({d.sure})")
+            if (d := kind.tool_ratio) is not None:
+                said.append(f"{d.factor:.2g} times as long with their environments ({d.sure})")
+            if (d := kind.reward_difference) is not None:
+                more = "higher" if d.factor > 0 else "lower"
+                said.append(f"{abs(d.factor):.2g} {more} in reward ({d.sure})")
+            if (d := kind.prompt_ratio) is not None:
+                said.append(f"to prompts {d.factor:.2g} times as long ({d.sure})")
+            of = self.consumed.trajectories
+            if kind.name == TRUNCATED:
+                if said or kind.trajectories >= MANY_TRUNCATED * of:
+                    cut = f"{kind.trajectories:,} of {of:,} responses ({kind.trajectories / of:.0%})"
+                    lines.append(", ".join([f"trained on though cut off at rollout.max_new_tokens: {cut}", *said]))
+            elif said:
+                count = f"({kind.trajectories:,} of {of + kind.trajectories:,})"
+                lines.append(f"not trained on: {kind.name} responses {count} were {', '.join(said)}")
+        return lines
+
+
+def bias_report(store: HasColumns) -> Bias:
+    """Compare the trajectories of a store, by how they ended. Reads it in blocks."""
+    return bias_of(_blocks(store))
+
+
+def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> Bias:
+    """`bias_report` of a store's columns, in blocks of rows."""
+    sums: dict[str, _GroupSums] = {}
+    groups: set[int] = set()
+    for table in blocks:
+        groups.update(np.unique(table["group"]).tolist())
+        for name, chosen in _kinds(table).items():
+            if chosen.any():
+                sums.setdefault(name, _GroupSums()).add({column: values[chosen] for column, values in table.items()})
+    trained = sums.pop(ended_as(Fate.CONSUMED, AbortReason.NONE), _GroupSums())
+    whole = sums.pop("whole", _GroupSums())
+    order = sorted(sums, key=lambda name: (name != DROPPED, name == TRUNCATED, -sums[name].trajectories))
+    others = tuple(_compared(name, sums[name], whole if name == TRUNCATED else trained) for name in order)
+    never = len(groups) - int((trained.count > 0).sum())
+    return Bias(consumed=_kind("consumed", trained), others=others, groups=len(groups), never_trained=never)
+
+
+def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    first = 0
+    while len((table := store.columns(first, first + BLOCK))["trajectory"]):
+        yield table
+        first += BLOCK
+
+
+def _kinds(table: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.bool_]]:
+    """Which rows are of which kind; a row may be of several."""
+    consumed = table["fate"] == Fate.CONSUMED.value
+    cut = consumed & (table["finish"] == FinishReason.LENGTH.value)
+    ended = table["reason"] == AbortReason.RUN_ENDED.value
+    kinds = {TRUNCATED: cut, "whole": consumed & ~cut, DROPPED: ~consumed & ~ended}
+    for fate, reason in {*zip(table["fate"].tolist(), table["reason"].tolist(), strict=True)}:
+        kinds[ended_as(Fate(fate), AbortReason(reason))] = (table["fate"] == fate) & (table["reason"] == reason)
+    return kinds
+
+
+@dataclass(slots=True)
+class _GroupSums:
+    """Sums over the trajectories of one kind, by group: arrays that grow with the groups' ids."""
+
+    trajectories: int = 0
+    stopped: int = 0
+    count: Array = field(default_factory=lambda: np.zeros(0))
+    response_tokens: Array = field(default_factory=lambda: np.zeros(0))
+    prompt_tokens: Array = field(default_factory=lambda: np.zeros(0))
+    turns: Array = field(default_factory=lambda: np.zeros(0))
+    tool_s: Array = field(default_factory=lambda: np.zeros(0))
+    scored: Array = field(default_factory=lambda: np.zeros(0))
+    reward: Array = field(default_factory=lambda: np.zeros(0))
+
+    def add(self, rows: Mapping[str, npt.NDArray[Any]]) -> None:
+        group = rows["group"]
+        # A reward that failed is none; of what was dropped, the mask does not tell, and a failed one counts as scored.
+        consumed = rows["fate"] == Fate.CONSUMED.value
+        scored = (rows["rewarded_s"] > 0) & ~(consumed & (rows["loss_mask"] == 0))
+        self.trajectories += len(group)
+        self.stopped += int((rows["finish"] == FinishReason.UNFINISHED.value).sum())
+        for name, values in (
+            ("count", np.ones(len(group))),
+            ("response_tokens", rows["response_tokens"]),
+            ("prompt_tokens", rows["prompt_tokens"]),
+            ("turns", rows["turns"]),
+            ("tool_s", rows["tool_s"]),
+            ("scored", scored),
+            ("reward", np.where(scored, rows["reward"], 0.0)),
+        ):
+            before = getattr(self, name)
+            size = max(len(before), int(group.max()) + 1)
+            total = np.bincount(group, weights=values, minlength=size)
+            total[: len(before)] += before
+            setattr(self, name, total)
+
+    def means(self, name: str, by: str = "count") -> Array:
+        """A mean for each group that has any."""
+        count = getattr(self, by)
+        held = count > 0
+        means: Array = getattr(self, name)[held] / count[held]
+        return means
+
+
+def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> EndedKind:
+    rewards = sums.means("reward", "scored")
+    return EndedKind(
+        name=name,
+        trajectories=sums.trajectories,
+        groups=int((sums.count > 0).sum()),
+        response_tokens=_mean(sums.means("response_tokens")),
+        prompt_tokens=_mean(sums.means("prompt_tokens")),
+        turns=_mean(sums.means("turns")),
+        tool_s=_mean(sums.means("tool_s")),
+        reward=_mean(rewards) if len(rewards) else None,
+        **differences,
+    )
+
+
+def _compared(name: str, sums: _GroupSums, other: _GroupSums) -> EndedKind:
+    grown: dict[str, Contrast | None] = {}
+    for column in ("response_tokens", "turns", "tool_s"):
+        ratio = _ratio(sums.means(column), other.means(column))
+        cut = ratio is not None and ratio.factor < 1 and sums.stopped  # it may yet have become more
+        grown[column] = None if cut or name.endswith(AbortReason.RUN_ENDED.value) else ratio
+    reward = difference(sums.means("reward", "scored"), other.means("reward", "scored"))
+    return _kind(
+        name,
+        sums,
+        length_ratio=None if name == TRUNCATED else grown["response_tokens"],
+        turns_ratio=grown["turns"],
+        tool_ratio=grown["tool_s"],
+        prompt_ratio=_ratio(sums.means("prompt_tokens"), other.means("prompt_tokens")),
+        reward_difference=reward if reward is not None and abs(reward.factor) >= REWARD_LIMIT else None,
+    )
+
+
+def _ratio(ours: Array, theirs: Array) -> Contrast | None:
+    found = difference(np.log(np.maximum(ours, 1.0)), np.log(np.maximum(theirs, 1.0)))
+    if found is None or abs(found.factor) < math.log(RATIO_LIMIT):
+        return None
+    return Contrast(factor=math.exp(found.factor), p=found.p)
+
+
+def difference(ours: Array, theirs: Array) -> Contrast | None:
+    """Contrast of two means by Welch's t-test; None if there are too few values, or if it may be chance.
+
+    The tail of Student's t is that of a normal distribution at Wallace's equivalent deviate (1959), exact to a percent
+    from ten degrees of freedom on.
+    """
+    if min(len(ours), len(theirs)) < FEWEST:
+        return None
+    parts = [float(x.var(ddof=1)) / len(x) for x in (ours, theirs)]
+    gap, variance = float(ours.mean() - theirs.mean()), sum(parts)
+    if variance <= 0:
+        return Contrast(factor=gap, p=0.0) if gap else None
+    freedom = variance**2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (ours, theirs), strict=True))
+    z = (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(gap * gap / variance / freedom))
+    p = math.erfc(z / math.sqrt(2))
+    return Contrast(factor=gap, p=p) if p < P_LIMIT else None
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -1,0 +1,347 @@
+"""The part of an audit that reads tokens: rows in blocks of bounded size, checked column by column.
+
+Rows are independent of each other but for the hash of a step's batch, which goes on from block to block; so ranges of
+rows can be checked apart, by several processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.auditing.single_consumption import is_consumed
+from staleflow.stores.context_branches import Branch
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.layout import AT, FATES, FINISHES, FLOAT_AT, REASONS, stored_span
+from staleflow.stores.trajectories.reader import BLOCK_ROWS, StoreReader
+from staleflow.stores.trajectories.records import BatchDigest
+from staleflow.stores.trajectory import NO_VERSION, Given, Span
+
+CHECK = "bound"
+CLOSE_S = 1e-6
+"""Seconds that sums of the same times may differ by."""
+Ints = npt.NDArray[np.int64]
+GAP = 65_536
+"""Tokens between rows that are not read just because rows on both sides are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRange:
+    """A task: check the rows at first <= row < last and hash the batches of `steps`, all of whose rows lie there.
+    most_tokens: read together; a longer trajectory is read alone."""
+
+    first: int
+    last: int
+    steps: frozenset[int]
+    most_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class RowsChecked:
+    """What was found in a range of rows. digests: of the batches, by step. error: why a row, and all after it, could
+    not be read; empty if all could."""
+
+    first: int
+    findings: list[Finding] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+    error: str = ""
+
+
+def check_rows_at(path: str, snapshot: str, eta: int, rows: RowRange) -> RowsChecked:
+    """As `check_rows`; a function of plain values, so that it can be sent to a worker."""
+    return check_rows(StoreReader.at(Path(path), snapshot), eta, rows)
+
+
+def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowsChecked:
+    """Check a range of rows."""
+    found = RowsChecked(first=rows.first)
+    digests: dict[int, BatchDigest] = {}
+    try:
+        for block in read_blocks(store, rows.first, rows.last, rows.most_tokens):
+            found.findings += _wrong_rows(block, eta)
+            _hash(block, digests, rows.steps)
+    except StoreError as error:
+        found.error = str(error)
+    found.digests = {step: digest.hex for step, digest in digests.items()}
+    return found
+
+
+def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
+    """The hashes of the batches of steps, all of whose rows lie in a range. Raises StoreError."""
+    digests: dict[int, BatchDigest] = {}
+    for block in read_blocks(store, rows.first, rows.last, rows.most_tokens):
+        _hash(block, digests, rows.steps)
+    return {step: digest.hex for step, digest in digests.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBlock:
+    """Rows that were read, and found to agree with the spans in their texts. begin: where the tokens begin in the
+    store; spans: of all rows, in order; turns: TURN_COLUMNS, None if the store has none."""
+
+    ints: Ints
+    floats: npt.NDArray[np.float32]
+    begin: int
+    ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    turns: npt.NDArray[np.float64] | None
+    spans: Spans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spans:
+    """Spans of rows, [N] each. rows: in the block; versions: NO_VERSION of given ones; seconds: 0 of sampled ones;
+    after: -1 of those that begin no branch."""
+
+    rows: Ints
+    versions: Ints
+    sizes: Ints
+    seconds: npt.NDArray[np.float64]
+    after: Ints
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[int, int, int, float, int]]) -> Spans:
+        """From (row, version, tokens, seconds, after). Raises OverflowError for what is no number of 64 bits."""
+        whole = np.asarray([(*span[:3], span[4]) for span in spans], np.int64)
+        rows, versions, sizes, after = whole.reshape(-1, 4).T
+        seconds = np.asarray([s[3] for s in spans], np.float64)
+        return cls(rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
+
+    def branches(self, prompts: Ints) -> dict[int, list[Branch]]:
+        """The branches of rows that have any. prompts: the lengths of the rows' prompts."""
+        found: dict[int, list[Branch]] = {}
+        at = np.cumsum(self.sizes) - self.sizes
+        firsts = dict(zip(*(part.tolist() for part in np.unique(self.rows, return_index=True)), strict=True))
+        for i in np.flatnonzero(self.after >= 0).tolist():
+            row = int(self.rows[i])
+            place = int(prompts[row] + at[i] - at[firsts[row]])
+            found.setdefault(row, []).append(Branch(place, int(self.after[i])))
+        return found
+
+    def turns(self, count: int) -> npt.NDArray[np.float64]:
+        """[count, 3] TURN_COLUMNS of the rows."""
+        given = self.versions == NO_VERSION
+        begins = ~given  # a turn begins where a sampled span comes first in its row, or after a given one
+        begins[1:] &= given[:-1] | (self.rows[1:] != self.rows[:-1])
+        return np.stack(
+            [np.bincount(self.rows, weights, count) for weights in (begins, given * self.sizes, self.seconds)], axis=1
+        )
+
+
+def read_blocks(store: StoreReader, first: int, last: int, most_tokens: int) -> Iterator[RowBlock]:
+    """The rows at first <= row < last in blocks. Raises StoreError at the first row that cannot be read."""
+    for begin in range(first, last, BLOCK_ROWS):
+        ints, floats = store.numbers(begin, min(begin + BLOCK_ROWS, last))
+        for a, b in _cuts(ints, most_tokens):
+            turns = store.turns(begin + a, begin + b)
+            yield _read(store, ints[a:b], floats[a:b], turns)
+
+
+def _cuts(ints: Ints, most_tokens: int) -> Iterator[tuple[int, int]]:
+    """Rows that are read together: no more than `most_tokens`, and without gaps."""
+    begins = ints[:, AT["offset"]]
+    ends = begins + ints[:, AT["prompt_tokens"]] + ints[:, AT["response_tokens"]]
+    a = 0
+    while a < len(ints):
+        extent = np.maximum.accumulate(ends[a:]) - np.minimum.accumulate(begins[a:])
+        apart = np.abs(begins[a + 1 :] - ends[a:-1]) > GAP
+        stops = (extent[1:] > most_tokens) | apart
+        b = a + 1 + int(np.argmax(stops)) if stops.any() else len(ints)
+        yield a, b
+        a = b
+
+
+def _read(
+    store: StoreReader, ints: Ints, floats: npt.NDArray[np.float32], turns: npt.NDArray[np.float64] | None
+) -> RowBlock:
+    tokens, begin, text, text_begin = store.extent(ints)
+    mask = store.masks(begin, begin + len(tokens["ids"]))
+    spans = _agreeing(ints, tokens["versions"], begin, text, text_begin)
+    if spans is None:
+        # Something contradicts something: the reader of single rows says what, if it is of consequence.
+        rows = list(store.unpacked(ints, floats, tokens, begin, text, text_begin))
+        spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(rows) for s in r.trajectory.spans])
+    return RowBlock(
+        ints=ints,
+        floats=floats,
+        begin=begin,
+        ids=tokens["ids"],
+        logprobs=tokens["logprobs"],
+        versions=tokens["versions"],
+        mask=mask,
+        turns=turns,
+        spans=spans,
+    )
+
+
+def _of_span(span: Span) -> tuple[int, int, float, int]:
+    """(version, tokens, seconds, after) of a span."""
+    if isinstance(span, Given):
+        return NO_VERSION, len(span.tokens), span.seconds, -1 if span.after is None else span.after
+    return span.version, len(span.tokens), 0.0, -1
+
+
+def _lie_in_order(ints: Ints) -> bool:
+    """Whether rows lie one after another."""
+    offsets, prompts, responses = (ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens"))
+    return (
+        bool((offsets[1:] == (offsets + prompts + responses)[:-1]).all()) and min(prompts.min(), responses.min()) >= 0
+    )
+
+
+def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: bytes, text_begin: int) -> Spans | None:
+    """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
+    or if they lie otherwise."""
+    offsets, prompts, responses = (ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens"))
+    in_place = _lie_in_order(ints)
+    for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
+        in_place &= bool(((ints[:, AT[name]] >= 0) & (ints[:, AT[name]] < len(members))).all())
+    places = (ints[:, AT["text_offset"]] - text_begin).tolist()
+    sizes = ints[:, AT["text_bytes"]].tolist()
+    try:
+        extras = json.loads(b"[%s]" % b",".join(text[a : a + size] for a, size in zip(places, sizes, strict=True)))
+        spans = Spans.of([(i, *stored_span(*span)[1:]) for i, extra in enumerate(extras) for span in extra["segments"]])
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
+        return None
+    if not in_place or len(extras) != len(ints) or (spans.sizes < 0).any():
+        return None
+    if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(ints)), responses):
+        return None
+    if any(branch.after >= branch.at for found in spans.branches(prompts).values() for branch in found):
+        return None
+    # Prompts, of version -1, and spans in the order in which they are stored.
+    rows = np.concatenate([np.arange(len(ints)), spans.rows])
+    order = np.argsort(rows, kind="stable")
+    expected = np.repeat(
+        np.concatenate([np.full(len(ints), NO_VERSION), spans.versions])[order].astype(np.int32),
+        np.concatenate([prompts, spans.sizes])[order],
+    )
+    at = int(offsets[0]) - begin
+    return spans if np.array_equal(versions[at : at + len(expected)], expected) else None
+
+
+def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
+    """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step; and
+    that tokens which were not sampled have no version, no logprob and no gradient."""
+    ints, spans = block.ints, block.spans
+    sampled = (spans.sizes > 0) & (spans.versions != NO_VERSION)
+    rows, versions = spans.rows[sampled], spans.versions[sampled]
+    v_traj, step, consumed = ints[:, AT["v_traj"]], ints[:, AT["step"]], is_consumed(ints)
+    oldest, newest = np.full(len(ints), np.iinfo(np.int64).max), np.full(len(ints), np.iinfo(np.int64).min)
+    np.minimum.at(oldest, rows, versions)
+    np.maximum.at(newest, rows, versions)
+    older = oldest < v_traj
+    outside = consumed & ~((v_traj <= step) & (step <= v_traj + eta))
+    newer = consumed & (newest > step)
+    not_as_sampled = _not_as_sampled(block)
+    turns = spans.turns(len(ints))
+    other = np.zeros(len(ints), bool)
+    if block.turns is not None:
+        other |= ~(np.abs(block.turns - turns) <= (0, 0, CLOSE_S)).all(axis=1)
+    elif len(spans.rows):
+        np.logical_or.at(other, spans.rows, spans.versions == NO_VERSION)
+    for i in np.flatnonzero(older | outside | newer | other | np.isin(range(len(ints)), [*not_as_sampled])).tolist():
+        where = f"trajectory {ints[i, AT['trajectory']]}"
+        if older[i]:
+            what = f"a token of version {oldest[i]}, v_traj is {v_traj[i]}"
+            yield Finding(check=CHECK, where=where, what=what)
+        if outside[i]:
+            what = f"consumed by step {step[i]}, v_traj is {v_traj[i]} and eta {eta}"
+            yield Finding(check=CHECK, where=where, what=what)
+        if newer[i]:
+            what = f"a token of version {newest[i]}, consumed by step {step[i]}"
+            yield Finding(check=CHECK, where=where, what=what)
+        for what in not_as_sampled.get(i, ()):
+            yield Finding(check="arrays", where=where, what=what)
+        if other[i]:
+            yield Finding(check="arrays", where=where, what=other_turns(turns[i], block.turns, i))
+
+
+def other_turns(spans: Iterable[float], stored: npt.NDArray[np.float64] | None, row: int) -> str:
+    """What is wrong with a row whose spans have other turns than those stored for it, in TURN_COLUMNS."""
+    if stored is None:
+        return "an environment answered it, and the store has no numbers of turns"
+    numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored[row])]
+    return f"its spans have{numbers[0]}; stored are{numbers[1]}"
+
+
+def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
+    """By row: which of its tokens' numbers are not those of tokens that were sampled, or given."""
+    if _lie_in_order(block.ints):  # all at once, which is seldom more than a glance
+        offsets, prompts, responses = (
+            block.ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens")
+        )
+        at = slice(int(offsets[0]) - block.begin, int((offsets + prompts + responses)[-1]) - block.begin)
+        sizes = np.stack([prompts, responses], axis=1).ravel()
+        trained = np.stack([np.zeros(len(prompts), np.uint8), (block.ints[:, AT["loss_mask"]] != 0)], axis=1).ravel()
+        sampled = block.versions[at] != NO_VERSION
+        if (
+            np.array_equal(block.mask[at], np.repeat(trained.astype(np.uint8), sizes) * sampled)
+            and not block.logprobs[at][~sampled].any()
+            and not (sampled & np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)).any()
+        ):
+            return {}
+    found: dict[int, list[str]] = {}
+    names = ("offset", "prompt_tokens", "response_tokens", "loss_mask")
+    for i, (offset, prompt, response, trained) in enumerate(block.ints[:, [AT[n] for n in names]].tolist()):
+        a = offset - block.begin
+        if min(offset, prompt, response) < 0:
+            continue
+        part = slice(a, a + prompt + response)
+        if wrong := list(token_faults(block.versions[part], block.logprobs[part], block.mask[part], prompt, trained)):
+            found[i] = wrong
+    return found
+
+
+def token_faults(
+    versions: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    mask: npt.NDArray[np.uint8],
+    prompt: int,
+    trained: int,
+) -> Iterator[str]:
+    """What is wrong with the arrays of a row. prompt: the number of tokens of its prompt; trained: its loss mask."""
+    sampled = versions != NO_VERSION
+    if count := int(np.count_nonzero(sampled[:prompt])):
+        yield f"{count} tokens of the prompt have a version"
+    if count := int(np.count_nonzero(logprobs[~sampled])):
+        yield f"{count} tokens that were not sampled have a logprob"
+    expected = sampled * np.uint8(trained != 0)
+    expected[:prompt] = 0
+    if count := int(np.count_nonzero(mask > expected)):
+        yield f"{count} tokens have a loss mask, and carry no gradient"
+    if count := int(np.count_nonzero(mask < expected)):
+        yield f"{count} tokens that carry gradient have no loss mask"
+
+
+def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]) -> None:
+    """Go on hashing the batches of these steps with the rows of a block."""
+    consumed = is_consumed(block.ints) & np.isin(block.ints[:, AT["step"]], sorted(steps))
+    columns = [AT[name] for name in ("trajectory", "v_traj", "step", "offset", "prompt_tokens", "response_tokens")]
+    numbers = block.floats[:, [FLOAT_AT["reward"], FLOAT_AT["advantage"]]]
+    branches = block.spans.branches(block.ints[:, AT["prompt_tokens"]])
+    for number in np.flatnonzero(consumed).tolist():
+        id, v_traj, step, offset, prompt, response = block.ints[number, columns].tolist()
+        reward, advantage = numbers[number].tolist()
+        a = offset - block.begin
+        b, c = a + prompt, a + prompt + response
+        versions, logprobs = block.versions[b:c], block.logprobs[b:c]
+        if (given := versions == NO_VERSION).any():  # a row that is read has no logprobs there
+            logprobs = np.where(given, np.float32(0), logprobs)
+        digests.setdefault(step, BatchDigest()).add(
+            (id, v_traj),
+            block.ids[a:b],
+            block.ids[b:c],
+            versions,
+            logprobs,
+            (reward, advantage),
+            branches.get(number, ()),
+        )

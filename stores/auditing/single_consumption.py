@@ -1,0 +1,122 @@
+"""Whether every trajectory is stored once and every step consumed exactly its number of whole groups. Numpy, pure.
+
+Memory: some numbers per group, beside what stores/id_sets.py needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.id_sets import IdSet
+from staleflow.stores.trajectories.layout import AT, FATES
+from staleflow.stores.trajectories.records import RunHeader
+from staleflow.stores.trajectory import Fate
+
+CHECK = "once"
+Ints = npt.NDArray[np.int64]
+CONSUMED = FATES.index(Fate.CONSUMED)
+
+
+def is_consumed(rows: Ints) -> npt.NDArray[np.bool_]:
+    """Which rows a training step consumed. rows: [R, INT_COLUMNS]."""
+    return np.asarray(np.isin(rows[:, AT["fate"]], (CONSUMED, CONSUMED - len(FATES))), bool)
+
+
+class ConsumedRows:
+    """Reads the rows of a store once, in order."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.max_staleness = -1
+        self._stored = IdSet()
+        self._twice: set[int] = set()
+        self._pairs: list[Ints] = []
+        """[N, 5]: step, group, trajectories of it, first and last row of them."""
+
+    def add(self, rows: Ints) -> None:
+        """Add the next rows. rows: [R, INT_COLUMNS]."""
+        self._twice.update(self._stored.add(rows[:, AT["trajectory"]]).tolist())
+        consumed = is_consumed(rows)
+        (at,) = np.nonzero(consumed)
+        taken = rows[at]
+        if len(taken):
+            self.max_staleness = max(self.max_staleness, int((taken[:, AT["step"]] - taken[:, AT["v_traj"]]).max()))
+        ones = np.ones(len(at), np.int64)
+        places = at + self.num_rows
+        pairs = np.stack([taken[:, AT["step"]], taken[:, AT["group"]], ones, places, places], axis=1)
+        self._pairs.append(_summed(pairs))
+        self.num_rows += len(rows)
+
+    def steps(self) -> dict[int, tuple[int, int]]:
+        """First row and the row after the last of those that each step consumed."""
+        pairs = self._all()
+        return {
+            int(step): (int(pairs[a:b, 3].min()), int(pairs[a:b, 4].max()) + 1) for step, a, b in _runs(pairs[:, 0])
+        }
+
+    def findings(self, header: RunHeader, trained: Sequence[int], rows: Iterable[Ints]) -> Iterator[Finding]:
+        """What is wrong. trained: the steps in the order of their commits. rows: those of the whole store again, read
+        only if some trajectory is stored more than once."""
+        yield from self._repeated(rows)
+        if list(trained) != list(range(len(trained))):
+            yield Finding(check=CHECK, where="steps", what=f"steps are not 0, 1, 2, ...: {list(trained)[:20]}")
+        pairs = self._all()
+        consumed = {int(step): pairs[a:b, 2] for step, a, b in _runs(pairs[:, 0])}
+        for step in sorted({*trained, *consumed}):
+            sizes = consumed.get(step, np.zeros(0, np.int64))
+            if len(sizes) != header.groups_per_step or set(sizes.tolist()) != {header.group_size}:
+                what = (
+                    f"consumed {len(sizes)} groups of sizes {sorted(set(sizes.tolist()))}, "
+                    f"a batch is {header.groups_per_step} of {header.group_size}"
+                )
+                yield Finding(check=CHECK, where=f"step {step}", what=what)
+        by_group = pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]
+        several = [(by_group[a:b, 3].min(), group, a, b) for group, a, b in _runs(by_group[:, 1]) if b - a > 1]
+        for _, group, a, b in sorted(several):
+            what = f"consumed by steps {by_group[a:b, 0].tolist()}"
+            yield Finding(check=CHECK, where=f"group {group}", what=what)
+
+    def _repeated(self, rows: Iterable[Ints]) -> Iterator[Finding]:
+        if not self._twice:
+            return
+        counts: dict[int, int] = {}
+        wanted = np.asarray(sorted(self._twice), np.int64)
+        for block in rows:
+            ids = block[:, AT["trajectory"]]
+            for id in ids[np.isin(ids, wanted)].tolist():
+                counts[id] = counts.get(id, 0) + 1
+        for id, count in counts.items():
+            if count > 1:
+                yield Finding(check=CHECK, where=f"trajectory {id}", what=f"stored {count} times")
+
+    def _all(self) -> Ints:
+        pairs = _summed(np.concatenate([np.zeros((0, 5), np.int64), *self._pairs]))
+        self._pairs = [pairs]
+        return pairs
+
+
+def _summed(pairs: Ints) -> Ints:
+    """One line per step and group, by these."""
+    pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
+    begins = np.flatnonzero(np.concatenate([[True], (pairs[1:, :2] != pairs[:-1, :2]).any(axis=1)])[: len(pairs)])
+    if not len(begins):
+        return pairs
+    summed = pairs[begins].copy()
+    summed[:, 2] = np.add.reduceat(pairs[:, 2], begins)
+    summed[:, 3] = np.minimum.reduceat(pairs[:, 3], begins)
+    summed[:, 4] = np.maximum.reduceat(pairs[:, 4], begins)
+    return summed
+
+
+def _runs(values: Ints) -> Iterator[tuple[int, int, int]]:
+    """(value, first, last) of each run of equal values."""
+    if not len(values):
+        return
+    edges = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1], [True]])).tolist()
+    for a, b in itertools.pairwise(edges):
+        yield int(values[a]), a, b

@@ -1,0 +1,89 @@
+"""Verification of what earlier steps and other branches read, beside what the run's newest snapshot shows.
+
+Arrays only grow, except on branches with other rewards. So each chunk that a later commit replaced must equal what the
+newest snapshot has in its place, up to the length the array had then: a flipped bit shows even if it still decodes.
+Each stored chunk is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import icechunk
+import numpy as np
+import zarr
+
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.reader import stored_chunk
+from staleflow.stores.trajectories.repository import MAIN, branch_names, first_line, repository_at
+from staleflow.stores.trajectories.versioned import VersionedStore
+
+CHECK = "history"
+"""The name of this check in findings."""
+DERIVED = ("rewards", "logprobs")
+"""Kinds of commits that replace values; see stores/trajectories/derived_branches.py."""
+
+
+def audit_history(path: Path) -> Iterator[Finding]:
+    """What is wrong with earlier snapshots and other branches of a store. Raises StoreError if it cannot be opened."""
+    repository = repository_at(path)
+    seen: set[str] = set()
+    for branch in sorted(branch_names(repository), key=lambda name: (name != MAIN, name)):
+        if branch != MAIN:
+            yield from _damage(path, branch)
+        yield from _earlier(repository, branch, seen)
+
+
+def _damage(path: Path, branch: str) -> Iterator[Finding]:
+    """Chunks of a branch's newest snapshot that cannot be read."""
+    try:
+        found = list(VersionedStore.open(path, branch=branch).damage())
+    except StoreError as error:
+        yield Finding(check=CHECK, where=f"branch {branch}", what=str(error))
+        return
+    for chunk in found:
+        yield Finding(check=CHECK, where=f"branch {branch}", what=chunk.what)
+
+
+def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
+    """Compare the snapshots behind a branch's newest one with it. seen: snapshots that need no look; added to."""
+    replaced: set[tuple[str, int]] = set()
+    newest: Any = None
+    snapshots: Any = None
+    while True:
+        where = f"branch {branch}"
+        try:
+            snapshots = iter(repository.ancestry(branch=branch)) if snapshots is None else snapshots
+            snapshot = next(snapshots, None)
+            if snapshot is None or snapshot.id in seen or snapshot.parent_id is None:
+                return
+            seen.add(snapshot.id)
+            where = f"{branch}, {snapshot.message}"
+            if snapshot.metadata.get("kind") in DERIVED:
+                continue  # it may hold other values, and was read above
+            root = zarr.open_group(repository.readonly_session(snapshot_id=snapshot.id).store, mode="r")
+            newest = root if newest is None else newest
+            changed = repository.diff(from_snapshot_id=snapshot.parent_id, to_snapshot_id=snapshot.id).updated_chunks
+        except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
+            yield Finding(check=CHECK, where=where, what=f"cannot be read: {first_line(error)}")
+            return
+        chunks = {(name.strip("/"), int(place[0])) for name, places in changed.items() for place in places}
+        for name, number in sorted(chunks & replaced):
+            if what := _difference(root[name], newest[name], number):
+                yield Finding(check=CHECK, where=where, what=f"{name}, chunk {number}: {what}")
+        replaced |= chunks
+
+
+def _difference(then: Any, now: Any, number: int) -> str:
+    """What is wrong with a chunk that was replaced later; empty if it holds the beginning of its successor."""
+    size = stored_chunk(then)
+    first, last = number * size, min(then.shape[0], (number + 1) * size)
+    try:
+        if np.array_equal(then[first:last], now[first:last]):
+            return ""
+        return "it differs from what the newest snapshot has in its place"
+    except Exception as error:  # noqa: BLE001  zarr, numcodecs and icechunk each raise their own for a damaged chunk
+        return f"it is corrupt: {first_line(error)}"

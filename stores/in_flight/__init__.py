@@ -1,0 +1,1 @@
+"""Unfinished trajectories of a run, and the log they are recovered from."""

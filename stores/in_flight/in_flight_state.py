@@ -1,0 +1,478 @@
+"""What is in flight: trajectories that were drawn and are not in the store yet, as the trajectory server holds them.
+
+The state is a fold over entries: each says what has become of a group, of trajectories or of a batch, and `apply` is
+the only way to change anything. Whoever keeps the entries (stores/in_flight/spool.py) can have the state again. Pure.
+
+Invariants:
+- Tokens of a trajectory only grow, until it is restarted as a whole. A delivery names the position of its first token:
+  what is there already is not taken again, and what would leave a gap is not taken at all. So entries may be repeated,
+  and some may be missing.
+- A turn that has ended is never continued without an environment's answer, and a reward belongs to exactly the tokens
+  that were scored.
+- What is held of a trajectory is of one attempt of its episode. An entry of a later attempt shows that a restart is
+  missing: all but the prompt is dropped first. One of an earlier attempt is late.
+- Every trajectory that was drawn is either live, in the batch of a step, or ended, until the store holds it.
+- A trajectory of an evaluation is live until the evaluation ends; it is never counted among those that were drawn, and
+  a run that is resumed begins the evaluation again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from staleflow.stores.in_flight.spool_entries import (
+    UNKNOWN,
+    AnswerGiven,
+    BatchTaken,
+    Entry,
+    EpisodeRestarted,
+    EvaluationEnded,
+    FlightResumed,
+    GroupDrawn,
+    OfEpisode,
+    RewardDelivered,
+    TokensDelivered,
+    TrajectoriesRetired,
+    TrajectoriesRouted,
+)
+from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.trajectories.records import LedgerState
+from staleflow.stores.trajectory import (
+    AUXILIARY,
+    Ended,
+    FinishReason,
+    Given,
+    GroupId,
+    IntArray,
+    PolicyVersion,
+    Segment,
+    Span,
+    Timings,
+    Trajectory,
+    TrajectoryId,
+    is_evaluated,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberInFlight:
+    """A trajectory in flight, in numbers. version: the oldest one of its tokens, -1 if it has none. sampled: its
+    present turn has ended by itself. reward: None if it has none, also for good. given_tokens: those of its tokens that
+    its environment gave, which took acting_s seconds for them."""
+
+    trajectory: TrajectoryId
+    version: PolicyVersion = PolicyVersion(-1)
+    tokens: int = 0
+    sampled: bool = False
+    scored: bool = False
+    reward: float | None = None
+    given_tokens: int = 0
+    acting_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInFlight:
+    """A group in flight, in numbers. members: those that have not ended; the scored ones first, in the order in which
+    they were scored."""
+
+    group: GroupId
+    prompt_tokens: int
+    members: tuple[MemberInFlight, ...]
+
+
+class LatestRouting(NamedTuple):
+    """A trajectory's latest routing. tokens: how many it had then."""
+
+    epoch: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class InFlight:
+    """The trajectories of one run that are not in its store. members: trajectories started per group."""
+
+    members: int
+    num_drawn: int = 0
+    """Groups drawn: their numbers are 0 to num_drawn - 1."""
+    live: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
+    scored: set[TrajectoryId] = field(default_factory=set)
+    """Those that have their reward, or have failed to get one."""
+    routings: dict[TrajectoryId, LatestRouting] = field(default_factory=dict)
+    """Of the live ones that were routed: what an instance of an earlier epoch still delivers is not taken."""
+    restarts: dict[TrajectoryId, int] = field(default_factory=dict)
+    """How often live ones began again with their prompt."""
+    turn_tokens: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Most tokens of the turns of live ones whose environments have said so."""
+    stops: dict[TrajectoryId, StopCriteria] = field(default_factory=dict)
+    """What else ends the turns of live ones whose environments have said so."""
+    batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
+    """By step: what it has taken, in the trainer's order."""
+    ended: list[Ended] = field(default_factory=list)
+    """Ended without being trained on."""
+
+    def apply(self, entry: Entry) -> bool:
+        """Take in an entry. False if it changes nothing, as what is late, repeated, or about what has ended does."""
+        t = self.live.get(entry.trajectory) if isinstance(entry, OfEpisode) else None
+        if isinstance(entry, OfEpisode) and t is not None and entry.attempt not in (UNKNOWN, self.attempt(t.id)):
+            if entry.attempt < self.attempt(t.id):
+                return False
+            self._begin_again(t, entry.attempt, self.epoch(t.id))
+            self._apply(entry)
+            return True
+        return self._apply(entry)
+
+    def _apply(self, entry: Entry) -> bool:
+        match entry:
+            case TokensDelivered():
+                return self._deliver(entry)
+            case AnswerGiven():
+                return self._give(entry)
+            case EpisodeRestarted():
+                return self._restart(entry)
+            case RewardDelivered():
+                return self._reward(entry)
+            case TrajectoriesRouted():
+                return self._route(entry)
+            case GroupDrawn():
+                return self._draw(entry)
+            case BatchTaken():
+                return self._take(entry)
+            case TrajectoriesRetired():
+                return self._retire(entry)
+            case FlightResumed():
+                return self._resume(entry)
+            case EvaluationEnded():
+                return self._end_evaluation()
+
+    def attempt(self, trajectory: TrajectoryId) -> int:
+        """The attempt of a live trajectory's episode: how often it began again."""
+        return self.restarts.get(trajectory, 0)
+
+    def epoch(self, trajectory: TrajectoryId) -> int:
+        """The epoch of a trajectory's latest routing; 0 if there was none."""
+        return self.routings.get(trajectory, LatestRouting(0, 0)).epoch
+
+    def hears(self, trajectory: TrajectoryId, epoch: int) -> bool:
+        """Whether a trajectory is live, and was not routed anew since `epoch`."""
+        return trajectory in self.live and epoch >= self.epoch(trajectory)
+
+    def awaits(self, trajectory: TrajectoryId, tokens: int, epoch: int) -> bool:
+        """Whether a trajectory that had so many tokens under `epoch` still has just these, without an answer to the
+        last of them, and without a reward."""
+        if not self.hears(trajectory, epoch) or trajectory in self.scored:
+            return False
+        t = self.live[trajectory]
+        return t.num_tokens == tokens and not (t.spans and isinstance(t.spans[-1], Given))
+
+    def set_aside(self) -> list[Trajectory]:
+        """What is neither live nor stored."""
+        return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.ended)]
+
+    def unstored(self, num_started: int, stored: Iterable[TrajectoryId]) -> list[TrajectoryId]:
+        """Of the first `num_started` trajectories, those in flight that are not among `stored`. Groups that are drawn
+        but not yet in the ledger have not been started there."""
+        ids = set(stored)
+        aside = (t.id for t in self.set_aside() if t.id not in ids)
+        return [i for i in (*self.live, *aside) if 0 <= i < num_started]
+
+    def stored(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
+        """Drop what a commit has stored: these rows, and with them the batch of `step`. Returns the groups of which
+        nothing is in flight any more."""
+        ids = set(rows)
+        if step is not None:
+            self.batches.pop(step, None)
+        self.ended = [e for e in self.ended if e.trajectory.id not in ids]
+        self.scored -= ids
+        pending = {t.id for t in self.set_aside()}
+        return {
+            group
+            for group in {GroupId(i // self.members) for i in ids}
+            if not any(i in self.live or i in pending for i in self.members_of(group))
+        }
+
+    def forget_stored(self, ledger: LedgerState) -> None:
+        """Drop what the store holds, which has `ledger` in its last record."""
+        unstored = {i for first, last in ledger.live for i in range(first, last)}
+        self.num_drawn = max(self.num_drawn, ledger.num_started // self.members)
+
+        def is_stored(trajectory: TrajectoryId) -> bool:
+            return not is_evaluated(trajectory) and trajectory < ledger.num_started and trajectory not in unstored
+
+        for trajectory in [i for i in self.live if is_stored(i)]:
+            self._drop(trajectory)
+        self.batches = {step: batch for step, batch in self.batches.items() if not any(is_stored(t.id) for t in batch)}
+        self.ended = [e for e in self.ended if not is_stored(e.trajectory.id)]
+        self.scored = {i for i in self.scored if not is_stored(i)}
+
+    def missing(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
+        """Trajectories that were started, are not stored, and of which nothing is known here, by group."""
+        known = {*self.live, *(t.id for t in self.set_aside())}
+        found: dict[GroupId, list[TrajectoryId]] = {}
+        for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.members)):
+            for i in range(first, last):
+                if i not in known:
+                    found.setdefault(GroupId(i // self.members), []).append(TrajectoryId(i))
+        return found
+
+    def begin(self, members: Iterable[TrajectoryId], prompt_tokens: IntArray, at_s: float) -> None:
+        """Add trajectories of one group that have nothing but their prompt."""
+        for member in members:
+            self.live[member] = _started(member, GroupId(member // self.members), prompt_tokens, at_s)
+
+    def after(self, entry: Entry) -> InFlight:
+        """The state that `entry` leads to; this one stays as it is."""
+        copied = InFlight(
+            members=self.members,
+            num_drawn=self.num_drawn,
+            live=dict(self.live),
+            scored=set(self.scored),
+            routings=dict(self.routings),
+            restarts=dict(self.restarts),
+            turn_tokens=dict(self.turn_tokens),
+            stops=dict(self.stops),
+            batches=dict(self.batches),
+            ended=list(self.ended),
+        )
+        copied.apply(entry)
+        return copied
+
+    def in_numbers(self) -> tuple[GroupInFlight, ...]:
+        """All live groups, oldest first."""
+        groups: dict[GroupId, list[Trajectory]] = {}
+        for t in self.live.values():
+            if not is_evaluated(t.id):
+                groups.setdefault(t.group, []).append(t)
+        return tuple(
+            GroupInFlight(
+                group=group,
+                prompt_tokens=len(members[0].prompt_tokens),
+                members=tuple(
+                    self._member_in_numbers(t)
+                    for t in sorted(members, key=lambda t: (t.id not in self.scored, t.timings.rewarded_s, t.id))
+                ),
+            )
+            for group, members in sorted(groups.items())
+        )
+
+    def _member_in_numbers(self, t: Trajectory) -> MemberInFlight:
+        scored = t.id in self.scored
+        given = [span for span in t.spans if isinstance(span, Given)]
+        return MemberInFlight(
+            trajectory=t.id,
+            version=min((s.version for s in t.segments), default=PolicyVersion(-1)),
+            tokens=t.num_tokens,
+            sampled=t.finish is not FinishReason.UNFINISHED,
+            scored=scored,
+            reward=t.reward if scored and not t.error else None,
+            given_tokens=sum(len(span.tokens) for span in given),
+            acting_s=sum(span.seconds for span in given),
+        )
+
+    # -- entries -------------------------------------------------------------------------------------------------
+
+    def _draw(self, entry: GroupDrawn) -> bool:
+        if is_evaluated(entry.group):
+            member = TrajectoryId(entry.group * self.members)
+            if member in self.live:
+                return False
+            self.begin([member], entry.prompt_tokens, entry.at_s)
+            return True
+        if entry.group < self.num_drawn:
+            return False
+        self.num_drawn = entry.group + 1
+        self.begin(self.members_of(entry.group), entry.prompt_tokens, entry.at_s)
+        return True
+
+    def _route(self, entry: TrajectoriesRouted) -> bool:
+        changed = False
+        for member, epoch in entry.routed:
+            t = self.live.get(member)
+            if t is not None and epoch >= self.epoch(member):
+                self.routings[member] = LatestRouting(epoch, t.num_tokens)
+                if not t.timings.routed_s:
+                    self.live[member] = replace(t, timings=replace(t.timings, routed_s=entry.at_s))
+                changed = True
+        return changed
+
+    def _begin_again(self, t: Trajectory, attempt: int, epoch: int) -> None:
+        """Leave a trajectory only its prompt. attempt: that begins. epoch: earlier ones are not heard."""
+        self.live[t.id] = replace(
+            t, spans=(), finish=FinishReason.UNFINISHED, reward=0.0, reward_parts={}, error="",
+            timings=replace(t.timings, rewarded_s=0.0),
+        )  # fmt: skip
+        self.scored.discard(t.id)
+        self.turn_tokens.pop(t.id, None)
+        self.stops.pop(t.id, None)
+        self.routings[t.id] = LatestRouting(epoch, 0)
+        self.restarts[t.id] = attempt
+
+    def _deliver(self, entry: TokensDelivered) -> bool:
+        t = self.live.get(entry.trajectory)
+        routing = self.routings.get(entry.trajectory, LatestRouting(0, 0))
+        if t is None or not self.hears(t.id, entry.epoch) or t.finish is not FinishReason.UNFINISHED:
+            return False
+        held = t.num_tokens
+        end = entry.first + sum(len(s.tokens) for s in entry.segments)
+        # A turn has tokens: an end without any is that of the turn before an answer of none, come again.
+        ends = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], Given))
+        if entry.first > held or end < held or (end == held and not ends):
+            return False
+        spans = list(t.spans)
+        skip = held - entry.first
+        for segment in entry.segments:
+            new = segment.without(min(skip, len(segment.tokens)))
+            skip -= len(segment.tokens) - len(new.tokens)
+            if len(new.tokens):
+                _append(spans, new, merge=held > routing.tokens)
+        timings = replace(t.timings, sampled_s=entry.at_s)
+        self.live[entry.trajectory] = replace(t, spans=tuple(spans), finish=entry.finish, timings=timings)
+        return True
+
+    def _give(self, entry: AnswerGiven) -> bool:
+        t = self.live.get(entry.trajectory)
+        if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.first:
+            return False
+        if t.id in self.scored:
+            return False
+        given = Given(
+            role=entry.role, tokens=entry.tokens, seconds=entry.seconds, after=entry.after, auxiliary=entry.auxiliary
+        )
+        self.live[t.id] = replace(t, spans=(*t.spans, given), finish=FinishReason.UNFINISHED)
+        self.turn_tokens.pop(t.id, None)
+        if entry.turn_tokens:
+            self.turn_tokens[t.id] = entry.turn_tokens
+        self.stops.pop(t.id, None)
+        if entry.stop != NO_STOP:
+            self.stops[t.id] = entry.stop
+        return True
+
+    def _restart(self, entry: EpisodeRestarted) -> bool:
+        t = self.live.get(entry.trajectory)
+        if t is None or entry.epoch < self.epoch(t.id) or t.id in self.scored:
+            return False
+        self._begin_again(t, self.attempt(t.id) + 1, entry.epoch + 1)
+        return True
+
+    def _reward(self, entry: RewardDelivered) -> bool:
+        t = self.live.get(entry.trajectory)
+        if t is None or t.num_tokens != entry.tokens:
+            return False
+        self.live[entry.trajectory] = replace(
+            t,
+            spans=_as_trained(t.spans),
+            reward=entry.reward,
+            reward_parts=dict(entry.parts),
+            error=entry.error,
+            timings=replace(t.timings, rewarded_s=entry.at_s),
+        )
+        self.scored.add(entry.trajectory)
+        return True
+
+    def _take(self, entry: BatchTaken) -> bool:
+        if entry.step in self.batches or any(t not in self.live for t in entry.trajectories):
+            return False
+        placed = zip(entry.trajectories, entry.versions, strict=True)
+        self.batches[entry.step] = tuple(replace(self._drop(t), v_traj=v) for t, v in placed)
+        return True
+
+    def _retire(self, entry: TrajectoriesRetired) -> bool:
+        retired = False
+        for ending, version in zip(entry.endings, entry.versions, strict=True):
+            if ending.trajectory in self.live:
+                t = replace(self._drop(ending.trajectory), v_traj=version)
+                row = Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
+                self.ended.append(row)
+                retired = True
+        return retired
+
+    def _resume(self, entry: FlightResumed) -> bool:
+        again = set(entry.again)
+        held = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluated(t.id)]
+        scored = self.scored
+        self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
+        self.turn_tokens, self.stops = {}, {}
+        for t in sorted(held, key=lambda t: t.id):
+            whole = all(s.version <= entry.version for s in t.segments)
+            fresh = _started(t.id, t.group, t.prompt_tokens, min(t.timings.arrived_s, entry.at_s))
+            if t.id in again:
+                kept = fresh
+            elif whole and t.id in scored:
+                kept = replace(t, v_traj=PolicyVersion(-1), timings=_clipped(t.timings, entry.at_s))
+                self.scored.add(t.id)
+            else:
+                kept = replace(
+                    fresh,
+                    spans=_until(entry.version, t.spans),
+                    finish=t.finish if whole else FinishReason.UNFINISHED,
+                    timings=replace(_clipped(t.timings, entry.at_s), rewarded_s=0.0),
+                )
+            self.live[t.id] = kept
+        return True
+
+    def _end_evaluation(self) -> bool:
+        evaluated = [i for i in self.live if is_evaluated(i)]
+        for trajectory in evaluated:
+            self._drop(trajectory)
+            self.scored.discard(trajectory)
+        return bool(evaluated)
+
+    def members_of(self, group: GroupId) -> tuple[TrajectoryId, ...]:
+        """The trajectories of a group."""
+        return tuple(TrajectoryId(i) for i in range(group * self.members, (group + 1) * self.members))
+
+    def _drop(self, trajectory: TrajectoryId) -> Trajectory:
+        self.routings.pop(trajectory, None)
+        self.restarts.pop(trajectory, None)
+        self.turn_tokens.pop(trajectory, None)
+        self.stops.pop(trajectory, None)
+        return self.live.pop(trajectory)
+
+
+def _started(member: TrajectoryId, group: GroupId, prompt_tokens: IntArray, at_s: float) -> Trajectory:
+    return Trajectory(id=member, group=group, prompt_tokens=prompt_tokens, timings=Timings(arrived_s=at_s))
+
+
+def _until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The spans before the first that was sampled under a later version."""
+    return tuple(itertools.takewhile(lambda s: isinstance(s, Given) or s.version <= version, spans))
+
+
+def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The spans of a whole trajectory, with auxiliary turns as given tokens: they have no gradient."""
+    found: list[Span] = []
+    auxiliary = False
+    for span in spans:
+        if isinstance(span, Given):
+            auxiliary = span.auxiliary
+            found.append(replace(span, auxiliary=False))
+        else:
+            found.append(Given(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
+    return tuple(found)
+
+
+def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:
+    """Append a segment; one that an earlier delivery has begun is continued. merge: whether the last one may be."""
+    last = spans[-1] if spans and merge else None
+    if isinstance(last, Segment) and (last.version, last.instance) == (new.version, new.instance):
+        spans[-1] = replace(
+            last,
+            tokens=np.concatenate([last.tokens, new.tokens]),
+            logprobs=np.concatenate([last.logprobs, new.logprobs]),
+        )
+    else:
+        spans.append(new)
+
+
+def _clipped(timings: Timings, now_s: float) -> Timings:
+    """Times of a run that went further than the moment it is resumed from: none is later than that."""
+    return Timings(
+        arrived_s=min(timings.arrived_s, now_s),
+        routed_s=min(timings.routed_s, now_s),
+        sampled_s=min(timings.sampled_s, now_s),
+        rewarded_s=min(timings.rewarded_s, now_s),
+    )

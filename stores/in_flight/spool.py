@@ -1,0 +1,210 @@
+"""The spool: what has become of everything in flight, on disk, so that it survives the processes that hold it.
+
+Entries (stores/in_flight/spool_entries.py) are appended to numbered parts in the run's folder. Invariants:
+
+- What is read back is a prefix of what was appended, part by part: each entry is framed by its length and a checksum,
+  and reading a part ends at the first frame that is not whole. A torn tail is what a kill in the middle leaves.
+- An entry that `append` returned from survives the end of every process, by kill -9 too: it is in the kernel's page
+  cache. It is not flushed to disk; a machine that loses power loses what it had not written back yet, and then the
+  trajectories concerned start again.
+- A part is removed once no group in it or in an earlier part can be needed: each was stored by a step that every resume
+  point kept has in it. So the spool holds what is in flight and what was consumed since the oldest resume point.
+- A spool that cannot be written to ends nothing: it is said once, nothing is appended until the next part is begun,
+  and what it lacks is started again by a resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from staleflow.stores.in_flight.spool_entries import (
+    AnswerGiven,
+    BatchTaken,
+    Entry,
+    EpisodeRestarted,
+    EvaluationEnded,
+    FlightResumed,
+    GroupDrawn,
+    RewardDelivered,
+    TokensDelivered,
+    TrajectoriesRetired,
+    TrajectoriesRouted,
+    decode,
+    encode,
+)
+from staleflow.stores.trajectory import GroupId, TrajectoryId
+
+logger = logging.getLogger(__name__)
+
+HEADER = b"staleflow spool 1\n"
+"""How a part begins. A part of another version is not read."""
+FRAME = struct.Struct("<II")
+"""Length of an entry in bytes, and its CRC-32."""
+PART_BYTES = 256 * 2**20
+"""A part is ended at the next commit in any case, and when it has this many bytes."""
+
+
+def framed(data: bytes) -> bytes:
+    """An entry's bytes with its length and checksum before it."""
+    return FRAME.pack(len(data), zlib.crc32(data)) + data
+
+
+def unframed(file: BinaryIO) -> Iterator[bytes]:
+    """The entries of an open part, up to the first that is not whole."""
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    while len(head := file.read(FRAME.size)) == FRAME.size:
+        size, checksum = FRAME.unpack(head)
+        left -= FRAME.size + size
+        if left < 0 or zlib.crc32(data := file.read(size)) != checksum:  # before a damaged length is taken for one
+            return
+        yield data
+
+
+class Spool:
+    """One run's spool. One process appends, from one thread; `read` what was there comes before the first append.
+    members: trajectories started per group."""
+
+    def __init__(self, folder: Path, members: int) -> None:
+        self.folder = folder
+        self._members = members
+        self._parts: dict[int, set[GroupId]] = {}
+        """Groups that the parts have entries of, by number of the part, oldest first."""
+        self._stored_by: dict[GroupId, int] = {}
+        """The step whose commit stored the last of a group, for groups in these parts."""
+        self._size = 0
+        """Bytes of the part that is appended to; 0 before there is one."""
+        self._failed = False
+        """Whether nothing is appended until the next part is begun."""
+        self._said = False
+
+    def read(self) -> Iterator[Entry]:
+        """All entries, oldest first. A part that cannot be read is left out."""
+        for path in sorted(self.folder.glob("part-*.log")):
+            groups = self._parts.setdefault(int(path.stem[len("part-") :]), set())
+            try:
+                with path.open("rb") as file:
+                    if file.read(len(HEADER)) != HEADER:
+                        continue
+                    for data in unframed(file):
+                        entry = decode(data)
+                        groups |= self._groups(entry)
+                        yield entry
+            except (OSError, ValueError) as error:
+                logger.warning("%s: the rest cannot be read: %s", path, error)
+
+    def append(self, entries: Sequence[Entry]) -> bool:
+        """Append entries in one write. False if they could not be written."""
+        if self._failed or not (self._size or self._begin_part()):
+            return False
+        data = b"".join(framed(encode(entry)) for entry in entries)
+        try:
+            self._write(data)
+        except OSError as error:
+            self._fail(error)
+            return False
+        self._size += len(data)
+        groups = self._parts[max(self._parts)]
+        for entry in entries:
+            groups |= self._groups(entry)
+        if self._size > PART_BYTES:
+            self._begin_part()
+        return True
+
+    def stored(self, step: int, groups: Iterable[GroupId]) -> None:
+        """Note that the commit of `step` has stored the last of these groups."""
+        for group in groups:
+            self._stored_by[group] = step
+
+    def rotate(self, oldest_point: int | None) -> None:
+        """Begin a new part, and remove those that nobody can need. oldest_point: the version of the oldest resume
+        point; None if there is none, and what is stored is not needed again."""
+        self._begin_part()
+        for number in sorted(self._parts)[:-1]:
+            steps = [self._stored_by.get(group) for group in self._parts[number]]
+            if any(s is None or (oldest_point is not None and s >= oldest_point) for s in steps):
+                break
+            with contextlib.suppress(OSError):
+                self._path(number).unlink(missing_ok=True)
+            del self._parts[number]
+        held = self.groups
+        self._stored_by = {group: step for group, step in self._stored_by.items() if group in held}
+
+    @property
+    def groups(self) -> set[GroupId]:
+        """Groups that there are entries of."""
+        return set().union(*self._parts.values())
+
+    @property
+    def exists(self) -> bool:
+        """Whether the run has one, be it empty: runs of earlier versions have none."""
+        return self.folder.is_dir()
+
+    def clear(self) -> None:
+        """Remove all entries, and make the folder if it is not there."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.iterdir():
+                path.unlink()
+        self._parts, self._stored_by, self._size = {}, {}, 0
+
+    def _begin_part(self) -> bool:
+        """Begin a new part, unless the present one is empty. False if it cannot be written."""
+        if self._size == len(HEADER) and not self._failed:
+            return True
+        number = max(self._parts, default=0) + 1
+        self._parts[number] = set()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._path(number).unlink(missing_ok=True)
+            self._write(HEADER)
+        except OSError as error:
+            self._fail(error)
+            return False
+        self._size, self._failed = len(HEADER), False
+        return True
+
+    def _write(self, data: bytes) -> None:
+        """Append to the newest part; it is opened each time, so that nothing has to be closed."""
+        with self._path(max(self._parts)).open("ab", buffering=0) as file:
+            written = 0
+            while written < len(data):
+                written += file.write(memoryview(data)[written:])
+
+    def _fail(self, error: OSError) -> None:
+        """Give up the present part: what it lacks from here on is not there, and nothing may follow in it."""
+        self._failed = True
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "%s cannot be written: %s; the run goes on, and what is in flight now starts again if it is resumed",
+                self.folder,
+                error.strerror or error,
+            )
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number:08d}.log"
+
+    def _groups(self, entry: Entry) -> set[GroupId]:
+        match entry:
+            case GroupDrawn():
+                return {entry.group}
+            case TokensDelivered() | AnswerGiven() | EpisodeRestarted() | RewardDelivered():
+                return {self._group(entry.trajectory)}
+            case TrajectoriesRouted():
+                return {self._group(trajectory) for trajectory, _ in entry.routed}
+            case BatchTaken():
+                return {self._group(trajectory) for trajectory in entry.trajectories}
+            case TrajectoriesRetired():
+                return {ending.group for ending in entry.endings}
+            case FlightResumed() | EvaluationEnded():
+                return set()
+
+    def _group(self, trajectory: TrajectoryId) -> GroupId:
+        return GroupId(trajectory // self._members)

@@ -1,0 +1,328 @@
+"""The entries of a spool: what becomes of groups, trajectories and batches in flight. Pure.
+
+As bytes, an entry is a JSON list with its arrays behind it. `FlightResumed` is the only one about a whole run.
+
+What is said of an episode says in which attempt: how often it had begun again by then. Entries of earlier versions do
+not, which is `UNKNOWN`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.trajectory import (
+    AbortReason,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    IntArray,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
+
+UNKNOWN = -1
+"""Attempt of an entry that does not say it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDrawn:
+    """A prompt was drawn. Its record for the verifier is had again from the source by the group's number."""
+
+    group: GroupId
+    prompt_tokens: IntArray  # [P] token ids
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoriesRouted:
+    """Instances have begun to sample trajectories. routed: (trajectory, epoch)."""
+
+    routed: tuple[tuple[TrajectoryId, int], ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensDelivered:
+    """An instance has sampled tokens of a response. first: the position in the response of the first of them."""
+
+    trajectory: TrajectoryId
+    epoch: int
+    first: int
+    segments: tuple[Segment, ...]
+    finish: FinishReason
+    at_s: float
+    attempt: int = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerGiven:
+    """An environment has answered a turn. first: the position in the response of the first token of the answer; what
+    was sampled before it is the turn. seconds: it took so long. turn_tokens: most of the turn that follows, if it has
+    said so; else 0. stop: what else ends that turn. after: if a branch begins with it, see Given. auxiliary: whether
+    that turn is not trained on."""
+
+    trajectory: TrajectoryId
+    first: int
+    role: str
+    tokens: IntArray  # [T] token ids; there may be none
+    seconds: float
+    at_s: float
+    attempt: int = UNKNOWN
+    turn_tokens: int = 0
+    after: int | None = None
+    auxiliary: bool = False
+    stop: StopCriteria = NO_STOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRestarted:
+    """An environment failed, and the trajectory begins again with its prompt. tokens: those it had, which are lost.
+    epoch: the latest that it was routed under; what is sampled from now on has a higher one. attempt: the one that has
+    failed."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    epoch: int
+    attempt: int = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardDelivered:
+    """A response of so many tokens was scored. error: of the reward function, empty if none."""
+
+    trajectory: TrajectoryId
+    tokens: int
+    reward: float
+    parts: Mapping[str, float]
+    error: str
+    at_s: float
+    attempt: int = UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTaken:
+    """A training step has taken trajectories. versions: their v_traj."""
+
+    step: int
+    trajectories: tuple[TrajectoryId, ...]
+    versions: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoriesRetired:
+    """Trajectories have ended without being trained on. versions: their v_traj."""
+
+    endings: tuple[Ending, ...]
+    versions: tuple[PolicyVersion, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlightResumed:
+    """The run goes on from `version`: what was sampled under later ones, taken by later steps or ended since its commit
+    has not happened. again: trajectories that start again from their prompts."""
+
+    version: PolicyVersion
+    again: tuple[TrajectoryId, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationEnded:
+    """An evaluation is summed up, or given up: what was sampled for it is not needed any more."""
+
+    at_s: float
+
+
+Entry = (
+    GroupDrawn
+    | TrajectoriesRouted
+    | TokensDelivered
+    | AnswerGiven
+    | EpisodeRestarted
+    | RewardDelivered
+    | BatchTaken
+    | TrajectoriesRetired
+    | FlightResumed
+    | EvaluationEnded
+)
+
+OfEpisode = TokensDelivered | AnswerGiven | EpisodeRestarted | RewardDelivered
+"""Entries that say in which attempt of an episode."""
+
+
+def encode(entry: Entry) -> bytes:
+    """An entry as bytes."""
+    head: list[Any]
+    arrays: Sequence[np.ndarray[Any, Any]] = ()
+    match entry:
+        case GroupDrawn():
+            head = ["drawn", entry.group, len(entry.prompt_tokens), entry.at_s]
+            arrays = (entry.prompt_tokens.astype("<i4"),)
+        case TrajectoriesRouted():
+            head = ["routed", entry.routed, entry.at_s]
+        case TokensDelivered():
+            segments = [(s.version, s.instance, len(s.tokens)) for s in entry.segments]
+            head = ["tokens", entry.trajectory, entry.epoch, entry.first, entry.finish.value, entry.at_s, segments]
+            head += [entry.attempt]
+            arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
+        case AnswerGiven():
+            head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
+            head += [entry.attempt, *_next_turn(entry)]
+            arrays = (entry.tokens.astype("<i4"),)
+        case EpisodeRestarted():
+            head = ["restarted", entry.trajectory, entry.tokens, entry.epoch, entry.attempt]
+        case RewardDelivered():
+            parts = {name: float(value) for name, value in entry.parts.items()}
+            head = ["reward", entry.trajectory, entry.tokens, float(entry.reward), parts, entry.error, entry.at_s]
+            head += [entry.attempt]
+        case BatchTaken():
+            head = ["batch", entry.step, entry.trajectories, entry.versions]
+        case TrajectoriesRetired():
+            endings = [(e.trajectory, e.group, e.fate.value, e.reason.value, e.step) for e in entry.endings]
+            head = ["retired", endings, entry.versions]
+        case FlightResumed():
+            head = ["resumed", entry.version, entry.again, entry.at_s]
+        case EvaluationEnded():
+            head = ["evaluated", entry.at_s]
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])
+
+
+def _next_turn(entry: AnswerGiven) -> list[Any]:
+    """What is said of the turn after an answer: as much as differs from what most entries say."""
+    if entry.stop != NO_STOP:
+        return [entry.turn_tokens, entry.after, entry.auxiliary, entry.stop.strings, entry.stop.token_ids]
+    if entry.after is not None or entry.auxiliary:
+        return [entry.turn_tokens, entry.after, entry.auxiliary]
+    return [entry.turn_tokens] if entry.turn_tokens else []
+
+
+def decode(data: bytes) -> Entry:
+    """The inverse of `encode`. Raises ValueError for what no version of `encode` has written."""
+    try:
+        (size,) = struct.unpack_from("<I", data)
+        kind, *rest = json.loads(data[4 : 4 + size])
+        entry: Entry = _DECODERS[kind](data, 4 + size, *rest)
+        return entry
+    except (struct.error, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"no entry of a spool: {error}") from error
+
+
+def _ints(data: bytes, at: int, count: int) -> IntArray:
+    return np.frombuffer(data, "<i4", count, at)
+
+
+def _tokens(
+    data: bytes,
+    at: int,
+    trajectory: int,
+    epoch: int,
+    first: int,
+    finish: str,
+    at_s: float,
+    parts: list[Any],
+    attempt: int = UNKNOWN,
+) -> TokensDelivered:
+    segments = []
+    for version, instance, count in parts:
+        segments.append(
+            Segment(
+                version=PolicyVersion(version),
+                instance=InstanceId(instance),
+                tokens=_ints(data, at, count),
+                logprobs=np.frombuffer(data, "<f4", count, at + 4 * count),
+            )
+        )
+        at += 8 * count
+    return TokensDelivered(
+        trajectory=TrajectoryId(trajectory),
+        epoch=epoch,
+        first=first,
+        segments=tuple(segments),
+        finish=FinishReason(finish),
+        at_s=at_s,
+        attempt=attempt,
+    )
+
+
+def _given(
+    data: bytes,
+    at: int,
+    trajectory: int,
+    first: int,
+    role: str,
+    count: int,
+    seconds: float,
+    at_s: float,
+    attempt: int = UNKNOWN,
+    turn_tokens: int = 0,
+    after: int | None = None,
+    auxiliary: bool = False,
+    strings: Sequence[str] = (),
+    token_ids: Sequence[int] = (),
+) -> AnswerGiven:
+    return AnswerGiven(
+        trajectory=TrajectoryId(trajectory),
+        first=first,
+        role=role,
+        tokens=_ints(data, at, count),
+        seconds=seconds,
+        at_s=at_s,
+        attempt=attempt,
+        turn_tokens=turn_tokens,
+        after=after,
+        auxiliary=auxiliary,
+        stop=StopCriteria(tuple(strings), tuple(token_ids)),
+    )
+
+
+def _retired(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> TrajectoriesRetired:
+    return TrajectoriesRetired(
+        endings=tuple(
+            Ending(trajectory=TrajectoryId(t), group=GroupId(g), fate=Fate(f), reason=AbortReason(r), step=s)
+            for t, g, f, r, s in endings
+        ),
+        versions=tuple(map(PolicyVersion, versions)),
+    )
+
+
+_DECODERS: dict[str, Any] = {
+    "evaluated": lambda data, at, at_s: EvaluationEnded(at_s=at_s),
+    "drawn": lambda data, at, group, count, at_s: GroupDrawn(
+        group=GroupId(group), prompt_tokens=_ints(data, at, count), at_s=at_s
+    ),
+    "routed": lambda data, at, routed, at_s: TrajectoriesRouted(
+        routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s
+    ),
+    "tokens": _tokens,
+    "given": _given,
+    "restarted": lambda data, at, trajectory, tokens, epoch, attempt=UNKNOWN: EpisodeRestarted(
+        trajectory=TrajectoryId(trajectory), tokens=tokens, epoch=epoch, attempt=attempt
+    ),
+    "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s, attempt=UNKNOWN: RewardDelivered(
+        trajectory=TrajectoryId(trajectory),
+        tokens=tokens,
+        reward=reward,
+        parts=parts,
+        error=error,
+        at_s=at_s,
+        attempt=attempt,
+    ),
+    "batch": lambda data, at, step, trajectories, versions: BatchTaken(
+        step=step, trajectories=tuple(map(TrajectoryId, trajectories)), versions=tuple(map(PolicyVersion, versions))
+    ),
+    "retired": _retired,
+    "resumed": lambda data, at, version, again, at_s: FlightResumed(
+        version=PolicyVersion(version), again=tuple(map(TrajectoryId, again)), at_s=at_s
+    ),
+}

@@ -1,0 +1,30 @@
+"""URLs of places in buckets: s3://BUCKET/PREFIX. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from staleflow.stores.errors import ConfigError
+
+SCHEME = "s3://"
+URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])/(?P<prefix>[^/].*?)/*")
+
+HOW = "name one as s3://BUCKET/PREFIX, BUCKET of 3 to 63 small letters, digits, dots and dashes"
+"""What to do about a URL that is none."""
+
+
+def is_url(where: str) -> bool:
+    """Whether a place is named by a URL, and not by a path."""
+    return where.startswith(SCHEME)
+
+
+def parsed(url: str) -> tuple[str, str]:
+    """The bucket and the prefix of a URL. Raises ConfigError.
+
+    >>> parsed("s3://bucket/runs/demo/")
+    ('bucket', 'runs/demo')
+    """
+    match = URL.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"{url!r} is no place for a store; {HOW}")
+    return match["bucket"], match["prefix"]

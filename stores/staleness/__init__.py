@@ -1,0 +1,1 @@
+"""The staleness ledger: which group may train at which step."""

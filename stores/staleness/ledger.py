@@ -1,0 +1,492 @@
+"""The staleness protocol: which groups may be trained on, and when. Pure accounting.
+
+Invariants:
+
+1. Bound. A group whose oldest token may stem from version V is consumed by a step b with V <= b <= V + eta.
+2. No reserved work is wasted. Without redundancy, every reserved group has a legal step as long as it is live.
+3. Once. A group is consumed by at most one step, and every step consumes exactly `groups_per_step` groups.
+4. Conservation. started = consumed + filtered + aborted + live, for groups and for trajectories, at every moment.
+
+A reservation promises a group a place by its deadline, not a particular step. The ledger assigns no group to a step; it
+keeps, by version, the groups that are promised a place by their deadline V + eta, and keeps that schedule feasible
+(Hall's condition for unit jobs with deadlines): for every step D, the groups due by D fit into the steps left up to D.
+In whatever order the work finishes, choosing the earliest deadline first then leaves no group without a legal step.
+docs/protocol.md has the proof. Versions in flight span at most eta + 1 values, so every operation costs O(eta), however
+many groups are live.
+
+Worked example, eta = 1, one group a step, version 0 published:
+
+>>> ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1)
+>>> for g in (0, 1):
+...     _ = ledger.start(GroupId(g))
+...     ledger.reserve(GroupId(g), TrajectoryId(g), PolicyVersion(0))
+>>> ledger.start(GroupId(2)); ledger.refusal(PolicyVersion(0))  # steps 0 and 1 are promised; group 2 would be late
+(2,)
+'2 groups are promised the 2 places up to step 1'
+>>> ledger.complete(GroupId(1), TrajectoryId(1)); ledger.occupy(GroupId(1)); ledger.ready()
+True
+()
+True
+>>> ledger.consume(0).groups  # group 1 finished first, so it is trained on first; group 0 keeps its promise for step 1
+(1,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.staleness.ledger_entries import BufferView, Consumption, Ending, Entry, EntryState
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
+
+UNBOUNDED_STEPS = 2**62
+"""`num_steps` of a run without a planned end."""
+
+
+class StalenessLedger:
+    """The protocol's state. Operations are O(eta); an illegal one raises `ProtocolViolation` and changes nothing.
+
+    eta: the bound, >= 0. groups_per_step: groups one step consumes. group_size: members an advantage is computed over.
+    groups_started / members_started (redundancy): groups started per step, and members started per group; surplus is
+    aborted as soon as it can no longer be used. num_steps: planned end; nothing is promised beyond it. waits: whether a
+    step waits for promised work that is due. If not, promises reserve nothing: any number of groups may be reserved, a
+    step begins as soon as enough of them are finished, and unfinished groups due by it are aborted. The bound still
+    holds, but invariant 2 does not. (Systems that discard stale work at the consumer behave this way.) window: groups,
+    from the oldest that is promised a place, among which a step must find its batch; 0: anywhere.
+    """
+
+    def __init__(
+        self,
+        *,
+        eta: int,
+        groups_per_step: int,
+        group_size: int,
+        groups_started: int | None = None,
+        members_started: int | None = None,
+        num_steps: int = UNBOUNDED_STEPS,
+        waits: bool = True,
+        window: int = 0,
+    ) -> None:
+        self.eta = eta
+        self.groups_per_step = groups_per_step
+        self.group_size = group_size
+        self.groups_started = groups_per_step if groups_started is None else groups_started
+        self.members_started = group_size if members_started is None else members_started
+        self.num_steps = num_steps
+        self.waits = waits
+        self.window = window
+        # Groups that may be promised places in one step.
+        self._promises_per_step = self.groups_started if waits else UNBOUNDED_STEPS
+        if eta < 0 or groups_per_step < 1 or group_size < 1 or num_steps < 0:
+            raise ValueError("eta and num_steps must be >= 0, groups_per_step and group_size >= 1")
+        if self.groups_started < groups_per_step or self.members_started < group_size:
+            raise ValueError("groups_started must be >= groups_per_step, and members_started >= group_size")
+        self.version = PolicyVersion(0)
+        self.next_step = 0
+        self.entries: dict[GroupId, Entry] = {}
+        # By version, in order of arrival: dicts serve as ordered sets.
+        self._reserved: dict[PolicyVersion, dict[GroupId, None]] = {}
+        self._occupied: dict[PolicyVersion, dict[GroupId, None]] = {}
+        self.num_started = 0
+        self.num_ended: dict[tuple[Fate, AbortReason], int] = {}
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def deadline(self, version: PolicyVersion) -> int:
+        """The last step that may consume work of `version`."""
+        return min(version + self.eta, self.num_steps - 1)
+
+    def refusal(self, version: PolicyVersion) -> str | None:
+        """The reason no further group of `version` can be promised a place; None if one can."""
+        return self._shortage(self.deadline(version), self._horizon())
+
+    def room(self, version: PolicyVersion) -> int:
+        """The number of further groups of `version` that can be promised a place now."""
+        room = UNBOUNDED_STEPS
+        due = self.deadline(version)
+        for _, promises_left, places_left in self._slack(due, self._horizon()):
+            room = min(room, promises_left if places_left > 0 else 0)
+        return max(0, room) if due >= self.next_step else 0
+
+    def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
+        """Whether a member of `group` may be sampled under `version` or newer."""
+        entry = self.entries[group]
+        if entry.state is EntryState.RESERVED and version >= entry.version:
+            return self.deadline(version) >= self.next_step
+        if entry.state is EntryState.QUEUED:
+            return self.refusal(version) is None
+        return entry.state is EntryState.RESERVED and self._moved_refusal(entry, version) is None
+
+    def ready(self) -> bool:
+        """Whether the next step can consume its batch now without breaking more promises than redundancy allows."""
+        if self.next_step >= self.num_steps or self.next_step > self.version:
+            return False
+        num_occupied = sum(map(len, self._occupied.values()))
+        if num_occupied < self.groups_per_step:
+            return False
+        if not self.waits:
+            return True
+        # After an earliest-deadline-first pick of one batch, what is due by D must fit into steps next+1 .. D,
+        # except for the groups that were started in excess.
+        allowance = self.groups_started - self.groups_per_step
+        due = picked = 0
+        occupied_due = 0
+        batch = self._batch() if self.window else []
+        if self.window and len(batch) < self.groups_per_step:
+            return False
+        for step in range(self.next_step, self._horizon() + 1):
+            due += self._count_at(step, reserved=True)
+            occupied_due += self._count_at(step, reserved=False)
+            picked = min(self.groups_per_step, occupied_due)
+            if self.window:
+                picked = sum(self.deadline(entry.version) <= step for entry in batch)
+            if due - picked > self.groups_started * (step - self.next_step) + allowance:
+                return False
+        return True
+
+    @property
+    def num_live(self) -> int:
+        """Live trajectories: started and not ended."""
+        return self.num_started - sum(self.num_ended.values())
+
+    @property
+    def num_reserved(self) -> int:
+        return sum(map(len, self._reserved.values()))
+
+    @property
+    def num_occupied(self) -> int:
+        return sum(map(len, self._occupied.values()))
+
+    def view(self) -> tuple[BufferView, ...]:
+        """Groups assigned to buffers for display: reserved ones as late, finished ones as early as possible."""
+        steps = range(self.next_step, min(self.version + self.eta, self.num_steps - 1) + 1)
+        reserved: dict[int, dict[int, int]] = {b: {} for b in steps}
+        occupied: dict[int, dict[int, int]] = {b: {} for b in steps}
+        free = dict.fromkeys(steps, self.groups_started)
+        for version in sorted(self._reserved, reverse=True):
+            left = len(self._reserved[version])
+            for b in range(min(self.deadline(version), steps.stop - 1), self.next_step - 1, -1):
+                n = min(left, free[b])
+                if n:
+                    reserved[b][version] = n
+                free[b] -= n
+                left -= n
+        for version in sorted(self._occupied):
+            left = len(self._occupied[version])
+            for b in steps:
+                n = min(left, free[b])
+                if n:
+                    occupied[b][version] = n
+                free[b] -= n
+                left -= n
+        return tuple(
+            BufferView(step=b, reserved=reserved[b], occupied=occupied[b], capacity=self.groups_per_step) for b in steps
+        )
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def resume(self, step: int, num_ended: Mapping[tuple[Fate, AbortReason], int]) -> None:
+        """Restore the counts of a run that has published version `step`, nothing in flight. Must be the first call."""
+        if self.num_started or self.next_step or step > self.num_steps:
+            raise ProtocolViolation(
+                f"cannot resume at step {step} of {self.num_steps}: the ledger is at step {self.next_step}, with "
+                f"{self.num_started} trajectories started"
+            )
+        self.version, self.next_step = PolicyVersion(step), step
+        self.num_ended = dict(num_ended)
+        self.num_started = sum(num_ended.values())
+        self._validate_counts()
+
+    def start(self, group: GroupId, unfinished: Sequence[TrajectoryId] | None = None) -> tuple[TrajectoryId, ...]:
+        """Add a new group to the queue; it holds no promise yet. Returns the ids of the members it starts.
+
+        unfinished: of a group that a resumed run takes up, the members that had not ended when it was stored; their
+        siblings are among the counts it was resumed with. What they were promised is reserved anew, oldest version
+        first: (H) held for all these promises together, so it holds for any part of them.
+        """
+        if group in self.entries:
+            raise ProtocolViolation(f"group {group} was started twice")
+        first = group * self.members_started
+        members = tuple(TrajectoryId(first + i) for i in range(self.members_started))
+        if unfinished is not None:
+            if not set(unfinished) <= set(members) or len(set(unfinished)) < max(self.group_size, len(unfinished)):
+                raise ProtocolViolation(f"group {group} cannot be taken up with members {list(unfinished)[:10]}")
+            members = tuple(unfinished)
+        self.entries[group] = Entry(group=group, waiting=set(members))
+        self.num_started += len(members)
+        return members
+
+    def reserve(self, group: GroupId, member: TrajectoryId, version: PolicyVersion) -> None:
+        """Promise a place to `group` because `member` is about to be sampled under `version` or newer.
+
+        Idempotent for a group whose promise is at least as old. A member of an older version lowers the group's
+        version, and with it its deadline, if all other promises can still be kept. Raises if not: check `can_reserve`
+        first.
+        """
+        entry = self._live(group)
+        if member not in entry.waiting:
+            raise ProtocolViolation(f"trajectory {member} of group {group} is not waiting to be sampled")
+        if version > self.version or version < 0:
+            raise ProtocolViolation(f"group {group}: version {version} is not published, only 0 to {self.version} are")
+        if not self.can_reserve(group, version):
+            why = self.refusal(version) if entry.state is EntryState.QUEUED else self._moved_refusal(entry, version)
+            raise ProtocolViolation(f"group {group} cannot be promised a place at version {version}: {why}")
+        if entry.state is EntryState.QUEUED:
+            entry.state, entry.version = EntryState.RESERVED, version
+            self._reserved.setdefault(version, {})[group] = None
+        elif version < entry.version:
+            self._leave(entry)
+            entry.version = version
+            self._reserved.setdefault(version, {})[group] = None
+        entry.routed.add(member)
+
+    def complete(self, group: GroupId, member: TrajectoryId) -> bool:
+        """Record that `member` has been sampled and rewarded. True once the group has all members it needs."""
+        entry = self._live(group)
+        if entry.state is not EntryState.RESERVED or member not in entry.routed or member not in entry.waiting:
+            raise ProtocolViolation(f"trajectory {member} completes without having been routed")
+        entry.waiting.remove(member)
+        entry.completed.append(member)
+        return len(entry.completed) >= self.group_size
+
+    def occupy(self, group: GroupId) -> tuple[Ending, ...]:
+        """Turn a complete group's promise into finished work; abort its surplus members and groups left without a
+        step."""
+        entry = self._live(group)
+        if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
+            raise ProtocolViolation(
+                f"group {group} cannot be occupied: {entry.state.name}, {len(entry.completed)} done"
+            )
+        self._leave(entry)
+        entry.state = EntryState.OCCUPIED
+        self._occupied.setdefault(entry.version, {})[group] = None
+        surplus = (*entry.completed[self.group_size :], *sorted(entry.waiting))
+        entry.completed = entry.completed[: self.group_size]
+        entry.waiting.clear()
+        endings = self._end(entry, surplus, Fate.ABORTED, AbortReason.SURPLUS_MEMBER)
+        return (*endings, *self._shed())
+
+    def consume(self, step: int) -> Consumption:
+        """Hand one batch to training step `step`, oldest versions first: exactly once, in order, only when ready."""
+        if step != self.next_step:
+            raise ProtocolViolation(f"step {step} cannot consume: step {self.next_step} is next")
+        if not self.ready():
+            raise ProtocolViolation(f"step {step} cannot consume: its batch is not ready")
+        picked = self._batch()
+        for entry in picked:
+            if not entry.version <= step <= entry.version + self.eta:
+                raise ProtocolViolation(f"group {entry.group} of version {entry.version} at step {step}")
+        endings: list[Ending] = []
+        for entry in picked:
+            self._leave(entry)
+            endings += self._end(entry, tuple(entry.completed), Fate.CONSUMED, AbortReason.NONE)
+            del self.entries[entry.group]
+        self.next_step += 1
+        return Consumption(
+            step=step,
+            groups=tuple(e.group for e in picked),
+            members=tuple(m for e in picked for m in e.completed),
+            versions=tuple(e.version for e in picked),
+            endings=(*endings, *self._shed()),
+        )
+
+    def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId | None = None) -> tuple[Ending, ...]:
+        """Abort a group, or one unfinished member of it if enough others remain. An aborted group's place is freed."""
+        entry = self._live(group)
+        if member is not None:
+            if member not in entry.waiting:
+                raise ProtocolViolation(f"trajectory {member} of group {group} cannot be aborted: it is not waiting")
+            if len(entry.completed) + len(entry.waiting) > self.group_size:
+                entry.waiting.remove(member)
+                return self._end(entry, (member,), Fate.ABORTED, reason)
+            others = tuple(m for m in entry.members if m != member)
+            self._drop(entry)
+            return (
+                *self._end(entry, (member,), Fate.ABORTED, reason),
+                *self._end(entry, others, Fate.ABORTED, AbortReason.GROUP_FAILED),
+            )
+        self._drop(entry)
+        return self._end(entry, entry.members, Fate.ABORTED, reason)
+
+    def filter(self, group: GroupId, reason: AbortReason) -> tuple[Ending, ...]:
+        """Drop a complete group that is not worth training on; its place is freed for a replacement."""
+        entry = self._live(group)
+        if entry.state is not EntryState.RESERVED or len(entry.completed) < self.group_size:
+            raise ProtocolViolation(f"group {group} is filtered before it is complete")
+        self._drop(entry)
+        return (
+            *self._end(entry, tuple(entry.completed), Fate.FILTERED, reason),
+            *self._end(entry, tuple(sorted(entry.waiting)), Fate.ABORTED, AbortReason.SURPLUS_MEMBER),
+        )
+
+    def publish(self, version: PolicyVersion) -> None:
+        """Record that training step `version` - 1 has finished."""
+        if version != self.version + 1 or version != self.next_step:
+            raise ProtocolViolation(f"version {version} published after {self.version}, next step {self.next_step}")
+        self.version = version
+
+    # -- validation ----------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every invariant across collections, O(live groups); raises `ProtocolViolation` at the first broken."""
+        self._validate_membership()
+        self._validate_counts()
+        due = occupied_due = 0
+        strict = self._promises_per_step == self.groups_per_step
+        for step in range(min(self.next_step, self.version), self._horizon() + 1):
+            due += self._count_at(step, reserved=True)
+            occupied_due += self._count_at(step, reserved=False)
+            places = self.groups_per_step * max(0, step - self.next_step + 1)
+            if occupied_due > places or (strict and due > places):
+                raise ProtocolViolation(
+                    f"{due} groups ({occupied_due} finished) are due by step {step}, which has {places} places"
+                )
+        for version, groups in (*self._reserved.items(), *self._occupied.items()):
+            if groups and (version > self.next_step or self.deadline(version) < self.next_step):
+                raise ProtocolViolation(f"live work of version {version} at step {self.next_step}, bound {self.eta}")
+
+    def _validate_membership(self) -> None:
+        for state, index in ((EntryState.RESERVED, self._reserved), (EntryState.OCCUPIED, self._occupied)):
+            listed = {g: v for v, groups in index.items() for g in groups}
+            if sum(map(len, index.values())) != len(listed):
+                raise ProtocolViolation(f"a group is {state.name} under two versions")
+            held = {g: e.version for g, e in self.entries.items() if e.state is state}
+            if listed != held:
+                raise ProtocolViolation(f"{state.name} index and entries differ: {listed.items() ^ held.items()}")
+        for entry in self.entries.values():
+            if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed:
+                raise ProtocolViolation(f"group {entry.group}: members both waiting and done, or done but never routed")
+            if (entry.state is EntryState.QUEUED) != (entry.version == -1 and not entry.routed):
+                raise ProtocolViolation(f"group {entry.group} is {entry.state.name} with version {entry.version}")
+
+    def _validate_counts(self) -> None:
+        live = sum(len(e.completed) + len(e.waiting) for e in self.entries.values())
+        if live != self.num_live:
+            raise ProtocolViolation(
+                f"started {self.num_started} - ended {sum(self.num_ended.values())} = {self.num_live}, but {live} live"
+            )
+        consumed = self.num_ended.get((Fate.CONSUMED, AbortReason.NONE), 0)
+        if consumed != self.next_step * self.groups_per_step * self.group_size:
+            raise ProtocolViolation(f"{consumed} trajectories consumed by {self.next_step} steps")
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _batch(self) -> list[Entry]:
+        """The finished groups that the next step takes, as far as there are enough: the oldest versions first, or, with
+        a window, the oldest groups in it: it begins at the oldest that is not taken, and counts those that were."""
+        picked: list[Entry] = []
+        if self.window:
+            live = [e for e in self.entries.values() if e.state is not EntryState.QUEUED]
+            live.sort(key=lambda e: (e.version, e.group))
+            while live and len(picked) < self.groups_per_step:
+                last = live[0].group + self.window
+                found = next((e for e in live if e.state is EntryState.OCCUPIED and e.group < last), None)
+                if found is None:
+                    break
+                picked.append(found)
+                live.remove(found)
+            return picked
+        for version in sorted(self._occupied):
+            for group in self._occupied[version]:
+                if len(picked) == self.groups_per_step:
+                    break
+                picked.append(self.entries[group])
+        return picked
+
+    def _horizon(self) -> int:
+        """The last step by which any existing or possible promise is due."""
+        return min(self.version + self.eta, self.num_steps - 1)
+
+    def _due_versions(self, step: int) -> Iterable[PolicyVersion]:
+        """The versions whose deadline is exactly `step`."""
+        first = step - self.eta
+        if step == self.num_steps - 1:  # no deadline is later than the planned end
+            return (PolicyVersion(v) for v in range(max(0, first), self.version + 1))
+        return (PolicyVersion(first),)
+
+    def _count_at(self, step: int, *, reserved: bool) -> int:
+        """The number of groups due exactly at `step`: occupied ones and, if `reserved`, promised ones."""
+        count = 0
+        for version in self._due_versions(step):
+            count += len(self._occupied.get(version, ()))
+            if reserved:
+                count += len(self._reserved.get(version, ()))
+        return count
+
+    def _count_due(self, step: int, *, reserved: bool) -> int:
+        """The number of groups due at `step` or before."""
+        return sum(self._count_at(s, reserved=reserved) for s in range(self.next_step, step + 1))
+
+    def _slack(self, due: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """For each step from `due` to `last`: (step, number of further groups due by then that can be promised a place,
+        number of places that finished work leaves). The two numbers differ only with redundancy, which promises more
+        places than there are."""
+        promised = self._count_due(due - 1, reserved=True)
+        finished = self._count_due(due - 1, reserved=False)
+        for step in range(due, last + 1):
+            promised += self._count_at(step, reserved=True)
+            finished += self._count_at(step, reserved=False)
+            num_steps = step - self.next_step + 1
+            yield step, self._promises_per_step * num_steps - promised, self.groups_per_step * num_steps - finished
+
+    def _shortage(self, due: int, last: int) -> str | None:
+        """The reason one more group due by `due` cannot be promised a place, judged by the steps to `last`, or None."""
+        if due < self.next_step:
+            return f"it would have to be trained on by step {due}, the next is {self.next_step}"
+        for step, promises_left, places_left in self._slack(due, last):
+            if promises_left <= 0:
+                promised = self.groups_started * (step - self.next_step + 1) - promises_left
+                return f"{promised} groups are promised the {promised + promises_left} places up to step {step}"
+            if places_left <= 0:
+                return f"finished groups fill all places up to step {step}"
+        return None
+
+    def _moved_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
+        """The reason a reserved group cannot take the older `version`; None if every promise can still be kept."""
+        return self._shortage(self.deadline(version), self.deadline(entry.version) - 1)
+
+    def _live(self, group: GroupId) -> Entry:
+        entry = self.entries.get(group)
+        if entry is None:
+            raise ProtocolViolation(f"group {group} is not live")
+        return entry
+
+    def _leave(self, entry: Entry) -> None:
+        """Remove the entry from the index of its state."""
+        index = self._reserved if entry.state is EntryState.RESERVED else self._occupied
+        groups = index[entry.version]
+        del groups[entry.group]
+        if not groups:
+            del index[entry.version]
+
+    def _drop(self, entry: Entry) -> None:
+        if entry.state is not EntryState.QUEUED:
+            self._leave(entry)
+        del self.entries[entry.group]
+
+    def _end(
+        self, entry: Entry, members: tuple[TrajectoryId, ...], fate: Fate, reason: AbortReason
+    ) -> tuple[Ending, ...]:
+        if members:
+            self.num_ended[fate, reason] = self.num_ended.get((fate, reason), 0) + len(members)
+        return tuple(
+            Ending(trajectory=m, group=entry.group, fate=fate, reason=reason, step=self.next_step) for m in members
+        )
+
+    def _shed(self) -> tuple[Ending, ...]:
+        """Abort reserved groups left without a legal step; only redundancy, or steps that do not wait, leave any."""
+        if self._promises_per_step == self.groups_per_step:
+            return ()
+        endings: list[Ending] = []
+        room: int = UNBOUNDED_STEPS
+        # From the latest deadline down: the room at a deadline is the least slack at it or at any later one.
+        occupied_due = self._count_due(self._horizon(), reserved=False)
+        for step in range(self._horizon(), self.deadline(min(self._reserved, default=self.version)) - 1, -1):
+            room = min(room, self.groups_per_step * max(0, step - self.next_step + 1) - occupied_due)
+            if room <= 0:
+                reason = AbortReason.TOO_STALE if step < self.next_step else AbortReason.SURPLUS_GROUP
+                for version in tuple(self._due_versions(step)):
+                    for group in tuple(self._reserved.get(version, ())):
+                        endings += self.abort(group, reason)
+            occupied_due -= self._count_at(step, reserved=False) if step >= self.next_step else 0
+        return tuple(endings)

@@ -1,0 +1,1 @@
+"""Stored trajectories: layout, writing, reading, branches."""

@@ -1,0 +1,148 @@
+"""Branches of a store: the same trajectories with other rewards or logprobs. The original is never changed.
+
+A branch shares every chunk with its parent snapshot except those of what differs, and records how it was made, its
+lineage. It is created atomically: until it is complete it has a temporary name that is never listed.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import icechunk
+import numpy as np
+import numpy.typing as npt
+import zarr
+
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories.layout import AT, FLOAT_COLUMNS, INT_COLUMNS
+from staleflow.stores.trajectories.reader import RESCORED, StoreReader, stored_chunk
+from staleflow.stores.trajectories.repository import INCOMPLETE, MAIN, branch_names, repository_at
+from staleflow.stores.trajectory import NO_VERSION
+
+COPIED_AT_ONCE = 16 * 65_536
+"""Elements copied at once: 4 MiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """The columns a branch replaces, one element per row in stored order. errors: by trajectory id."""
+
+    rewards: npt.NDArray[np.float32]  # [R]
+    advantages: npt.NDArray[np.float32]  # [R], 0 where nothing was trained
+    loss_mask: npt.NDArray[np.bool_]  # [R], whether its tokens would carry gradient
+    errors: Mapping[int, str]
+
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]*")
+MAX_NAME = 200
+"""Most characters of a branch's name: it becomes that of a file."""
+
+
+def refuse(path: Path, name: str) -> None:
+    """Raise ConfigError if a branch of that name cannot be made."""
+    if name and not (NAME.fullmatch(name) and len(name) <= MAX_NAME):
+        raise ConfigError(
+            f"a branch cannot be called {name[:60]!r}: use letters, digits and . _ + @ - and spaces, beginning with a "
+            f"letter or digit, at most {MAX_NAME} in all"
+        )
+    branches = branch_names(repository_at(path))
+    if name in branches or name == MAIN or not name or name.startswith(("undone-", INCOMPLETE)):
+        taken = ", ".join(sorted(branches))
+        raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {taken}; nothing stored is overwritten")
+
+
+def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Mapping[str, Any]) -> str:
+    """Make branch `name` from the snapshot `store` reads, with other rewards; returns its snapshot. Raises StoreError;
+    then no branch is left."""
+
+    def change(root: Any) -> None:
+        count = len(new.rewards)
+        if root["rows/float"].shape[0] != count:
+            raise StoreError(f"{path}: {root['rows/float'].shape[0]} rows, but rewards for {count}")
+        root["rows/float"][:, FLOAT_COLUMNS.index("reward")] = new.rewards
+        root["rows/float"][:, FLOAT_COLUMNS.index("advantage")] = new.advantages
+        _change_masks(root, new.loss_mask)
+        root["rows/int"][:, INT_COLUMNS.index("loss_mask")] = new.loss_mask.astype(np.int64)
+        root.attrs["errors"] = {str(trajectory): error for trajectory, error in new.errors.items()}
+
+    return _commit_branch(store, path, name, "rewards", change, lineage)
+
+
+def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
+    """Give the tokens of rows whose loss mask becomes another their new mask, file by file."""
+    ints = np.asarray(root["rows/int"][:])
+    rows = np.flatnonzero((ints[:, AT["loss_mask"]] != 0) != loss_mask)
+    begins = ints[rows, AT["offset"]] + ints[rows, AT["prompt_tokens"]]
+    ends = begins + ints[rows, AT["response_tokens"]]
+    mask, versions = root["tokens/mask"], root["tokens/versions"]
+    file = stored_chunk(mask)
+    for first in range(0, int(mask.shape[0]), file):
+        inside = (begins < first + file) & (ends > first) & (begins < ends)
+        if not inside.any():
+            continue
+        values = np.asarray(mask[first : first + file])
+        sampled = np.asarray(versions[first : first + file]) != NO_VERSION
+        for begin, end, trained in zip(begins[inside], ends[inside], loss_mask[rows[inside]], strict=True):
+            part = slice(max(0, begin - first), end - first)
+            values[part] = sampled[part] & trained
+        mask[first : first + file] = values
+
+
+def derive_logprobs(
+    store: StoreReader, path: Path, name: str, logprobs: npt.NDArray[np.float32], lineage: Mapping[str, Any]
+) -> str:
+    """Make branch `name` from the snapshot `store` reads, with RESCORED beside the stored logprobs; returns its
+    snapshot. logprobs: [T], may be memory-mapped. Raises StoreError; then no branch is left."""
+
+    def change(root: Any) -> None:
+        tokens = root["tokens/logprobs"]
+        if tokens.shape != logprobs.shape:
+            raise StoreError(f"{path}: {tokens.shape[0]} tokens, but logprobs for {len(logprobs)}")
+        if RESCORED in root:
+            del root[RESCORED]
+        array = root.create_array(
+            RESCORED, shape=tokens.shape, chunks=tokens.chunks, shards=tokens.shards, dtype="float32",
+            compressors=tokens.compressors, fill_value=0, dimension_names=("tokens_rescored",),
+        )  # fmt: skip
+        for first in range(0, len(logprobs), COPIED_AT_ONCE):
+            array[first : first + COPIED_AT_ONCE] = logprobs[first : first + COPIED_AT_ONCE]
+
+    return _commit_branch(store, path, name, "logprobs", change, lineage)
+
+
+def _commit_branch(
+    store: StoreReader,
+    path: Path,
+    name: str,
+    kind: str,
+    change: Callable[[Any], None],
+    lineage: Mapping[str, Any],
+) -> str:
+    refuse(path, name)
+    repository = repository_at(path)
+    parent = store.snapshot
+    _remove(repository, (b for b in repository.list_branches() if b.startswith(INCOMPLETE)))  # left by killed writers
+    temporary = f"{INCOMPLETE}{secrets.token_hex(4)}"
+    repository.create_branch(temporary, parent)
+    try:
+        session = repository.writable_session(temporary)
+        root: Any = zarr.open_group(session.store, mode="r+")
+        change(root)
+        root.attrs["lineage"] = {**lineage, "parent": parent}
+        snapshot = str(session.commit(f"{kind}: {name}", metadata={"kind": kind}))
+        repository.create_branch(name, snapshot)
+        return snapshot
+    except (icechunk.IcechunkError, OSError) as error:
+        raise StoreError(f"{path}: branch {name!r} could not be stored: {error}") from error
+    finally:
+        _remove(repository, [temporary])
+
+
+def _remove(repository: Any, names: Iterable[str]) -> None:
+    for name in list(names):
+        repository.delete_branch(name)

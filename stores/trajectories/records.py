@@ -1,0 +1,167 @@
+"""The contract of a trajectory store, and the values it keeps. Pure; two implementations, one conformance suite."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.context_branches import Branch
+from staleflow.stores.serialization import Codec
+from staleflow.stores.trajectory import Ended, Trajectory, TrajectoryId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """The settings of the run that wrote a store which give its numbers their meaning."""
+
+    run: str
+    eta: int
+    groups_per_step: int
+    group_size: int
+    members_started: int
+    held_out: int | None = None
+    """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id. None in stores
+    of earlier versions, which did not exclude them."""
+    url: str = ""
+    """Where in a bucket the store's data are; empty if they are in its folder."""
+    job: str = ""
+    """The job file, TOML, of a store in a bucket: whoever has only its URL knows the run by it."""
+    longest_prompt: int | None = None
+    """Tokens of the longest prompt that was drawn; longer ones were replaced by others. None: none was replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerState:
+    """The ledger's counts at a commit. With the rows up to it they must add up: started = ended + live."""
+
+    num_started: int
+    num_ended: dict[str, int]
+    """Ended trajectories by "fate:reason"."""
+    live: tuple[tuple[int, int], ...]
+    """Trajectories in flight, as half-open ranges of ids."""
+    next_step: int
+    version: int
+
+    @property
+    def num_live(self) -> int:
+        return sum(b - a for a, b in self.live)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One commit. kind: "step", a training step with the batch it consumed; "end", the run's end; "resume", what was in
+    flight when the run was interrupted, aborted before it is resumed."""
+
+    kind: str
+    step: int
+    ledger: LedgerState
+    metrics: dict[str, float] = field(default_factory=dict)
+    weight_fingerprint: str = ""
+    """Fingerprint of the version this step published."""
+    loaded_fingerprints: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """By instance: the version it serves and the fingerprint of the weights it holds."""
+    batch_fingerprint: str = ""
+    """Hash of the tokens, logprobs, versions and advantages the trainer received, in its order."""
+    num_rows: int = 0
+    num_tokens: int = 0
+    """Rows and stored tokens (prompts included) of this commit; a truncated array is detected by them."""
+
+    def repeats(self, other: StepRecord | None) -> bool:
+        """Whether this asks for what `other` is the commit of."""
+        if other is None or (self.kind, self.step) != (other.kind, other.step):
+            return False
+        return replace(self.ledger, live=()) == replace(other.ledger, live=())
+
+
+class TrajectoryStore(Protocol):
+    """An append-only store. One owner commits; anyone may read."""
+
+    @property
+    def header(self) -> RunHeader: ...
+
+    def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+        """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
+        The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored."""
+        ...
+
+    def steps(self, first: int = 0) -> list[StepRecord]:
+        """The commits from number `first` on, oldest first; as in slices, a negative one counts from the end."""
+        ...
+
+    def ended(self, step: int | None = None) -> Iterable[Ended]:
+        """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
+        ...
+
+    def get(self, trajectory: TrajectoryId) -> Ended | None: ...
+
+
+def id_ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Half-open ranges that cover exactly these ids.
+
+    >>> id_ranges([3, 1, 2, 7])
+    ((1, 4), (7, 8))
+    """
+    ranges: list[tuple[int, int]] = []
+    for i in sorted(ids):
+        if ranges and ranges[-1][1] == i:
+            ranges[-1] = (ranges[-1][0], i + 1)
+        else:
+            ranges.append((i, i + 1))
+    return tuple(ranges)
+
+
+class BatchDigest:
+    """The hash of a batch, trajectory by trajectory."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(
+        self,
+        ids: tuple[int, int],
+        prompt: npt.NDArray[np.int32],
+        response: npt.NDArray[np.int32],
+        versions: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        numbers: tuple[float, float],
+        branches: Sequence[Branch] = (),
+    ) -> None:
+        """Add a trajectory. ids: its id and v_traj; numbers: its reward and advantage; the rest as in Trajectory."""
+        self._hash.update(_TWO_IDS.pack(*ids))
+        for array in (prompt, response, versions):
+            self._hash.update(_LENGTH.pack(len(array)))
+            self._hash.update(np.ascontiguousarray(array, "<i4").data)
+        self._hash.update(np.ascontiguousarray(logprobs, "<f4").data)
+        self._hash.update(_TWO_NUMBERS.pack(*numbers))
+        if branches:
+            self._hash.update(_LENGTH.pack(-len(branches)))
+        for branch in branches:
+            self._hash.update(_TWO_IDS.pack(*branch))
+
+    @property
+    def hex(self) -> str:
+        """32 digits."""
+        return self._hash.hexdigest()
+
+
+_TWO_IDS, _LENGTH, _TWO_NUMBERS = struct.Struct("<qq"), struct.Struct("<q"), struct.Struct("<ff")
+
+
+def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
+    """Hash, 32 hex digits, of what a training step receives: (trajectory, advantage) in order."""
+    digest = BatchDigest()
+    for t, advantage in batch:
+        numbers = (t.reward, advantage)
+        ids = (t.id, t.v_traj)
+        digest.add(ids, t.prompt_tokens, t.response_tokens, t.versions, t.logprobs, numbers, t.branches)
+    return digest.hex
+
+
+CODEC = Codec()
+"""Encodes headers and step records as the stores keep them."""

@@ -1,0 +1,130 @@
+"""The Icechunk repository of a store: opening it, its branches and snapshots, and the lock that commits take."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import icechunk
+
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.files import publish
+from staleflow.stores.trajectories.storage import bucket_storage, name_url, refuse_silent, storage_at
+
+if "ICECHUNK_LOG" not in os.environ:
+    # At each opening it warns that several committers on a local disk lose commits; a run has only one.
+    icechunk.set_logs_filter("error")
+
+MAIN = "main"
+"""The branch that a run commits to."""
+CREATED = "created"
+"""Kind of the commit that a store begins with."""
+INCOMPLETE = "part-"
+"""Prefix of the names of incomplete branches, which are never listed."""
+MANIFEST_CHUNKS = 64
+"""Chunks per manifest: without a limit each commit would rewrite a manifest that grows with the run."""
+
+
+def repository_at(path: Path) -> Any:
+    """The Icechunk repository of an existing store. Raises StoreError."""
+    try:
+        return open_repository(path)
+    except (icechunk.IcechunkError, OSError) as error:
+        raise StoreError(f"{path}: the store cannot be opened: {first_line(error)}") from error
+
+
+def open_repository(path: Path) -> Any:
+    """As `repository_at`, but raises Icechunk's own errors."""
+    return icechunk.Repository.open(storage_at(path), config=_config())
+
+
+@contextlib.contextmanager
+def creating(path: Path, url: str = "") -> Iterator[Any]:
+    """A new repository, which `path` leads to once the block has ended well. A kill before leaves a folder of another
+    name, or in a bucket a repository without any commit of a run, which the next attempt uses. url: of a place in a
+    bucket, instead of a folder. Raises Icechunk's own errors, OSError, ConfigError, StoreError."""
+    if url:
+        yield _unused(url)
+        name_url(path, url)
+        return
+    part = path.with_name(f".{path.name}.part")
+    if part.exists():
+        shutil.rmtree(part)
+    yield icechunk.Repository.create(storage_at(part), config=_config())
+    publish(part, path)
+
+
+def check_bucket(url: str, *, new: bool) -> None:
+    """Raise ConfigError if a store's bucket does not answer. new: or if there is a run's store already."""
+    try:
+        refuse_silent()
+        if icechunk.Repository.exists(bucket_storage(url)) and new:
+            _unused(url)
+    except (icechunk.IcechunkError, OSError) as error:
+        raise ConfigError(
+            f"store = {url!r}: the bucket cannot be used: {first_line(error)}; check the name, AWS_ENDPOINT_URL and "
+            "AWS_ACCESS_KEY_ID"
+        ) from error
+
+
+def _unused(url: str) -> Any:
+    """The repository at a URL, created if it is not there. Raises ConfigError if a run has committed to it."""
+    storage = bucket_storage(url)
+    if not icechunk.Repository.exists(storage):
+        return icechunk.Repository.create(storage, config=_config())
+    repository = icechunk.Repository.open(storage, config=_config())
+    if any(snapshot.metadata.get("kind", CREATED) != CREATED for snapshot in repository.ancestry(branch=MAIN)):
+        raise ConfigError(f"{url}: there is a run's store already; choose another name, or another store")
+    return repository
+
+
+def branch_names(repository: Any) -> set[str]:
+    """The branches that are complete."""
+    return {name for name in repository.list_branches() if not name.startswith(INCOMPLETE)}
+
+
+def snapshot_of(repository: Any, step: int, path: Path) -> str:
+    """The snapshot that training step `step` committed. Raises ConfigError."""
+    steps = []
+    for snapshot in repository.ancestry(branch=MAIN):
+        if snapshot.metadata.get("kind") == "step":
+            steps.append(snapshot.metadata.get("step"))
+            if steps[-1] == step:
+                return str(snapshot.id)
+    there = f"steps {steps[-1]} to {steps[0]} are stored" if steps else "none is stored yet"
+    raise ConfigError(f"{path}: no commit of step {step}; {there}")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process at a time move the head of a store: held for milliseconds; the lock ends with the process."""
+    with path.with_name(f".{path.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in one line: its first one, or where Icechunk names causes, as of a bucket, the innermost.
+
+    >>> first_line(ValueError("x refused\\n |-> service error\\n `-> Error { message: \\"no such bucket\\", id: 7 }"))
+    'no such bucket'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line.partition("-> ")[2] for line in lines if line.startswith(("|-> ", "`-> "))]
+    if not causes:
+        return lines[0] if lines else type(error).__name__
+    said = re.search(r'message: "([^"]+)"', causes[-1])
+    return said[1] if said else causes[-1]
+
+
+def _config() -> Any:
+    split = icechunk.ManifestSplittingConfig.from_dict(
+        {icechunk.ManifestSplitCondition.AnyArray(): {icechunk.ManifestSplitDimCondition.Any(): MANIFEST_CHUNKS}}
+    )
+    return icechunk.RepositoryConfig(manifest=icechunk.ManifestConfig(splitting=split))

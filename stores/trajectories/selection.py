@@ -1,0 +1,137 @@
+"""Selection of stored trajectories by an expression over their columns, such as `staleness <= 1 and reward > 0`. Pure.
+
+Expressions are a subset of Python's: comparisons, `and`, `or`, `not`, `in` and arithmetic. Nothing is called and no
+attribute is accessed, so untrusted expressions are safe.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.errors import ConfigError
+
+Column = npt.NDArray[Any]
+SHOWN = 200
+"""Characters of an expression that messages repeat."""
+
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.In: lambda left, right: np.isin(left, list(right)),
+    ast.NotIn: lambda left, right: ~np.isin(left, list(right)),
+}  # fmt: skip
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """An expression that selects rows; an empty one selects all. Checked when it is applied."""
+
+    text: str = ""
+
+    def mask(self, columns: Mapping[str, Column]) -> npt.NDArray[np.bool_]:
+        """[R] whether each row is selected. columns: [R] each, by name. Raises ConfigError, which names the fault.
+
+        >>> Selection("reward > 0 and fate == 'consumed'").mask(
+        ...     {"reward": np.array([0.0, 1.0, 1.0]), "fate": np.array(["consumed", "consumed", "aborted"])}
+        ... ).tolist()
+        [False, True, False]
+        """
+        count = len(next(iter(columns.values()))) if columns else 0
+        if not self.text.strip():
+            return np.ones(count, bool)
+        try:
+            tree = ast.parse(self.text.strip(), mode="eval").body
+        except (SyntaxError, ValueError) as error:
+            raise self._wrong("cannot be read") from error
+        except (RecursionError, MemoryError) as error:
+            raise self._wrong("is nested too deeply; split it into several") from error
+        try:
+            with np.errstate(all="ignore"):
+                result = self._value(tree, columns)
+        except ArithmeticError as error:
+            raise self._wrong(f"cannot be computed: {error}") from error
+        except RecursionError as error:
+            raise self._wrong("is nested too deeply; split it into several") from error
+        if not isinstance(result, np.ndarray) or result.dtype != np.bool_:
+            raise self._wrong("is not a condition on trajectories, such as reward > 0")
+        return result
+
+    def _value(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
+        match node:
+            case ast.BoolOp(op=op, values=values):
+                parts = [self._claim(v, columns) for v in values]
+                join = np.logical_and if isinstance(op, ast.And) else np.logical_or
+                return join.reduce(parts)
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return ~self._claim(operand, columns)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -self._number(operand, columns)
+            case ast.Compare(left=left, ops=ops, comparators=comparators):
+                return self._compared([left, *comparators], ops, columns)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+                return _ARITHMETIC[type(op)](self._number(left, columns), self._number(right, columns))
+            case ast.Name(id=name):
+                if name not in columns:
+                    near = difflib.get_close_matches(name, columns, n=1)
+                    raise self._wrong(
+                        f"there is no column {name!r}; "
+                        + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(columns)}")
+                    )
+                return columns[name]
+            case ast.Constant(value=bool() | int() | float() | str()):
+                return node.value
+            case ast.Tuple(elts=elements) | ast.List(elts=elements) | ast.Set(elts=elements):
+                values = [self._value(e, columns) for e in elements]
+                if any(isinstance(value, (list, np.ndarray)) for value in values):
+                    raise self._wrong(f"{ast.unparse(node)!r} may hold only numbers or only texts")
+                return values
+            case _:
+                raise self._wrong(
+                    f"{ast.unparse(node)!r} is not supported; use comparisons, and, or, not, in, + - * / %"
+                )
+
+    def _compared(self, values: list[ast.expr], ops: list[ast.cmpop], columns: Mapping[str, Column]) -> Any:
+        parts = [self._value(v, columns) for v in values]
+        claims = []
+        for (left, right), op in zip(itertools.pairwise(parts), ops, strict=True):
+            among = isinstance(op, (ast.In, ast.NotIn))
+            if type(op) not in _COMPARISONS or isinstance(left, list) or isinstance(right, list) != among:
+                raise self._wrong("compares values that cannot be compared")
+            kinds = [_is_text(x) for x in ([left, *right] if among else [left, right])]
+            if any(kinds) != all(kinds):
+                raise self._wrong("compares text with numbers; quote text, as in fate == 'consumed'")
+            claims.append(_COMPARISONS[type(op)](left, right))
+        return np.logical_and.reduce(claims) if len(claims) > 1 else claims[0]
+
+    def _claim(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
+        value = self._value(node, columns)
+        if not isinstance(value, np.ndarray) or value.dtype != np.bool_:
+            raise self._wrong(f"{ast.unparse(node)!r} is neither true nor false")
+        return value
+
+    def _number(self, node: ast.expr, columns: Mapping[str, Column]) -> Any:
+        value = self._value(node, columns)
+        if isinstance(value, list) or _is_text(value):
+            raise self._wrong(f"{ast.unparse(node)!r} is not a number")
+        return value
+
+    def _wrong(self, what: str) -> ConfigError:
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}..."
+        return ConfigError(f"--where {text!r}: {what}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, np.ndarray) and value.dtype.kind in "UO")

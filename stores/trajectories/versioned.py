@@ -1,0 +1,293 @@
+"""The trajectory store on Zarr v3 and Icechunk: commits are atomic snapshots, and every earlier step stays readable.
+
+Layout (one row per trajectory; its prompt and response are adjacent in the flat token arrays):
+
+    tokens/ids        int32   [T]      prompt tokens, then response tokens, row after row
+    tokens/logprobs   float32 [T]      behaviour logprob, nats; 0 at prompt tokens and given ones
+    tokens/versions   int32   [T]      policy version that sampled the token; -1 at prompt tokens and given ones
+    tokens/mask       uint8   [T]      1 where the loss applies
+    rows/int          int64   [R, 16]  INT_COLUMNS
+    rows/float        float32 [R, 6]   FLOAT_COLUMNS
+    rows/turns        float64 [R, 3]   TURN_COLUMNS; from the first commit on that has a trajectory of many turns
+    text              uint8   [B]      JSON: spans, reward parts and errors of rows
+    commits           int64   [S, 8]   COMMIT_COLUMNS: what listing and resuming a run ask for
+    records           uint8   [C]      JSON: step records
+
+Each commit's tokens start at the boundary of a file, so that appending never rewrites one (facts of the layout and its
+speed: docs/store.md). There is one committer; with several, Icechunk would not be safe on a local file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import icechunk
+import numpy as np
+import numpy.typing as npt
+import zarr
+from zarr.codecs import BloscCodec, Crc32cCodec
+
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories import layout
+from staleflow.stores.trajectories.layout import (
+    AT,
+    COMMIT_AT,
+    COMMIT_COLUMNS,
+    FLOAT_COLUMNS,
+    INT_COLUMNS,
+    KINDS,
+    TOKEN_ARRAYS,
+    TURN_COLUMNS,
+)
+from staleflow.stores.trajectories.reader import TURNS, StoreReader, single_turns, stored_chunk
+from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord
+from staleflow.stores.trajectories.repository import (
+    CREATED,
+    MAIN,
+    branch_names,
+    creating,
+    first_line,
+    locked,
+    open_repository,
+    snapshot_of,
+)
+from staleflow.stores.trajectories.stored_ids import StoredIds
+from staleflow.stores.trajectory import Ended
+
+FORMAT, FORMAT_WITH_TURNS, FORMAT_WITH_BRANCHES = 2, 3, 4
+"""What is written: earlier versions, which do not know given tokens, or branches, can read stores without."""
+TOKEN_CHUNK = 131_072
+"""Elements compressed together, 512 KiB: what reading one trajectory decompresses."""
+TOKEN_FILE = 8 * TOKEN_CHUNK
+"""Elements of a token array per file, 4 MiB: a million tokens are three files. The last file of a commit is shorter."""
+TEXT_CHUNK = 65_536
+"""Bytes of JSON compressed together."""
+
+
+class VersionedStore(StoreReader):
+    """The contract is in records.py. Opened with `create`, `open` (the committer) or `open` with `at_step`."""
+
+    def __init__(self, repository: Any, *, at_snapshot: str | None, where: str, branch: str = MAIN) -> None:
+        # The snapshot that the next commit must find: there is one committer, and it knows its last commit.
+        self._head = str(repository.lookup_branch(branch)) if at_snapshot is None else at_snapshot
+        super().__init__(repository, at_snapshot=at_snapshot, where=where, branch=branch)
+        self._stored: StoredIds | None = None
+        """Loaded by the first commit."""
+
+    @classmethod
+    def create(cls, path: Path, header: RunHeader) -> Self:
+        """Create an empty store, atomically, in a folder or in the bucket that the header names."""
+        if path.exists():
+            raise StoreError(f"{path}: the store cannot be created: there is one already")
+        try:
+            with creating(path, header.url) as repository:
+                session = repository.writable_session(MAIN)
+                root = zarr.open_group(session.store, mode="w", zarr_format=3)
+                root.attrs.update({"format": FORMAT, "header": CODEC.encode(header)})
+                for name, dtype in TOKEN_ARRAYS.items():
+                    _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
+                _array(root, "rows/int", (0, len(INT_COLUMNS)), (1024, len(INT_COLUMNS)), "int64")
+                _array(root, "rows/float", (0, len(FLOAT_COLUMNS)), (1024, len(FLOAT_COLUMNS)), "float32")
+                _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
+                _make_commits(root)
+                session.commit(CREATED, metadata={"kind": CREATED})
+        except (icechunk.IcechunkError, OSError) as error:
+            raise StoreError(f"{path}: the store cannot be created: {first_line(error)}") from error
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path, at_step: int | None = None, branch: str = MAIN) -> Self:
+        """Open a store as it is now; read-only, as it was when training step `at_step` was committed, or another
+        branch of it."""
+        return cls._opened(
+            path, branch, lambda repository: None if at_step is None else snapshot_of(repository, at_step, path)
+        )
+
+    @classmethod
+    def pinned(cls, path: Path, branch: str = MAIN) -> Self:
+        """Open a branch read-only at its present snapshot, where it stays."""
+        return cls._opened(path, branch, lambda repository: str(repository.lookup_branch(branch)))
+
+    @classmethod
+    def _opened(cls, path: Path, branch: str, snapshot: Callable[[Any], str | None]) -> Self:
+        if not path.exists():
+            raise ConfigError(f"{path}: no store here; `staleflow store ls` lists the runs there are")
+        try:
+            repository = open_repository(path)
+            if branch not in (branches := branch_names(repository)):
+                raise ConfigError(f"{path}: no branch {branch!r}; there are {', '.join(sorted(branches))}")
+            return cls(repository, at_snapshot=snapshot(repository), where=str(path), branch=branch)
+        except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise StoreError(f"{path}: the store cannot be opened: {first_line(error)}") from error
+
+    @classmethod
+    def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
+        """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
+        readable on a branch named after their last commit. undo_end: also undo the end of a run that has not gone on
+        since, with what it had given up."""
+        undone, ended = 0, False
+        try:
+            repository = open_repository(path)
+            with locked(path):
+                for snapshot in repository.ancestry(branch=MAIN):
+                    kind, step = snapshot.metadata.get("kind"), snapshot.metadata.get("step")
+                    if kind == "created" or (kind == "step" and step == num_steps - 1):
+                        break
+                    undone += kind == "step"
+                    ended |= kind == "end"
+                if undone or (ended and undo_end):
+                    head = repository.lookup_branch(MAIN)
+                    repository.create_branch(f"undone-{head}", head)
+                    repository.reset_branch(MAIN, snapshot.id)
+        except (icechunk.IcechunkError, OSError) as error:
+            raise StoreError(
+                f"{path}: cannot be set back to its first {num_steps} steps: {first_line(error)}"
+            ) from error
+        return undone
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+        if not self._commits:
+            raise StoreError(f"{self._where}: {self._branch} was opened read-only")
+        ids = [e.trajectory.id for e in ended]
+        try:
+            with self._exclusive():
+                session = self._repository.writable_session(MAIN)
+                root = zarr.open_group(session.store, mode="r+")
+                if "commits" not in root:
+                    self._upgrade(root)
+                self._stored = self._stored or self._stored_ids(root)
+                if twice := self._stored.among(ids):
+                    raise StoreError(f"{self._where}: trajectory {twice[0]} would be stored twice")
+                num_tokens = self._append(root, record, ended)
+                kind = {"kind": record.kind, "step": record.step, "rows": len(ended), "tokens": num_tokens}
+                snapshot: str = session.commit(f"{record.kind} {record.step}", metadata=kind)
+        except StoreError:
+            raise
+        except (icechunk.IcechunkError, OSError) as error:
+            # The session is dropped: what was written before the failure belongs to no snapshot.
+            raise StoreError(
+                f"{self._where}: {record.kind} {record.step} could not be stored: {first_line(error)}; "
+                "free space or move runs_dir; everything before this commit is stored"
+            ) from error
+        self._head = snapshot
+        self._stored.add(ids)
+        return snapshot
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Lock the store for a commit. Raises StoreError if the branch is not where this committer left it: on a local
+        file system Icechunk would silently lose one of two commits."""
+        with locked(Path(self._where)):
+            head = str(self._repository.lookup_branch(MAIN))
+            if head != self._head:
+                raise StoreError(
+                    f"{self._where}: another process has committed since ({head}, not {self._head}): the run was "
+                    "resumed elsewhere, and this is no longer its store"
+                )
+            yield
+
+    @property
+    def _commits(self) -> bool:
+        return self._branch == MAIN and self._at_snapshot is None
+
+    def _stored_ids(self, root: Any) -> StoredIds:
+        table = np.asarray(root["commits"][:])
+        ends = np.cumsum(table[:, COMMIT_AT["rows"]])
+        ids = table[:, [COMMIT_AT["first_id"], COMMIT_AT["last_id"]]]
+        places = np.stack([ends - table[:, COMMIT_AT["rows"]], ends], axis=1)
+
+        def read(first: int, last: int) -> npt.NDArray[np.int64]:
+            return self._slice(root, "rows/int", first, last)[:, AT["trajectory"]]
+
+        return StoredIds(np.concatenate([ids, places], axis=1), read)
+
+    def _append(self, root: Any, record: StepRecord, ended: Sequence[Ended]) -> int:
+        """Append a commit's rows and its record; returns its number of tokens."""
+        file = stored_chunk(root["tokens/ids"])
+        begin = -(-int(root["tokens/ids"].shape[0]) // file) * file
+        packed = layout.pack(ended, begin, int(root["text"].shape[0]))
+        end = begin + packed.num_tokens
+        if packed.num_tokens:
+            for name, values in packed.tokens.items():
+                array = root[f"tokens/{name}"]
+                array.resize((end,))
+                array[begin:end] = values
+        if len(ended):
+            root["rows/int"].append(packed.ints)
+            root["rows/float"].append(packed.floats)
+            self._append_turns(root, packed)
+            if packed.has_branches:
+                root.attrs["format"] = FORMAT_WITH_BRANCHES
+        if packed.text:
+            root["text"].append(np.frombuffer(packed.text, np.uint8))
+        filled = replace(record, num_rows=len(ended), num_tokens=packed.num_tokens)
+        _append_records(root, [filled], packed.ints[:, AT["trajectory"]])
+        return packed.num_tokens
+
+    def _append_turns(self, root: Any, packed: layout.Packed) -> None:
+        """Append the rows' turns, if any row of the store has a given span. The first that has makes the store one of
+        FORMAT_WITH_TURNS, with the turns of all earlier rows."""
+        if TURNS not in root:
+            if not packed.has_answers:
+                return
+            earlier = self._column(root, "rows/int")[: -len(packed.turns)]
+            _array(root, TURNS, (0, len(TURN_COLUMNS)), (1024, len(TURN_COLUMNS)), "float64")
+            root[TURNS].append(single_turns(earlier))
+            root.attrs["format"] = FORMAT_WITH_TURNS
+        root[TURNS].append(packed.turns)
+
+    def _upgrade(self, root: Any) -> None:
+        """Give a store of format 1 the arrays that this format has. Earlier snapshots remain as they are."""
+        records = list(self._records(root, 0, self._num_commits(root)))
+        _make_commits(root)
+        _append_records(root, records, self._column(root, "rows/int")[:, AT["trajectory"]])
+        root.attrs["format"] = FORMAT
+
+
+def _append_records(root: Any, records: Sequence[StepRecord], ids: npt.NDArray[np.int64]) -> None:
+    """Append commits. ids: of the trajectories of all of them, one commit's after the other's."""
+    at, row, texts, table = int(root["records"].shape[0]), 0, [], []
+    for record in records:
+        text = json.dumps(CODEC.encode(record), separators=(",", ":")).encode()
+        kind = KINDS.index(record.kind) if record.kind in KINDS else len(KINDS)
+        own = ids[row : row + record.num_rows]
+        table.append(
+            (
+                kind, record.step, record.num_rows, record.num_tokens, own.min(initial=2**62) if len(own) else -1,
+                own.max(initial=-1), at, len(text),
+            )
+        )  # fmt: skip
+        texts.append(text)
+        at += len(text)
+        row += record.num_rows
+    if records:
+        root["records"].append(np.frombuffer(b"".join(texts), np.uint8))
+        root["commits"].append(np.asarray(table, np.int64))
+
+
+def _make_commits(root: Any) -> None:
+    _array(root, "commits", (0, len(COMMIT_COLUMNS)), (1024, len(COMMIT_COLUMNS)), "int64")
+    _array(root, "records", (0,), (TEXT_CHUNK,), "uint8")
+
+
+def _array(
+    root: Any, name: str, shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str, *, file: int | None = None
+) -> None:
+    """Create an array. file: elements stored together, if those are several chunks."""
+    dimensions = (name.replace("/", "_"), "column")[: len(shape)]
+    # The checksum is verified at every read: a flipped bit may well decompress to other numbers.
+    codecs = [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]
+    shards = None if file is None else (file,)
+    root.create_array(
+        name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=codecs, fill_value=0,
+        dimension_names=dimensions,
+    )  # fmt: skip

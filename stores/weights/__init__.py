@@ -1,0 +1,1 @@
+"""Weight files, deltas, fingerprints and resume points."""

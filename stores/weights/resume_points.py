@@ -1,0 +1,165 @@
+"""A run's resume points: the trainer's full state at a version. One per version, the latest few kept.
+
+A trainer of one process writes a file; one of several a folder, into which each process writes its shards. Either
+becomes visible by rename (stores/files.py), so a process that resumes sees all of it or nothing, and either can be gone
+on from by any number of processes.
+
+Invariant: after `claim`, no point appears that another claimant writes, whenever it began to. A trainer outlives the
+driver that it lost by the step it is at: its point, of weights that the run which goes on never had, would be taken for
+that run's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import secrets
+import shutil
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from staleflow.stores.errors import StoreError
+from staleflow.stores.files import remove, replacing, replacing_folder
+from staleflow.stores.trajectory import PolicyVersion
+
+KEPT = 3
+"""Resume points kept. The trainer may be two steps ahead of the last commit: one being committed, one waiting."""
+RENAME_S = 5.0
+"""Seconds that a writer may take to have its point appear; whoever waits for it then goes on."""
+REMEDY = "free space, move runs_dir or set training.resume_every"
+SHORT_WRITE = ("inline_container", "PytorchStreamWriter")
+"""In what torch says when it could not write all of a file."""
+
+
+class ResumePoints:
+    """The resume points of one run, in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer = folder.with_name(f".{folder.name}.writer")
+        """The file with the name of the latest claimant, by which writers lock each other out."""
+        self._claimed = b""
+
+    def claim(self) -> None:
+        """Be the only one to write points from now on. What others have begun to write is refused. Raises
+        StoreError."""
+        claimed = secrets.token_hex(8).encode()
+        try:
+            self._writer.parent.mkdir(parents=True, exist_ok=True)
+            with self._locked() as held:
+                os.ftruncate(held, 0)
+                os.pwrite(held, claimed, 0)
+        except OSError as error:
+            raise StoreError(f"{self._writer}: cannot be written: {error}; {REMEDY}") from error
+        self._claimed = claimed
+
+    def path(self, version: PolicyVersion, *, sharded: bool | None = None) -> Path:
+        """The file or folder of a version. sharded: which of them; by default the one that is there."""
+        file, folder = self.folder / f"v{version:08d}.pt", self.folder / f"v{version:08d}.shards"
+        return folder if sharded or (sharded is None and folder.exists()) else file
+
+    def versions(self) -> list[PolicyVersion]:
+        """The versions that have a resume point, oldest first."""
+        found = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
+        return sorted({PolicyVersion(int(path.stem[1:])) for path in found})
+
+    def whole(self) -> list[PolicyVersion]:
+        """The versions whose resume point is complete: a folder is if it is there; a torch file is a zip archive, and
+        the zip directory comes last."""
+        found = ((version, self.path(version)) for version in self.versions())
+        return [version for version, path in found if path.is_dir() or zipfile.is_zipfile(path)]
+
+    def remove_after(self, version: PolicyVersion) -> None:
+        """Remove the points of later versions, also those whose writer was killed when it had moved them aside. A run
+        that goes on from `version` makes these anew, with other weights: what is left of the old ones would be taken
+        for them if it is killed before it has written its own."""
+        for later in self.versions():
+            if later > version:
+                self._remove(later)
+        for aside in self.folder.glob(".v*.old"):
+            if int(aside.name[2:].partition(".")[0]) > version:
+                remove(aside)
+
+    def write(self, version: PolicyVersion, write: Callable[[Path], None], *, sharded: bool = False) -> None:
+        """Have `write` create the file of `version`, or fill its folder; then remove the oldest beyond `KEPT`. Raises
+        StoreError."""
+        with self.writing(version, sharded=sharded) as part:
+            write(part)
+
+    @contextlib.contextmanager
+    def writing(self, version: PolicyVersion, *, sharded: bool = False) -> Iterator[Path]:
+        """`write` for a point that is written bit by bit: the temporary path of its file or folder. It is there, whole,
+        when the block has ended well. Raises StoreError."""
+        path = self.path(version, sharded=sharded)
+        # torch.save raises RuntimeError on a full disk.
+        replacement = replacing_folder if sharded else replacing
+        with contextlib.ExitStack() as until_renamed:
+            with replacement(path, REMEDY, failures=(RuntimeError,)) as part, _short_writes_named(part.parent):
+                yield part
+                until_renamed.enter_context(self._allowed(path))
+            # Of another number of processes; what is there is never both.
+            remove(self.path(version, sharded=not sharded))
+            for old in self.versions()[:-KEPT]:
+                self._remove(old)
+
+    @contextlib.contextmanager
+    def _allowed(self, path: Path) -> Iterator[None]:
+        """While this lasts, nobody else claims the points. Raises StoreError if somebody has, after this one."""
+        if not self._claimed:
+            yield
+            return
+        with self._locked() as held:
+            if os.pread(held, len(self._claimed) + 1, 0) != self._claimed:
+                raise StoreError(f"{path}: is not written: the run goes on with another trainer")
+            yield
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file of the claimant, locked where files can be, and unless somebody keeps it locked, as a process does
+        that was stopped. Raises OSError."""
+        held = os.open(self._writer, os.O_RDWR | os.O_CREAT, 0o666)
+        until = time.monotonic() + RENAME_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if time.monotonic() < until:
+                        time.sleep(0.01)
+                        continue
+                except OSError:
+                    pass  # this file system has no locks
+                break
+            yield held
+        finally:
+            os.close(held)
+
+    def _remove(self, version: PolicyVersion) -> None:
+        for sharded in (False, True):
+            remove(self.path(version, sharded=sharded))
+
+
+@contextlib.contextmanager
+def _short_writes_named(folder: Path) -> Iterator[None]:
+    """Raise what torch says of a disk that is full, which is only where in a file it came to, as what it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(mark in str(error) for mark in SHORT_WRITE):
+            raise
+        free = shutil.disk_usage(folder).free
+        raise RuntimeError(f"a write was cut short, as on a full disk ({free / 2**20:.1f} MiB are free)") from error
+
+
+@contextlib.contextmanager
+def loading(path: Path) -> Iterator[None]:
+    """Raise what loading a resume point with torch or numpy raises as a StoreError that says what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise StoreError(f"{path}: no resume point of this job: {what}; remove it to use an older one") from error

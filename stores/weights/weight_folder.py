@@ -1,0 +1,240 @@
+"""Weights by policy version: one contiguous safetensors file per version in an in-memory folder, one folder per host.
+
+A version is published by rename, so a reader sees all of it or nothing. Whether an instance has loaded what was
+published is proved by fingerprints (stores/weights/weight_hash.py), not by how the file came to its host.
+
+torch is loaded only where there are tensors: who hands a version's file on needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.numpy
+from safetensors import SafetensorError, safe_open
+
+from staleflow.stores.errors import StoreError
+from staleflow.stores.files import replace_folder, replacing
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights import weight_delta, weight_file
+from staleflow.stores.weights.partial_file import PIECE_BYTES, Incoming
+from staleflow.stores.weights.weight_delta import Changes
+from staleflow.stores.weights.weight_hash import Array, OneByOne, Tensors, matches
+
+if TYPE_CHECKING:
+    import torch
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a published file. Raises StoreError."""
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StoreError(f"{path}: weights cannot be read: {error}") from error
+
+
+def read_arrays(path: Path) -> dict[str, Array]:
+    """The tensors of a published file as arrays, without torch. Raises StoreError."""
+    try:
+        return dict(safetensors.numpy.load_file(path))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StoreError(f"{path}: weights cannot be read: {error}") from error
+
+
+def shapes(tensors: Tensors) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Tensor names and shapes of a published file, without reading the tensors. Raises StoreError."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StoreError(f"{path}: weights cannot be read: {error}") from error
+
+
+def check_shapes(held: Shapes, loaded: Shapes, path: Path) -> None:
+    """Raise StoreError if a loaded tensor is missing, unknown or of another shape. Call before overwriting anything."""
+    if held.keys() != loaded.keys():
+        differing = sorted(held.keys() ^ loaded.keys())
+        raise StoreError(f"{path}: {len(differing)} tensors differ from the model's, the first is {differing[0]}")
+    for name, shape in held.items():
+        if shape != loaded[name]:
+            raise StoreError(f"{path}: {name} has shape {loaded[name]}, the model's has {shape}")
+
+
+SHARD = "2GB"
+"""Size of a checkpoint's files, at most: no more of a model is copied at once."""
+
+OWNER = ".owner"
+"""A file in each folder on which every user holds a shared lock; the lock is released however the process ends."""
+FOLDER_PREFIX = "staleflow-"
+"""Prefix of the folders in shared memory, by which those that a killed run left behind are found and removed."""
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove the folders below `parent` that no process uses any more; returns them. Safe while other runs start."""
+    gone = []
+    for owner in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
+        with contextlib.suppress(OSError), owner.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
+            gone.append(owner.parent)
+    return gone
+
+
+def _owned(folder: Path) -> int | None:
+    """Create a folder and lock it as one in use; returns the lock's file descriptor, or None if a sweep removed the
+    folder before it was locked. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        owner = os.open(folder / OWNER, os.O_RDWR | os.O_CREAT)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(owner, fcntl.LOCK_SH)
+        if os.path.samestat(os.fstat(owner), (folder / OWNER).stat()):
+            return owner
+    except FileNotFoundError:
+        pass
+    except OSError:
+        os.close(owner)
+        raise
+    os.close(owner)
+    return None
+
+
+class ParameterFolder:
+    """One host's published versions. While this object exists, `sweep` does not remove the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            while (owner := _owned(folder)) is None:
+                continue
+        except OSError as error:
+            raise StoreError(
+                f"{folder}: cannot be created: {error}; set cluster.shared_memory to another folder"
+            ) from error
+        # The lock ends with this object or with the process, whichever comes first.
+        self._release = weakref.finalize(self, os.close, owner)
+
+    def path(self, version: PolicyVersion) -> Path:
+        return self.folder / f"v{version:08d}.safetensors"
+
+    def versions(self) -> list[PolicyVersion]:
+        return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
+
+    def delta_path(self, version: PolicyVersion) -> Path:
+        """Where what has changed since the version before is, if it is here."""
+        return self.folder / f"v{version:08d}.delta"
+
+    def publish(self, version: PolicyVersion, weights: Tensors | OneByOne, *, delta: bool = False) -> str:
+        """Write a version, and make it visible atomically. Returns its fingerprint. delta: write besides what has
+        changed since the version before, if that is here, has the same tensors, and has not changed altogether. Raises
+        StoreError."""
+        with self._replacing(self.path(version)) as part:
+            if not delta or version == 0:
+                return weight_file.write(part, weights)
+            before = PolicyVersion(version - 1)
+            changes = Changes(path=part.with_suffix(".delta"), base=before, old=self.path(before))
+            try:
+                held = weight_file.write(part, weights, changes)
+                with contextlib.suppress(FileNotFoundError):  # there is none
+                    changes.path.replace(self.delta_path(version))  # before the version itself is seen
+                return held
+            finally:
+                changes.path.unlink(missing_ok=True)
+
+    def size(self, path: Path) -> int:
+        """Bytes of a file here; 0 if it is not."""
+        return path.stat().st_size if path.exists() else 0
+
+    @contextlib.contextmanager
+    def incoming(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:
+        """A file of this folder that is on its way to this host; visible when the block ends, if it is complete by
+        then, else removed. Raises StoreError."""
+        with self._replacing(path) as part:
+            incoming = Incoming(part, num_bytes, piece_bytes)
+            yield incoming
+            if incoming.missing:
+                raise StoreError(f"{path}: {len(incoming.missing)} pieces have not arrived")
+
+    def rebuild(self, version: PolicyVersion, base: PolicyVersion, recorded: str) -> None:
+        """Make a version of an older one by the deltas of all since, which are here. recorded: its fingerprint. Raises
+        StoreError if it cannot be written, or another version comes out."""
+        with self._replacing(self.path(version)) as part:
+            shutil.copyfile(self.path(base), part)
+            for before in range(base, version):
+                weight_delta.apply(part, self.delta_path(PolicyVersion(before + 1)), PolicyVersion(before))
+            if not matches(weight_file.stored(part), recorded):
+                raise StoreError(f"version {version}, made of version {base} and what has changed, is another one")
+
+    def read_chunk(self, path: Path, offset: int, size: int) -> bytes:
+        """Read `size` bytes of a file of this folder from `offset`; fewer at its end."""
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    def prune(self, used: Iterable[PolicyVersion]) -> list[PolicyVersion]:
+        """Remove all versions except those in use and the newest; returns the removed ones. Deltas are kept for those
+        that have one of these. A reader that has a removed file open keeps it."""
+        versions = self.versions()
+        keep = {*used, *versions[-1:]}
+        gone = [v for v in versions if v not in keep]
+        for version in gone:
+            self.path(version).unlink(missing_ok=True)
+        oldest = min(keep, default=0)
+        for path in self.folder.glob("v*.delta"):
+            if int(path.stem[1:]) <= oldest:
+                path.unlink(missing_ok=True)
+        return gone
+
+    def remove(self) -> None:
+        """Delete the folder and free its memory."""
+        self._release()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _replacing(self, path: Path) -> AbstractContextManager[Path]:
+        remedy = "free memory, or set cluster.shared_memory to a larger folder"
+        return replacing(path, remedy, failures=(SafetensorError,), flush=False)
+
+
+def checkpoint(
+    model: Any,
+    tokenizer: Any,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor],
+    also: Callable[[Path], None] | None = None,
+) -> None:
+    """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
+    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards, and others of
+    another type; they are written file by file, SHARD of each. also: writes what else belongs into the folder. Raises
+    StoreError."""
+    largest = max(weights.values(), key=lambda tensor: tensor.numel())
+    kind = str(largest.dtype).removeprefix("torch.")  # buffers may have another
+
+    def write(part: Path) -> None:
+        model.save_pretrained(part, state_dict=dict(weights), max_shard_size=SHARD)
+        config = copy.deepcopy(model.config)
+        config.dtype = kind  # not that of the weights that are trained
+        config.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        if also is not None:
+            also(part)
+
+    replace_folder(folder, write, "free space or move runs_dir", failures=(SafetensorError,))

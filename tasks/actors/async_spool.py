@@ -1,0 +1,53 @@
+"""The spool, written in a thread of its own beside an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from staleflow.stores.in_flight.spool import Spool
+from staleflow.stores.in_flight.spool_entries import Entry
+from staleflow.stores.trajectory import GroupId
+from staleflow.stores.weights.resume_points import ResumePoints
+
+
+class SpoolThread:
+    """One spool's. What is asked for is done in the order of the calls."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
+
+    def append(self, entries: Sequence[Entry]) -> asyncio.Future[bool]:
+        """Have entries written; returns the future of their being so, whose value is that of `Spool.append`."""
+        loop = asyncio.get_running_loop()
+        if entries:
+            return loop.run_in_executor(self._thread, self._spool.append, entries)
+        nothing: asyncio.Future[bool] = loop.create_future()
+        nothing.set_result(True)
+        return nothing
+
+    async def stored(self, step: int, groups: Iterable[GroupId]) -> None:
+        """Have groups forgotten, as `Spool.stored` does."""
+        await self._do(lambda: self._spool.stored(step, groups))
+
+    async def committed(self, step: int, groups: Iterable[GroupId], points: ResumePoints) -> None:
+        """After a commit, have its groups forgotten, and parts removed that no resume point needs."""
+
+        def prune() -> None:
+            self._spool.stored(step, groups)
+            self._spool.rotate(min(points.versions(), default=None))
+
+        await self._do(prune)
+
+    async def clear(self) -> None:
+        """Have everything forgotten."""
+        await self._do(self._spool.clear)
+
+    def close(self) -> None:
+        """Wait until all is written."""
+        self._thread.shutdown(wait=True)
+
+    async def _do(self, what: Callable[[], object]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, what)

@@ -1,0 +1,67 @@
+"""The trajectories of evaluations among those that the trajectory server holds.
+
+Such a trajectory begins when it is first routed: its number says which prompt it answers. It ends with its evaluation,
+and is in no batch, no count and no commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.spool_entries import Entry, EvaluationEnded, GroupDrawn
+from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluated
+from staleflow.tasks.actors.server_messages import EvaluatedAs, EvaluatedResponse
+from staleflow.tasks.actors.task_cache import DrawnTasks
+from staleflow.tasks.sources.reward_process import ScoredResponse
+
+
+class EvaluatedInFlight:
+    """Those of one run. Changes `flight` by entries, which it returns to be written."""
+
+    def __init__(self, flight: InFlight, tasks: DrawnTasks) -> None:
+        self._flight = flight
+        self._tasks = tasks
+
+    async def begin(
+        self, routed: Iterable[TrajectoryId], now: float
+    ) -> tuple[dict[TrajectoryId, EvaluatedAs], list[Entry]]:
+        """Have those of evaluations among these, with their prompts; returns how each is sampled."""
+        groups = {i: GroupId(i // self._flight.members) for i in routed if is_evaluated(i)}
+        if not groups:
+            return {}, []
+        asked = await self._tasks.evaluated(set(groups.values()))
+        entries = [
+            GroupDrawn(group=group, prompt_tokens=np.asarray(item.tokens, np.int32), at_s=now)
+            for group, item in asked.items()
+        ]
+        begun: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]
+        return {i: EvaluatedAs.of(asked[group]) for i, group in groups.items()}, begun
+
+    async def max_new_tokens(self, groups: Iterable[GroupId]) -> dict[GroupId, int]:
+        """Most tokens of a response, for those of these groups that are of an evaluation."""
+        asked = {group for group in groups if is_evaluated(group)}
+        found = await self._tasks.evaluated(asked) if asked else {}
+        return {group: item.of.max_new_tokens for group, item in found.items()}
+
+    def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
+        """What has become of the items that these groups answer."""
+        members = [TrajectoryId(group * self._flight.members) for group in groups]
+        return [self._response(member) for member in members]
+
+    def end(self, now: float) -> tuple[set[GroupId], list[Entry]]:
+        """Drop all of them; returns their groups."""
+        groups = {t.group for t in self._flight.live.values() if is_evaluated(t.id)}
+        entry = EvaluationEnded(at_s=now)
+        self._tasks.forget(groups)
+        return groups, [entry] if self._flight.apply(entry) else []
+
+    def _response(self, member: TrajectoryId) -> EvaluatedResponse:
+        t = self._flight.live.get(member)
+        if t is None:
+            return EvaluatedResponse(0, (), None)
+        scored = ScoredResponse(reward=t.reward, parts=t.reward_parts, error=t.error)
+        versions = tuple(sorted({s.version for s in t.segments}))
+        return EvaluatedResponse(t.num_sampled, versions, scored if member in self._flight.scored else None)

@@ -1,0 +1,101 @@
+"""The tasks of the groups that a run draws, or evaluates the model on: their prompts and records, from their source."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.trajectory import GroupId, Trajectory, TrajectoryId, is_evaluated
+from staleflow.tasks.rendering.task_source import Record
+from staleflow.tasks.sources.evaluation_items import EvaluationItem, EvaluationItems, ItemView
+from staleflow.tasks.sources.evaluation_sets import EvaluationSet
+from staleflow.tasks.sources.prompts import HeldOut, Prompts
+
+T = TypeVar("T")
+
+
+class DrawnTasks:
+    """Draws the tasks of groups from a source, in a thread of its own, and keeps the records of live ones for their
+    verifier."""
+
+    def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
+        self._prompts = prompts
+        self._items = EvaluationItems(prompts, sets)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
+        self._records: dict[GroupId, Record] = {}
+
+    async def draw(self, first: int, num_groups: int) -> list[tuple[int, ...]]:
+        """The prompts' token ids of groups `first`, first + 1, ..."""
+
+        def encode() -> list[tuple[Record, tuple[int, ...]]]:
+            tasks = self._prompts.tasks(range(first, first + num_groups))
+            return [(task.record, self._prompts.encode(task)) for task in tasks]
+
+        drawn = await self._in_thread(encode)
+        self._records |= {GroupId(group): record for group, (record, _) in enumerate(drawn, first)}
+        return [tokens for _, tokens in drawn]
+
+    async def records(self, groups: Iterable[GroupId]) -> dict[GroupId, Record]:
+        """The records of groups: of those drawn by an earlier process, from the source again."""
+        asked = set(groups)
+        found = {group: self._records[group] for group in asked if group in self._records}
+        if unknown := sorted(asked - set(found)):
+            drawn = await self._in_thread(lambda: self._recalled(unknown))
+            self._records |= drawn
+            found |= drawn
+        return found
+
+    async def items(self) -> list[ItemView]:
+        """What each evaluation asks for."""
+        return await self._in_thread(self._items.views)
+
+    async def evaluated(self, groups: Iterable[GroupId]) -> dict[GroupId, EvaluationItem]:
+        """The items that these groups of evaluations answer."""
+        return await self._in_thread(lambda: {group: self._items.item(group) for group in groups})
+
+    def _recalled(self, groups: Sequence[GroupId]) -> dict[GroupId, Record]:
+        drawn = [group for group in groups if not is_evaluated(group)]
+        found = {group: task.record for group, task in zip(drawn, self._prompts.tasks(drawn), strict=True)}
+        return found | {group: self._items.item(group).record for group in groups if is_evaluated(group)}
+
+    def forget(self, groups: Iterable[GroupId]) -> None:
+        """Drop the records of groups that have ended."""
+        for group in groups:
+            self._records.pop(group, None)
+
+    async def held_out(self, count: int) -> list[HeldOut]:
+        """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
+
+        def encode() -> list[HeldOut]:
+            return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
+
+        return await self._in_thread(encode)
+
+    async def unsampled(self, trajectories: Sequence[TrajectoryId], members: int) -> list[Trajectory]:
+        """Trajectories that have nothing but their prompts. members: of a group."""
+
+        def encode() -> list[Trajectory]:
+            groups = {GroupId(i // members) for i in trajectories}
+            prompts = {group: self.prompt(group) for group in groups}
+            return [
+                Trajectory(id=i, group=GroupId(i // members), prompt_tokens=prompts[GroupId(i // members)])
+                for i in trajectories
+            ]
+
+        return await self._in_thread(encode)
+
+    def prompt(self, group: GroupId) -> npt.NDArray[np.int32]:
+        """The token ids of a group's prompt, [tokens]."""
+        return np.asarray(self._prompts.encode(self._prompts.task(group)), np.int32)
+
+    def close(self) -> None:
+        """End the thread without waiting for it."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)

@@ -1,0 +1,1 @@
+"""Stand-ins for models and environments, for simulation and dry runs."""

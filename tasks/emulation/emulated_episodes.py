@@ -1,0 +1,93 @@
+"""Environments where none is real: what they answer in emulated and simulated episodes, and how long they take. Pure.
+
+An episode is a response of the workload, taken apart: each turn but the last one calls a tool. As the workload, it is a
+function of ids; only what fails also depends on how often the episode has begun.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from staleflow.tasks.emulation.workload import Turn, Workload
+from staleflow.tasks.settings.seeds import Stream, generator
+
+FAR = 2**24
+"""Groups between those whose seconds two attempts of an episode take: more than a run has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFaults:
+    """Shares of an environment's steps that fail, or are never answered."""
+
+    failed: float = 0.0
+    hung: float = 0.0
+    seed: int = 0
+
+    def drawn(self, group: int, member: int, attempt: int, turn: int) -> tuple[bool, bool]:
+        """Whether a step fails, and whether it is never answered. attempt: how often the episode began before."""
+        if not self.failed and not self.hung:
+            return False, False
+        fails, hangs = generator(self.seed, Stream.FAULTS, 1, group, member, attempt, turn).random(2)
+        return bool(fails < self.failed), bool(hangs < self.hung)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedAnswer:
+    """What an environment does about a turn. seconds: until it has, of the cost model; infinite if it never answers.
+    tokens: given to the model."""
+
+    seconds: float
+    tokens: int
+    ended: bool
+    reward: float = 0.0
+    """Of the whole episode, once it has ended."""
+    error: str = ""
+    """Why the environment failed; the rest means nothing then."""
+
+
+class EmulatedEpisodes:
+    """The episodes of a job."""
+
+    def __init__(self, workload: Workload, faults: StepFaults | None = None) -> None:
+        self._workload = workload
+        self._faults = faults or StepFaults()
+
+    def answer(self, group: int, member: int, turn: int, *, attempt: int = 0, cut: bool = False) -> EmulatedAnswer:
+        """The answer to a turn, of which the first is 0. attempt: how often the episode began before. cut: the turn was
+        stopped, and ends the episode."""
+        turns = self._workload.turns(group, member)
+        last = cut or turn >= len(turns) - 1
+        seconds, tokens = (0.0, 0) if last else (self._seconds(group, member, attempt, turn), turns[turn].tool_tokens)
+        fails, hangs = (False, False) if cut else self._faults.drawn(group, member, attempt, turn)
+        if hangs:
+            return EmulatedAnswer(seconds=math.inf, tokens=0, ended=False)
+        if fails:
+            return EmulatedAnswer(seconds=seconds, tokens=0, ended=False, error="drawn at random")
+        reward = self._workload.reward(group, member) if last else 0.0
+        return EmulatedAnswer(seconds=seconds, tokens=tokens, ended=last, reward=reward)
+
+    def _seconds(self, group: int, member: int, attempt: int, turn: int) -> float:
+        """Seconds of a tool call. An episode that begins again finds other ones, those of a group far away: else what
+        was too slow once would be so forever."""
+        turns = self._workload.turns(group, member)
+        if attempt:
+            other = self._workload.turns(group + attempt * FAR, member)
+            return other[turn % len(other)].tool_s
+        return turns[turn].tool_s
+
+
+def left_to_sample(turns: Sequence[Turn], tokens: int) -> int:
+    """Tokens left of the turn that a response of `tokens`, given ones included, has come to; at least 1.
+
+    >>> left_to_sample((Turn(5, 3.0, 20), Turn(6)), 2), left_to_sample((Turn(5, 3.0, 20), Turn(6)), 26)
+    (3, 5)
+    """
+    begin = 0
+    for number, turn in enumerate(turns):
+        end = begin + turn.tokens
+        if tokens < end or number == len(turns) - 1:
+            return max(1, end - max(begin, tokens))
+        begin = end + turn.tool_tokens
+    raise AssertionError("a response has at least one turn")

@@ -1,0 +1,187 @@
+"""Emulated responses: their lengths, rewards and tool calls. Pure.
+
+A workload is a function of ids: the same seed, group and member give the same response under every strategy and in any
+order, so runs differ in their decisions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.tasks.settings.seeds import Stream, generator
+
+BLOCK = 1024
+"""Groups drawn at once, which takes microseconds per number; a group's numbers still depend on its id alone."""
+MOST_TURNS = 10
+"""Maximum turns of a trajectory, as a multiple of the mean."""
+
+
+class Turn(NamedTuple):
+    """Tokens sampled in a row and, except in the last turn, a tool call: its duration and the tokens it returns."""
+
+    tokens: int
+    tool_s: float = 0.0
+    tool_tokens: int = 0
+
+
+class Workload(Protocol):
+    def prompt_tokens(self, group: int) -> int: ...
+
+    def turns(self, group: int, member: int) -> tuple[Turn, ...]:
+        """The turns of a response. member: 0 .. members per group - 1."""
+        ...
+
+    def reward(self, group: int, member: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSettings:
+    """Settings of a drawn workload; see WorkloadConfig. max_tokens: length at which responses are cut."""
+
+    kind: str
+    prompt_tokens: int
+    median: float
+    sigma: float
+    long_share: float
+    long_ratio: float
+    exponent: float
+    turns: float
+    tool_s: float
+    tool_tokens: int
+    group_correlation: float
+    signal_share: float
+    members: int
+    max_tokens: int
+    seed: int
+    fixed_turns: bool = False
+    tool_latency: str = "lognormal"
+    tool_spread: float = 1.0
+    reset_s: float = 0.0
+
+
+class DrawnWorkload:
+    """A workload with lengths drawn from a distribution."""
+
+    def __init__(self, settings: WorkloadSettings) -> None:
+        self._settings = settings
+        self._block = lru_cache(maxsize=64)(self._draw_block)
+        self._turns = lru_cache(maxsize=8192)(self._draw_turns)
+
+    def __reduce__(self) -> tuple[type[DrawnWorkload], tuple[WorkloadSettings]]:
+        """Pickle as the settings: workers draw for themselves."""
+        return DrawnWorkload, (self._settings,)
+
+    def prompt_tokens(self, group: int) -> int:
+        return self._settings.prompt_tokens
+
+    def turns(self, group: int, member: int) -> tuple[Turn, ...]:
+        return self._turns(group, member)
+
+    def _draw_turns(self, group: int, member: int) -> tuple[Turn, ...]:
+        block = self._block(group // BLOCK)
+        row = group % BLOCK
+        total = int(block["lengths"][row, member])
+        if self._settings.kind != "agentic":
+            return (Turn(total),)
+        return self._split(total, block["seeds"][row, member])
+
+    def reward(self, group: int, member: int) -> float:
+        return float(self._block(group // BLOCK)["rewards"][group % BLOCK, member])
+
+    def _draw_block(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        s = self._settings
+        rng = generator(s.seed, Stream.WORKLOAD, number)
+        shape = (BLOCK, s.members)
+        alike, own = rng.standard_normal((BLOCK, 1)), rng.standard_normal(shape)
+        z = np.sqrt(s.group_correlation) * alike + np.sqrt(1 - s.group_correlation) * own
+        match s.kind:
+            case "lognormal" | "agentic":
+                lengths = s.median * np.exp(s.sigma * z)
+            case "bimodal":
+                # The same normal decides between long and short, so that group_correlation keeps its meaning.
+                is_long = _normal_cdf(z) < s.long_share
+                lengths = s.median * np.where(is_long, s.long_ratio, 1.0) * np.exp(0.2 * rng.standard_normal(shape))
+            case "power_law":
+                lengths = s.median * np.maximum(1e-12, 1 - _normal_cdf(z)) ** (-1 / s.exponent)
+            case _:
+                raise ValueError(f"unknown workload {s.kind!r}")
+        with_signal = rng.random((BLOCK, 1)) < s.signal_share
+        # Half of a group is rewarded, in random order: whether there is a signal must not depend on who finishes first.
+        halves = rng.permuted(np.broadcast_to(np.arange(s.members) % 2, shape), axis=1)
+        rewards = np.where(with_signal, halves, 0)
+        return {
+            "lengths": np.clip(np.rint(lengths), 1, s.max_tokens).astype(np.int64),
+            "rewards": rewards,
+            "seeds": rng.integers(0, 2**31, shape),
+        }
+
+    def _split(self, total: int, seed: int) -> tuple[Turn, ...]:
+        """Split `total` sampled tokens into turns, with a tool call after each but the last."""
+        s = self._settings
+        rng = np.random.default_rng(int(seed))
+        wanted = round(s.turns) if s.fixed_turns else 1 + int(rng.poisson(s.turns - 1))
+        count = min(wanted, int(MOST_TURNS * s.turns), total)
+        ends = np.sort(rng.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, np.int64)
+        parts = np.diff(np.concatenate([[0], ends, [total]]))
+        tools = self._latencies(rng.standard_normal(count))
+        tools[0] += s.reset_s
+        last = count - 1
+        return tuple(
+            Turn(int(n), 0.0 if i == last else float(t), 0 if i == last else s.tool_tokens)
+            for i, (n, t) in enumerate(zip(parts, tools, strict=True))
+        )
+
+    def _latencies(self, z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Seconds of tool calls, from standard normal numbers."""
+        s = self._settings
+        match s.tool_latency:
+            case "lognormal":
+                return s.tool_s * np.exp(s.tool_spread * z)
+            case "normal":
+                return np.maximum(0.0, s.tool_s + s.tool_spread * z)
+            case "constant":
+                return np.full(len(z), s.tool_s)
+            case _:
+                raise ValueError(f"unknown latency {s.tool_latency!r}")
+
+
+class RecordedWorkload:
+    """The prompt lengths, response lengths, turns and rewards of a stored run, group by group, repeated at the end."""
+
+    def __init__(
+        self,
+        prompts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        rewards: npt.NDArray[np.float64],
+        turns: Mapping[tuple[int, int], tuple[Turn, ...]] | None = None,
+    ) -> None:
+        """prompts: [G] tokens; lengths: [G, M] tokens; rewards: [G, M]. turns: by (g, m), of responses of many."""
+        if not len(prompts) or lengths.shape != rewards.shape or len(lengths) != len(prompts):
+            raise ValueError("a recorded workload needs prompts [G], lengths and rewards [G, M], G > 0")
+        self._prompts, self._lengths, self._rewards, self._turns = prompts, lengths, rewards, turns or {}
+
+    def prompt_tokens(self, group: int) -> int:
+        return int(self._prompts[group % len(self._prompts)])
+
+    def turns(self, group: int, member: int) -> tuple[Turn, ...]:
+        place = (group % len(self._lengths), member % self._lengths.shape[1])
+        return self._turns.get(place) or (Turn(int(self._lengths[place])),)
+
+    def reward(self, group: int, member: int) -> float:
+        row = self._rewards[group % len(self._rewards)]
+        return float(row[member % len(row)])
+
+
+def _normal_cdf(z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """P(Z <= z), to 1e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.2.17)."""
+    t = 1 / (1 + 0.2316419 * np.abs(z))
+    poly = t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
+    upper = np.exp(-z * z / 2) / np.sqrt(2 * np.pi) * poly
+    result: npt.NDArray[np.float64] = np.where(z >= 0, 1 - upper, upper)
+    return result

@@ -1,0 +1,141 @@
+"""A policy that is served for itself, outside of any run: each request is answered alone, whatever was asked before."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import threading
+import time
+
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import FinishReason, TrajectoryId
+from staleflow.tasks.endpoint.replies import TurnReply, called_again, reply_of
+from staleflow.tasks.endpoint.requests import ChatRequest, Refused, shown_message
+from staleflow.tasks.engines.base import Engine, Failed, Request, Sampled
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.rendering.sampled_turn import SampledTurn
+
+POLL_S = 0.2
+
+
+class ServedPolicy:
+    """An engine behind an endpoint, for whoever has the key. chat: whether the chat template renders messages; else
+    their texts follow each other, those after the first in `template`. room: most tokens of a prompt and its answer;
+    max_new_tokens: of an answer. Used from one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        texts: TokenizerTexts,
+        key: str,
+        *,
+        chat: bool,
+        template: str,
+        room: int,
+        max_new_tokens: int,
+    ) -> None:
+        self._engine, self._texts, self._key = engine, texts, key
+        self._chat, self._template = chat, template
+        self._room, self._max_new_tokens = room, max_new_tokens
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Sampled | Failed]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._closed = threading.Event()
+        self._failed = False
+        threading.Thread(target=self._hear, name="served", daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def find(self, key: str) -> ServedPolicy:
+        """This, if the key is right. Raises Refused."""
+        if hmac.compare_digest(key.encode(), self._key.encode()):
+            return self
+        raise Refused(401, "this is not the key that the server was started with", "invalid_api_key")
+
+    def is_another(self, id: str, found: object) -> bool:
+        """There is no other session."""
+        return False
+
+    async def ask(self, request: ChatRequest) -> TurnReply:
+        """An answer to a request. Raises Refused."""
+        before = self._encoded(request)
+        if not before:
+            raise Refused(400, "the messages make no tokens: there is nothing to answer", "invalid_value")
+        most = min(request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._room - len(before))
+        if most < 1:
+            why = f"the prompt has {len(before)} tokens; it must have fewer than {self._room}"
+            raise Refused(400, why, "context_length_exceeded")
+        if self._failed:
+            raise Refused(503, "the engine has ended; start the server again", "engine_failed", 60.0)
+        number = next(self._numbers)
+        answer = self._waiting[number] = self._loop.create_future()
+        one = Request(trajectory=TrajectoryId(number), epoch=0, tokens=before, max_new_tokens=most, stop=request.stop)
+        try:
+            self._engine.submit([one])
+            found = await answer
+        except asyncio.CancelledError:
+            self._engine.abort([TrajectoryId(number)])
+            raise
+        finally:
+            del self._waiting[number]
+        if isinstance(found, Failed):
+            raise Refused(503, "the engine failed on this request; try again", "engine_failed", 1.0)
+        tokens = tuple(int(t) for s in found.segments for t in s.tokens)
+        turn = SampledTurn(
+            before=before,
+            tokens=tokens,
+            logprobs=tuple(float(x) for s in found.segments for x in s.logprobs),
+            text=self._texts.text(tokens),
+            cut=found.finish is FinishReason.LENGTH,
+        )
+        return reply_of(f"chatcmpl-{number}", number, int(time.time()), turn, request)
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._closed.set()
+        self._engine.close()
+
+    def _encoded(self, request: ChatRequest) -> tuple[int, ...]:
+        """Token ids of what was said. Raises Refused."""
+        if request.token_ids is not None:
+            return request.token_ids
+        messages = [shown_message(m)._replace(content=called_again(m)) for m in request.messages]
+        try:
+            if self._chat:
+                return self._texts.chat_ids(messages, request.tools)
+        except ConfigError as error:
+            raise Refused(400, str(error)) from error
+        said = [
+            m.content if i == 0 or m.role == "assistant" else self._given(m.content) for i, m in enumerate(messages)
+        ]
+        return self._texts.ids("".join(said))
+
+    def _given(self, text: str) -> str:
+        return self._template.replace("{observation}", text)
+
+    def _hear(self) -> None:
+        """Hand on what the engine has answered, in a thread."""
+        while not self._closed.is_set():
+            try:
+                events = self._engine.events(POLL_S)
+            except Exception:  # noqa: BLE001  a closed engine may raise anything, and one that has failed does
+                self._failed = True
+                if not self._loop.is_closed():
+                    self._loop.call_soon_threadsafe(self._give_up)
+                return
+            for event in events:
+                if not self._loop.is_closed():
+                    self._loop.call_soon_threadsafe(self._settle, event)
+
+    def _give_up(self) -> None:
+        """Tell all who wait that the engine answers no more."""
+        for number, answer in self._waiting.items():
+            if not answer.done():
+                answer.set_result(Failed(trajectory=TrajectoryId(number), epoch=0, error="the engine has ended"))
+
+    def _settle(self, event: Sampled | Failed) -> None:
+        answer = self._waiting.get(event.trajectory)
+        if answer is not None and not answer.done():
+            answer.set_result(event)

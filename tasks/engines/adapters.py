@@ -1,0 +1,120 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): what a job says of them, and how their tensors are named. Pure.
+
+To a linear layer with weight W an adapter adds alpha / rank x B A: A is [rank, inputs], B is [outputs, rank] and begins
+as 0. With adapters W never changes. A policy version is all layers' A and B, published under the names that peft gives
+them in a file, so that whoever reads adapters reads a version's file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from staleflow.stores.errors import StoreError
+from staleflow.tasks.settings.knobs import knob
+
+V = TypeVar("V", bound=int)
+"""A policy version."""
+
+PREFIX = "base_model.model."
+"""What peft puts before a module's name in a file."""
+IN_FILE = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """Train a low-rank adapter instead of the weights; versions are adapters, a few megabytes each."""
+
+    rank: int = knob(0, "rank of the adapter that is trained in place of the weights; 0: none", low=0, high=512)
+    alpha: int = knob(32, "what the adapter adds to a layer is multiplied by alpha / rank", low=1)
+    targets: list[str] = knob(
+        [], "last part of the names of the linear layers that get one, such as q_proj; empty: all but the output layer"
+    )
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLayer:
+    """The shapes of a layer's adapter. module: the layer's name in its model."""
+
+    module: str
+    rank: int
+    inputs: int
+    outputs: int
+
+    @property
+    def down(self) -> str:
+        """Name of A in a file."""
+        return f"{PREFIX}{self.module}.lora_A.weight"
+
+    @property
+    def up(self) -> str:
+        """Name of B in a file."""
+        return f"{PREFIX}{self.module}.lora_B.weight"
+
+
+def name_in_file(parameter: str) -> str:
+    """A trained parameter's name in a file.
+
+    >>> name_in_file("model.layers.0.self_attn.q_proj.lora_A.default.weight")
+    'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    return f"{PREFIX}{parameter.replace('.default.', '.')}"
+
+
+def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[AdapterLayer]:
+    """The layers of an adapter whose tensors have these shapes. source: for messages. Raises StoreError if they are no
+    adapter's, or not whole."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        match = IN_FILE.fullmatch(name)
+        if match is None or len(shape) != 2:
+            raise StoreError(f"{source}: {name} {shape} is no part of an adapter")
+        found.setdefault(match["module"], {})[match["half"]] = shape
+    made = []
+    for module, halves in found.items():
+        down, up = halves.get("A"), halves.get("B")
+        if down is None or up is None or down[0] != up[1]:
+            raise StoreError(f"{source}: the adapter of {module} is not whole: A is {down}, B is {up}")
+        made.append(AdapterLayer(module, rank=down[0], inputs=down[1], outputs=up[0]))
+    return made
+
+
+def check(found: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple[int, ...]], source: object) -> None:
+    """Raise StoreError for an adapter that is not of this rank, or not for a model with weights of these shapes."""
+    for layer in found:
+        shape = weights.get(f"{layer.module}.weight")
+        if shape is None:
+            raise StoreError(f"{source}: the model has no layer {layer.module}")
+        if (layer.rank, layer.outputs, layer.inputs) != (rank, *shape):
+            raise StoreError(
+                f"{source}: the adapter of {layer.module} has rank {layer.rank} and a weight of "
+                f"{(layer.outputs, layer.inputs)}; they must be {rank} and {shape}"
+            )
+
+
+def unused(held: Iterable[V], newest: V, served: int, running: Iterable[V]) -> list[V]:
+    """The held versions that nothing runs or may go on under: with `served` versions side by side, those older than the
+    last so many up to `newest`, unless something still runs under them.
+
+    >>> unused([3, 4, 5, 6], newest=6, served=2, running=[3])
+    [4]
+    """
+    busy = set(running)
+    return [version for version in held if version <= newest - served and version not in busy]
+
+
+def version_for(held: Iterable[V], least: V | None) -> V:
+    """The version that a request is sampled under: the oldest held one that is not older than `least`, or the newest.
+
+    >>> version_for([3, 5, 6], 4), version_for([3, 5, 6], None)
+    (5, 6)
+    """
+    newest = max(held := list(held))
+    return newest if least is None else min((version for version in held if version >= least), default=newest)

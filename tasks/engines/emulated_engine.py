@@ -1,0 +1,370 @@
+"""An engine without a model: continuous batching under a cost model, in wall-clock time.
+
+It keeps the contract of every engine with synthetic results: a turn is as long as the workload says, its tokens and
+logprobs are functions of trajectory and position, and decode steps take the time the cost model gives them,
+`time_scale` times faster. Everything around it is real: actors, transfers, weights files, commits. It serves for the
+dry run of a job and for measuring the system's own overhead.
+
+The first token of a response encodes its reward: REWARD_TOKEN + 0 or 1.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.trajectory import (
+    FinishReason,
+    FloatArray,
+    InstanceId,
+    IntArray,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
+from staleflow.stores.weights import weight_folder, weight_hash
+from staleflow.tasks.emulation.batch_simulator import DecodingInstance, DraftedTokens, Finished
+from staleflow.tasks.emulation.emulated_episodes import left_to_sample
+from staleflow.tasks.emulation.workload import Turn
+from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.engine_settings import EmulatedSettings
+from staleflow.tasks.settings.choice_names import REWARD_TOKEN
+
+EOS = 1
+FIRST_WORD, NUM_WORDS = 4, 90
+"""First id, and number of ids, of all other tokens."""
+WEIGHTS = "emulated"
+"""Name of the only tensor in published weights; it holds the version as a number."""
+
+NO_DRAFTS = DraftedTokens()
+LONGEST_WAIT_S = 86_400.0
+"""Longest wait in one call: platforms limit timeouts."""
+
+
+def build(settings: EmulatedSettings, instance: InstanceId, threads: int) -> Engine:
+    return EmulatedEngine(settings, instance)
+
+
+def weights(version: int) -> dict[str, weight_hash.Array]:
+    """The weights that an emulated trainer publishes as `version`. No torch: importing it takes a process seconds."""
+    return {WEIGHTS: np.asarray([version], np.float32)}
+
+
+def words(key: int, first: int, count: int) -> IntArray:
+    """[count] token ids of positions first, first + 1, ... of the response identified by `key`."""
+    positions = np.arange(first, first + count, dtype=np.uint64)
+    mixed = (positions * np.uint64(2654435761) + np.uint64(key % 2**32) * np.uint64(40503)) >> np.uint64(7)
+    return (mixed % np.uint64(NUM_WORDS)).astype(np.int32) + FIRST_WORD
+
+
+def word_logprobs(tokens: IntArray) -> FloatArray:
+    """[T] logprobs, nats: functions of the token alone, the same under every version."""
+    return (-0.5 - (tokens % 13) / 10).astype(np.float32)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A running request. marks: (version, response tokens when sampling under it began), oldest first."""
+
+    request: Request
+    length: int
+    """Tokens of its response at the end of this turn, including earlier ones."""
+    stops: bool
+    """Whether it ends with EOS, not by its token limit."""
+    key: int
+    reward: float
+    marks: list[tuple[PolicyVersion, int]] = field(default_factory=list)
+
+
+class Clock:
+    """The clock of an emulated engine: this machine's."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary moment."""
+        return time.monotonic()
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        """Wait up to `seconds`, or until `changed`, which the caller holds, is notified."""
+        changed.wait(min(max(seconds, 0.0), LONGEST_WAIT_S))
+
+
+class EmulatedEngine:
+    """An engine whose thread sleeps until the next request ends."""
+
+    def __init__(self, settings: EmulatedSettings, instance: InstanceId, clock: Clock | None = None) -> None:
+        self._settings = settings
+        self._instance = instance
+        self._version = PolicyVersion(0)
+        self._served = [self._version]
+        """The versions that requests may be sampled under."""
+        self._batch = self._new_batch()
+        self._running: dict[TrajectoryId, _Running] = {}
+        self._ended: list[Sampled | Failed] = []
+        self._contexts: dict[TrajectoryId, tuple[PolicyVersion, tuple[int, ...]]] = {}
+        """Of what may still be kept for turns to come: the version it was computed under, and its tokens."""
+        self._changed = threading.Condition()
+        self._clock = clock or Clock()
+        self._begin = self._clock.now()
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"emulated-{instance}", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        with self._changed:
+            now = self._begin_call()
+            for request in requests:
+                held = self._running.get(request.trajectory)
+                if held is not None and held.request.epoch >= request.epoch:
+                    continue
+                if held is not None:
+                    self._batch.remove(now, request.trajectory)
+                version = adapters.version_for(self._served, request.version)
+                computed_under, before = self._contexts.pop(request.trajectory, (version, ()))
+                if computed_under != version or request.tokens[: len(before)] != before:
+                    self._batch.forget(request.trajectory)
+                prior, prompt = request.num_prior, max(0, len(request.tokens) - request.num_prior)
+                running = self._response(request)
+                running.marks.append((version, prior))
+                self._running[request.trajectory] = running
+                turns = (Turn(running.length),)
+                self._batch.submit(now, request.trajectory, request.epoch, prompt, prior, turns)
+            self._changed.notify_all()
+
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+        with self._changed:
+            now = self._begin_call()
+            stopped = []
+            for trajectory in trajectories:
+                removed = self._batch.remove(now, trajectory)
+                if removed is not None:
+                    running = self._running.pop(trajectory)
+                    unfinished = FinishReason.UNFINISHED
+                    stopped.append(self._sampled(running, removed.tokens, unfinished, removed.drafts))
+            self._collect()  # the boundary that stopped them may have ended others
+            self._changed.notify_all()
+            return stopped
+
+    def peek(self) -> list[Sampled]:
+        with self._changed:
+            progress = [(self._running[TrajectoryId(t)], n) for t, n in self._batch.progress(self._begin_call())]
+            # The last token depends on how the response ends, which is not known before it does.
+            return [self._sampled(r, min(n, r.length - 1), FinishReason.UNFINISHED) for r, n in progress]
+
+    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        with self._changed:
+            self.interrupt(trajectories)
+            for trajectory in trajectories:
+                self._forget(trajectory)
+            aborted = set(trajectories)
+            self._ended = [e for e in self._ended if e.trajectory not in aborted]
+
+    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+        begin = self._clock.now()
+        loaded = weight_folder.read_arrays(weights)
+        weight_folder.check_shapes(weight_folder.shapes(_held()), weight_folder.shapes(loaded), weights)
+        settings = self._settings
+        if settings.adapters:
+            self._serve(version)
+            fingerprint, elapsed_s = weight_hash.fingerprint(loaded), self._clock.now() - begin
+            return Loaded(version=version, fingerprint=fingerprint, elapsed_s=elapsed_s, stalled_s=0.0)
+        with self._changed:
+            done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
+            self._collect()
+            for trajectory, tokens in self._batch.progress(self._batch.clock):
+                self._running[TrajectoryId(trajectory)].marks.append((version, tokens))
+            self._contexts.clear()
+            self._version, self._served = version, [version]
+            self._changed.notify_all()
+        time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
+        fingerprint, elapsed_s = weight_hash.fingerprint(loaded), self._clock.now() - begin
+        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=elapsed_s, stalled_s=elapsed_s)
+
+    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._failure or self._stopping, timeout_s)
+            self._check()
+            ended, self._ended = self._ended, []
+            return ended
+
+    def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        with self._changed:
+            self._check()
+        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
+
+    def load_statistics(self) -> EngineLoad:
+        with self._changed:
+            now = self._begin_call()
+            work = self._batch.work_by(now)
+            progress = tuple((TrajectoryId(t), n) for t, n in self._batch.progress(now))
+            return EngineLoad(
+                version=self._version,
+                running=len(progress),
+                kv_tokens=sum(len(self._running[t].request.tokens) for t, _ in progress)
+                + sum(n - self._running[t].request.num_prior for t, n in progress),
+                busy_s=(work.decode_s + work.prefill_s + work.pull_s) / self._settings.time_scale,
+                tokens_sampled=work.tokens,
+                progress=progress,
+                kept_tokens=self._batch.kept_tokens,
+                prefilled_tokens=work.computed,
+                cached_tokens=work.cached,
+                drafts=round(work.drafts),
+                drafted_tokens=round(work.drafted),
+                accepted_tokens=round(work.accepted),
+            )
+
+    def speculate(self, length: int) -> None:
+        with self._changed:
+            self._batch.speculate(self._begin_call(), length)
+            self._collect()
+            self._changed.notify_all()
+
+    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+        return ()
+
+    def learn(self, responses: Sequence[PromptResponses]) -> None:
+        """It drafts nothing."""
+
+    def begin_again(self, instance: InstanceId) -> None:
+        with self._changed:
+            self._check()
+            self._instance, self._version = instance, PolicyVersion(0)
+            self._served = [self._version]
+            self._batch = self._new_batch()
+            self._running, self._ended, self._contexts = {}, [], {}
+            self._begin = self._clock.now()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout=5)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _new_batch(self) -> DecodingInstance:
+        asked = self._settings
+        return DecodingInstance(
+            asked.cost, kv_capacity=asked.kv_tokens, max_running=asked.max_running, drafting=asked.drafting
+        )
+
+    def _serve(self, version: PolicyVersion) -> None:
+        """Serve a version beside the others once it is loaded; decoding goes on meanwhile."""
+        time.sleep(self._settings.pull_s / self._settings.time_scale)
+        with self._changed:
+            self._check()
+            self._version = version
+            held = sorted({*self._served, version})
+            running = [version for one in self._running.values() for version, _ in one.marks[-1:]]
+            gone = adapters.unused(held, version, self._settings.adapters, running)
+            self._served = [one for one in held if one not in gone]
+
+    def _run(self) -> None:
+        try:
+            with self._changed:
+                while not self._stopping:
+                    now = self._catch_up()
+                    wait_s = (self._batch.next_s() - now) / self._settings.time_scale
+                    self._clock.wait(self._changed, wait_s)
+        except Exception as error:  # noqa: BLE001  raised by `events`
+            self._failure = error
+            with self._changed:
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None or not self._thread.is_alive():
+            raise ActorLost(f"{self._instance}: the decoding loop has ended: {self._failure}")
+
+    def _begin_call(self) -> float:
+        """Catch up and return the present time, for a call. Raises ActorLost if the decoding loop has ended."""
+        self._check()
+        return self._catch_up()
+
+    def _catch_up(self) -> float:
+        """Decode up to the present time; returns it in the cost model's seconds."""
+        now = (self._clock.now() - self._begin) * self._settings.time_scale
+        self._finish(self._batch.advance(now))
+        return now
+
+    def _collect(self) -> None:
+        """Collect the requests that ended at a command's step boundary."""
+        self._finish(self._batch.advance(self._batch.clock))
+
+    def _finish(self, finished: Sequence[Finished]) -> None:
+        for one in finished:
+            running = self._running.pop(TrajectoryId(one.trajectory))
+            reason = FinishReason.STOP if running.stops else FinishReason.LENGTH
+            sampled = self._sampled(running, one.tokens, reason, one.drafts)
+            self._ended.append(sampled)
+            if running.request.may_return:
+                ids = (int(token) for segment in sampled.segments for token in segment.tokens)
+                self._contexts[sampled.trajectory] = running.marks[-1][0], (*running.request.tokens, *ids)
+            else:
+                self._forget(sampled.trajectory)
+        if finished:
+            self._changed.notify_all()
+
+    def _forget(self, trajectory: TrajectoryId) -> None:
+        """Keep nothing for turns to come of a trajectory."""
+        self._contexts.pop(trajectory, None)
+        self._batch.forget(trajectory)
+
+    def _response(self, request: Request) -> _Running:
+        """The course of a request according to the workload; a greedy one's depends on the prompt only."""
+        workload, members = self._settings.workload, self._settings.members
+        key = sum(request.prompt_tokens) if request.greedy else request.trajectory
+        group, member = divmod(abs(int(key)), members)
+        turns = workload.turns(group, member)
+        planned = sum(turn.tokens + turn.tool_tokens for turn in turns)
+        length = request.num_prior + left_to_sample(turns, request.num_prior)
+        if planned <= request.num_prior:  # already longer than planned: it continues for as long again
+            length = planned + request.num_prior
+        allowed = request.num_prior + request.max_new_tokens
+        return _Running(
+            request=request,
+            length=max(request.num_prior + 1, min(length, allowed)),
+            stops=length <= allowed,
+            key=int(key),
+            reward=workload.reward(group, member),
+        )
+
+    def _sampled(
+        self, running: _Running, tokens: int, finish: FinishReason, drafts: DraftedTokens = NO_DRAFTS
+    ) -> Sampled:
+        segments = []
+        ends = [*(begin for _, begin in running.marks[1:]), tokens]
+        for (version, begin), end in zip(running.marks, ends, strict=True):
+            if end > begin:
+                ids = words(running.key, begin, end - begin)
+                if begin == 0:
+                    ids[0] = REWARD_TOKEN + (running.reward > 0)
+                if end == running.length and finish is FinishReason.STOP:
+                    ids[-1] = EOS
+                segments.append(
+                    Segment(version=version, instance=self._instance, tokens=ids, logprobs=word_logprobs(ids))
+                )
+        request = running.request
+        return Sampled(
+            trajectory=request.trajectory,
+            epoch=request.epoch,
+            first=request.num_prior,
+            segments=tuple(segments),
+            finish=finish,
+            **drafts.counts(),
+        )
+
+
+def _held() -> dict[str, weight_hash.Array]:
+    return weights(0)

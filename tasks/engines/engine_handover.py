@@ -1,0 +1,115 @@
+"""The engines of this process, which outlive the actors that use them.
+
+A driver that is lost takes its actors with it, as Dask drops what no client wants. The engine of a rollout instance,
+with its model in memory, stays: the instance that the driver's successor places in this process takes it over.
+
+Invariants: an engine is taken over only by the same run, with the same settings but for the seed, once nobody can
+use it any more, since the actor that had it does not exist. One that the same run cannot take over is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import hashlib
+import logging
+import pickle
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.trajectory import InstanceId
+from staleflow.tasks.engines.base import Engine
+from staleflow.tasks.engines.engine_settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+GONE_S = 10.0
+"""Seconds that an actor of the driver before may still exist: its last call has to end, which nobody waits for."""
+SETTLE_S = 1.5
+"""The same before the scheduler decides whether it keeps a worker."""
+LOOK_S = 0.2
+"""Seconds between two looks whether it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldEngine:
+    """An engine and the actor that uses it."""
+
+    run: str
+    settings: bytes
+    engine: Engine
+    user: weakref.ref[object]
+
+
+_held: list[_HeldEngine] = []
+_lock = threading.Lock()
+"""Guards _held; held while an engine is taken over or closed."""
+
+
+def hold(run: str, settings: EngineSettings, engine: Engine, user: object) -> None:
+    """Keep an engine in this process, also after `user`, its actor, is gone. run: the run's folder."""
+    with _lock:
+        _held.append(_HeldEngine(run, _digest(settings), engine, weakref.ref(user)))
+
+
+def let_go(engine: Engine) -> None:
+    """Keep an engine no longer, since its actor has closed it."""
+    with _lock:
+        _held[:] = [one for one in _held if one.engine is not engine]
+
+
+async def require_unused() -> None:
+    """Raise LookupError unless an engine is held in this process that nobody uses, or will use in a moment: its actor's
+    last call may still have to end. Called by the scheduler, which reads no answer but that."""
+    until = time.monotonic() + SETTLE_S
+    while any(one.user() is not None for one in _held) and time.monotonic() < until:
+        gc.collect()
+        await asyncio.sleep(LOOK_S)
+    if not _held or any(one.user() is not None for one in _held):
+        raise LookupError("no engine is held here that nobody uses")
+
+
+def close_unused() -> None:
+    """Close the engines whose actors are gone: another role needs their memory."""
+    with _lock:
+        for one in [one for one in _held if one.user() is None]:
+            _held.remove(one)
+            one.engine.close()
+
+
+def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engine | None:
+    """The engine of an actor of this run that is gone, begun again for `instance`; None if there is none. Closes all
+    others whose actors are gone. Waits for an actor that is about to go. run: empty if none is to be taken over."""
+    until = time.monotonic() + GONE_S
+    while _in_use(run) and time.monotonic() < until:
+        gc.collect()  # what a failed call has raised may refer to the actor in circles
+        time.sleep(LOOK_S)
+    found: Engine | None = None
+    with _lock:
+        for one in [one for one in _held if one.user() is None]:
+            _held.remove(one)
+            if found is None and (one.run, one.settings) == (run, _digest(settings)):
+                try:
+                    one.engine.begin_again(instance)
+                except ActorLost as lost:
+                    logger.warning("an engine that was held has died: %s", lost)
+                else:
+                    found = one.engine
+                    continue
+            one.engine.close()
+    return found
+
+
+def _in_use(run: str) -> bool:
+    return any(one.run == run and one.user() is not None for one in _held)
+
+
+def _digest(settings: Any) -> bytes:
+    """Of all settings but the seed, which an engine that goes on does not need."""
+    fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name != "seed"}
+    return hashlib.sha256(pickle.dumps((type(settings), fields))).digest()

@@ -1,0 +1,204 @@
+"""An engine's running requests, their tokens so far by version, and its busy time. Not thread-safe: each engine locks
+its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.tasks.engines import adapters
+from staleflow.tasks.engines.base import EngineLoad, Request, Sampled
+from staleflow.tasks.engines.stop_strings import StopCheck
+
+
+class ClosedSegment(NamedTuple):
+    """A closed segment, not yet in arrays: a weight update closes one per running request while decoding waits."""
+
+    version: PolicyVersion
+    instance: InstanceId
+    tokens: list[int]
+    logprobs: list[float]
+
+    @property
+    def segment(self) -> Segment:
+        return Segment(
+            version=self.version,
+            instance=self.instance,
+            tokens=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+        )
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """One running request. key: its name within the engine, which ends with the version it has begun under."""
+
+    request: Request
+    key: str = ""
+    version: PolicyVersion = PolicyVersion(0)
+    """What it samples under now."""
+    closed: list[ClosedSegment] = field(default_factory=list)
+    """Its earlier segments."""
+    tokens: list[int] = field(default_factory=list)  # of the current segment
+    logprobs: list[float] = field(default_factory=list)
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    stop: StopCheck | None = None
+    """Looks for its stop strings, if it has any."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has sampled one of its stop strings."""
+        return self.stop is not None and self.stop.found
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(part.tokens) for part in self.closed) + len(self.tokens)
+
+    def sampled(self, finish: FinishReason) -> Sampled:
+        """What it has sampled; its current segment must be closed."""
+        request, segments = self.request, tuple(part.segment for part in self.closed)
+        return Sampled(
+            trajectory=request.trajectory,
+            epoch=request.epoch,
+            first=request.num_prior,
+            segments=segments,
+            finish=finish,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+        )
+
+
+def version_of(key: str) -> PolicyVersion:
+    """The version that a request has begun under, by its key.
+
+    >>> version_of("17.1.4.3")
+    3
+    """
+    return PolicyVersion(int(key.rpartition(".")[2]))
+
+
+class RunningRequests:
+    """All running requests, by the engine's key and by trajectory, and the versions they may be sampled under: the
+    newest, and others that are served beside it."""
+
+    def __init__(self, instance: InstanceId) -> None:
+        self.instance = instance
+        self.version = PolicyVersion(0)
+        self._served = [self.version]
+        self._running: dict[str, RunningRequest] = {}
+        self._by_trajectory: dict[TrajectoryId, RunningRequest] = {}
+        self._num_entered = 0
+        self._tokens_sampled = 0
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+
+    def begin_again(self, instance: InstanceId) -> None:
+        """Forget all requests and counts: the engine is `instance`'s from now on, at version 0. Keys go on: no earlier
+        one is used again."""
+        self.instance = instance
+        self.version = PolicyVersion(0)
+        self._served = [self.version]
+        self._running.clear()
+        self._by_trajectory.clear()
+        self._tokens_sampled = 0
+        self._busy_s, self._busy_since = 0.0, None
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[RunningRequest]:
+        return iter(tuple(self._running.values()))
+
+    def get(self, key: str) -> RunningRequest | None:
+        return self._running.get(key)
+
+    def of(self, trajectory: TrajectoryId) -> RunningRequest | None:
+        return self._by_trajectory.get(trajectory)
+
+    def change_version(self, version: PolicyVersion) -> None:
+        """Have all requests go on under a version, the only one from now on."""
+        for running in self._running.values():
+            self.close_segment(running)
+            running.version = version
+        self.version, self._served = version, [version]
+
+    def drop_old(self, newest: PolicyVersion, count: int) -> list[PolicyVersion]:
+        """Serve no longer what nothing runs under, and what is not among the latest `count` versions up to `newest`,
+        which is about to be served. Returns these."""
+        gone = adapters.unused(self._served, newest, count, (running.version for running in self._running.values()))
+        self._served = [held for held in self._served if held not in gone]
+        return gone
+
+    def serve(self, version: PolicyVersion) -> None:
+        """Serve a version beside the others, as the newest."""
+        self.version = version
+        self._served = sorted({*self._served, version})
+
+    def enter(self, running: RunningRequest) -> str:
+        """Add a request; returns a key that was never used before."""
+        request = running.request
+        self._num_entered += 1
+        running.version = adapters.version_for(self._served, request.version)
+        running.key = f"{request.trajectory}.{request.epoch}.{self._num_entered}.{running.version}"
+        if not self._running:
+            self._busy_since = time.monotonic()
+        self._running[running.key] = running
+        self._by_trajectory[request.trajectory] = running
+        return running.key
+
+    def leave(self, running: RunningRequest) -> None:
+        """Remove a request; its current segment is closed."""
+        self.close_segment(running)
+        del self._running[running.key]
+        if self._by_trajectory.get(running.request.trajectory) is running:
+            del self._by_trajectory[running.request.trajectory]
+        if not self._running and self._busy_since is not None:
+            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_since = None
+
+    def extend(self, running: RunningRequest, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add tokens that a request has sampled under its present version."""
+        running.tokens += tokens
+        running.logprobs += logprobs
+        self._tokens_sampled += len(tokens)
+
+    def close_segment(self, running: RunningRequest) -> None:
+        """Close a request's current segment: what follows is of another version or instance."""
+        if running.tokens:
+            running.closed.append(self._present(running))
+            running.tokens, running.logprobs = [], []
+
+    def peek(self) -> list[Sampled]:
+        """What all requests have sampled so far; none is changed."""
+        return [
+            RunningRequest(
+                running.request,
+                closed=[*running.closed, self._present(running)],
+            ).sampled(FinishReason.UNFINISHED)
+            for running in self._running.values()
+        ]
+
+    def load(self, waiting: int = 0, preemptions: int = 0) -> EngineLoad:
+        busy_s = self._busy_s
+        if self._busy_since is not None:
+            busy_s += time.monotonic() - self._busy_since
+        running = self._running.values()
+        return EngineLoad(
+            version=self.version,
+            running=len(running),
+            kv_tokens=sum(len(r.request.tokens) + r.num_sampled for r in running),
+            busy_s=busy_s,
+            tokens_sampled=self._tokens_sampled,
+            progress=tuple((r.request.trajectory, r.request.num_prior + r.num_sampled) for r in running),
+            waiting=waiting,
+            preemptions=preemptions,
+        )
+
+    def _present(self, running: RunningRequest) -> ClosedSegment:
+        return ClosedSegment(running.version, self.instance, running.tokens, running.logprobs)

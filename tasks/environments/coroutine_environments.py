@@ -1,0 +1,145 @@
+"""Episodes of coroutines: `async def play(session, task) -> reward`, which asks the model for each turn."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.tasks.environments.episode import OBSERVED, EpisodeFailed, EpisodeStart, Said, ended, observed, told
+from staleflow.tasks.rendering.task_source import Message, Prompt
+
+
+class EpisodeCut(Exception):
+    """Raised by `ask` when the episode ends before the coroutine does: the turn was cut by the token limit, or no
+    further one may be taken. The coroutine may catch it and return a reward; otherwise it is `session.reward`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedTask:
+    """The task that a coroutine plays. rng: random numbers by the task's seed."""
+
+    index: int
+    held_out: bool
+    seed: int
+    options: Mapping[str, Any]
+    rng: random.Random
+
+
+class Session:
+    """A coroutine's connection to the model."""
+
+    def __init__(self) -> None:
+        self.reward: Any = 0.0
+        """Reward of an episode that is cut."""
+        self._asked: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
+        self._answered: asyncio.Future[str] | None = None
+
+    async def ask(self, *messages: Any) -> str:
+        """The model's turn after these messages: texts, or mappings with role and content. The first call gives the
+        prompt, which may depend on nothing but the task."""
+        if self._answered is not None:
+            raise RuntimeError("ask is called while another call of it waits; ask one thing after the other")
+        alone = len(messages) == 1 and isinstance(messages[0], str)
+        named = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
+        prompt = observed(messages[0] if alone else named, "what ask is given")
+        self._answered = asyncio.get_running_loop().create_future()
+        self._asked.set_result(prompt)
+        return await self._answered
+
+    def _answer(self, text: str, *, cut: bool) -> None:
+        """Let the waiting `ask` return, or raise EpisodeCut."""
+        answered = self._answered
+        assert answered is not None
+        self._asked = asyncio.get_running_loop().create_future()
+        self._answered = None
+        if cut:
+            answered.set_exception(EpisodeCut(text))
+        else:
+            answered.set_result(text)
+
+
+Play = Callable[[Session, PlayedTask], Awaitable[Any]]
+
+
+class PlayedEnvironment:
+    """An environment that is a coroutine."""
+
+    def __init__(self, play: Play, options: Mapping[str, Any]) -> None:
+        self._play, self._options = play, options
+
+    def episode(self, start: EpisodeStart, *, threads: bool = False) -> PlayedEpisode:
+        return PlayedEpisode(self._play, self._options, start)
+
+
+class PlayedEpisode:
+    """An episode of a coroutine."""
+
+    def __init__(self, play: Play, options: Mapping[str, Any], start: EpisodeStart) -> None:
+        self._play = play
+        self._task = PlayedTask(
+            index=start.index,
+            held_out=start.held_out,
+            seed=start.seed,
+            options=options,
+            rng=random.Random(start.seed),
+        )
+        self._session: Session | None = None
+        self._playing: asyncio.Future[Any] | None = None
+
+    async def begin(self) -> Prompt:
+        self._session = Session()
+        self._playing = asyncio.ensure_future(_guarded(self._play, self._session, self._task))
+        first = await self._until_asked()
+        if isinstance(first, Said):
+            raise EpisodeFailed("play returned before it asked the model for anything; call session.ask first")
+        return first
+
+    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+        assert self._session is not None
+        self._session._answer(text, cut=cut)
+        next_ = await self._until_asked()
+        if not isinstance(next_, Said) and (cut or last):
+            self._session._answer("", cut=True)
+            next_ = await self._until_asked()
+            if not isinstance(next_, Said):
+                raise EpisodeFailed("play asked again after EpisodeCut; return a reward then, or do not catch it")
+        if isinstance(next_, Said):
+            return next_
+        return Said(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
+
+    async def close(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._playing is not None:
+            self._playing.cancel()
+
+    async def _until_asked(self) -> Prompt | Said:
+        """What the coroutine asks next, or its end. Raises EpisodeFailed."""
+        assert self._session is not None and self._playing is not None
+        asked = self._session._asked
+        await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._playing.done():
+            return asked.result()
+        if self._playing.cancelled():
+            raise EpisodeFailed("play was cancelled")
+        error = self._playing.exception()
+        if isinstance(error, EpisodeCut):
+            return ended(self._session.reward, what="session.reward")
+        if isinstance(error, EpisodeFailed):
+            raise error
+        if error is not None:
+            raise EpisodeFailed(f"play raised: {told(error, line=True)}") from error
+        result = self._playing.result()
+        return ended(result, what="what play returned")
+
+
+async def _guarded(play: Play, session: Session, task: PlayedTask) -> Any:
+    """The coroutine's result. SystemExit would end the event loop that it runs on, with everything else there."""
+    try:
+        return await play(session, task)
+    except SystemExit as error:
+        raise EpisodeFailed(f"play raised: {told(error, line=True)}") from error

@@ -1,0 +1,54 @@
+"""The [environment] table of a job file, which environment hosts receive unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from staleflow.tasks.settings.knobs import knob
+
+ISOLATIONS = ("auto", "process", "thread")
+TOOL_NAMES = ("calculator", "python")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentConfig:
+    """Environments of many turns; docs/tasks.md says how to write one."""
+
+    hosts: int = knob(1, "environment hosts: processes that hold episodes", low=1, high=1024)
+    max_failed_share: float = knob(
+        0.5,
+        "share of an environment's latest hundred answers that may be failures; beyond it the run stops",
+        low=0,
+        high=1,
+    )
+    max_turns: int = knob(16, "most turns of an episode; the last one ends it", low=1, high=10_000)
+    tools: list[str] = knob(
+        [],
+        "tools that the model may call before it answers a task of a single turn; the first turn that calls none is "
+        "scored",
+        choices=TOOL_NAMES,
+        own=True,
+    )
+    tool_s: float = knob(
+        5.0, "seconds for all tool calls of one turn; the model is told of those that took longer", above=0
+    )
+    template: str = knob(
+        "{observation}",
+        "without task.chat: text around what an environment says after the first time; must contain {observation}",
+    )
+    isolation: str = knob(
+        "auto",
+        "where environments run: auto: coroutines on their host's event loop, all else in a process each; process: all "
+        "in a process each; thread: in threads, where a hung one cannot be stopped",
+        choices=ISOLATIONS,
+    )
+    concurrency: int = knob(64, "most steps of environments that a host takes at once", low=1, high=65_536)
+    step_s: float = knob(
+        30.0, "seconds for one step or reset of an environment; after that it is ended with an error", above=0
+    )
+    episode_s: float = knob(
+        600.0, "seconds for all steps of an episode together, without the model's; after that it is ended", above=0
+    )
+    memory_mib: int = knob(
+        1024, "MiB that an environment's process may take beyond what loading it took; 0: no limit", low=0
+    )

@@ -1,0 +1,56 @@
+"""Environments of many turns as sources of tasks: a task's prompt is an environment's first observation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, record_of
+from staleflow.tasks.environments.fork_server import ForkSettings
+from staleflow.tasks.environments.forked_episodes import Resetter
+from staleflow.tasks.rendering.task_source import Record, Task, TaskSource
+from staleflow.tasks.settings.endpoint_settings import EndpointSettings
+from staleflow.tasks.settings.seeds import task_seed
+
+
+class EnvironmentSource:
+    """Tasks of an environment: index i is reset with a seed that follows from the job's seed and i. Seeds of held-out
+    tasks are never those of training; the first observations may well be equal."""
+
+    num_held_out = None
+    held_out_notice = ""
+
+    def __init__(
+        self,
+        source: str,
+        options: Mapping[str, Any],
+        seed: int,
+        key: str,
+        limits: EnvironmentConfig,
+        endpoint: EndpointSettings,
+    ) -> None:
+        """key: of the job file that names it, for messages. endpoint: of agents."""
+        self._where = f"{key} = {source!r}"
+        self._seed = seed
+        settings = ForkSettings(
+            source=source, options=dict(options), key=key, memory_mib=limits.memory_mib, endpoint=endpoint.drawing
+        )
+        self._resetter = Resetter(settings, limits.step_s)
+        self.task(0)
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        start = EpisodeStart(index=index, held_out=held_out, seed=task_seed(self._seed, index, held_out=held_out))
+        try:
+            prompt = self._resetter.first_observation(start)
+        except EpisodeFailed as error:
+            which = f"{'held-out ' if held_out else ''}task {index}"
+            raise ConfigError(f"{self._where}: {which}: {error}") from error
+        return Task(prompt=prompt, record=record_of(start, prompt), seed=start.seed)
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> EnvironmentSource:
+        return self
+
+    def score(self, answer: str, record: Record) -> float:
+        raise ValueError("the environment itself rewards its episodes, while they run")

@@ -1,0 +1,128 @@
+"""One episode of an environment, whatever kind it is and wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from staleflow.tasks.rendering.reward_values import NoNumber, numbers_of
+from staleflow.tasks.rendering.task_source import Message, Prompt, prompt_of
+from staleflow.tasks.settings import user_code
+
+OBSERVED = "environment"
+"""Role of an observation that is a text."""
+LONGEST_ERROR = 500
+"""Characters of an error that are kept."""
+
+LONGEST_TEXT = 1_000_000
+"""Characters of one message of an observation: more than any model's context holds."""
+
+
+class EpisodeFailed(RuntimeError):
+    """An environment raised, hung, died or returned a bad value. The message is one line that says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStart:
+    """With what an episode begins: equal starts begin alike. Held-out tasks have other seeds than those trained on."""
+
+    index: int
+    held_out: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """What an environment says to one turn. reward, parts: of the whole episode, once it has ended. answer: in their
+    place, a text that has yet to be scored."""
+
+    messages: tuple[Message, ...] = ()
+    ended: bool = False
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
+
+
+class Episode(Protocol):
+    """One episode. Its methods raise EpisodeFailed; whoever calls them keeps the time."""
+
+    async def begin(self) -> Prompt:
+        """Create and reset the environment; returns its first observation."""
+        ...
+
+    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+        """Take a turn. cut: the turn was cut short, so the episode ends here. last: no further turn can be taken."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the environment holds, after its end."""
+        ...
+
+    def abandon(self) -> None:
+        """Stop at once, in the middle of a step too, and wait for nothing."""
+        ...
+
+
+class Environment(Protocol):
+    """An environment that is loaded: makes episodes."""
+
+    def episode(self, start: EpisodeStart, *, threads: bool = False) -> Episode:
+        """An episode that has not begun. threads: run what blocks in threads."""
+        ...
+
+
+def observed(value: object, what: str) -> Prompt:
+    """An observation as a text or messages, of plain texts: a class of numpy or of the user's own could not be loaded
+    by the process that receives it. what: it is, for the message. Raises EpisodeFailed."""
+    try:
+        found = prompt_of(value)
+        if isinstance(found, str):
+            return _plain(found)
+        return tuple(Message(_plain(message.role), _plain(message.content)) for message in found)
+    except ValueError as error:
+        raise EpisodeFailed(f"{what} {error}") from error
+
+
+def _plain(text: str) -> str:
+    """A text as plain Unicode of bounded length. Raises ValueError with a message that follows the value's name."""
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"has {len(text)} characters; at most {LONGEST_TEXT} are given to a model")
+    try:
+        return text.encode("utf-8").decode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"is no Unicode text: {error.reason} at character {error.start}") from error
+
+
+def given(value: object, what: str) -> tuple[Message, ...]:
+    """An observation as messages to be given to the model. Raises EpisodeFailed."""
+    found = observed(value, what)
+    return (Message(OBSERVED, found),) if isinstance(found, str) else found
+
+
+def ended(reward: object, parts: object = None, *, what: str = "the reward") -> Said:
+    """The end of an episode with this reward, and its parts by name. Raises EpisodeFailed if it is no number."""
+    try:
+        number, named = numbers_of(reward if parts is None else (reward, parts))
+    except NoNumber as refused:
+        raise EpisodeFailed(str(refused).replace("the reward", what, 1)) from refused
+    return Said(ended=True, reward=number, parts=named)
+
+
+def told(error: BaseException, *, line: bool = False) -> str:
+    """An error of an environment, on one line. line: with the line of the user's code that it comes from."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}..."
+    where = user_code.line_of(error) if line else ""
+    return f"{text} ({where})" if where else text
+
+
+def record_of(start: EpisodeStart, prompt: Prompt) -> dict[str, Any]:
+    """The record of a task: its prompt, and what its episodes start with."""
+    shown = prompt if isinstance(prompt, str) else [message._asdict() for message in prompt]
+    return {"prompt": shown, "index": start.index, "held_out": start.held_out, "seed": start.seed}
+
+
+def start_of(record: Mapping[str, Any]) -> EpisodeStart:
+    """What the episodes of a record's task start with."""
+    return EpisodeStart(index=int(record["index"]), held_out=bool(record["held_out"]), seed=int(record["seed"]))

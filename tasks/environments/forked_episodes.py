@@ -1,0 +1,317 @@
+"""Episodes in processes of their own, forked by a server that has loaded their environment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said
+from staleflow.tasks.environments.fork_server import (
+    BEGIN,
+    CLOSE,
+    ENDED,
+    FORK,
+    KILL,
+    LAST_S,
+    ORDER,
+    STEP,
+    ForkSettings,
+    packed,
+    read_value,
+    receive,
+)
+from staleflow.tasks.rendering.task_source import Prompt
+
+LOAD_S = 120.0
+"""Seconds that a server may take to load its environment."""
+REPORT_S = 1.0
+"""Seconds in which the end of a process is reported after its connection has closed."""
+POLL_S = 0.01
+
+
+class ForkServer:
+    """Starts processes for episodes. Threads may share one. It is stopped when it is closed or forgotten, and started
+    again when it has died."""
+
+    def __init__(self, settings: ForkSettings) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stop: Any = None
+        self._num_started = 0
+        self._ended: dict[int, int] = {}
+        """How processes ended, by number, until somebody asks."""
+        self._wanted: set[int] = set()
+        """Processes of whose end somebody may want to know."""
+        self._part = b""
+
+    def start(self) -> None:
+        """Make sure that the environment is loaded; may take seconds. Raises ConfigError."""
+        with self._lock:
+            self._started()
+
+    def fork(self) -> tuple[int, socket.socket]:
+        """A new process: its number, and the connection to it. Raises ConfigError."""
+        with self._lock:
+            self._hear()
+            ours, theirs = socket.socketpair()
+            try:
+                self._num_started += 1
+                for last_attempt in (False, True):
+                    control = self._started()
+                    try:
+                        socket.send_fds(control, [ORDER.pack(FORK, self._num_started)], [theirs.fileno()])
+                        break
+                    except OSError:  # it died
+                        self._forget()
+                        if last_attempt:
+                            raise
+                self._wanted.add(self._num_started)
+            except BaseException:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
+            return self._num_started, ours
+
+    def kill(self, number: int) -> None:
+        """Kill a process and all that it started. Waits for nothing."""
+        with self._lock:
+            self._wanted.discard(number)
+            self._ended.pop(number, None)
+            if self._control is not None:
+                with contextlib.suppress(OSError):
+                    self._control.sendall(ORDER.pack(KILL, number))
+
+    def how_ended(self, number: int) -> int | None:
+        """The exit code of a process, negative if a signal ended it; None if that is not known yet."""
+        with self._lock:
+            self._hear()
+            if number in self._ended:
+                self._wanted.discard(number)
+            return self._ended.pop(number, None)
+
+    def _hear(self) -> None:
+        """Take the reports of ended processes that have come."""
+        control = self._control
+        with contextlib.suppress(OSError):
+            while control is not None and select.select([control], [], [], 0)[0]:
+                data = control.recv(4096)
+                if not data:
+                    break
+                self._part += data
+        whole = len(self._part) // ENDED.size * ENDED.size
+        reports, self._part = self._part[:whole], self._part[whole:]
+        self._ended |= {n: status for n, status in ENDED.iter_unpack(reports) if n in self._wanted}
+
+    def close(self) -> None:
+        with self._lock:
+            self._forget()
+
+    def _started(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            self._forget()  # it died
+        if self._control is None:
+            ours, theirs = socket.socketpair()
+            threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
+            process = subprocess.Popen(
+                # -P: a module in the current folder must not shadow the standard library's.
+                [sys.executable, "-P", "-m", "staleflow.tasks.environments.fork_server"],
+                stdin=theirs.fileno(),
+                env={**os.environ, **threads},
+            )
+            theirs.close()
+            self._control, self._process = ours, process
+            self._stop = weakref.finalize(self, _stopped, process, ours)
+            ours.settimeout(LOAD_S)
+            try:
+                ours.sendall(packed(self.settings))
+                problem = read_value(ours)
+            except TimeoutError as error:
+                self._forget()
+                raise ConfigError(f"{self._where}: loading it took longer than {LOAD_S:g} s") from error
+            except (OSError, EOFError) as error:
+                self._forget()
+                raise ConfigError(f"{self._where}: loading it ended its process; see what it wrote above") from error
+            if problem:
+                self._forget()
+                raise ConfigError(problem)
+        return self._control
+
+    @property
+    def _where(self) -> str:
+        return f"{self.settings.key} = {self.settings.source!r}"
+
+    def _forget(self) -> None:
+        if self._stop is not None:
+            self._stop()
+        self._control = self._process = self._stop = None
+        self._part = b""
+
+
+def _stopped(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """Stop a server. It kills its processes and what these have started, which would outlive it if it were killed
+    before; what hangs is."""
+    control.close()
+    try:
+        process.wait(LAST_S + 2.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class ForkedEpisode:
+    """An episode in a process of its own."""
+
+    def __init__(self, server: ForkServer, start: EpisodeStart) -> None:
+        self._server, self._start = server, start
+        self._number = 0
+        self._connection: socket.socket | None = None
+
+    async def begin(self) -> Prompt:
+        try:
+            await asyncio.to_thread(self._server.start)
+            self._number, self._connection = self._server.fork()
+        except (ConfigError, OSError) as error:
+            raise EpisodeFailed(f"no process can be started for it: {error}") from error
+        self._connection.setblocking(False)
+        prompt: Prompt = await self._asked(BEGIN, self._start)
+        return prompt
+
+    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+        said: Said = await self._asked(STEP, text, cut, last)
+        return said
+
+    async def close(self) -> None:
+        if self._connection is not None:
+            try:
+                await self._asked(CLOSE)
+            finally:
+                self.abandon()
+
+    def abandon(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+            self._server.kill(self._number)
+
+    async def _asked(self, *request: Any) -> Any:
+        connection = self._connection
+        assert connection is not None
+        try:
+            await asyncio.get_running_loop().sock_sendall(connection, packed(request))
+            result, problem = await receive(connection)
+        except (EOFError, OSError) as error:
+            raise EpisodeFailed(f"its process {await self._death()}") from error
+        if problem:
+            raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
+        return result
+
+    async def _death(self) -> str:
+        """How the process ended, in words."""
+        deadline = time.monotonic() + REPORT_S
+        while (status := self._server.how_ended(self._number)) is None and time.monotonic() < deadline:
+            await asyncio.sleep(POLL_S)
+        return death(status)
+
+
+class Resetter:
+    """Resets environments in processes of their own, for whoever needs their first observations. Threads may share one;
+    each has a process while it waits. One process is kept for the next reset."""
+
+    def __init__(self, settings: ForkSettings, within_s: float) -> None:
+        self._server = ForkServer(settings)
+        self._within_s = within_s
+        self._lock = threading.Lock()
+        self._kept: list[tuple[int, socket.socket]] = []
+        self._open: set[socket.socket] = set()
+        weakref.finalize(self, _closed, self._open)
+
+    def first_observation(self, start: EpisodeStart) -> Prompt:
+        """The first observation of an episode. Raises EpisodeFailed, and ConfigError if it cannot be loaded."""
+        number, connection = self._taken()
+        kept = False
+        try:
+            connection.sendall(packed((BEGIN, start)))
+            prompt, problem = read_value(connection)
+            kept = self._keep(number, connection)
+        except TimeoutError as error:
+            raise EpisodeFailed(f"reset took longer than environment.step_s = {self._within_s:g} s") from error
+        except (EOFError, OSError) as error:
+            deadline = time.monotonic() + REPORT_S
+            while (status := self._server.how_ended(number)) is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            raise EpisodeFailed(f"reset: its process {death(status)}") from error
+        finally:
+            if not kept:
+                self._end(number, connection)
+        if problem:
+            raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
+        found: Prompt = prompt
+        return found
+
+    def close(self) -> None:
+        """Stop the processes; they are started again when needed."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+        for number, connection in kept:
+            self._end(number, connection)
+        self._server.close()
+
+    def _taken(self) -> tuple[int, socket.socket]:
+        """A process that nobody else uses."""
+        with self._lock:
+            if self._kept:
+                return self._kept.pop()
+        number, connection = self._server.fork()
+        connection.settimeout(self._within_s)
+        self._open.add(connection)
+        return number, connection
+
+    def _keep(self, number: int, connection: socket.socket) -> bool:
+        """Keep a process for the next reset; false if one is kept already."""
+        with self._lock:
+            if not self._kept:
+                self._kept.append((number, connection))
+                return True
+        return False
+
+    def _end(self, number: int, connection: socket.socket) -> None:
+        self._open.discard(connection)
+        connection.close()
+        self._server.kill(number)
+
+
+def _closed(connections: set[socket.socket]) -> None:
+    """Close connections; the processes behind them end."""
+    for connection in connections:
+        connection.close()
+
+
+def death(status: int | None) -> str:
+    """How a process ended, in words. status: its exit code, negative for a signal; None if unknown."""
+    if status is None:
+        return "died"
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"
+
+
+def _with_limit(problem: str, memory_mib: int) -> str:
+    return f"{problem} (environment.memory_mib = {memory_mib})" if "MemoryError" in problem and memory_mib else problem

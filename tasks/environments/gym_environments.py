@@ -1,0 +1,129 @@
+"""Episodes of classes with `reset` and `step`, as users of Gymnasium write them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, ended, given, observed, told
+from staleflow.tasks.rendering.task_source import Prompt
+
+
+class SteppedEnvironment:
+    """An environment whose episodes are objects with `reset(seed) -> (observation, info)` and `step(action) ->
+    (observation, reward, terminated, truncated, info)`, plain methods or coroutines."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def episode(self, start: EpisodeStart, *, threads: bool = False) -> SteppedEpisode:
+        return SteppedEpisode(self._make, start, threads=threads)
+
+
+class SteppedEpisode:
+    """An episode of such a class: rewards of steps are summed."""
+
+    def __init__(self, make: Callable[[], Any], start: EpisodeStart, *, threads: bool) -> None:
+        self._make, self._start, self._threads = make, start, threads
+        self._game: Any = None
+        self._reward = 0.0
+        self._num_steps = 0
+
+    async def begin(self) -> Prompt:
+        self._game = await self._called("cannot be created", self._make)
+        options = {"index": self._start.index, "held_out": self._start.held_out}
+        with_options = {"options": options} if _takes(self._game.reset, "options") else {}
+        result = await self._called("reset raised", self._game.reset, seed=self._start.seed, **with_options)
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise EpisodeFailed(f"reset must return (observation, info), not {_short(result)}")
+        return observed(result[0], "the first observation")
+
+    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+        if cut:
+            return ended(self._reward)
+        self._num_steps += 1
+        at = f"step {self._num_steps}"
+        result = await self._called(f"{at} raised", self._game.step, text)
+        if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
+            raise EpisodeFailed(
+                f"{at} must return (observation, reward, terminated, truncated, info), not {_short(result)}"
+            )
+        observation, reward, terminated, truncated, info = result
+        self._reward += ended(reward, what=f"the reward of {at}").reward
+        if terminated or truncated or last:
+            return ended(self._reward, info.get("parts"), what=f"the reward of {at}")
+        return Said(messages=given(observation, f"the observation of {at}"))
+
+    async def close(self) -> None:
+        close = getattr(self._game, "close", None)
+        if callable(close):
+            await self._called("close raised", close)
+
+    def abandon(self) -> None:
+        """What runs in a thread cannot be stopped; nothing waits for it."""
+
+    async def _called(self, failed: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The result of a user's method. Raises EpisodeFailed."""
+        try:
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **kwargs)
+            if self._threads:
+                return await in_thread(lambda: function(*args, **kwargs))
+            result = without_loop(lambda: function(*args, **kwargs))
+            return await result if inspect.isawaitable(result) else result
+        except (Exception, SystemExit) as error:
+            raise EpisodeFailed(f"{failed}: {told(error, line=True)}") from error
+
+
+def without_loop(function: Callable[[], Any]) -> Any:
+    """The result of a function that is called as if no event loop ran: a plain method may use asyncio.run."""
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return function()
+    finally:
+        asyncio._set_running_loop(loop)
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """The result of a function that runs in a thread of its own. A pool's threads would all be taken by a few hung
+    ones; and a thread that never returns must not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised where the result is awaited
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return await done
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of that name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,218 @@
+"""Users' own tools: a function of a file becomes a tool that a model may call.
+
+    def lookup(word: str, limit: int = 3) -> list[str]:
+        "Meanings of a word."
+
+Its name, its docstring and the JSON schema of its arguments, from their type hints, are what a model is told. It may be
+`async def`. Each call runs in a process of its own, forked from one that has loaded the file.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, told
+from staleflow.tasks.environments.gym_environments import without_loop
+from staleflow.tasks.rendering.task_source import Message, Prompt
+from staleflow.tasks.settings import user_code
+
+TOOLS_KEY = "environment.tools"
+"""The key of a job file that names tools."""
+GIVEN_BACK = "tool"
+"""Role of what a tool gives back."""
+LONGEST_RESULT = 20_000
+"""Characters of a result that are given back."""
+KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+"""JSON's names of the types that arguments may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTool:
+    """A user's function as a tool. parameters: the JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    function: Callable[..., Any]
+
+
+def load_tool(named: str) -> OwnTool:
+    """The tool that a job names file.py:NAME or module:NAME. Raises ConfigError."""
+    where = f"{TOOLS_KEY}: {named!r}"
+    function = user_code.load(named, TOOLS_KEY)
+    if not inspect.isfunction(function):
+        raise ConfigError(f"{where}: a tool is a function, def or async def, not {type(function).__name__}")
+    description = inspect.getdoc(function) or ""
+    if not description.strip():
+        raise ConfigError(f"{where}: needs a docstring, which tells the model what it does")
+    return OwnTool(
+        name=function.__name__, description=description, parameters=_parameters(function, where), function=function
+    )
+
+
+def _parameters(function: Callable[..., Any], where: str) -> dict[str, Any]:
+    """The JSON schema of a function's arguments. Raises ConfigError."""
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception as error:  # whatever a user's hints raise when they are read
+        raise ConfigError(f"{where}: its type hints cannot be read: {told(error)}") from error
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"{where}: argument {parameter} cannot be given by name; give each one a name of its own")
+        if name not in hints:
+            raise ConfigError(f"{where}: argument {name} needs a type hint, such as {name}: str")
+        schema = _schema(hints[name])
+        if schema is None:
+            raise ConfigError(
+                f"{where}: argument {name} has type {hints[name]}; use str, int, float, bool, list, dict, Literal, "
+                "Any, or one of them | None"
+            )
+        properties[name] = schema
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _schema(hint: Any) -> dict[str, Any] | None:
+    """The JSON schema of a type; None if it has none."""
+    if hint is Any:
+        return {}
+    if hint in KINDS:
+        return {"type": KINDS[hint]}
+    if hint is type(None):
+        return {"type": "null"}
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in KINDS and not inner:  # typing.List and the like, of anything
+        return {"type": KINDS[origin]}
+    if origin is typing.Literal:
+        return {"enum": list(inner)}
+    of = [_schema(one) for one in inner]
+    known = [schema for schema in of if schema is not None]
+    if len(known) < len(of):
+        return None
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": known}
+    if origin is list:
+        return {"type": "array", "items": known[0]}
+    if origin is dict and inner[0] is str:
+        return {"type": "object", "additionalProperties": known[1]}
+    return None
+
+
+def fault(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+    """What is wrong with the arguments of a call, for whoever wrote it; empty if they fit their schema."""
+    properties: Mapping[str, Any] = parameters["properties"]
+    known = ", ".join(properties) or "none"
+    if unknown := [name for name in arguments if name not in properties]:
+        return f"there is no argument {unknown[0]}; there are {known}"
+    if missing := [name for name in parameters["required"] if name not in arguments]:
+        return f"argument {missing[0]} is missing"
+    wrong = next((name for name, value in arguments.items() if not _fits(value, properties[name])), None)
+    return "" if wrong is None else f"argument {wrong} must be {_words(properties[wrong])}"
+
+
+def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    if "anyOf" in schema:
+        return any(_fits(value, one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == one and type(value) is type(one) for one in schema["enum"])
+    match schema.get("type"):
+        case None:
+            return True
+        case "array":
+            return isinstance(value, list) and all(_fits(item, schema.get("items", {})) for item in value)
+        case "object":
+            below = schema.get("additionalProperties", {})
+            return isinstance(value, dict) and all(_fits(item, below) for item in value.values())
+        case "integer":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "number":
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case kind:
+            return isinstance(value, {"string": str, "boolean": bool, "null": type(None)}[kind])
+
+
+def _words(schema: Mapping[str, Any]) -> str:
+    """A type in words."""
+    if "anyOf" in schema:
+        return " or ".join(map(_words, schema["anyOf"]))
+    if "enum" in schema:
+        return f"one of {', '.join(json.dumps(one) for one in schema['enum'])}"
+    words = {"string": "a text", "integer": "a whole number", "number": "a number", "boolean": "true or false",
+             "array": "a list", "object": "an object", "null": "null"}  # fmt: skip
+    return words.get(schema.get("type", ""), "anything") + (f" of {_words(i)}" if (i := schema.get("items")) else "")
+
+
+def only_argument(parameters: Mapping[str, Any]) -> str:
+    """The argument that a call may give alone: the only one, or the only one without a default; empty if there is
+    none."""
+    for names in (list(parameters["properties"]), parameters["required"]):
+        if len(names) == 1:
+            return str(names[0])
+    return ""
+
+
+def read_argument(text: str, schema: Mapping[str, Any]) -> Any:
+    """The value of an argument that is written without quotation marks."""
+    if _fits(text, schema):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+class CalledTool:
+    """A user's tool as an environment whose episodes are calls: the only turn is the arguments as JSON."""
+
+    def __init__(self, tool: OwnTool) -> None:
+        self._tool = tool
+
+    def episode(self, start: EpisodeStart, *, threads: bool = False) -> _Call:
+        return _Call(self._tool)
+
+
+class _Call:
+    """One call."""
+
+    def __init__(self, tool: OwnTool) -> None:
+        self._tool = tool
+
+    async def begin(self) -> Prompt:
+        return ""
+
+    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+        arguments: dict[str, Any] = json.loads(text)
+        try:
+            if inspect.iscoroutinefunction(self._tool.function):
+                result = await self._tool.function(**arguments)
+            else:
+                result = without_loop(lambda: self._tool.function(**arguments))
+        except (Exception, SystemExit) as error:
+            raise EpisodeFailed(told(error)) from error
+        return Said(messages=(Message(GIVEN_BACK, _text(result)),))
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+    def abandon(self) -> None:
+        """The process ends with the call."""
+
+
+def _text(result: Any) -> str:
+    """What is given back for a result. Raises EpisodeFailed."""
+    try:
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EpisodeFailed(f"it returned what JSON cannot say: {told(error)}") from error
+    text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # halves of characters, which no tokenizer reads
+    return text if len(text) <= LONGEST_RESULT else f"{text[:LONGEST_RESULT]}... ({len(text)} characters)"

@@ -1,0 +1,156 @@
+"""The given tokens between two turns of a model.
+
+What was sampled is never rendered or tokenised again: prompt(t+1) = prompt(t) + sampled(t) + bridge, where the bridge
+closes the model's turn, holds what its environment says, and opens the next turn. Rendering the whole conversation
+anew would not do: templates drop a newline here and a thought there, and a text's tokens are not always those that were
+sampled, so the policy would be trained on contexts that it never saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.rendering.task_source import Message
+
+ASKS, SAYS, THOUGHT = "Zq asks", "Zq says", "<think>\nZq thinks\n</think>\n\n"
+"""Contents of the conversation that stands for the one so far, and that a template is tried with."""
+OBSERVED = ("environment", "user")
+"""Roles that templates know as the user's."""
+
+
+class Bridge(Protocol):
+    """Makes the given tokens between two turns."""
+
+    def check(self, roles: Collection[str]) -> None:
+        """Raise ConfigError if messages of these roles cannot follow a turn."""
+        ...
+
+    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        """The given tokens after a turn, and before the next one. before: all tokens up to the turn. turn: what was
+        sampled in it. number: of the turn, for messages. Raises ConfigError."""
+        ...
+
+
+def make_bridge(texts: TokenizerTexts, model: str, *, chat: bool, template: str) -> Bridge:
+    """The bridge of a job. model: as the job names it. template: environment.template."""
+    if not chat:
+        return PlainBridge(texts, template)
+    by_template = TemplateBridge(texts)
+    renderer = texts.renderer(model)
+    return by_template if renderer is None else RendererBridge(renderer, by_template)
+
+
+class PlainBridge:
+    """Messages as texts, without a chat template. The model's turn is left as it ended. template: around each."""
+
+    def __init__(self, texts: TokenizerTexts, template: str) -> None:
+        self._texts, self._template = texts, template
+
+    def check(self, roles: Collection[str]) -> None:
+        """Every role may follow."""
+
+    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        found = [self._template.replace("{observation}", message.content) for message in messages]
+        return list(self._texts.ids("".join(found)))
+
+
+class TemplateBridge:
+    """Messages in the tokenizer's chat template: what it puts after an assistant's message that stands for the turn."""
+
+    def __init__(self, texts: TokenizerTexts) -> None:
+        self._texts = texts
+        self._known_as: dict[str, str] = {}
+        """The roles that the template knows messages of each role as, once that was tried."""
+
+    def check(self, roles: Collection[str]) -> None:
+        for role in roles:
+            self._known(role)
+
+    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        try:
+            named = [message._replace(role=self._known(message.role)) for message in messages]
+            bridge = list(self._texts.ids(self._after(SAYS, named)))
+        except ConfigError as error:
+            raise ConfigError(f"turn {number}: {error}") from error
+        if turn and bridge and self._texts.is_special(turn[-1]) and self._texts.is_special(bridge[0]):
+            return bridge[1:]  # the model has closed its turn itself, perhaps by another token that ends responses
+        return bridge
+
+    def _after(self, says: str, messages: Sequence[Message]) -> str:
+        """The text after an assistant's message that says so, if these follow. Raises ConfigError."""
+        while any(says in message.content for message in messages):
+            says += "q"
+        found = self._texts.chat_text([Message("user", ASKS), Message("assistant", says), *messages])
+        _, said, after = found.partition(says)
+        if not said:
+            raise ConfigError(f"{_WHOSE} leaves out what the assistant says in earlier turns; {_REMEDY}")
+        return after
+
+    def _known(self, role: str) -> str:
+        """The role that the template knows messages of this role as. Raises ConfigError if they cannot follow a turn in
+        it without a change to what comes before them."""
+        if role not in self._known_as:
+            known = "user" if role in OBSERVED or not self._holds(role) else role
+            self._try(known)
+            self._known_as[role] = known
+        return self._known_as[role]
+
+    def _holds(self, role: str) -> bool:
+        """Whether the template renders messages of this role at all."""
+        message = Message(role, "Zq hears")
+        try:
+            return message.content in self._after(SAYS, [message])
+        except ConfigError:
+            return False
+
+    def _try(self, role: str) -> None:
+        """Raise ConfigError unless the template only ever appends when a message of this role follows a turn: the text
+        must begin with the prompt that the turn was sampled after, and with the turn."""
+        head = self._texts.chat_text([Message("user", ASKS)])
+        for says in (SAYS, THOUGHT + SAYS):
+            messages = [Message("user", ASKS), Message("assistant", says), Message(role, "Zq hears")]
+            whole = self._texts.chat_text(messages)
+            if whole.startswith(head + says):
+                continue
+            if says != SAYS and "Zq thinks" not in whole:
+                why = f"drops the <think> parts of earlier turns when a message of role {role} follows"
+            else:
+                why = f"renders earlier turns in another way when a message of role {role} follows"
+            raise ConfigError(f"{_WHOSE} {why}, so the model would not go on from what it sampled; {_REMEDY}")
+
+
+_WHOSE = "task.chat = true: the chat template"
+_REMEDY = "put a template that only appends into the model's folder (chat_template.jinja), or set task.chat = false"
+
+
+class RendererBridge:
+    """Messages by the `renderers` package, which knows the family of the model; what it declines is left to the
+    template."""
+
+    def __init__(self, renderer: Any, otherwise: TemplateBridge) -> None:
+        self._renderer, self._otherwise = renderer, otherwise
+
+    def check(self, roles: Collection[str]) -> None:
+        prompt = list(self._renderer.render_ids([{"role": "user", "content": ASKS}], add_generation_prompt=True))
+        for role in roles:
+            if self._bridged(prompt, prompt[:1], [Message(role, "Zq hears")]) is None:
+                self._otherwise.check([role])
+
+    def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        found = self._bridged(before, turn, messages)
+        return self._otherwise.ids(before, turn, messages, number) if found is None else found
+
+    def _bridged(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
+        """The tokens after the turn; None if the package declines, or would change what was sampled."""
+        named = [{"role": "user" if m.role in OBSERVED else m.role, "content": m.content} for m in messages]
+        try:
+            found = self._renderer.bridge_to_next_turn(list(before), list(turn), named)
+        except Exception:  # noqa: BLE001  the package raises many kinds for messages that a family has no place for
+            return None
+        past = [*before, *turn]
+        if found is None or list(found.token_ids[: len(past)]) != past:
+            return None
+        return list(found.token_ids[len(past) :])

@@ -1,0 +1,154 @@
+"""Token ids as text."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.model_renderers import known_renderer
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.settings.user_code import said
+
+LOOK_BACK = 8
+"""Preceding tokens decoded with each token: alone it may lack its leading space, or be an incomplete character."""
+
+
+class Texts(Protocol):
+    """Decodes token ids to text."""
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Decode token ids. special: keep special tokens, such as an end of text."""
+        ...
+
+
+class TokenizerTexts:
+    """Text by a model's tokenizer. Threads may share one: a lock guards the tokenizer's state."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        # An array, because transformers checks each element of a list, which takes longer than decoding.
+        with self._lock:
+            return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text."""
+        with self._lock:
+            return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def chat_ids(self, messages: Sequence[Message], tools: str = "") -> tuple[int, ...]:
+        """Token ids of a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
+        tools: their definitions as JSON, for the template. Raises ConfigError if the template fails, or leaves them
+        out."""
+        text = self.chat_text(messages, tools)
+        if tools and text == self.chat_text(messages):
+            raise ConfigError(
+                "task.chat = true: the chat template leaves out the definitions of tools; describe them in a message, "
+                "or put a template that has a place for them into the model's folder (chat_template.jinja)"
+            )
+        try:
+            return self.ids(text)
+        except Exception as error:  # such as a half of a character that the template has put in
+            raise ConfigError(f"task.chat = true: what the chat template says is no tokens: {said(error)}") from error
+
+    def chat_text(self, messages: Sequence[Message], tools: str = "") -> str:
+        """That conversation as text. Raises ConfigError if the template fails."""
+        with_tools = {"tools": json.loads(tools)} if tools else {}
+        with self._lock:
+            try:
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        [message._asdict() for message in messages],
+                        tokenize=False,
+                        add_generation_prompt=True,
+                        **with_tools,
+                    )
+                )
+            except Exception as error:  # a model's template may raise anything
+                roles = ", ".join(message.role for message in messages)
+                raise ConfigError(
+                    f"task.chat = true: the chat template fails on messages of {roles}: {said(error)}"
+                ) from error
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token is one that texts leave out, such as an end of a turn."""
+        return not self.text([token]) and bool(self.text([token], special=True))
+
+    def renderer(self, model: str) -> Any:
+        """The `renderers` package's renderer of a model, if it is installed and knows it, and renders as the chat
+        template does; else None."""
+        with self._lock:
+            return known_renderer(self._tokenizer, model)
+
+
+class NumberTexts:
+    """The ids as text, for an emulated run or a tokenizer that cannot be loaded."""
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return "".join(f"{token} " for token in tokens)
+
+
+def tokenizer_texts(model: str) -> TokenizerTexts:
+    """A model's tokenizer as texts. Raises ConfigError if it cannot be loaded."""
+    return TokenizerTexts(load_tokenizer(model))
+
+
+def load_tokenizer(model: str) -> Any:
+    """Load a model's tokenizer. Raises ConfigError if that fails."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path = {model!r}: its tokenizer cannot be loaded: {reason}") from error
+
+
+class FileTexts:
+    """Text by a tokenizer file alone, without transformers: loaded in milliseconds, safe for threads."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
+
+
+def file_texts(folder: Path) -> FileTexts | None:
+    """Load a model folder's tokenizer from its tokenizer.json; None where only transformers decodes as it should:
+    without that file, with tokens that are defined elsewhere, or if spaces are to be cleaned up."""
+    import tokenizers
+
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        added = [int(id) for id in settings.get("added_tokens_decoder", {})]
+        special = settings.get("clean_up_tokenization_spaces") or any(tokenizer.id_to_token(i) is None for i in added)
+    except Exception:  # noqa: BLE001  the library raises plain Exception for a file that it cannot read
+        return None
+    return None if special else FileTexts(tokenizer)
+
+
+def pieces(texts: Texts, tokens: Sequence[int]) -> list[str]:
+    """The part of the decoded text that each token adds; a character of several tokens belongs to the last of them."""
+    found = []
+    for i in range(len(tokens)):
+        begin = max(0, i - LOOK_BACK)
+        before = texts.text(tokens[begin:i], special=True)
+        until = texts.text(tokens[begin : i + 1], special=True)
+        # An incomplete character decodes to U+FFFD; it is attributed to the token that completes it.
+        whole = before.rstrip("\ufffd")
+        found.append("" if until.endswith("\ufffd") else until[len(whole) :])
+    return found

@@ -1,0 +1,70 @@
+"""What a reward function returns, as plain numbers, and sums of several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from staleflow.tasks.rendering.task_source import Record, Reward
+
+LARGEST = 3.4e38
+"""Stores keep rewards in 32 bits."""
+
+
+class NoNumber(ValueError):
+    """A reward function returned something that is no number. The message says what."""
+
+
+def numbers_of(result: Any) -> tuple[float, dict[str, float]]:
+    """A reward function's result as (reward, its parts by name), in plain numbers: a class of numpy or of the user's
+    own could neither be stored, nor loaded by the process that receives it. Raises NoNumber.
+
+    >>> numbers_of((np.float32(0.5), {"length": np.int64(3)}))
+    (0.5, {'length': 3.0})
+    """
+    reward, parts = result, dict[str, Any]()
+    if isinstance(result, tuple):
+        if len(result) != 2 or not isinstance(result[1], Mapping):
+            raise NoNumber(f"the reward is {_short(result)}; it must be a number, or (number, its parts by name)")
+        reward, parts = result
+    named = {str(name): _number(part, f"part {name} of the reward") for name, part in parts.items()}
+    return _number(reward, "the reward"), named
+
+
+class WeightedSum:
+    """A reward that is the weighted sum of others. Its parts are their results by name, unweighted, and their own parts
+    as `name.part`. It fails if one of them fails."""
+
+    def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
+        self._rewards, self._weights = rewards, weights
+
+    def __call__(self, answer: str, record: Record) -> tuple[float, dict[str, float]]:
+        parts: dict[str, float] = {}
+        for name, reward in self._rewards.items():
+            try:
+                parts[name], below = numbers_of(reward(answer, record))
+            except NoNumber as refused:
+                raise NoNumber(f"part {name}: {refused}") from refused
+            except Exception as error:  # a user's function may raise anything
+                raise NoNumber(f"part {name}: {type(error).__name__}: {error}") from error
+            parts |= {f"{name}.{key}": value for key, value in below.items()}
+        return sum(weight * parts[name] for name, weight in self._weights.items()), parts
+
+
+def _number(value: Any, what: str) -> float:
+    problem = f"{what} is {_short(value)}; it must be a number"
+    if isinstance(value, (str, bytes, bytearray)):  # which float() would read
+        raise NoNumber(problem)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise NoNumber(problem) from error
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise NoNumber(f"{what} is {number}; it must be a finite number")
+    return number
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,84 @@
+"""How a turn is asked for, beside what is said to the model: a message of a role of its own that no model is shown.
+
+A prompt, and what an environment says, are messages. An agent's request has more than those: definitions of tools, ids
+in place of messages, limits of the turn that follows. They travel as one more message, the first one, so that whatever
+carries messages carries them too, and two prompts are equal only if their directions are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.tasks.rendering.task_source import Message, Prompt, Record
+
+ROLE = "directions"
+"""Role of the message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directions:
+    """What a request has beside messages. tools: definitions, as JSON, for the chat template. token_ids: given in
+    place of messages, exactly so; None if there are messages. max_tokens: of the turn; 0 for the job's. stop: what
+    else ends it. after_turn:
+    of a request that changes the past: the turn, from 1, that it goes on after; 0: what it says is the whole
+    conversation. auxiliary: the turn is not to be trained on."""
+
+    tools: str = ""
+    token_ids: tuple[int, ...] | None = None
+    max_tokens: int = 0
+    after_turn: int | None = None
+    auxiliary: bool = False
+    stop: StopCriteria = NO_STOP
+
+    def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages, with a first one that says this, if there is anything to say.
+
+        >>> split(Directions(tools="[]").before([Message("user", "hi")]))[0].tools
+        '[]'
+        """
+        if self == NONE:
+            return tuple(messages)
+        said = {
+            name: value
+            for name, value in asdict(self).items()
+            if name in ALWAYS or getattr(self, name) != getattr(NONE, name)
+        }
+        return (Message(ROLE, json.dumps(said, sort_keys=True)), *messages)
+
+
+ALWAYS = ("tools", "token_ids", "max_tokens")
+"""What is said of every turn that has directions: a group's prompt stays the same text from version to version."""
+NONE = Directions()
+
+
+def split(prompt: Prompt) -> tuple[Directions, Prompt]:
+    """The directions of a prompt or of what was said, and what the model is shown."""
+    if isinstance(prompt, str) or not prompt or prompt[0].role != ROLE:
+        return NONE, prompt
+    found: dict[str, Any] = json.loads(prompt[0].content)
+    ids, stop = found.pop("token_ids"), found.pop("stop", {})
+    return Directions(
+        token_ids=None if ids is None else tuple(ids),
+        stop=StopCriteria(**{name: tuple(values) for name, values in stop.items()}),
+        **found,
+    ), prompt[1:]
+
+
+def directions_of(record: Record) -> Directions:
+    """The directions of a record's prompt."""
+    prompt = record.get("prompt")
+    first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
+    if not isinstance(first, Mapping) or first.get("role") != ROLE:
+        return NONE
+    return split((Message(ROLE, str(first.get("content"))),))[0]
+
+
+def role_of(messages: Sequence[Message]) -> str:
+    """Who speaks in what was said: the role of the last message; of token ids, "agent"; empty if nothing was said."""
+    if not messages:
+        return ""
+    return "agent" if messages[-1].role == ROLE else messages[-1].role

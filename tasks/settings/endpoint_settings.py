@@ -1,0 +1,59 @@
+"""The [endpoint] table of a job file, and what an endpoint needs to know of its job. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from staleflow.tasks.settings.knobs import knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointConfig:
+    """The HTTP endpoint that agents call for the model's turns; docs/endpoint.md."""
+
+    host: str = knob("127.0.0.1", "name or address that each environment host listens on for its agents")
+    port: int = knob(0, "port; 0: a free one, as it must be with several environment hosts", low=0, high=65_535)
+    sampling: str = knob(
+        "override",
+        "what becomes of a request's temperature, top_p and the like, where the job samples otherwise: override "
+        "ignores them, and the answer says so; refuse answers 400",
+        choices=("override", "refuse"),
+    )
+    changed_past: str = knob(
+        "branch",
+        "what becomes of a request that changes what was said before: branch begins one where it differs, and what is "
+        "sampled there is trained on, too; refuse answers 400",
+        choices=("branch", "refuse"),
+    )
+    max_body_kib: int = knob(8192, "KiB of a request's body; a longer one is answered 413", low=1, high=1_048_576)
+    body_s: float = knob(
+        10.0, "seconds for a request's head to arrive, and for its body; a later one is answered 408", above=0
+    )
+    max_requests: int = knob(
+        1024,
+        "requests in flight, and bodies read at once; further ones are answered 429, but those of sessions wait for "
+        "their turns",
+        low=1,
+        high=65_536,
+    )
+    max_connections: int = knob(8192, "open connections; further ones are answered 503", low=1, high=1_048_576)
+    tls_cert: str = knob("", "file of a TLS certificate, PEM; with it the endpoint speaks https")
+    tls_key: str = knob("", "file of that certificate's private key, PEM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSettings:
+    """Settings of an endpoint. model: its name in answers. temperature: that the job samples at.
+    vocabulary: tokens that the model knows; 0 if that is not known. replaces_s: seconds from its start in which whoever
+    has a key of the endpoint in whose place this one is may still ask; 0: it is in no other's place."""
+
+    config: EndpointConfig = EndpointConfig()
+    model: str = "policy"
+    temperature: float = 1.0
+    vocabulary: int = 0
+    replaces_s: float = 0.0
+
+    @property
+    def drawing(self) -> EndpointSettings:
+        """Of the processes that draw prompts, which nobody but their own agents needs to reach."""
+        return replace(self, config=replace(self.config, host="127.0.0.1", port=0, tls_cert="", tls_key=""))

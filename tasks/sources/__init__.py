@@ -1,0 +1,1 @@
+"""Sources of prompts, their rows, evaluation sets and rewards."""

@@ -1,0 +1,288 @@
+"""Data sets with rows: JSON lines, parquet files, and what the `datasets` package loads."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.task_source import Prompt, Record, Task, TaskSource, prompt_of, set_apart
+from staleflow.tasks.settings.columns import Columns
+
+HELD_OUT_SHARE = 0.1
+"""Maximum share of a data set's rows, at its end, that is held out for evaluation (but at least one row)."""
+INSTALL = "pip install 'staleflow[datasets]'"
+SPLIT = "train"
+"""The split that is used unless the options name another."""
+SAVED = ("dataset_info.json", "dataset_dict.json")
+"""Files of a folder that save_to_disk wrote: one of them is there."""
+
+
+class Use(Enum):
+    """What a data set's rows are for. BOTH: the last tenth is held out of training."""
+
+    BOTH = "both"
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+
+
+class Missing(Enum):
+    """The type of MISSING."""
+
+    MISSING = "missing"
+
+
+MISSING = Missing.MISSING
+"""In place of the value of a column that a row lacks."""
+
+
+class Rows(Protocol):
+    """Numbered rows of a data set."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all columns."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Record: ...
+
+    def column(self, name: str) -> Iterator[Any]:
+        """The values of a column, row by row; MISSING where a row has none."""
+        ...
+
+    def place(self, index: int) -> str:
+        """Where a row is, for messages."""
+        ...
+
+
+class JsonLines:
+    """The rows of a JSON lines file, which are kept in memory."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        """where: the data set as in the job file, for messages. Raises ConfigError, naming the line."""
+        try:
+            # Not splitlines(), which also splits at characters that JSON allows within a text, such as U+2028.
+            lines = path.read_text("utf-8-sig").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: cannot be read: {error}") from error
+        self._path = path
+        self._rows: list[dict[str, Any]] = []
+        self._lines: list[int] = []
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f'{path}, line {number}: must be an object, such as {{"prompt": ..., "answer": ...}}')
+            self._rows.append(row)
+            self._lines.append(number)
+        self.names = tuple(dict.fromkeys(name for row in self._rows for name in row))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._rows[index]
+
+    def column(self, name: str) -> Iterator[Any]:
+        return (row.get(name, MISSING) for row in self._rows)
+
+    def place(self, index: int) -> str:
+        return f"{self._path}, line {self._lines[index]}"
+
+
+class ParquetRows:
+    """The rows of a parquet file, or of all parquet files in a folder."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        """where: the data set as in the job file, for messages. Raises ConfigError."""
+        try:
+            from pyarrow import ArrowException, parquet
+        except ImportError as error:
+            raise ConfigError(f"{where}: needs the package pyarrow; {INSTALL}") from error
+        try:
+            self._table = parquet.read_table(path, memory_map=True)
+        except (OSError, ArrowException) as error:
+            raise ConfigError(f"{where}: cannot be read: {_first_line(error)}") from error
+        self._path = path
+        self.names = tuple(self._table.column_names)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> Record:
+        row: Record = self._table.slice(index, 1).to_pylist()[0]
+        return row
+
+    def column(self, name: str) -> Iterator[Any]:
+        return (value.as_py() for value in self._table.column(name))
+
+    def place(self, index: int) -> str:
+        return f"{self._path}, row {index}"
+
+
+class DatasetRows:
+    """The rows of a data set of the `datasets` package: a folder that save_to_disk wrote, or whatever load_dataset
+    finds under a name."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
+        """options: `split`, by default train, and arguments of load_dataset. where: the data set as in the job file,
+        for messages. Raises ConfigError."""
+        try:
+            import datasets
+        except ImportError as error:
+            raise ConfigError(f"{where}: needs the package datasets; {INSTALL}") from error
+        given = dict(options)
+        split = given.pop("split", None)
+        folder = Path(name).expanduser()
+        if name.startswith((".", "/", "~")) and not folder.exists():
+            raise ConfigError(f"{where}: no such folder")
+        saved = any((folder / file).is_file() for file in SAVED)
+        if saved and given:
+            raise ConfigError(f"{where}: a saved folder has no option {', '.join(given)}, only split")
+        datasets.disable_progress_bars()  # they would be drawn across the live view
+        try:
+            found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(name, **given)
+            if isinstance(found, Mapping):
+                chosen = split or (SPLIT if SPLIT in found else next(iter(found)))
+                if chosen not in found:
+                    raise ConfigError(f"{where}: no split {chosen!r}; set the option split to {' or '.join(found)}")
+                found = found[chosen]
+        except ConfigError:
+            raise
+        except Exception as error:  # the package raises many kinds, those of the hub and of arrow too
+            raise ConfigError(f"{where}: cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
+        if not hasattr(found, "__len__"):
+            raise ConfigError(f"{where}: prompts are numbered, and a streamed data set is not; remove option streaming")
+        self._name = name
+        self._dataset = found
+        self.names = tuple(found.column_names)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Record:
+        row: Record = self._dataset[index]
+        return row
+
+    def column(self, name: str) -> Iterator[Any]:
+        return iter(self._dataset[name])
+
+    def place(self, index: int) -> str:
+        return f"{self._name}, row {index}"
+
+
+ROW_KINDS = ("jsonl", "parquet", "datasets")
+"""Kinds of sources whose prompts are rows."""
+
+
+def open_rows(source: str, options: Mapping[str, Any], where: str) -> Rows:
+    """The rows of a data set named `kind:name`. where: the data set as in the job file, for messages. Raises
+    ConfigError."""
+    kind, _, name = source.partition(":")
+    if kind == "datasets":
+        return DatasetRows(name, options, where)
+    return JsonLines(Path(name), where) if kind == "jsonl" else ParquetRows(Path(name), where)
+
+
+class RowSource:
+    """A TaskSource of rows, trained on in order and repeated at the end.
+
+    A record is its row, with the prompt also under `prompt` and the answer under `answer`.
+    """
+
+    def __init__(self, rows: Rows, columns: Columns, where: str, use: Use = Use.BOTH) -> None:
+        """where: the data set as in the job file, for messages. Raises ConfigError for too few rows, or a row without
+        a prompt or an answer."""
+        count = len(rows)
+        self._rows, self._columns, self._where = rows, columns, where
+        held = {Use.BOTH: max(1, int(count * HELD_OUT_SHARE)), Use.TRAINING: 0, Use.EVALUATION: count}[use]
+        self._held = range(count - held, count)
+        self._train: Sequence[int] = range(count - held)
+        self.num_held_out = held
+        self.held_out_notice = ""
+        if count:  # all rows are checked before anything is computed
+            collections.deque(self._prompts(), maxlen=0)
+            collections.deque(self._column(columns.answer, "answer") if columns.answer else (), maxlen=0)
+        if count < (2 if use is Use.BOTH else 1):
+            needed = "at least 2 are needed, one to train on and one to hold out" if use is Use.BOTH else "add some"
+            raise ConfigError(f"{where}: {count} rows; {needed}")
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        chosen = self._held if held_out else self._train
+        row = self._rows[chosen[index % len(chosen)]]
+        prompt = _at(row, self._columns.prompt)
+        named = {"prompt": prompt}
+        if self._columns.answer:
+            named["answer"] = _at(row, self._columns.answer)
+        return Task(prompt=prompt_of(prompt), record={**row, **named})
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
+        prompts = set_apart(evaluation or self, num_held_out)
+        repeated = {row for row, prompt in enumerate(self._prompts()) if prompt in prompts}.intersection(self._train)
+        if not repeated:
+            return self
+        theirs = f"a held-out row (the last {self.num_held_out} rows)" if evaluation is None else "task.eval_source"
+        if len(repeated) == len(self._train):
+            raise ConfigError(
+                f"{self._where}: each of the {len(self._train)} training rows has the prompt of {theirs}; add rows "
+                "with other prompts"
+            )
+        other = copy.copy(self)
+        other._train = [row for row in self._train if row not in repeated]
+        count = f"{len(repeated)} of {len(self._rows)} rows of {self._where} are "
+        other.held_out_notice = (
+            f"{count}neither trained on nor evaluated: they repeat prompts of the {self.num_held_out} held-out rows"
+            if evaluation is None
+            else f"{count}not trained on: they repeat prompts of task.eval_source"
+        )
+        return other
+
+    def score(self, answer: str, record: Record) -> float:
+        """1 if the texts are equal up to white space, else 0."""
+        if not self._columns.answer:
+            raise ValueError('task.columns.answer = "" leaves nothing to compare with; set reward.function to your own')
+        return float(" ".join(answer.split()) == " ".join(str(record["answer"]).split()))
+
+    def _prompts(self) -> Iterator[Prompt]:
+        """The prompts of all rows. Raises ConfigError."""
+        name = self._columns.prompt
+        for index, value in enumerate(self._column(name, "prompt")):
+            try:
+                yield prompt_of(value)
+            except ValueError as error:
+                raise ConfigError(f"{self._rows.place(index)}: {name} {error}") from error
+
+    def _column(self, name: str, key: str) -> Iterator[Any]:
+        """Values of a column, or of a field in one. key: of task.columns. Raises ConfigError where there is none."""
+        head = name if name in self._rows.names else name.partition(".")[0]
+        values = self._rows.column(head) if head in self._rows.names else [MISSING]
+        for index, value in enumerate(values):
+            if (found := _at({head: value}, name)) is MISSING:
+                raise ConfigError(
+                    f"{self._rows.place(index)}: no {name!r}; set task.columns.{key}, to one of "
+                    f"{', '.join(self._rows.names)}"
+                )
+            yield found
+
+
+def _at(record: Record, name: str) -> Any:
+    """A record's value by its column's name, or by `column.field`; MISSING if it has none."""
+    if name in record:
+        return record[name]
+    head, _, rest = name.partition(".")
+    return _at(record[head], rest) if rest and isinstance(record.get(head), Mapping) else MISSING
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

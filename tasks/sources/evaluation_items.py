@@ -1,0 +1,94 @@
+"""The responses that an evaluation asks for, set by set.
+
+A run's evaluations are numbered, and each asks for the same items in the same order. So the number of a trajectory's
+group says which item it answers, and a server that has forgotten the item finds it again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from staleflow.stores.trajectory import GroupId
+from staleflow.tasks.rendering.task_source import Record, Task, distinct_held_out
+from staleflow.tasks.sources.evaluation_sets import EvaluationSet
+from staleflow.tasks.sources.prompts import Prompts
+from staleflow.tasks.sources.task_sources import EvaluationRecord
+
+GREEDY = -1
+"""Number of the greedy response to a prompt; sampled ones count from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationItem:
+    """One response that an evaluation asks for. prompt: number of the prompt in its set. sample: of the response to
+    it."""
+
+    of: EvaluationSet
+    prompt: int
+    sample: int
+    tokens: tuple[int, ...]
+    record: Record
+
+    @property
+    def greedy(self) -> bool:
+        return self.sample == GREEDY
+
+
+class ItemView(NamedTuple):
+    """An item in numbers, and the name of its set."""
+
+    of: str
+    prompt: int
+    sample: int
+    prompt_tokens: int
+
+
+class EvaluationItems:
+    """All items of a run's evaluations, found when they are first asked for. Threads may share one."""
+
+    def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
+        self._prompts, self._sets = prompts, sets
+        self._items: list[EvaluationItem] | None = None
+        self._finding = threading.Lock()
+
+    def all(self) -> list[EvaluationItem]:
+        """The items, set by set. Raises ConfigError."""
+        with self._finding:
+            if self._items is None:
+                self._items = [item for one in self._sets for item in self._of(one)]
+            return self._items
+
+    def views(self) -> list[ItemView]:
+        """The items in numbers."""
+        return [ItemView(i.of.name, i.prompt, i.sample, len(i.tokens)) for i in self.all()]
+
+    def item(self, group: GroupId) -> EvaluationItem:
+        """The item that a group of an evaluation answers."""
+        items = self.all()
+        return items[(-1 - group) % len(items)]
+
+    def _of(self, one: EvaluationSet) -> list[EvaluationItem]:
+        numbers = [*range(one.samples), *([GREEDY] if one.greedy else [])]
+        return [
+            EvaluationItem(of=one, prompt=number, sample=sample, tokens=self._prompts.encode(task), record=record)
+            for number, task in enumerate(self._tasks(one))
+            for record in (task.record if one.main else EvaluationRecord.named(one.name, task.record),)
+            for sample in numbers
+        ]
+
+    def _tasks(self, one: EvaluationSet) -> list[Task]:
+        if not one.source:
+            return self._prompts.held_out(one.prompts)
+        return distinct_held_out(one.build(), one.prompts)
+
+
+def group_of(evaluation: int, item: int, num_items: int) -> GroupId:
+    """The group that answers item `item` of evaluation `evaluation`.
+
+    >>> group_of(0, 0, 10), group_of(2, 3, 10)
+    (-1, -24)
+    """
+    return GroupId(-1 - evaluation * num_items - item)

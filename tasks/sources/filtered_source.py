@@ -1,0 +1,74 @@
+"""A task source whose prompts all fit: those too long, or evaluated, are replaced by others of the same source."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.task_source import Reward, Task, TaskSource
+
+ATTEMPTS = 1000
+"""Other prompts tried in place of one. If only one in a hundred fits, all fail with probability 4e-5."""
+APART = 10_007
+"""Distance between the indices tried, a prime: its multiples reach every row of a file. It grows with each attempt, so
+that a file of as many rows is reached too."""
+
+
+class Unfit(NamedTuple):
+    """Why prompts are replaced. notice: of those that were. remedy: where too many are."""
+
+    notice: str
+    remedy: str
+
+
+TOO_LONG = Unfit(
+    "too long, and replaced (task.skip_long)",
+    f"task.skip_long: {ATTEMPTS} prompts in a row are too long; lower rollout.max_new_tokens, raise "
+    "rollout.engine.kv_tokens, or shorten the prompts",
+)
+EVALUATED = Unfit(
+    "prompts of [evaluation.sets], and replaced",
+    f"evaluation.sets: {ATTEMPTS} prompts of task.source in a row are evaluated; take fewer prompts, or another source",
+)
+
+
+class FittingSource:
+    """The training prompts of a source for which `fits` is true; held-out prompts are not replaced, since others may be
+    trained on. Which prompt replaces another depends only on the source and on `fits`."""
+
+    def __init__(self, source: TaskSource, fits: Callable[[Task], bool], unfit: Unfit = TOO_LONG) -> None:
+        self._source, self._fits, self._unfit = source, fits, unfit
+        self._num_drawn = self._num_replaced = 0
+        self._counting = threading.Lock()
+
+    @property
+    def num_held_out(self) -> int | None:
+        return self._source.num_held_out
+
+    @property
+    def score(self) -> Reward:
+        return self._source.score
+
+    @property
+    def held_out_notice(self) -> str:
+        """That of the source, and how many prompts were replaced so far."""
+        longer = f"{self._num_replaced} of {self._num_drawn} prompts drawn were {self._unfit.notice}"
+        return "; ".join(filter(None, (self._source.held_out_notice, longer if self._num_replaced else "")))
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> FittingSource:
+        return FittingSource(self._source.apart(num_held_out, evaluation), self._fits, self._unfit)
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        """Prompt `index`, or the one that replaces it. Raises ConfigError if none is found that fits."""
+        if held_out:
+            return self._source.task(index, held_out=True)
+        for attempt in range(ATTEMPTS):
+            task = self._source.task(index + attempt * (APART + attempt))
+            if self._fits(task):
+                with self._counting:
+                    self._num_drawn += 1
+                    self._num_replaced += attempt > 0
+                return task
+        raise ConfigError(self._unfit.remedy)

@@ -1,0 +1,244 @@
+"""Prompts as token ids, and responses as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.emulation.workload import Workload
+from staleflow.tasks.engines.emulated_engine import words
+from staleflow.tasks.rendering.bridging import Bridge, make_bridge
+from staleflow.tasks.rendering.chat_tokenizer import NumberTexts, TokenizerTexts, tokenizer_texts
+from staleflow.tasks.rendering.random_texts import DrawnTexts
+from staleflow.tasks.rendering.task_source import (
+    Message,
+    Record,
+    Task,
+    TaskSource,
+    distinct_held_out,
+    drawn,
+    set_apart,
+    shown_prompt,
+)
+from staleflow.tasks.rendering.turn_params import split
+from staleflow.tasks.sources.evaluation_sets import EvaluationSet
+from staleflow.tasks.sources.filtered_source import EVALUATED, FittingSource
+from staleflow.tasks.sources.task_sources import SourceSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """A held-out prompt: its token ids, and the record for its verifier."""
+
+    tokens: tuple[int, ...]
+    record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSettings:
+    """Settings of the prompt source and its encoding; see TaskConfig. tokenizer: folder or hub name of the model.
+    context: tokens the model can attend to. kv_tokens: tokens an engine's cache can hold."""
+
+    tokenizer: str
+    source: SourceSettings
+    template: str
+    chat: bool
+    system: str
+    observation: str = "{observation}"
+    """Put around what an environment says, without a chat template; see EnvironmentConfig.template."""
+    max_new_tokens: int
+    context: int
+    kv_tokens: int
+    held_out: int | None
+    """Number of held-out prompts excluded from training; None for a store of an earlier version: none excluded."""
+    longest: int | None = None
+    """Tokens beyond which a prompt is replaced by another; None: it is refused. For an existing store it must be the
+    value in its header."""
+    workload: Workload | None = None
+    """Source of prompt lengths in an emulated run, which has no tokenizer; else None."""
+    sets: tuple[EvaluationSet, ...] = ()
+    """What the model is evaluated on. Prompts of these are not trained on."""
+    drawn_responses: bool = False
+    """Whether responses are an emulated engine's, which stand for random texts."""
+
+    def build(self) -> Prompts:
+        if self.drawn_responses:
+            return TokenizedPrompts(self, DrawnTexts(self.tokenizer))
+        return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
+
+
+class Prompts(Protocol):
+    """Numbered prompts, their encoding to token ids, and the decoding of responses."""
+
+    def task(self, index: int) -> Task: ...
+
+    def tasks(self, indices: Sequence[int]) -> list[Task]: ...
+
+    def held_out(self, count: int) -> list[Task]: ...
+
+    @property
+    def held_out_notice(self) -> str: ...
+
+    def encode(self, task: Task) -> tuple[int, ...]: ...
+
+    def text(self, tokens: Sequence[int]) -> str: ...
+
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        """The token ids between two turns: what closes the first, messages, and what opens the next; see Bridge.ids."""
+        ...
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a whole conversation, up to where the next turn begins."""
+        ...
+
+
+class EmulatedPrompts:
+    """Prompts with the lengths of a workload and meaningless tokens."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._texts = NumberTexts()
+
+    held_out_notice = ""
+
+    def held_out(self, count: int) -> list[Task]:
+        return [self.task(i) for i in range(count)]
+
+    def task(self, index: int) -> Task:
+        return Task(prompt="", record={"prompt": "", "answer": "", "group": index})
+
+    def tasks(self, indices: Sequence[int]) -> list[Task]:
+        return [self.task(i) for i in indices]
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        group = int(task.record["group"])
+        return tuple(words(group, 0, self._workload.prompt_tokens(group)).tolist())
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._texts.text(tokens)
+
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        """As many meaningless tokens as the messages say."""
+        count = sum(int(message.content) for message in messages)
+        return [int(t) for t in words(0, len(before) + len(turn), count)]
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        return self.given((), (), messages, 0)
+
+
+class TokenizedPrompts:
+    """Prompts of a task source, encoded by the model's tokenizer. Threads may share one. Which prompt a group's id
+    stands for depends on `held_out`: for an existing store it must be the value in its header."""
+
+    def __init__(self, settings: PromptSettings, texts: TokenizerTexts | None = None) -> None:
+        """texts: the model's tokenizer, if it is loaded already."""
+        if settings.system and not settings.chat:
+            raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
+        self._settings = settings
+        source = settings.source.build()
+        self._at_once = settings.source.at_once
+        self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
+        if apart := frozenset(p for one in settings.sets if one.source for p in set_apart(one.build(), one.prompts)):
+            self._source = FittingSource(self._source, lambda task: task.prompt not in apart, EVALUATED)
+        if settings.longest is not None:
+            self._source = FittingSource(self._source, self._fits)
+        self._texts = texts or tokenizer_texts(settings.tokenizer)
+        self._bridge: Bridge | None = None
+
+    @property
+    def bridge(self) -> Bridge:
+        """Makes the given tokens between the turns of an episode."""
+        if self._bridge is None:
+            settings = self._settings
+            self._bridge = make_bridge(
+                self._texts, settings.tokenizer, chat=settings.chat, template=settings.observation
+            )
+        return self._bridge
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
+        ids = self._ids(task)
+        settings, room = self._settings, self._room
+        if not 0 < len(ids) <= room:
+            smaller = "the model's context" if settings.context <= settings.kv_tokens else "rollout.engine.kv_tokens"
+            raise ConfigError(
+                f"a prompt has {len(ids)} tokens; it must have 1 to {room}, {smaller} of "
+                f"{min(settings.context, settings.kv_tokens)} less rollout.max_new_tokens = {settings.max_new_tokens}: "
+                f"{shown_prompt(task.prompt)}{'; task.skip_long = true skips such prompts' if ids else ''}"
+            )
+        return ids
+
+    def _ids(self, task: Task) -> tuple[int, ...]:
+        directions, prompt = split(task.prompt)
+        template = self._settings.template
+        if directions.token_ids is not None:
+            return directions.token_ids
+        if self._settings.chat:
+            *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+            messages = [*before, last._replace(content=template.format(prompt=last.content))]
+            if self._settings.system and messages[0].role != "system":
+                messages.insert(0, Message("system", self._settings.system))
+            return self._texts.chat_ids(messages, directions.tools)
+        if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].role == "user":
+            prompt = prompt[0].content
+        if isinstance(prompt, str):
+            return self._texts.ids(template.format(prompt=prompt))
+        raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
+
+    def _fits(self, task: Task) -> bool:
+        """Whether a prompt is no longer than `longest`."""
+        longest = self._settings.longest
+        return longest is None or not self.may_be_too_long(task) or len(self._ids(task)) <= longest
+
+    def may_be_too_long(self, task: Task) -> bool:
+        """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
+        room = self._room if self._settings.longest is None else self._settings.longest
+        if self._settings.chat or not isinstance(task.prompt, str):
+            return True
+        return len(task.prompt.encode()) + len(self._settings.template.encode()) > room
+
+    @property
+    def _room(self) -> int:
+        """Most tokens of a prompt."""
+        return min(self._settings.context, self._settings.kv_tokens) - self._settings.max_new_tokens
+
+    def task(self, index: int) -> Task:
+        """Training prompt `index`."""
+        return self._source.task(index)
+
+    def tasks(self, indices: Sequence[int]) -> list[Task]:
+        """Training prompts, drawn side by side where drawing one is waiting."""
+        return drawn(self._source, indices, at_once=self._at_once)
+
+    def held_out(self, count: int) -> list[Task]:
+        """The first `count` held-out prompts without duplicates; may be fewer."""
+        return [task for task in distinct_held_out(self._source, count, self._at_once) if self._fits(task)]
+
+    @property
+    def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
+        return self._source.held_out_notice
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._texts.text(tokens)
+
+    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+        directions, shown = split(tuple(messages))
+        if directions.token_ids is not None:
+            return list(directions.token_ids)
+        return self.bridge.ids(before, turn, [m for m in shown if isinstance(m, Message)], number)
+
+    def conversation(self, messages: Sequence[Message]) -> list[int]:
+        directions, shown = split(tuple(messages))
+        if directions.token_ids is not None:
+            return list(directions.token_ids)
+        said = [m for m in shown if isinstance(m, Message)]
+        if self._settings.chat:
+            if self._settings.system and said[0].role != "system":
+                said.insert(0, Message("system", self._settings.system))
+            return list(self._texts.chat_ids(said, directions.tools))
+        around = {"assistant": "{observation}"}
+        texts = (around.get(m.role, self._settings.observation).replace("{observation}", m.content) for m in said)
+        return list(self._texts.ids("".join(texts)))

@@ -1,0 +1,242 @@
+"""Runs a reward function with a time limit: in a separate process, which is killed when it overruns.
+
+A thread cannot be killed, and a hanging reward function would otherwise block its worker forever. The process also
+provides the main thread that math-verify needs, and contains crashes. It runs as `python -m
+staleflow.tasks.sources.reward_process`: requests arrive on standard input and answers leave on standard output, as
+length-prefixed pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.reward_values import NoNumber, numbers_of
+from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.sources.evaluation_sets import EvaluationSet
+from staleflow.tasks.sources.task_sources import EvaluationRecord, SourceSettings, extract_answer, make_reward
+
+START_S = 60.0
+"""Seconds the scoring process may take to import what it needs."""
+
+AHEAD_BYTES = 16_384
+"""Bytes of requests sent ahead, so that the process never waits for the next one. A quarter of what a pipe holds:
+writing them never blocks, so the writer always gets to read."""
+HEADER = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringSettings:
+    """Settings of the reward that the scoring process builds; see TaskConfig and RewardConfig."""
+
+    source: SourceSettings
+    function: str
+    parts: Mapping[str, RewardPart] = field(default_factory=dict)
+    answer_pattern: str
+    timeout_s: float
+    sets: Sequence[EvaluationSet] = ()
+    """Evaluation sets with a reward of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredResponse:
+    """A response's reward, or the error instead; then the reward is 0 and the response carries no gradient."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+class Scorer:
+    """Scores (response, record) pairs one after another. Threads may share one: their calls take turns."""
+
+    def __init__(self, settings: ScoringSettings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_requests = 0
+        """Requests numbered so far, over all processes: no number is used twice."""
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def check(self) -> None:
+        """Start the process and raise ConfigError if the reward cannot be built."""
+        with self._exclusive():
+            self._ensure_process()
+
+    def score(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
+        """Score each pair within the time limit. Failures of the reward function are returned as errors, never raised.
+        Raises RuntimeError once the scorer is closed."""
+        with self._exclusive():
+            return self._scored(items)
+
+    def close(self) -> None:
+        """Stop the process permanently. A call in progress in another thread raises RuntimeError."""
+        self._closed = True  # set before reading _process: a thread that starts one afterwards sees it
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._stop()
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                self._refuse_if_closed()
+                yield
+            except BaseException:
+                # After an interruption, say, answers may still arrive that the next call must not read.
+                self._stop()
+                raise
+
+    def _scored(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
+        first = self._num_requests
+        self._num_requests += len(items)
+        messages = [_packed((number, *item)) for number, item in enumerate(items, first)]
+        scores: list[ScoredResponse] = []
+        sent = 0
+        while len(scores) < len(messages):
+            try:
+                if sent == len(scores) and self._process is not None and self._process.poll() is not None:
+                    self._stop()  # it died while idle: no row is to blame
+                process = self._ensure_process()
+                assert process.stdin is not None and process.stdout is not None
+                while sent < len(messages) and (
+                    sent == len(scores) or sum(map(len, messages[len(scores) : sent + 1])) <= AHEAD_BYTES
+                ):
+                    process.stdin.write(messages[sent])
+                    sent += 1
+                process.stdin.flush()
+                number, reward, parts, problem = _read(process.stdout, self._settings.timeout_s)
+                if number == first + len(scores):
+                    scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
+                    continue
+                error = "the reward process answered another request; does it fork and return in both processes?"
+            except TimeoutError:
+                error = f"the reward took longer than {self._settings.timeout_s:g} s"
+            except (EOFError, OSError) as died:
+                error = f"the reward process died: {died or 'no message'}"
+            self._refuse_if_closed()
+            self._stop()
+            scores.append(ScoredResponse(reward=0.0, error=error))
+            sent = len(scores)  # later requests are sent again, to a new process
+        return scores
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the scorer is closed")
+
+    def _stop(self) -> None:
+        """Stop the process; the next request starts another. Only with the lock held."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):  # requests that it never read
+                        pipe.close()
+            self._process = None
+
+    def _ensure_process(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                # -P: a module in the current folder must not shadow the standard library's.
+                [sys.executable, "-P", "-m", "staleflow.tasks.sources.reward_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            self._refuse_if_closed()
+            assert self._process.stdin is not None and self._process.stdout is not None
+            _write(self._process.stdin, self._settings)
+            problem = _read(self._process.stdout, START_S)
+            if problem:
+                raise ConfigError(problem)
+        return self._process
+
+
+def _packed(value: Any) -> bytes:
+    data = pickle.dumps(value)
+    return HEADER.pack(len(data)) + data
+
+
+def _write(pipe: Any, value: Any) -> None:
+    pipe.write(_packed(value))
+    pipe.flush()
+
+
+def _read(pipe: Any, timeout_s: float | None) -> Any:
+    """Read one value. Raises TimeoutError after `timeout_s`, EOFError if the other side is gone."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    (size,) = HEADER.unpack(_read_exactly(pipe, HEADER.size, deadline))
+    return pickle.loads(_read_exactly(pipe, size, deadline))
+
+
+def _read_exactly(pipe: Any, size: int, deadline: float | None) -> bytes:
+    data = b""
+    while len(data) < size:
+        if deadline is not None and not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        # The raw read: a buffered one would take more than asked for, and select would not see the rest.
+        chunk = pipe.raw.read(size - len(data)) if hasattr(pipe, "raw") else pipe.read(size - len(data))
+        if not chunk:
+            raise EOFError("end of stream")
+        data += chunk
+    return data
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """The main loop of the scoring process: settings first, then pairs until the other side closes."""
+    settings: ScoringSettings = _read(requests, None)
+    try:
+        source = settings.source.build()
+        rewards = {"": make_reward(settings.function, source, settings.parts)}
+        for one in settings.sets:
+            of = one.build() if one.source else source
+            rewards[one.name] = make_reward(one.reward, of, key=f"evaluation.sets.{one.name}.reward")
+    except ConfigError as error:
+        _write(answers, str(error))
+        return
+    _write(answers, "")
+    while True:
+        try:
+            number, response, record = _read(requests, None)
+        except EOFError:
+            return
+        try:
+            reward_of = rewards[record.of if isinstance(record, EvaluationRecord) else ""]
+            reward, parts = numbers_of(reward_of(extract_answer(settings.answer_pattern, response), record))
+            problem = ""
+        except NoNumber as refused:
+            reward, parts, problem = 0.0, {}, str(refused)
+        except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
+            reward, parts, problem = 0.0, {}, f"{type(raised).__name__}: {raised}"
+        _write(answers, (number, 0.0 if problem else reward, parts, problem[:500]))
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """(requests, answers), moved off the standard streams, which the reward and the programs it starts may use."""
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr  # line-buffered: output before a crash is not lost
+    return requests, answers
+
+
+if __name__ == "__main__":
+    try:
+        _serve(*_own_pipes())
+    except (BrokenPipeError, EOFError):  # whoever asked is gone, so nobody waits for what is left in the pipe
+        os._exit(0)

@@ -1,0 +1,338 @@
+"""Sources of prompts, and the verifiers of their answers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.environment_config import EnvironmentConfig
+from staleflow.tasks.environments.environment_loader import PACKAGED, is_agent, is_environment
+from staleflow.tasks.environments.environment_source import EnvironmentSource
+from staleflow.tasks.rendering.reward_values import WeightedSum
+from staleflow.tasks.rendering.task_source import Prompt, Record, Reward, Task, TaskSource, prompt_of, set_apart
+from staleflow.tasks.settings import user_code
+from staleflow.tasks.settings.choice_names import REWARD_TOKEN
+from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.endpoint_settings import EndpointSettings
+from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.sources.dataset_rows import ROW_KINDS, RowSource, Use, open_rows
+
+REDRAWS = 10_000
+"""Draws for one training prompt before the whole source counts as held out. If only one prompt in a hundred is not held
+out, all draws fail with probability 10**-43."""
+
+_drawing = threading.RLock()
+"""Held while a dataset or a user's code draws a prompt. Some datasets seed and use numpy's global generator, others
+keep their own: two threads drawing at once would both get wrong prompts. Reentrant, as a dataset may use another."""
+
+
+class ReasoningGym:
+    """Procedural tasks with verifiers, from the `reasoning-gym` package. Unlimited; index i is drawn with seed + i."""
+
+    HELD_OUT_OFFSET = 10**12
+    """Index of the first held-out prompt; training never reaches it."""
+    REDRAWN_OFFSET = 15 * 10**11
+    """First index of the redraws that replace training prompts found to be held out."""
+
+    num_held_out = None
+
+    def __init__(self, dataset: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
+        """key: of the job file that names it, for messages."""
+        import reasoning_gym
+
+        self._name = dataset
+        self._num_apart = 0
+        self._apart: frozenset[Prompt] = frozenset()
+        self._num_drawn = self._num_redrawn = 0
+        try:
+            self._dataset = reasoning_gym.create_dataset(dataset, size=2 * 10**12, seed=seed * 10**7, **options)
+        except ValueError as error:
+            raise ConfigError(f"{key} = reasoning_gym:{dataset}: {error}") from error
+        except (TypeError, AssertionError) as error:
+            options_key = key.replace("source", "options")
+            raise ConfigError(f"{options_key} for reasoning_gym:{dataset}: {error}") from error
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        if held_out:
+            return self._at(index + self.HELD_OUT_OFFSET)
+        task = self._at(index)
+        if not self._apart:
+            return task
+        self._num_drawn += 1
+        if task.prompt in self._apart:
+            self._num_redrawn += 1
+            tries = range(REDRAWS)
+            others = (self._at(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
+            found = next((t for t in others if t.prompt not in self._apart), None)
+            if found is None:
+                raise ConfigError(
+                    f"task.source = reasoning_gym:{self._name}: {REDRAWS} draws gave only prompts that are held out; "
+                    f"lower task.eval_prompts = {self._num_apart}, or set task.options that allow more distinct prompts"
+                )
+            task = found
+        return task
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> ReasoningGym:
+        other = copy.copy(self)
+        other._num_apart, other._apart = num_held_out, set_apart(evaluation or self, num_held_out)
+        other._num_drawn = other._num_redrawn = 0
+        return other
+
+    @property
+    def held_out_notice(self) -> str:
+        if not self._num_redrawn:
+            return ""
+        return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training were held out, and replaced"
+
+    def _at(self, index: int) -> Task:
+        with _drawing:
+            entry = self._dataset[index]
+        return Task(prompt=entry["question"], record={**entry, "prompt": entry["question"]})
+
+    def score(self, answer: str, record: Record) -> float:
+        return float(self._dataset.score_answer(answer, dict(record)))
+
+
+class UserEnvironment:
+    """A user's environment. NAME(options, seed) returns an object with two methods:
+
+    record(index: int, held_out: bool) -> dict      # `prompt`, a text or messages, and what its verifier needs; pure
+    score(answer: str, record: dict) -> float       # or (reward, its parts by name)
+
+    The user defines what an index means, so a held-out prompt returned for training is counted, not replaced.
+    """
+
+    num_held_out = None
+
+    def __init__(self, named: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
+        """key: of the job file that names it, for messages."""
+        self._where = f"{key} = {named!r}"
+        self._apart: frozenset[Prompt] = frozenset()
+        self._num_drawn = self._num_both = 0
+        make = user_code.load(named, key)
+        try:
+            self._environment = make(dict(options), seed)
+            self.score = self._environment.score
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigError(f"{self._where}: cannot be created: {type(error).__name__}: {error}") from error
+        self.task(0)
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        try:
+            with _drawing:
+                record = self._environment.record(index, held_out)
+        except Exception as error:  # a user's code may raise anything
+            raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
+        if not isinstance(record, Mapping) or "prompt" not in record:
+            raise ConfigError(f"{self._where}: record {index} must be a dict with a `prompt`, not {record!r}")
+        try:
+            task = Task(prompt=prompt_of(record["prompt"]), record=record)
+        except ValueError as error:
+            raise ConfigError(f"{self._where}: the prompt of record {index} {error}") from error
+        if self._apart and not held_out:
+            self._num_drawn += 1
+            self._num_both += task.prompt in self._apart
+        return task
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> UserEnvironment:
+        other = copy.copy(self)
+        other._apart = set_apart(evaluation or self, num_held_out)
+        other._num_drawn = other._num_both = 0
+        return other
+
+    @property
+    def held_out_notice(self) -> str:
+        if not self._num_both:
+            return ""
+        return (
+            f"{self._where}: {self._num_both} of {self._num_drawn} prompts that were trained on are also held out; "
+            "record(index, held_out) must return other prompts for training"
+        )
+
+
+class Emulated:
+    """Task source of an emulated run: the first token of a response determines its reward."""
+
+    num_held_out = None
+    held_out_notice = ""
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> Emulated:
+        return self
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        return Task(prompt="", record={"prompt": "", "answer": ""})
+
+    def score(self, answer: str, record: Record) -> float:
+        return float(answer.split(" ", 1)[0] == str(REWARD_TOKEN + 1))
+
+
+class EvaluationRecord(dict[str, Any]):
+    """A record of a separate source of evaluation prompts, which has its own verifier. of: name of the evaluation set
+    whose reward scores it; empty: the run's own."""
+
+    of = ""
+
+    @classmethod
+    def named(cls, name: str, record: Record) -> EvaluationRecord:
+        """The record of an evaluation set."""
+        found = cls(record)
+        found.of = name
+        return found
+
+
+class WithEvaluation:
+    """Training prompts of one source, and held-out prompts of another."""
+
+    def __init__(self, training: TaskSource, evaluation: TaskSource) -> None:
+        self._training, self._evaluation = training, evaluation
+
+    def task(self, index: int, *, held_out: bool = False) -> Task:
+        if not held_out:
+            return self._training.task(index)
+        task = self._evaluation.task(index, held_out=True)
+        return replace(task, record=EvaluationRecord(task.record))
+
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> WithEvaluation:
+        of = evaluation or self._evaluation
+        return WithEvaluation(self._training.apart(num_held_out, of), self._evaluation)
+
+    @property
+    def num_held_out(self) -> int | None:
+        return self._evaluation.num_held_out
+
+    @property
+    def held_out_notice(self) -> str:
+        return self._training.held_out_notice
+
+    def score(self, answer: str, record: Record) -> float | tuple[float, dict[str, float]]:
+        of = self._evaluation if isinstance(record, EvaluationRecord) else self._training
+        return of.score(answer, record)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """Settings of a task source; see TaskConfig. evaluation: source of the held-out prompts; empty: this one's own.
+    limits: of environments of many turns. endpoint: of agents."""
+
+    source: str
+    options: Mapping[str, Any]
+    seed: int
+    columns: Columns = Columns()
+    evaluation: str = ""
+    evaluation_options: Mapping[str, Any] = field(default_factory=dict)
+    limits: EnvironmentConfig = EnvironmentConfig()
+    endpoint: EndpointSettings = EndpointSettings()
+
+    @property
+    def asks_by_directions(self) -> bool:
+        """Whether prompts may say how their first turns are asked for."""
+        return is_agent(self.source)
+
+    @property
+    def at_once(self) -> int:
+        """How many tasks are drawn side by side: drawing those of environments is waiting for their resets. Raises
+        ConfigError."""
+        plays = self.source != "emulated" and is_environment(self.source, "task.source")
+        return self.limits.concurrency if plays else 1
+
+    def build(self) -> TaskSource:
+        """Create the source. Raises ConfigError."""
+        if not self.evaluation:
+            return self._made(self.source, self.options, Use.BOTH)
+        training = self._made(self.source, self.options, Use.TRAINING)
+        return WithEvaluation(training, self._made(self.evaluation, self.evaluation_options, Use.EVALUATION))
+
+    def _made(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
+        return make_source(source, options, self.seed, self.columns, use, self.limits, self.endpoint)
+
+
+def make_source(
+    source: str,
+    options: Mapping[str, Any],
+    seed: int,
+    columns: Columns | None = None,
+    use: Use = Use.BOTH,
+    limits: EnvironmentConfig | None = None,
+    endpoint: EndpointSettings | None = None,
+    key: str = "",
+) -> TaskSource:
+    """Create the task source named `kind:name`. columns, use: of a data set's rows. limits: of an environment of many
+    turns. endpoint: of an agent. key: of the job file that names it, for messages. Raises ConfigError."""
+    key = key or ("task.eval_source" if use is Use.EVALUATION else "task.source")
+    where = f"{key} = {source!r}"
+    kind, _, name = source.partition(":")
+    if kind == "reasoning_gym" and name:
+        return ReasoningGym(name, options, seed, key)
+    if kind in ROW_KINDS and name:
+        return RowSource(open_rows(source, options, where), columns or Columns(), where, use)
+    if source == "emulated":
+        return Emulated()
+    if name and is_environment(source, key):
+        return EnvironmentSource(
+            source, options, seed, key, limits or EnvironmentConfig(), endpoint or EndpointSettings()
+        )
+    if name:
+        return UserEnvironment(source, options, seed, key)
+    raise ConfigError(
+        f"{where}: expected reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:NAME, "
+        f"{', '.join(f'{kind}:NAME' for kind in PACKAGED)}, agent:FILE.py:NAME, "
+        "verifiers:TASKSET, openenv:URL_OR_PACKAGE, file.py:NAME or module:NAME"
+    )
+
+
+def math_verify_reward(answer: str, record: Record) -> float:
+    """1 if the answer is mathematically equal to the record's, by the `math-verify` package."""
+    from math_verify import parse, verify
+
+    gold = str(record["answer"])
+    return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
+
+
+def make_reward(
+    function: str,
+    source: TaskSource,
+    parts: Mapping[str, RewardPart] = MappingProxyType({}),
+    *,
+    key: str = "reward.function",
+) -> Reward:
+    """The reward named `function`, or the weighted sum of `parts`. key: of the job file that names it, for messages.
+    Raises ConfigError."""
+    if not parts:
+        return _load_reward(function, source, key)
+    if function != "task":
+        raise ConfigError(f"reward.function = {function!r}: there are reward.parts too; make it one of them")
+    loaded = {n: _load_reward(part.function, source, f"reward.parts.{n}.function") for n, part in parts.items()}
+    return WeightedSum(loaded, {name: part.weight for name, part in parts.items()})
+
+
+def _load_reward(function: str, source: TaskSource, key: str) -> Reward:
+    """Load task, math_verify, path/to/file.py:name, or module:name. key: of the job file, for messages."""
+    if function == "task":
+        return source.score
+    if function == "math_verify":
+        return math_verify_reward
+    if ":" not in function:
+        raise ConfigError(f"{key} = {function!r}: expected task, math_verify, file.py:name or module:name")
+    reward: Reward = user_code.load(function, key)
+    num_required = sum(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in inspect.signature(reward).parameters.values()
+    )
+    if num_required > 2:
+        raise ConfigError(f"{key} = {function!r}: must take (answer, record), but requires {num_required} arguments")
+    return reward
+
+
+def extract_answer(pattern: str, response: str) -> str:
+    """The first group of `pattern`'s last match in the response; the whole response without a pattern."""
+    if not pattern:
+        return response.strip()
+    matches = list(re.finditer(pattern, response))
+    return matches[-1].group(1) if matches else ""

@@ -1,0 +1,94 @@
+"""Rows as the sequences that a model computes: one for a row that only went on, one for each end of a branch otherwise.
+
+Each token that is trained on is in one sequence, behind the very tokens that it was sampled after. The sequences of a
+row have its advantage, and are of one minibatch; a token counts as much in it as it would if the row were one sequence.
+Numpy, pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.context_branches import Places, Sampled, trained_parts
+from staleflow.tasks.training.microbatches import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """The sequences of rows. of_row: [N] indices of each row's. places: where its response's tokens are in that of its
+    row; None: it is the row."""
+
+    rows: tuple[Row, ...]
+    of_row: tuple[tuple[int, ...], ...]
+    places: tuple[Places | None, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Sequences:
+        """The sequences of rows, in their order."""
+        found, of_row, places = list[Row](), list[tuple[int, ...]](), list[Places | None]()
+        for row in rows:
+            first = len(found)
+            if row.branches:
+                for sequence, there in _divided(row):
+                    found.append(sequence)
+                    places.append(there)
+            else:
+                found.append(row)
+                places.append(None)
+            of_row.append(tuple(range(first, len(found))))
+        return cls(rows=tuple(found), of_row=tuple(of_row), places=tuple(places))
+
+    def chosen(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
+        """The sequences of these rows, and of each the place of its row among them."""
+        found = [(one, k) for k, i in enumerate(rows) for one in self.of_row[i]]
+        return [one for one, _ in found], [k for _, k in found]
+
+    def by_row(
+        self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]
+    ) -> dict[int, npt.NDArray[np.float32]]:
+        """[T] values of rows' responses, by row index, from those of their sequences; 0 where no token is trained."""
+        found: dict[int, npt.NDArray[np.float32]] = {}
+        for i, row in enumerate(rows):
+            for one in self.of_row[i]:
+                if one not in values:
+                    continue
+                there = self.places[one]
+                if there is None:
+                    found[i] = values[one]
+                    continue
+                own = self.rows[one].sampled
+                found.setdefault(i, np.zeros(len(row.response), np.float32))[there[own]] = values[one][own]
+        return found
+
+
+def _divided(row: Row) -> list[tuple[Row, Places]]:
+    """The sequences of a row with branches; the row itself if nothing of it was sampled."""
+    prompt = len(row.prompt)
+    ids = np.concatenate([row.prompt, row.response])
+    parts = trained_parts(row.branches, np.concatenate([np.zeros(prompt, bool), row.sampled]))
+    found = []
+    for path, trained in parts:
+        begin = _begin(path, trained, prompt)
+        there = path[begin:] - prompt
+        one = replace(
+            row,
+            prompt=ids[path[:begin]],
+            response=ids[path[begin:]],
+            behaviour=row.behaviour[there],
+            sampled=trained[begin:],
+            lags=None if row.lags is None else row.lags[there],
+            branches=(),
+        )
+        found.append((one, there))
+    return found or [(replace(row, branches=()), np.arange(len(row.response)))]
+
+
+def _begin(path: Places, trained: Sampled, prompt: int) -> int:
+    """How many tokens of a sequence are its prompt: the row's, which other rows may have, too, if it begins with all of
+    that; else all before the first that is trained on."""
+    whole = len(path) > prompt and bool(path[prompt - 1] == prompt - 1)
+    return prompt if whole else int(np.flatnonzero(trained)[0])

@@ -1,0 +1,92 @@
+"""A trainer without a model: a step takes as long as the job says, and publishes weights of one number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from staleflow.stores.weights import resume_points
+from staleflow.stores.weights.weight_hash import Weights
+from staleflow.tasks.engines.emulated_engine import weights, word_logprobs
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.rank import ALONE, Rank
+
+ZEROS = (
+    "loss", "grad_norm", "updates_dropped", "clip_share", "clip_share_low", "clip_share_high", "entropy", "kl_old",
+    "kl_behaviour", "kl_reference", "learning_rate", "mismatch_mean", "mismatch_max", "kl_rollout",
+)  # fmt: skip
+"""Metrics that are 0 where nothing is learned."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedTraining:
+    """Settings of emulated training; see SimulationConfig. A step takes train_s seconds, and s_per_token for each token
+    of its batch, prompts included; time_scale divides both."""
+
+    train_s: float
+    s_per_token: float
+    time_scale: float
+
+    def build(self, threads: int, rank: Rank = ALONE) -> EmulatedPolicy:
+        return EmulatedPolicy(self, rank)
+
+
+class EmulatedPolicy:
+    """The policy of an emulated run, for the Trainer actor. In a group each process does the same, and one writes."""
+
+    def __init__(self, settings: EmulatedTraining, rank: Rank = ALONE) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._version = 0
+
+    def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
+        """Sleep for the time of a training step."""
+        settings = self._settings
+        tokens = sum(len(r.prompt) + len(r.response) for r in rows)
+        time.sleep((settings.train_s + settings.s_per_token * tokens) / settings.time_scale)
+        self._version = step + 1
+        trained = float(sum(r.num_sampled for r in rows if r.has_gradient))
+        return {**dict.fromkeys(ZEROS, 0.0), "ratio_mean": 1.0, "ess": 1.0, "tokens_trained": trained}
+
+    def published(self, use: Callable[[Weights], T]) -> T:
+        return use(weights(self._version))
+
+    def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
+
+    def save(self, folder: Path, published: Path) -> None:
+        """Do nothing: there are no weights to save."""
+
+    def begin_save(self, path: Path) -> None:
+        """Write the version as a zip archive, as every trainer's resume points are, by which a torn one is told."""
+        if self._rank.leads:
+            with _file(path).open("wb") as file:
+                np.savez(file, version=self._version)
+
+    def end_save(self) -> None:
+        """Do nothing: it is written."""
+
+    def load_state(self, path: Path) -> None:
+        """Restore what `begin_save` wrote, also that of earlier versions, which torch did. Raises StoreError."""
+        with resume_points.loading(path), _file(path).open("rb") as file, np.load(file) as state:
+            if "version" in state:
+                self._version = int(state["version"])
+            else:
+                import torch
+
+                self._version = int(torch.load(path, weights_only=True)["version"])
+
+    def close(self) -> None:
+        """Do nothing: there is no group to leave."""
+
+
+def _file(path: Path) -> Path:
+    """Where the state is: in a group's folder it is one file, too."""
+    return path / "state.npz" if path.is_dir() else path

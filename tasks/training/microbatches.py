@@ -1,0 +1,317 @@
+"""Splits a step's trajectories into minibatches and micro-batches. Numpy, pure.
+
+A micro-batch is bounded by tokens, not by rows: lengths vary by orders of magnitude, memory must not. Token
+weights are fixed over the whole minibatch first, so how it is split cannot change its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.context_branches import Branch
+from staleflow.stores.trajectory import NO_VERSION, Ended
+from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
+from staleflow.tasks.training.microbatch_split import divided
+from staleflow.tasks.training.microbatch_split_by_prompt import divided_by_prompt
+from staleflow.tasks.training.shared_prompts import alike
+
+MESSAGE_BYTES = 32 * 2**20
+"""Bytes of rows in a message to the trainer, at most. A process that packs, sends or takes in a message does little
+else meanwhile, and holds it twice."""
+MOST_LAG = 2**15 - 1
+"""Largest lag that a row tells apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One trajectory as the trainer needs it."""
+
+    prompt: npt.NDArray[np.int32]  # [P] token ids
+    response: npt.NDArray[np.int32]  # [T] token ids
+    behaviour: npt.NDArray[np.float32]  # [T] logprobs under the sampling policy, nats
+    sampled: npt.NDArray[np.bool_]  # [T] False: the token was given between two turns; no gradient
+    advantage: float
+    staleness: int
+    trained: bool = True
+    """False: no gradient, but the row still counts in the denominator."""
+    lags: npt.NDArray[np.int16] | None = None
+    """[T] versions from the one that sampled each token to the one the step begins with, at most MOST_LAG; None: of all
+    tokens `staleness`."""
+    branches: tuple[Branch, ...] = ()
+    """Where the response left what came before; a model computes a row with branches as several (sequences.py)."""
+
+    @classmethod
+    def of(cls, row: Ended) -> Row:
+        """The row of a stored trajectory."""
+        return cls(
+            prompt=row.trajectory.prompt_tokens,
+            response=row.trajectory.response_tokens,
+            behaviour=row.trajectory.logprobs,
+            sampled=row.trajectory.sampled,
+            advantage=row.advantage,
+            staleness=row.staleness,
+            trained=row.loss_mask,
+            lags=_lags(row),
+            branches=row.trajectory.branches,
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that carry gradient, if the row does."""
+        return int(np.count_nonzero(self.sampled))
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the row has a gradient. Every loss is proportional to the advantage, so none at an advantage of 0."""
+        return self.trained and self.advantage != 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Rows packed for transfer: ten arrays instead of five per row, because each array of a message has a cost."""
+
+    prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
+    response_tokens: npt.NDArray[np.int32]  # [sum of T]
+    behaviour: npt.NDArray[np.float32]  # [sum of T]
+    sampled: npt.NDArray[np.bool_]  # [sum of T]
+    lags: npt.NDArray[np.int16]  # [sum of T]
+    lengths: npt.NDArray[np.int64]  # [N, 2] prompt and response length of each row
+    advantages: npt.NDArray[np.float32]  # [N]
+    staleness: npt.NDArray[np.int64]  # [N]
+    trained: npt.NDArray[np.bool_]  # [N]
+    branches: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    """[K, 3] row, at and after of each branch, in order"""
+
+    @classmethod
+    def of(cls, consumed: Sequence[Ended]) -> PackedRows:
+        """Pack what a step consumes, at least one row."""
+        trajectories = [e.trajectory for e in consumed]
+        return cls(
+            prompt_tokens=np.concatenate([t.prompt_tokens for t in trajectories]),
+            response_tokens=np.concatenate([t.response_tokens for t in trajectories]),
+            behaviour=np.concatenate([t.logprobs for t in trajectories]),
+            sampled=np.concatenate([t.sampled for t in trajectories]),
+            lags=np.concatenate([_lags(e) for e in consumed]),
+            lengths=np.asarray([(len(t.prompt_tokens), t.num_tokens) for t in trajectories], np.int64),
+            advantages=np.asarray([e.advantage for e in consumed], np.float32),
+            staleness=np.asarray([e.staleness for e in consumed], np.int64),
+            trained=np.asarray([e.loss_mask for e in consumed], bool),
+            branches=np.asarray(
+                [(i, *branch) for i, t in enumerate(trajectories) for branch in t.branches], np.int64
+            ).reshape(-1, 3),
+        )
+
+    def rows(self) -> list[Row]:
+        """The rows, as views of these arrays."""
+        ends = self.lengths.cumsum(axis=0)
+        begins = ends - self.lengths
+        branches: dict[int, list[Branch]] = {}
+        for row, at, after in self.branches.tolist():
+            branches.setdefault(row, []).append(Branch(at, after))
+        return [
+            Row(
+                prompt=self.prompt_tokens[begins[i, 0] : ends[i, 0]],
+                response=self.response_tokens[begins[i, 1] : ends[i, 1]],
+                behaviour=self.behaviour[begins[i, 1] : ends[i, 1]],
+                sampled=self.sampled[begins[i, 1] : ends[i, 1]],
+                advantage=float(self.advantages[i]),
+                staleness=int(self.staleness[i]),
+                trained=bool(self.trained[i]),
+                lags=self.lags[begins[i, 1] : ends[i, 1]],
+                branches=tuple(branches.get(i, ())),
+            )
+            for i in range(len(self.lengths))
+        ]
+
+
+def _lags(row: Ended) -> npt.NDArray[np.int16]:
+    """[T] lags of a stored trajectory's tokens; 0 of given ones."""
+    versions = row.trajectory.versions
+    return np.where(versions == NO_VERSION, 0, np.clip(row.step - versions, 0, MOST_LAG)).astype(np.int16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPart:
+    """Rows of a step's batch, as one message. rest: how many rows come after these."""
+
+    packed: PackedRows
+    rest: int
+
+
+def part_end(consumed: Sequence[Ended], first: int, most_bytes: int = MESSAGE_BYTES) -> int:
+    """The index after the last row of the message that begins with row `first`: as many as fit, and at least one."""
+    num_bytes, last = 0, first
+    while last < len(consumed):
+        trajectory = consumed[last].trajectory
+        # As in PackedRows: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 29 besides.
+        num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 29
+        if num_bytes > most_bytes and last > first:
+            break
+        last += 1
+    return last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Right-padded rows. Response columns start at `start`: position start + t predicts column t."""
+
+    rows: tuple[int, ...]
+    input_ids: npt.NDArray[np.int64]  # [N, L]
+    attention_mask: npt.NDArray[np.int64]  # [N, L]
+    prompts: npt.NDArray[np.int64]  # [N] tokens of each row's prompt
+    start: int  # index of the first position whose prediction is used: min prompt length - 1
+    targets: npt.NDArray[np.int64]  # [N, L - 1 - start], the token after each position
+    mask: npt.NDArray[np.float32]  # same shape, 1 where the target is a sampled token
+    behaviour: npt.NDArray[np.float32]  # same shape
+    lags: npt.NDArray[np.int64]  # same shape
+    weight: npt.NDArray[np.float32]  # [N, 1] weight of each of the row's tokens in the minibatch loss
+    advantage: npt.NDArray[np.float32]  # [N, 1]
+
+    def part(self, rows: slice, columns: slice = slice(None)) -> MicroBatch:
+        """Some of the rows, and of the response columns; views."""
+        return replace(
+            self,
+            rows=self.rows[rows],
+            input_ids=self.input_ids[rows],
+            attention_mask=self.attention_mask[rows],
+            prompts=self.prompts[rows],
+            start=self.start + (columns.start or 0),
+            targets=self.targets[rows, columns],
+            mask=self.mask[rows, columns],
+            behaviour=self.behaviour[rows, columns],
+            lags=self.lags[rows, columns],
+            weight=self.weight[rows],
+            advantage=self.advantage[rows],
+        )
+
+    def parts(self, most_tokens: int, *, by_token: bool) -> list[MicroBatch]:
+        """The batch in parts of at most so many sampled tokens, in their order, and at least one in each. by_token: a
+        row that has more is cut, too."""
+        counts = (self.mask > 0).sum(1)
+        parts, begin = list[MicroBatch](), 0
+        while begin < len(self.rows):
+            fitting = int(np.searchsorted(counts[begin:].cumsum(), most_tokens, side="right"))
+            end = begin + max(1, fitting)
+            part = self.part(slice(begin, end))
+            parts += _columns(part, most_tokens) if by_token and not fitting else [part]
+            begin = end
+        return [part for part in parts if part.mask.any()]
+
+    def laid_out(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """[N, T] of values by token of the rows' responses those that the batch has; 0 of rows that have none."""
+        laid_out = np.zeros_like(self.behaviour)
+        for k, i in enumerate(self.rows):
+            if i in values:
+                begin = len(rows[i].prompt) - 1 - self.start
+                there = values[i][max(0, -begin) : laid_out.shape[1] - begin]
+                laid_out[k, max(0, begin) : max(0, begin) + len(there)] = there
+        return laid_out
+
+
+def _columns(row: MicroBatch, most_tokens: int) -> list[MicroBatch]:
+    """A single row in parts of so many sampled tokens."""
+    sampled = np.flatnonzero(row.mask[0] > 0)
+    ends = [*sampled[most_tokens::most_tokens], row.mask.shape[1]]
+    return [row.part(slice(0, 1), slice(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+NO_ROWS = MicroBatch(
+    rows=(),
+    input_ids=np.zeros((1, 2), np.int64),
+    attention_mask=np.ones((1, 2), np.int64),
+    prompts=np.ones(1, np.int64),
+    start=0,
+    targets=np.zeros((1, 1), np.int64),
+    mask=np.zeros((1, 1), np.float32),
+    behaviour=np.zeros((1, 1), np.float32),
+    lags=np.zeros((1, 1), np.int64),
+    weight=np.zeros((1, 1), np.float32),
+    advantage=np.zeros((1, 1), np.float32),
+)
+"""The micro-batch of a rank that has none of its rows: two tokens of which none counts. Its pass through the model
+gives a gradient of 0, and takes part in what all ranks do together."""
+
+
+def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> npt.NDArray[np.float32]:
+    """[N] weight of each row's tokens, so that sum over tokens of weight x loss is the aggregate.
+
+    token_mean: mean over all tokens (DAPO). sequence_mean: mean of per-sequence means (GRPO). constant_length: sum over
+    tokens / (N x max_length) (Dr. GRPO).
+    """
+    if aggregation not in AGGREGATION_NAMES:
+        raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {', '.join(AGGREGATION_NAMES)}")
+    n = np.maximum(np.asarray(lengths, np.float64), 1.0)
+    if aggregation == "token_mean":
+        weights = np.full(len(n), 1.0 / n.sum())
+    elif aggregation == "sequence_mean":
+        weights = 1.0 / (len(n) * n)
+    else:
+        weights = np.full(len(n), 1.0 / (len(n) * max_length))
+    return weights.astype(np.float32)
+
+
+def minibatches(num_rows: int, count: int, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
+    """A random split of the rows into `count` parts of nearly equal size; into one part a row if there are fewer, as
+    there may be of a selection of stored rows."""
+    return [np.sort(part) for part in np.array_split(rng.permutation(num_rows), count) if len(part)]
+
+
+def microbatches(
+    rows: Sequence[Row],
+    chosen: Sequence[int],
+    weights: npt.NDArray[np.float32],
+    token_budget: int,
+    rank: int = 0,
+    ranks: int = 1,
+    *,
+    unpadded: bool = False,
+) -> list[MicroBatch]:
+    """The chosen rows, split so that rows x longest <= token_budget, shortest first; a single row always fits. Of
+    several ranks each gets its share of the rows, in as many micro-batches as every other; some may have no rows.
+
+    weights: [len(chosen)], from `token_weights`. unpadded: they are computed without padding, and the prompts that they
+    have in common once: only those tokens count, and rows of a prompt stay together.
+    """
+    responses = [len(rows[i].response) for i in chosen]
+    prompts = [len(rows[i].prompt) for i in chosen]
+    if unpadded:
+        same = alike(rows[i].prompt.tobytes() for i in chosen)
+        cut = divided_by_prompt(same, prompts, responses, ranks, token_budget)
+    else:
+        cut = divided([sum(lengths) for lengths in zip(prompts, responses, strict=True)], ranks, token_budget)
+    return [_pad(rows, chosen, weights, parts[rank]) if parts[rank] else NO_ROWS for parts in cut]
+
+
+def _pad(
+    rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], part: Sequence[int]
+) -> MicroBatch:
+    picked = [rows[chosen[i]] for i in part]
+    longest = max(len(r.prompt) + len(r.response) for r in picked)
+    start = min(len(r.prompt) for r in picked) - 1
+    shape = (len(picked), longest)
+    ids, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    mask, behaviour, lags = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+    for k, row in enumerate(picked):
+        prompt, end = len(row.prompt), len(row.prompt) + len(row.response)
+        ids[k, :prompt], ids[k, prompt:end] = row.prompt, row.response
+        attention[k, :end] = 1
+        mask[k, prompt:end] = row.sampled
+        behaviour[k, prompt:end] = row.behaviour
+        lags[k, prompt:end] = row.staleness if row.lags is None else row.lags
+    return MicroBatch(
+        rows=tuple(chosen[i] for i in part),
+        input_ids=ids,
+        attention_mask=attention,
+        prompts=np.asarray([len(r.prompt) for r in picked], np.int64),
+        start=start,
+        targets=ids[:, start + 1 :],
+        mask=mask[:, start + 1 :],
+        behaviour=behaviour[:, start + 1 :],
+        lags=lags[:, start + 1 :],
+        weight=np.asarray([[weights[i]] for i in part], np.float32),
+        advantage=np.asarray([[r.advantage] for r in picked], np.float32),
+    )

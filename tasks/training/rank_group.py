@@ -1,0 +1,235 @@
+"""The trainer's processes as one of them sees the others: a model in shards, and numbers that all of them know.
+
+PyTorch's FSDP2 (`fully_shard`) keeps one part in `count` of every parameter, gradient and optimizer state on each rank,
+gathers a layer's parameters while it computes, and adds up gradients where they are kept.
+
+Invariants:
+- All ranks call the same methods in the same order: each call of one waits for those of the others. What they compute
+  may differ only by `rank.number`.
+- Gradients and figures are sums over the ranks, never means: the loss is normalised over the whole batch beforehand.
+- A group of one has no process group, unless its parameters are offloaded, and hands back what it is given.
+- Parameters are read through `parameters`, which shards what a forward pass has left gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from staleflow.tasks.training.async_save import in_background
+from staleflow.tasks.training.blocks import blocks
+from staleflow.tasks.training.rank import ALONE, LONGEST_S, Rank
+
+T = TypeVar("T")
+
+SEEN_S = 10.0
+"""Seconds until a file that one host has written to a shared folder is seen by another."""
+
+
+class Group:
+    """The group as rank `rank` sees it. Waits until all ranks are there; one process can be in one group at a time."""
+
+    def __init__(
+        self,
+        rank: Rank = ALONE,
+        device: str = "cpu",
+        *,
+        half: bool = False,
+        offload: bool = False,
+        collective_s: float = LONGEST_S,
+    ) -> None:
+        """half: blocks compute in bfloat16 and are gathered in it. offload: shards are kept in the processor's memory,
+        with their gradients and what an optimizer keeps of them; the device has a block at a time. collective_s:
+        seconds that a rank waits for the others in one operation; then it fails."""
+        self.rank = rank
+        self.device = device
+        self._mesh: Any = None
+        self._saving: Any = None
+        """A process group for what is written in the background: its calls have another order than the trainer's."""
+        self._idle: Any = None
+        """A process group in which ranks wait for what they are to do next."""
+        if rank.count == 1 and not offload:
+            return
+        self._half, self._offload = half, offload
+        if dist.is_initialized():  # this process was in the group of a run before
+            dist.destroy_process_group()
+        limit, longest = datetime.timedelta(seconds=collective_s), datetime.timedelta(seconds=LONGEST_S)
+        store = _store(rank, limit) if rank.count > 1 else dist.HashStore()
+        if device == "cuda":
+            # Of this thread: a trainer does all of its work in one.
+            torch.cuda.set_device(_number_on_host(store, rank) % torch.cuda.device_count())
+        # Objects and figures go over gloo on a GPU, too: they are on the processor.
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=limit)
+        self._mesh = init_device_mesh(device, (rank.count,))
+        self._saving = dist.new_group(backend="gloo", timeout=longest)
+        self._idle = dist.new_group(backend="gloo", timeout=longest)
+
+    @property
+    def shards(self) -> bool:
+        """Whether the model is divided."""
+        return self._mesh is not None
+
+    def sharded(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """The model with its parameters in shards, each block's gathered by itself when it computes. They move to the
+        device a block at a time: the model need not fit there whole; nor in memory in another type than it was loaded
+        in, for they become `dtype`, if that is given, a block at a time, too."""
+        if self._mesh is None:
+            return model.to(self.device)
+        kept = CPUOffloadPolicy(pin_memory=self.device == "cuda") if self._offload else OffloadPolicy()
+        # Under autocast a block's products are in bfloat16 anyway. What is outside of blocks, such as embeddings, is
+        # not: what they give is what the blocks add to, in float32.
+        gathered = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self._half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for block in blocks(model):
+            _convert(block, dtype)
+            fully_shard(block, mesh=self._mesh, mp_policy=gathered, offload_policy=kept)
+        _convert(model, dtype)
+        fully_shard(model, mesh=self._mesh, offload_policy=kept)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        return model
+
+    def parameters(self, model: Any) -> dict[str, torch.Tensor]:
+        """The model's parameters by name, each one's shard of this rank; tied ones once."""
+        if self._mesh is not None:
+            model.reshard()  # a forward pass without a backward one leaves those of no block gathered
+        return dict(model.named_parameters())
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of which each rank has a shard, on all of them."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def fill(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
+        """Overwrite this rank's shard with its part of a tensor that every rank has."""
+        if shard.shape != whole.shape:
+            raise ValueError(f"a tensor has shape {tuple(whole.shape)}, the model's has {tuple(shard.shape)}")
+        if isinstance(shard, DTensor):
+            whole = distribute_tensor(whole.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
+        shard.copy_(whole)
+
+    def shared(self, thing: T, *, idle: bool = False) -> T:
+        """What the leading rank was called with, on all ranks; the others' own is left. idle: the leading one may be
+        busy with something else for long before it calls this."""
+        if self._mesh is None:
+            return thing
+        things = [thing if self.rank.leads else None]
+        group = self._idle if idle else None
+        dist.broadcast_object_list(things, src=0, group=group, device=torch.device("cpu"))
+        return things[0]  # type: ignore[return-value]  # the leading rank's
+
+    def merged(self, found: Mapping[int, T]) -> dict[int, T]:
+        """The entries of all ranks, in the order of their keys."""
+        if self._mesh is None:
+            return dict(found)
+        parts: list[Any] = [None] * self.rank.count
+        dist.all_gather_object(parts, dict(found))
+        return dict(sorted(item for part in parts for item in part.items()))
+
+    def summed(self, numbers: Sequence[float]) -> list[float]:
+        """Each number's sum over the ranks."""
+        if self._mesh is None:
+            return list(numbers)
+        sums = torch.tensor(list(numbers), dtype=torch.float64)
+        dist.all_reduce(sums)
+        return [float(number) for number in sums]
+
+    def begin_save(self, state: dict[str, Any], folder: Path) -> Future[None]:
+        """Copy a state whose tensors are shards, and begin to write the copy, each rank its own; done on the leading
+        rank once all have. folder: there, and all ranks see it. What is raised is a RuntimeError."""
+        with _failures_as_errors():
+            writing = dcp.async_save(state, checkpoint_id=folder, process_group=self._saving)
+
+        def finish() -> None:
+            with _failures_as_errors():
+                writing.result()
+            if self.rank.leads:
+                _require_all_here(folder)
+
+        return in_background(finish)
+
+    def load(self, state: dict[str, Any], folder: Path) -> None:
+        """Overwrite a state by one that a group of any size has saved, each rank its own shards. Raises
+        RuntimeError."""
+        with _failures_as_errors(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a group of one has no process group
+            dcp.load(state, checkpoint_id=folder, no_dist=self._mesh is None)
+
+    def leave(self) -> None:
+        """End this process's part in the group. On GPUs that also ends what its threads wait for from other ranks."""
+        if self._mesh is None or not dist.is_initialized():
+            return
+        if self.device == "cuda":  # a hung kernel would keep the GPU and its memory until its deadline
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+
+
+def _convert(module: Any, dtype: torch.dtype | None) -> None:
+    """Change the type of the parameters that are not in shards yet."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _require_all_here(folder: Path) -> None:
+    """Raise RuntimeError unless the files of all ranks are in a folder that they have written to."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    files = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    until = time.monotonic() + SEEN_S
+    while missing := sorted(name for name in files if not (folder / name).is_file()):
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"{len(missing)} of {len(files)} files that the trainer's ranks have written are not there, the first "
+                f"is {missing[0]}: runs_dir has to be a folder that the hosts of all ranks share"
+            )
+        time.sleep(0.1)
+
+
+def _store(rank: Rank, limit: datetime.timedelta) -> Any:
+    """The store by which the ranks find each other, in the process that has the socket for it."""
+    if rank.listener is None:
+        return dist.TCPStore(rank.host, rank.port, timeout=limit)
+    return dist.TCPStore(
+        rank.host,
+        rank.port,
+        is_master=True,
+        timeout=limit,
+        wait_for_workers=False,
+        master_listen_fd=os.dup(rank.listener),  # which it will close
+    )
+
+
+def _number_on_host(store: Any, rank: Rank) -> int:
+    """How many ranks before this one are on its host."""
+    host = socket.gethostname()
+    store.set(f"host-{rank.number}", host)
+    return sum(store.get(f"host-{number}").decode() == host for number in range(rank.number))
+
+
+@contextlib.contextmanager
+def _failures_as_errors() -> Iterator[None]:
+    """Raise what went wrong on some rank as a RuntimeError: torch's own is no Exception."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"{cause} (rank {rank})") from error

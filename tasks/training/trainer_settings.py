@@ -1,0 +1,92 @@
+"""The [training] table of a job file, which the trainer receives unchanged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.tasks.engines.adapters import LoraConfig
+from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES, SCHEDULE_NAMES
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import choice, composed
+from staleflow.tasks.training.advantage import ADVANTAGES
+from staleflow.tasks.training.loss import LOSSES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+@composed
+class LossConfig:
+    """The objective; docs/losses.md and tasks/training/loss.py have the formulas."""
+
+    name: str = choice(LOSSES, "decoupled_ppo", "policy loss")
+    options: dict[str, Any] = knob({}, "knobs of a loss defined in a user file", shown=False)
+    aggregation: str = knob("token_mean", "how token losses are reduced to one number", choices=AGGREGATION_NAMES)
+    entropy_bonus: float = knob(
+        0.0, "weight of the entropy of what each token was drawn from, subtracted from the loss; 0: none", low=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlConfig:
+    """A penalty on the distance to a reference model, which the trainer holds besides its own."""
+
+    coefficient: float = knob(0.0, "weight of the penalty; 0: none, and no reference model", low=0)
+    estimator: str = knob("k3", "estimate of the distance, token by token", choices=("k1", "k2", "k3"))
+    place: str = knob(
+        "loss",
+        "where it counts: loss adds it to each token's, reward subtracts it from the advantage of what led to it",
+        choices=("loss", "reward"),
+    )
+    reference: str = knob("", "folder of the reference model, such as a checkpoint; empty: model.path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig:
+    """Optimization."""
+
+    learning_rate: float = knob(1e-5, "peak learning rate of AdamW", above=0, high=1)
+    schedule: str = knob("constant", "learning-rate schedule over the run", choices=SCHEDULE_NAMES)
+    schedule_steps: int = knob(
+        0, "training steps of a cosine or linear schedule, schedule_floor after it; 0: those of the run", low=0
+    )
+    schedule_floor: float = knob(0.1, "share of the peak rate that a cosine or linear schedule ends at", low=0, high=1)
+    warmup_steps: int = knob(0, "training steps of linear warm-up", low=0)
+    ranks: int = knob(
+        1,
+        "processes that train the model together, each with its share of the rows and of the parameters; each needs a "
+        "worker of its own",
+        low=1,
+        high=1024,
+    )
+    epochs: int = knob(1, "passes over the batch of a training step", low=1)
+    minibatches: int = knob(1, "optimizer updates per pass over the batch", low=1)
+    microbatch_tokens: int = knob(8192, "most padded tokens in one forward and backward pass", low=1)
+    recompute_activations: bool = knob(
+        False,
+        "keep of each layer only what comes into it, and compute the rest again for the gradient: less memory for the "
+        "tokens of a pass, up to a third more time",
+    )
+    offload: bool = knob(
+        False,
+        "keep weights, gradients and the optimizer's state in the processor's memory, and on the GPU a layer at a "
+        "time: for a model of which these do not fit there, at the price of moving each layer for every pass",
+    )
+    grad_clip: float = knob(1.0, "gradient norm above which gradients are clipped", above=0)
+    weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
+    beta1: float = knob(0.9, "AdamW beta1", low=0, high=1)
+    beta2: float = knob(0.95, "AdamW beta2", low=0, high=1)
+    advantage: str = choice(ADVANTAGES, "grpo", "advantage estimator")
+    overlong_tokens: int = knob(
+        0, "last tokens before max_new_tokens over which a response loses reward, more with each; 0: none", low=0
+    )
+    overlong_penalty: float = knob(1.0, "reward that a response of max_new_tokens loses", low=0)
+    loss: LossConfig = LossConfig()
+    kl: KlConfig = KlConfig()
+    lora: LoraConfig = LoraConfig()
+    measured_rows: int = knob(
+        8, "trajectories without a gradient that are computed each step, for its figures only; 0: none", low=0
+    )
+    checkpoint_every: int = knob(0, "training steps between checkpoints; 0: only after the last step", low=0)
+    resume_every: int = knob(
+        1, "training steps between resume points (weights, optimizer, random state); latest are kept; 0: none", low=0
+    )

@@ -1,0 +1,306 @@
+"""The board: its answers to drivers and commands, and the drivers it starts on a real scheduler."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import atexit
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, LocalCluster, Reschedule, get_worker
+
+from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.pipeline.cluster.plugin import ensure
+
+
+def asked() -> set[str]:
+    """The verbs that any module asks a board for."""
+    sources = [p for top in ("pipeline", "cli") for p in Path(top).rglob("*.py")]
+    calls = [node for p in sources for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, ast.Call)]
+    verbs = [one for call in calls if ast.unparse(call.func) in ("ask", "job_registry.ask") for one in call.args[1:2]]
+    return {verb.value for verb in verbs if isinstance(verb, ast.Constant)}
+
+
+@pytest.mark.parametrize("verb", sorted(asked()))
+def test_the_board_knows_what_it_is_asked(verb: str) -> None:
+    with contextlib.suppress(TypeError):  # it knows the verb, and misses its arguments
+        Board().asked(verb)
+
+
+def test_a_verb_it_does_not_know_is_a_newer_clients() -> None:
+    assert asked() >= {"queue", "submit", "claim"}
+    with pytest.raises(ValueError, match="has no call 'dance'; install the same version everywhere"):
+        Board().asked("dance")
+
+
+def test_a_driver_whose_scheduler_was_started_anew_releases_nothing_there() -> None:
+    """It reconnects and says at its end that its workers are free; the new board has never heard of it."""
+    one = Board()
+    one.asked("end", id="of-the-scheduler-before")
+    assert one.asked("jobs") == []
+
+
+NEEDS = {"instances": 1, "rewards": 1, "driver": True}
+
+
+async def drive(id: str, seconds: float) -> str:
+    """A job's driver that begins as the real one does, and works for a while."""
+    worker = get_worker()
+    async with Where(address=worker.scheduler.address).connected() as client:
+        if not await job_registry.ask(client, "begin", id=id, address=worker.address, driver=client.id):
+            raise Reschedule
+        report = {"status": {}, "steps": [], "lines": []}
+        await job_registry.ask(client, "report", id=id, state="running", why="", **report)
+        until = asyncio.get_running_loop().time() + seconds
+        while asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.05)
+        await job_registry.ask(client, "report", id=id, state="done", why="", **report)
+        await job_registry.ask(client, "end", id=id)
+        return "done"
+
+
+class Jobs:
+    """A scheduler with workers in this process, and jobs submitted to it."""
+
+    def __init__(self, cluster: Any, client: Any) -> None:
+        self.cluster, self.client = cluster, client
+
+    async def submit(self, id: str, seconds: float, **limits: Any) -> dict[str, Any]:
+        limits = {"needs": NEEDS, "wait_s": 0.0, "by": self.client.id, **limits}
+        await job_registry.ask(self.client, "submit", id=id, name=id, run_dir=f"/runs/{id}", steps=1, **limits)
+        sent = self.client.submit(
+            drive, id, seconds, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE]
+        )
+        while not (job := await job_registry.ask(self.client, "arrived", id=id))["arrived"]:
+            assert sent.status in ("pending", "finished")  # and keep it: Dask drops what nobody holds
+            await asyncio.sleep(0.02)
+        return dict(job)
+
+    async def of(self, id: str) -> dict[str, Any]:
+        (job,) = [j for j in await job_registry.ask(self.client, "jobs") if j["id"] == id]
+        return dict(job)
+
+    async def until(self, id: str, state: str, within_s: float = 120.0) -> dict[str, Any]:
+        async with asyncio.timeout(within_s):
+            while (job := await self.of(id))["state"] != state:
+                await asyncio.sleep(0.05)
+        return job
+
+    async def runs(self, id: str) -> str:
+        """State of a job's task in Dask."""
+        task = self.cluster.scheduler.tasks.get(job_registry.KEY + id)
+        return "" if task is None else str(task.state)
+
+    async def lines(self, id: str) -> list[str]:
+        _, lines = await job_registry.ask(self.client, "lines", id=id, after=0)
+        return [line.partition("  ")[2] for line in lines]
+
+
+@contextlib.asynccontextmanager
+async def jobs_on(workers: int) -> AsyncIterator[Jobs]:
+    async with (
+        LocalCluster(
+            n_workers=workers, processes=False, threads_per_worker=2, asynchronous=True, dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        Client(cluster, asynchronous=True) as client,
+    ):
+        await ensure(client)
+        yield Jobs(cluster, client)
+
+
+def on(workers: int, script: Callable[[Jobs], Awaitable[None]]) -> None:
+    async def work() -> None:
+        async with jobs_on(workers) as jobs:
+            await script(jobs)
+
+    asyncio.run(work())
+
+
+def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_ended() -> None:
+    async def script(jobs: Jobs) -> None:
+        await jobs.submit("one", 3.0)
+        await jobs.until("one", "running")
+        assert await jobs.lines("one") == ["has its 3 workers"], "it has not waited"
+        clients = len(jobs.cluster.scheduler.clients)
+        two = await jobs.submit("two", 0.1)
+        assert two["state"] == "waiting"
+        assert two["why"].endswith("free 1 of 4; next in line")
+        for _ in range(20):
+            assert await jobs.runs("two") == "no-worker"
+            assert len(jobs.cluster.scheduler.clients) == clients
+            assert await job_registry.ask(jobs.client, "held", id="two") == {}
+            await asyncio.sleep(0.05)
+        await jobs.until("one", "done")
+        await jobs.until("two", "done")
+        assert await jobs.lines("two") == [f"waits: {two['why']}", "has its 3 workers"]
+        assert not await job_registry.ask(jobs.client, "taken", owner="")
+
+    on(4, script)
+
+
+def test_a_job_that_the_cluster_cannot_hold_waits_for_workers_to_join() -> None:
+    async def script(jobs: Jobs) -> None:
+        one = await jobs.submit("one", 0.1)
+        assert one["why"].endswith("the cluster has 2; starts once there are enough")
+        jobs.cluster.scale(3)
+        await jobs.until("one", "done")
+
+    on(2, script)
+
+
+def test_a_job_waits_longer_than_dask_has_tasks_wait() -> None:
+    async def script(jobs: Jobs) -> None:
+        scheduler = jobs.cluster.scheduler
+        scheduler.no_workers_timeout = 2.5 * job_registry.SERVE_S
+        await jobs.submit("one", 0.1)
+        other = jobs.client.submit(abs, -1, workers=[job_registry.NOWHERE])
+        while other.status != "error":  # it is not that Dask lets tasks wait
+            scheduler._check_no_workers()
+            assert (await jobs.of("one"))["state"] == "waiting"
+            await asyncio.sleep(0.2)
+        jobs.cluster.scale(3)
+        await jobs.until("one", "done")
+
+    on(2, script)
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_one_waits_no_longer_than_it_may() -> None:
+    async def script(jobs: Jobs) -> None:
+        await jobs.submit("one", 0.1)
+        await jobs.submit("two", 0.1, wait_s=0.5)
+        assert await job_registry.ask(jobs.client, "stop", id="one", why="cancelled") == "waiting"
+        one = await jobs.of("one")
+        assert (one["state"], one["why"]) == ("stopped", "cancelled")
+        two = await jobs.until("two", "failed")
+        assert two["why"].startswith("waited 0.5 s for workers (deadlines.wait_s): needs 3 worker processes")
+        assert (await jobs.runs("one"), await jobs.runs("two")) == ("", "")
+
+    on(2, script)
+
+
+def test_a_job_whose_drivers_worker_dies_starts_again_before_those_that_wait() -> None:
+    async def script(jobs: Jobs) -> None:
+        await jobs.submit("one", 1.0)
+        await jobs.until("one", "running")
+        await jobs.submit("two", 0.1)
+        place = next(
+            a for a, roles in (await job_registry.ask(jobs.client, "held", id="one")).items() if "driver" in roles
+        )
+        (worker,) = [w for w in jobs.cluster.workers.values() if w.address == place]
+        await worker.close()
+        jobs.cluster.scale(7)
+        await jobs.until("one", "waiting")
+        await jobs.until("one", "done")
+        assert (await jobs.lines("one")).count("has its 3 workers") == 2
+        await jobs.until("two", "done")
+
+    on(3, script)
+
+
+class Closing:
+    """An actor that leaves a note when its process ends in order."""
+
+    def __init__(self, note: str) -> None:
+        atexit.register(Path(note).touch)
+
+
+def test_the_workers_of_a_dead_driver_end_at_once_and_start_again(tmp_path: Path) -> None:
+    """Nothing that is under way there is finished: a step, a commit."""
+
+    async def script() -> None:
+        async with (
+            LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await ensure(client)
+            before, _ = await client.run(os.getpid)
+            async with Client(cluster, asynchronous=True, set_as_default=False) as theirs:
+                await job_registry.ask(theirs, "submit", id="run", name="run", run_dir="/runs/x", steps=1, by=theirs.id)
+                needs = {"instances": 0, "rewards": 1, "driver": False}
+                await job_registry.ask(theirs, "queue", id="run", needs=needs, wait_s=0.0, driver=theirs.id)
+                assert await theirs.submit(Closing, str(tmp_path / "closed"), actor=True, workers=[before])
+                assert len(await job_registry.ask(client, "held", id="run")) == 2
+            async with asyncio.timeout(60.0):
+                while len(now := await client.run(os.getpid, on_error="ignore")) < 2 or before in now:
+                    await asyncio.sleep(0.05)
+            assert not (tmp_path / "closed").exists()
+
+    asyncio.run(script())
+
+
+def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
+    """Its own process drives it: no task."""
+
+    async def script(jobs: Jobs) -> None:
+        runs = {"steps": 1, "run_dir": "/runs/x"}
+        async with Client(jobs.client.scheduler.address, asynchronous=True, set_as_default=False) as theirs:
+            for id in ("run", "waits"):
+                await job_registry.ask(theirs, "submit", id=id, name=id, **runs)
+                await job_registry.ask(theirs, "queue", id=id, needs=NEEDS, wait_s=0.0, driver=theirs.id)
+            assert (await job_registry.ask(theirs, "admitted", id="run"))["admitted"]
+            assert not (await job_registry.ask(theirs, "admitted", id="waits"))["admitted"]
+            await job_registry.ask(theirs, "submit", id="told", name="told", **runs, by=theirs.id)  # and nothing more
+        for id in ("run", "waits", "told"):
+            assert (await jobs.until(id, "failed"))["why"] == "the process that ran it is gone"
+        async with asyncio.timeout(60):
+            while await job_registry.ask(jobs.client, "taken", owner=""):
+                await asyncio.sleep(0.05)
+
+    on(3, script)
+
+
+def silent(**changes: Any) -> list[str]:
+    """The jobs whose drivers are silent at second 1,000, of one that was last heard of at 900."""
+    one = Board()
+    at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
+    one.jobs["a"] = job_registry.Job(
+        "a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", place=at.get("place", "w")
+    )
+    clients, workers = {"c": SimpleNamespace(last_seen=at["heard"])}, {"w": SimpleNamespace(nanny=at["nanny"])}
+    one._scheduler = SimpleNamespace(clients=clients, workers=workers)
+    return [job.id for job in one.silent_drivers(1000.0, at["awake_since"])]
+
+
+def test_a_driver_that_is_silent_for_the_lease_is_lost_and_one_that_is_slow_is_not() -> None:
+    assert silent() == ["a"]
+    assert silent(heard=1000.0 - job_registry.LEASE_S) == []
+    assert silent(awake_since=950.0) == [], "the scheduler itself was stopped, and heard nobody"
+    assert silent(nanny=None) == [], "nobody could end it, and two might drive"
+    assert silent(state="done") == []
+    assert silent(place="") == [], "a command in the foreground, which a person may have stopped"
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_stopped_is_ended_and_its_job_is_driven_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_registry, "LEASE_S", 3.0)
+    monkeypatch.setattr(job_registry, "LEASE_LOOK_S", 0.5)
+
+    async def whole() -> None:
+        async with (
+            LocalCluster(
+                n_workers=3, threads_per_worker=2, asynchronous=True, dashboard_address="127.0.0.1:0"
+            ) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await ensure(client)
+            jobs = Jobs(cluster, client)
+            await jobs.submit("a", 15.0)
+            await jobs.until("a", "running")
+            (place,) = {one.place for one in cluster.scheduler.plugins["staleflow"].jobs.values()}
+            os.kill(cluster.scheduler.workers[place].pid, signal.SIGSTOP)
+            await jobs.until("a", "waiting")
+            assert any("has not been heard of for 3 s" in line for line in await jobs.lines("a"))
+            await jobs.until("a", "running")
+
+    with dask.config.set({"distributed.client.heartbeat": "500ms"}):
+        asyncio.run(whole())

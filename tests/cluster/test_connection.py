@@ -1,0 +1,279 @@
+"""Naming a cluster wrongly: one line within ten seconds, whatever listens there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import re
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Scheduler, Security, Worker
+
+from staleflow.pipeline.cluster import connection, port_probe
+from staleflow.pipeline.cluster.connection import CONNECT_S, Where
+from staleflow.stores.errors import ConfigError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_objects() -> None:
+    """All that imports have made is not collected again by each test: that takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def refused(where: Where, within_s: float = CONNECT_S, most_s: float = CONNECT_S + 1.5) -> str:
+    """The message for a cluster that is named wrongly; it has one line and comes within `most_s`."""
+    begin = time.monotonic()
+
+    async def connect() -> None:
+        async with where.connected(within_s):
+            pytest.fail("it connected")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", ResourceWarning
+        )  # Dask leaves the socket of a handshake given up to the collector
+        with pytest.raises(ConfigError) as caught:
+            asyncio.run(connect())
+        took_s = time.monotonic() - begin
+        gc.collect()
+    assert took_s < most_s
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@contextlib.contextmanager
+def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
+    """The port of a server that does this with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.1)
+        over = threading.Event()
+        open_now = []
+
+        def serve() -> None:
+            while not over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    one, _ = server.accept()
+                    open_now.append(one)
+                    with contextlib.suppress(OSError):
+                        behave(one)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        over.set()
+        thread.join()
+        for one in open_now:
+            one.close()
+
+
+def test_the_dashboards_port_is_known_for_what_it_is() -> None:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=server.serve_forever).start()
+    port = server.server_address[1]
+    try:
+        assert refused(Where(address=f"tcp://127.0.0.1:{port}"), most_s=5) == (
+            f"no scheduler at tcp://127.0.0.1:{port}: an HTTP server answers there, such as Dask's dashboard; the "
+            "scheduler's port is usually 8786"
+        )
+        with (
+            pytest.raises(ConfigError, match="an HTTP server answers there"),
+            Where(address=f"127.0.0.1:{port}").blocking(),
+        ):
+            pytest.fail("it connected")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_what_accepts_and_says_nothing_is_given_up() -> None:
+    with listener(lambda connected: None) as port:
+        assert refused(Where(address=f"tcp://127.0.0.1:{port}")) == (
+            f"no scheduler at tcp://127.0.0.1:{port}: what listens there does not answer; it may be busy, or no "
+            "scheduler (waited 7 s)"
+        )
+
+
+def test_another_protocol_is_shown() -> None:
+    with listener(lambda connected: connected.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as port:
+        message = refused(Where(address=f"tcp://127.0.0.1:{port}"))
+    assert message.endswith(r"another server answers there: b'SSH-2.0-OpenSSH_9.2\r\n'")
+
+
+def test_what_closes_each_connection_is_no_scheduler() -> None:
+    with listener(lambda connected: connected.close()) as port:
+        assert "no scheduler at" in refused(Where(address=f"tcp://127.0.0.1:{port}"))
+
+
+def test_nothing_listens_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert refused(Where(address=f"127.0.0.1:{port}"), 2.0) == (
+        f"no scheduler at tcp://127.0.0.1:{port}: it cannot be reached: Connection refused (waited 2 s)"
+    )
+
+
+def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refused(Where(address="tcp://no-such-host.invalid:8786"))
+    assert "the host name no-such-host.invalid" in message
+    over = threading.Event()
+    monkeypatch.setattr(port_probe.socket, "getaddrinfo", lambda *_: over.wait(30))
+    assert refused(Where(address="tcp://slow.invalid:8786")).endswith("slow.invalid is not resolved within 5 s")
+    over.set()
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://localhost:8787/status", "the address of a web page.*tcp://HOST:8786"),
+        ("localhost", "is no scheduler address .*missing port.*; one is tcp://HOST:8786"),
+        ("tcp://localhost:http", "is no scheduler address"),
+        ("tcp://localhost:99999", "there is no port 99999"),
+        ("smtp://localhost:25", "unknown protocol smtp"),
+        ("tcp://", "is no scheduler address"),
+        ("8786", "is no scheduler address"),
+        ("tls://127.0.0.1:8786", "requires TLS; pass --tls-ca-file, --tls-cert and --tls-key"),
+    ],
+)
+def test_what_cannot_be_an_address_is_refused_at_once(address: str, message: str) -> None:
+    assert re.search(message, refused(Where(address=address), most_s=CONNECT_S / 2)), "waiting takes all of CONNECT_S"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"address": ""}', '{"address": 7}', "\0\xff", "null"])
+def test_a_scheduler_file_that_is_none_names_no_other_cluster(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.json"
+    file.write_text(content, encoding="latin-1")
+    with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
+        assert refused(Where(scheduler_file=str(file))) == f"scheduler file {file}: not written by a scheduler"
+        missing = refused(Where(scheduler_file=str(tmp_path / "none.json")))
+        assert missing.endswith("No such file or directory; `dask scheduler --scheduler-file` writes one")
+        assert "Is a directory" in refused(Where(scheduler_file=str(tmp_path)))
+        with pytest.raises(ConfigError, match="not written by a scheduler"), Where(scheduler_file=str(file)).blocking():
+            pytest.fail("it connected")
+    file.write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
+    assert "both" in refused(Where(address="tcp://127.0.0.1:8786", scheduler_file=str(file)))
+
+
+TLS = str(Path(__file__).parent / "tls.pem")
+"""A certificate for 127.0.0.1 and its key, made for these tests only."""
+
+
+def tls() -> Security:
+    names = ("tls_ca_file", "tls_client_cert", "tls_client_key", "tls_scheduler_cert", "tls_scheduler_key")
+    return Security(require_encryption=True, **dict.fromkeys(names, TLS))
+
+
+def on_a_scheduler(security: Any, look: Callable[[str], str]) -> str:
+    """What `look` says of the address of a scheduler, in a thread beside it."""
+
+    async def work() -> str:
+        async with Scheduler(host="127.0.0.1", port=0, dashboard_address=":0", security=security) as scheduler:
+            return await asyncio.to_thread(look, scheduler.address)
+
+    return asyncio.run(work())
+
+
+def test_a_scheduler_with_tls_and_one_without_are_told_apart() -> None:
+    address = ""
+
+    def without(its: str) -> str:
+        nonlocal address
+        address = its
+        return refused(Where(address=its.replace("tls://", "tcp://")))
+
+    message = on_a_scheduler(tls(), without)
+    assert message.endswith(f": it requires TLS; use {address} with --tls-ca-file, --tls-cert and --tls-key")
+
+    def with_tls(its: str) -> str:
+        nonlocal address
+        address = its
+        return refused(Where(address=its.replace("tcp://", "tls://"), security=tls()))
+
+    assert on_a_scheduler(None, with_tls).endswith(f": it does not use TLS; use {address}")
+
+
+def answers(where: Where, within_s: float = CONNECT_S) -> str:
+    async def connect() -> str:
+        async with where.connected(within_s) as client:
+            return str(client.status)
+
+    return asyncio.run(connect())
+
+
+def test_right_addresses_connect() -> None:
+    assert on_a_scheduler(tls(), lambda its: answers(Where(address=its, security=tls()))) == "running"
+    assert on_a_scheduler(None, lambda its: answers(Where(address=its.removeprefix("tcp://")))) == "running"
+    name = on_a_scheduler(None, lambda its: answers(Where(address=its.replace("127.0.0.1", "localhost"))))
+    assert name == "running"
+
+
+def test_a_scheduler_that_greets_late_is_sent_nothing_but_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(port_probe, "SPEAKS_FIRST_S", 0.1)
+    heard: list[bytes] = []
+
+    def greet_late(connected: socket.socket) -> None:
+        connected.settimeout(5)
+        heard.append(connected.recv(4096))
+        connected.sendall(port_probe._greeting())
+
+    async def look(port: int) -> port_probe.Found:
+        return await port_probe.look_at("127.0.0.1", port, tls=False)
+
+    with listener(greet_late) as port:
+        found = asyncio.run(look(port))
+    assert (found.mistake, found.dask) == ("", True)
+    assert heard == [port_probe._greeting()]
+
+
+def test_a_workers_address_is_no_schedulers() -> None:
+    async def work() -> str:
+        async with (
+            Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler,
+            Worker(scheduler.address, dashboard_address=":0") as worker,
+        ):
+            return await asyncio.to_thread(refused, Where(address=worker.address))
+
+    assert "no scheduler at" in asyncio.run(work())
+
+
+def test_a_busy_scheduler_is_waited_for_and_looked_at_without_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "SUSPECT_S", 0.3)
+
+    async def work() -> str:
+        async with Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler:
+            identity, begin = scheduler.handlers["identity"], time.monotonic()
+
+            async def busy(**arguments: Any) -> Any:
+                await asyncio.sleep(max(0.0, begin + 4.0 - time.monotonic()))
+                return identity(**arguments)
+
+            scheduler.handlers["identity"] = busy
+            greeting = port_probe._greeting()
+            connected = await asyncio.open_connection("127.0.0.1", int(scheduler.address.rpartition(":")[2]))
+            connected[1].write(greeting)  # as if it had not greeted in time
+            state = await asyncio.to_thread(answers, Where(address=scheduler.address), 1.0)
+            connected[1].close()
+            return state
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert asyncio.run(work()) == "running"

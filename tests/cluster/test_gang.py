@@ -1,0 +1,111 @@
+"""Choosing a job's worker processes out of those that are free: all of them or none."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staleflow.pipeline.cluster.gang import DRIVER, HEAVY_ROLES, Gang, Needs, choose, existing, kinds_of, suffice
+
+PLAIN: dict[str, dict[str, float]] = {name: {} for name in "abcdef"}
+
+
+def needs(instances: int = 1, rewards: int = 1, *, driver: bool = True, ranks: int = 1) -> Needs:
+    return Needs(instances=instances, rewards=rewards, driver=driver, ranks=ranks)
+
+
+def chosen(needs: Needs, workers: dict[str, dict[str, float]], free: Iterable[str], driver_at: str = "") -> Gang | None:
+    return choose(needs, kinds_of(workers), free, driver_at)
+
+
+def roles(gang: Gang | None) -> dict[str, str]:
+    assert gang is not None
+    return {address: " ".join(names) for address, names in gang.items()}
+
+
+def test_light_roles_share_a_worker_and_heavy_ones_have_one_each() -> None:
+    assert roles(chosen(needs(2, 3), PLAIN, "bcdef")) == {
+        "b": "server driver reward", "c": "trainer", "d": "rollout", "e": "rollout",
+    }  # fmt: skip
+    assert chosen(needs(2), PLAIN, "bcd") is None
+    assert roles(chosen(needs(2, ranks=2), PLAIN, "abcde")) == {
+        "a": "server driver reward", "b": "trainer", "c": "trainer", "d": "rollout", "e": "rollout",
+    }  # fmt: skip
+    assert chosen(needs(2, ranks=2), PLAIN, "abcd") is None
+    assert roles(chosen(needs(driver=False), PLAIN, "abc"))["a"] == "server reward"
+
+
+def test_the_driver_stays_where_it_is() -> None:
+    assert roles(chosen(needs(), PLAIN, "abcd", driver_at="c")) == {
+        "c": "driver server reward", "a": "trainer", "b": "rollout",
+    }  # fmt: skip
+
+
+def test_declared_roles_are_kept_and_reward_workers_spread() -> None:
+    workers = {"t": {"trainer": 1.0}, "r": {"rollout": 1.0}, "s": {"server": 1.0, "reward": 1.0}, "x": {"reward": 1.0}}
+    assert roles(chosen(needs(1, 4), workers, "rstx")) == {
+        "s": "server driver reward", "t": "trainer", "r": "rollout", "x": "reward",
+    }  # fmt: skip
+    assert chosen(needs(), workers, "rsx") is None
+    assert roles(chosen(needs(), workers | {"d": {"driver": 1.0}}, "drst"))["d"] == "driver"
+
+
+def test_a_worker_that_can_do_both_is_left_to_the_role_that_has_no_other() -> None:
+    workers = {"a": {"rollout": 1.0, "trainer": 1.0}, "b": {"rollout": 1.0}, "s": {"server": 1.0, "reward": 1.0}}
+    found = roles(chosen(needs(driver=False), workers, "abs"))
+    assert (found["a"], found["b"]) == ("trainer", "rollout")
+
+
+def test_messages_count_what_there_is() -> None:
+    assert str(needs()) == "3 worker processes (1 rollout instance, the trainer, one for the light roles)"
+    assert str(needs(ranks=2)).startswith("4 worker processes (1 rollout instance, 2 ranks of the trainer, one for")
+    assert existing(PLAIN) == "the cluster has 6"
+    assert existing({"d": {"driver": 1}, "e": {}}) == "the cluster has 2; declared: driver 1"
+
+
+@given(
+    st.lists(st.sets(st.sampled_from([DRIVER, "server", "reward", *HEAVY_ROLES])), max_size=6),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.booleans(),
+)
+def test_workers_are_found_whenever_there_are_enough(
+    declared: list[set[str]], instances: int, ranks: int, driver: bool
+) -> None:
+    """Compared with trying every assignment of workers to roles."""
+    workers = {str(i): dict.fromkeys(roles, 1.0) for i, roles in enumerate(declared)}
+    kinds = kinds_of(workers)
+    light = (*((DRIVER,) if driver else ()), "server", "reward")
+
+    def possible() -> bool:
+        wanted = ["trainer"] * ranks + ["rollout"] * instances
+        for heavy in itertools.permutations(workers, instances + ranks):
+            fit = all(role in kinds[a] for a, role in zip(heavy, wanted, strict=True))
+            rest = [kinds[a] for a in workers if a not in heavy]
+            if fit and all(any(role in kind for kind in rest) for role in light):
+                return True
+        return False
+
+    wanted = needs(instances, driver=driver, ranks=ranks)
+    gang = chosen(wanted, workers, workers)
+    assert (gang is not None) == possible() == suffice(wanted, kinds)
+    if gang is not None:
+        held = [role for names in gang.values() for role in names]
+        assert {r: held.count(r) for r in (*light, "trainer", "rollout")} | {"reward": 1} == {
+            **dict.fromkeys(light, 1), "trainer": ranks, "rollout": instances,
+        }  # fmt: skip
+        assert all(set(names) <= kinds[address] for address, names in gang.items())
+        assert all(len(names) == 1 for names in gang.values() if set(names) & set(HEAVY_ROLES))
+
+
+@pytest.mark.timeout(60)
+def test_a_large_cluster_is_quick() -> None:
+    both = {"rollout": 1.0, "trainer": 1.0}
+    workers = {str(i): both if i % 2 else {"rollout": 1.0} for i in range(5000)} | {"s": {"server": 1.0, "reward": 1.0}}
+    assert len(chosen(needs(4096), workers, workers) or ()) == 4098
+    assert len(chosen(needs(4096, ranks=512), workers, workers) or ()) == 4096 + 512 + 1
+    assert chosen(needs(4096, ranks=2000), workers, workers) is None

@@ -1,0 +1,135 @@
+"""The commands that list a cluster's jobs and pick one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from distributed import Scheduler
+
+from staleflow.pipeline.cluster.job_lookup import matching, recent, the_one
+from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.pipeline.cluster.plugin import BoardPlugin
+from staleflow.stores.errors import ConfigError
+from tests.commands import command
+
+
+def job(id: str, name: str, state: str, **more: Any) -> dict[str, Any]:
+    return {"id": id, "name": name, "state": state, "reported_at": 0.0, **more}
+
+
+JOBS = [
+    job("far-aa", "far", "done"),
+    job("far-bb", "far", "failed"),
+    job("one-cc", "one", "running"),
+    job("one-dd", "one", "done"),
+    job("one-more-ee", "one-more", "waiting"),
+    job("two-ff", "two", "running"),
+    job("two-gg", "two", "waiting"),
+]
+
+
+@pytest.mark.parametrize(
+    ("word", "id", "note"),
+    [
+        ("far-aa", "far-aa", ""),
+        ("far-b", "far-bb", ""),
+        ("far", "far-bb", "2 jobs match far; far-bb is the newest"),
+        ("one", "one-cc", "2 jobs match one; one-cc is the one that has not ended"),
+        ("one-m", "one-more-ee", ""),
+        ("two", "two-gg", "2 jobs match two; two-gg is the newest that has not ended"),
+    ],
+)
+def test_of_several_jobs_the_live_one_is_meant_or_the_newest(word: str, id: str, note: str) -> None:
+    found = matching(JOBS, word)
+    assert (found.job["id"], found.note) == (id, note)
+
+
+def test_what_cannot_be_undone_is_done_to_one_job_only() -> None:
+    assert the_one(JOBS, "one")["id"] == "one-cc"
+    assert the_one(JOBS, "far")["id"] == "far-bb"
+    with pytest.raises(ConfigError, match="'two' is 2 jobs that have not ended: two-ff, two-gg; name one by its id"):
+        the_one(JOBS, "two")
+    for word in ("", "three"):
+        with pytest.raises(ConfigError, match="is not a job of this cluster"):
+            the_one(JOBS, word)
+
+
+def test_jobs_that_ended_are_listed_for_a_day() -> None:
+    ended, live = job("a-1", "a", "done", reported_at=1000.0), job("b-1", "b", "running", reported_at=1.0)
+    assert recent([ended, live], 1000.0 + 24 * 3600 - 1) == [ended, live]
+    assert recent([ended, live], 1000.0 + 24 * 3600 + 1) == [live]
+
+
+@pytest.fixture
+def board() -> Iterator[tuple[Board, str]]:
+    """The board of a scheduler in a thread, and the scheduler's address."""
+    plugin, address, over = BoardPlugin(), "", asyncio.Event()
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+
+    async def serve() -> None:
+        nonlocal address
+        async with Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler:
+            await scheduler.register_scheduler_plugin(plugin, idempotent=True)
+            address = scheduler.address
+            ready.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(20)
+    yield plugin, address
+    loop.call_soon_threadsafe(over.set)
+    thread.join()
+    loop.close()
+
+
+def test_every_command_prints_json(board: tuple[Board, str]) -> None:
+    jobs, address = board
+    report: dict[str, Any] = {"status": {}, "steps": []}
+    for id in ("one-aa", "one-bb", "old-cc"):
+        jobs.submit(id, id[:3], f"/runs/{id}", 3)
+    jobs.report("one-aa", "running", "", lines=["10:00:00  step 0/3  reward 1"], **report)
+    for id in ("one-bb", "old-cc"):
+        jobs.report(id, "done", "", lines=["10:00:01  a line"], **report)
+    jobs.jobs["old-cc"].reported_at = time.time() - 25 * 3600
+
+    def answer(*arguments: str) -> Any:
+        done = command(*arguments, "--scheduler", address)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    shown = answer("jobs")
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["one-aa", "one-bb"]
+    assert shown.stderr == "1 ended more than a day ago; --all lists them too\n"
+    assert [j["id"] for j in json.loads(answer("jobs", "--json").stdout)] == ["one-aa", "one-bb"]
+    assert len(json.loads(answer("jobs", "--all", "--json").stdout)) == 3
+    logged = answer("logs", "one", "--json")
+    assert json.loads(logged.stdout) == {"id": "one-aa", "time": "10:00:00", "text": "step 0/3  reward 1"}
+    assert logged.stderr == "2 jobs match one; one-aa is the one that has not ended\n"
+    assert json.loads(answer("status", "one-b", "--json").stdout)["state"] == "done"
+    cancelled = json.loads(answer("cancel", "one", "--json").stdout)
+    assert (cancelled["id"], cancelled["stop"], cancelled["state_before"]) == ("one-aa", "cancelled", "running")
+
+
+def test_a_running_job_is_asked_once_to_give_up_a_worker(board: tuple[Board, str]) -> None:
+    jobs, address = board
+    for id in ("one-aa", "two-bb", "old-cc"):  # the second one waits
+        jobs.submit(id, id[:3], f"/runs/{id}", 3)
+    jobs.report("one-aa", "running", "", lines=[], status={}, steps=[])
+    jobs.report("old-cc", "done", "", lines=[], status={}, steps=[])
+    asked = command("retire", "one", "tcp://host:1234", "--scheduler", address)
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout == "one-aa gives up tcp://host:1234; `staleflow logs one-aa -f` says when it has left\n"
+    assert jobs.leaving("one-aa") == ["tcp://host:1234"]
+    assert jobs.leaving("one-aa") == []
+    for id, state in (("old-cc", "done"), ("two-bb", "waiting")):
+        refused = command("retire", id, "tcp://host:1234", "--scheduler", address)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"{id} is {state}: only a running job can give up a worker" in refused.stderr
+        assert jobs.leaving(id) == [], "else it would give one up as soon as it runs"

@@ -1,0 +1,402 @@
+"""Gang admission: all workers or none, first come, first served."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from staleflow.pipeline.cluster.gang import Needs, kinds_of, suffice
+from staleflow.pipeline.cluster.job_queue import RETURN_S, JobQueue, place_of
+
+
+def needing(workers: int) -> Needs:
+    return Needs(instances=workers - 2, rewards=1, driver=True)
+
+
+def on(workers: str, *jobs: tuple[str, int]) -> JobQueue:
+    """Plain workers, and jobs that came in this order and need so many."""
+    one = JobQueue()
+    for address in workers:
+        one.joined(address, {})
+    for id, count in jobs:
+        one.enter(id, f"/runs/{id}", needing(count), 0.0, 0.0)
+    return one
+
+
+def admitted(one: JobQueue, now: float = 0.0) -> list[str]:
+    return list(one.serve(now)[0])
+
+
+def test_a_job_has_all_it_needs_or_nothing() -> None:
+    one = on("abcd", ("first", 3), ("second", 3))
+    assert admitted(one) == ["first"]
+    assert len(one.held("first")) == 3
+    assert one.held("second") == {}
+    assert one.entries["second"].why == (
+        "needs 3 worker processes (1 rollout instance, the trainer, one for the light roles); free 1 of 4; next in line"
+    )
+    one.leave("first")
+    assert admitted(one) == ["second"]
+
+
+def test_none_goes_past_one_that_could_run_once_others_have_ended() -> None:
+    one = on("abcdef", ("first", 3), ("big", 6), ("small", 3))
+    assert admitted(one) == ["first"]
+    assert one.entries["small"].why.endswith("free 3 of 6; 1 job before it")
+    one.leave("first")
+    assert admitted(one) == ["big"]
+    one.leave("big")
+    assert admitted(one) == ["small"]
+
+
+def test_one_that_the_cluster_cannot_hold_says_so_and_holds_nobody_up() -> None:
+    one = on("abc", ("huge", 9), ("small", 3))
+    assert admitted(one) == ["small"]
+    assert one.entries["huge"].why == (
+        "needs 9 worker processes (7 rollout instances, the trainer, one for the light roles); the cluster has 3; "
+        "starts once there are enough"
+    )
+    one.enter("later", "/runs/later", needing(3), 0.0, 1.0)
+    for address in "defghi":
+        one.joined(address, {})
+    assert admitted(one) == [], "it has its place in the line, now that there are enough"
+    one.leave("small")
+    assert admitted(one) == ["huge"]
+
+
+def test_a_time_limit_is_for_those_that_wait() -> None:
+    one = on("abc")
+    one.enter("runs", "/runs/runs", needing(3), 5.0, 0.0)
+    one.enter("waits", "/runs/waits", needing(3), 5.0, 0.0)
+    assert one.serve(4.0)[1] == []
+    assert one.serve(6.0)[1] == ["waits"]
+    one.leave("runs")
+    gangs, expired = one.serve(7.0)
+    assert (list(gangs), expired) == (["waits"], []), "better late than never"
+
+
+def test_the_workers_of_a_driver_that_is_gone_are_nobodys_until_they_have_restarted() -> None:
+    one = on("abc", ("first", 3), ("second", 3))
+    assert admitted(one) == ["first"]
+    assert sorted(one.abandon("first", 1.0)) == ["a", "b", "c"]
+    assert admitted(one, 1.0) == []
+    assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
+    for old, new in zip("abc", "xyz", strict=True):
+        one.left(old, 2.0)
+        assert admitted(one, 2.0) == []
+        one.joined(new, {})
+    assert admitted(one, 3.0) == ["first"], "at its old place, before the second"
+
+
+def test_none_goes_past_a_job_whose_workers_restart() -> None:
+    one = on("abcdef", ("first", 3))
+    assert admitted(one) == ["first"]
+    one.abandon("first", 1.0)
+    one.enter("second", "/runs/second", needing(3), 0.0, 1.0)
+    assert admitted(one, 1.0) == [], "d, e and f would do"
+
+
+def test_the_workers_of_a_run_that_is_given_up_are_nobodys_either() -> None:
+    one = on("abc", ("first", 3), ("second", 3))
+    assert admitted(one) == ["first"]
+    one.abandon("first", 1.0)
+    one.leave("first")
+    assert admitted(one, 1.0) == []
+    for old, new in zip("abc", "xyz", strict=True):
+        one.left(old, 2.0)
+        one.joined(new, {})
+    assert admitted(one, 2.0) == ["second"]
+
+
+def abandoned(one: JobQueue) -> str:
+    """Let the first job's driver be gone; returns the worker that has its engine, and only that."""
+    (engine,) = [address for address, roles in one.held("first").items() if roles == ("rollout",)]
+    one.abandon("first", 1.0)
+    return engine
+
+
+def restart(one: JobQueue, workers: str) -> None:
+    for address in workers:
+        one.left(address, 2.0)
+        one.joined(address.upper(), {})
+
+
+def test_a_worker_with_an_engine_is_kept_for_the_next_driver_of_its_job() -> None:
+    one = on("abcd", ("first", 3))
+    assert admitted(one) == ["first"]
+    one.enter("second", "/runs/second", needing(3), 0.0, 0.5)
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    assert one.take_unwanted() == []
+    assert engine not in one.free
+    assert engine in one.taken("second")
+    assert engine in one.taken("")
+    restart(one, "abcd".replace(engine, ""))
+    gangs, _ = one.serve(3.0)
+    assert list(gangs) == ["first"]
+    assert gangs["first"][engine] == ("rollout",), "and no other role is placed there"
+    assert one.taken("first") == []
+
+
+@pytest.mark.parametrize("end", ["waited too long", "cancelled"])
+def test_a_worker_with_an_engine_that_nobody_takes_over_is_restarted_before_anyone_gets_it(end: str) -> None:
+    one = on("abc", ("first", 3), ("second", 3))
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    if end == "cancelled":
+        one.leave("first")
+    assert admitted(one, 1.0 + (RETURN_S + 1 if end == "waited too long" else 0)) == []
+    assert one.take_unwanted() == [engine]
+    assert one.take_unwanted() == [], "it is told once"
+    restart(one, "abc")
+    assert admitted(one, 40.0) == (["second"] if end == "cancelled" else ["first"])
+
+
+def test_only_an_engine_alone_is_kept_and_only_for_a_job_that_waits() -> None:
+    one = on("abc", ("first", 3))
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    for address in "abc".replace(engine, ""):
+        one.keep(address, 1.0)
+    assert sorted(one.take_unwanted()) == sorted("abc".replace(engine, ""))
+    one.leave("first")
+    one.keep(engine, 1.0)
+    assert one.take_unwanted() == [engine]
+    assert one.free == []
+
+
+def test_a_worker_whose_kept_engine_was_not_taken_over_is_free_to_nobody() -> None:
+    one = on("abc", ("first", 3), ("second", 3))
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    restart(one, "abc".replace(engine, ""))
+    assert admitted(one, 3.0) == ["first"]
+    one.requeue("first", 4.0)  # the driver's worker has left before it began
+    assert one.take_unwanted() == [engine]
+    assert engine not in one.free
+    one.left(engine, 5.0)
+    one.joined("z", {})
+    assert admitted(one, 5.0) == ["first"]
+    one.left(next(a for a, roles in one.held("first").items() if "trainer" in roles), 6.0)
+    one.joined("y", {})
+    assert one.whole("first", 6.0), "one that was restarted is like any other"
+
+
+def test_a_trainers_replacement_is_not_placed_on_a_kept_engine() -> None:
+    one = on("abc", ("first", 3))
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    restart(one, "abc".replace(engine, ""))
+    assert admitted(one, 3.0) == ["first"]
+    one.left(next(a for a, roles in one.held("first").items() if "trainer" in roles), 4.0)
+    one.joined("new", {})
+    assert one.whole("first", 4.0, place_of(one.held("first")))
+    assert one.held("first")[engine] == ("rollout",)
+    assert "trainer" in one.held("first")["new"]
+
+
+def test_a_worker_with_an_engine_that_another_role_needs_is_restarted() -> None:
+    one = JobQueue()
+    both, only = {"rollout": 1.0, "trainer": 1.0}, {"rollout": 1.0}
+    for address, resources in {"a": {"server": 1.0, "reward": 1.0}, "b": both, "c": both}.items():
+        one.joined(address, resources)
+    one.enter("first", "/runs/first", needing(3), 0.0, 0.0)
+    assert admitted(one) == ["first"]
+    engine = abandoned(one)
+    one.keep(engine, 1.0)
+    one.left("a", 2.0)
+    one.joined("A", {"server": 1.0, "reward": 1.0})
+    one.left("b" if engine == "c" else "c", 2.0)
+    one.joined("B", only)
+    assert admitted(one, 2.0) == []
+    assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
+    assert one.take_unwanted() == [engine]
+    one.left(engine, 3.0)
+    one.joined("C", both)
+    assert admitted(one, 3.0) == ["first"]
+
+
+def test_a_worker_that_came_back_counts_once() -> None:
+    one = on("abc", ("huge", 4), ("small", 3))
+    one.left("c", 0.0)
+    one.joined("d", {})
+    assert admitted(one) == ["small"]
+
+
+def test_workers_that_restart_count_as_there() -> None:
+    """Otherwise a small job would go past a big one whenever a worker restarts."""
+    one = on("abcdef", ("big", 6), ("small", 3))
+    one.left("f", 0.0)
+    assert admitted(one, 1.0) == []
+    one.joined("g", {})
+    assert admitted(one, 2.0) == ["big"]
+    one.leave("big")
+    one.enter("big again", "/runs/again", needing(6), 0.0, 3.0)
+    one.leave("small")
+    one.enter("small", "/runs/small", needing(3), 0.0, 3.0)
+    one.left("g", 3.0)
+    assert admitted(one, 4.0) == []
+    assert admitted(one, 4.0 + RETURN_S) == ["small"], "it has not come back"
+
+
+def test_a_running_job_gets_its_lost_worker_back_before_anyone_is_admitted() -> None:
+    one = on("abcde", ("first", 4), ("second", 3))
+    assert admitted(one) == ["first"]
+    (rollout, *_) = [a for a, roles in one.held("first").items() if roles == ("rollout",)]
+    one.left(rollout, 1.0)
+    one.joined("x", {})
+    one.joined("y", {})  # with e, x and y the second one could run
+    assert admitted(one, 1.0) == []
+    assert one.claim("first", "x", "rollout")
+    assert one.claim("first", "x", "rollout"), "twice is once"
+    one.joined("z", {})
+    assert admitted(one, 1.0) == ["second"]
+    assert not one.claim("second", "x", "rollout")
+    assert not one.claim("unknown", "e", "rollout")
+
+
+def test_a_role_that_shares_a_worker_after_a_loss_is_owed_none() -> None:
+    one = JobQueue()
+    declared = {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward"], "x": ["reward"]}
+    for address, roles in declared.items():
+        one.joined(address, dict.fromkeys(roles, 1.0))
+    one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    assert admitted(one) == ["first"]
+    assert one.held("first")["x"] == ("reward",)
+    one.left("x", 1.0)
+    for address, roles in {"t2": ["trainer"], "r2": ["rollout"], "s2": ["server", "reward"]}.items():
+        one.joined(address, dict.fromkeys(roles, 1.0))
+    one.enter("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
+    assert admitted(one, 1.0) == []
+    assert one.claim("first", "s", "reward")
+    assert one.whole("first", 1.0)
+    assert admitted(one, 1.0) == ["second"]
+
+
+def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() -> None:
+    one = on("abcd", ("first", 3), ("second", 3))
+    (gang,) = one.serve(0.0)[0].values()
+    place = place_of(gang)
+    lost = next(a for a, roles in gang.items() if roles == ("trainer",))
+    one.left(lost, 1.0)
+    assert one.whole("first", 1.0, place), "d was free"
+    assert place_of(one.held("first")) == place
+    one.left("d", 2.0)
+    assert not one.whole("first", 2.0, place)
+    assert not one.whole("first", 1.0 + RETURN_S, place)
+    assert len(one.held("first")) == 2
+    assert not one.whole("first", 3.0 + RETURN_S, place)
+    assert one.held("first") == {}
+    assert one.waits("first")
+    one.joined("e", {})
+    assert admitted(one, 40.0) == ["first"]
+
+
+def test_a_driver_stays_on_its_worker_though_another_would_do_better() -> None:
+    one = JobQueue()
+    for address, roles in {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward", "rollout"]}.items():
+        one.joined(address, dict.fromkeys(roles, 1.0))
+    one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
+    (gang,) = one.serve(0.0)[0].values()
+    assert place_of(gang) == "s"
+    one.left("t", 1.0)
+    one.joined("t2", {"trainer": 1.0})
+    one.joined("light", {"server": 1.0, "reward": 1.0})
+    assert one.whole("first", 1.0, "s")
+    assert place_of(one.held("first")) == "s"
+
+
+class Cluster(RuleBasedStateMachine):
+    """Jobs and workers that come and go in any order."""
+
+    jobs = Bundle("jobs")
+    workers = Bundle("workers")
+
+    @initialize(target=workers)
+    def begin(self) -> object:
+        self.one = JobQueue()
+        self.now = 0.0
+        self.number = 0
+        return multiple()
+
+    @rule(target=workers, roles=st.sampled_from([(), (), ("trainer",), ("rollout",), ("server", "reward")]))
+    def join(self, roles: tuple[str, ...]) -> str:
+        self.number += 1
+        self.one.joined(f"w{self.number}", dict.fromkeys(roles, 1.0))
+        return f"w{self.number}"
+
+    @rule(worker=consumes(workers), later=st.sampled_from([0.0, 1.0, 40.0]))
+    def leave(self, worker: str, later: float) -> None:
+        self.now += later
+        self.one.left(worker, self.now)
+
+    @rule(target=jobs, instances=st.integers(1, 3), driver=st.booleans())
+    def enter(self, instances: int, driver: bool) -> str:
+        self.number += 1
+        needs = Needs(instances=instances, rewards=1, driver=driver)
+        self.one.enter(f"j{self.number}", f"/runs/{self.number}", needs, 0.0, self.now)
+        return f"j{self.number}"
+
+    @rule(job=consumes(jobs))
+    def end(self, job: str) -> None:
+        self.one.leave(job)
+
+    @rule(job=jobs)
+    def driver_gone(self, job: str) -> None:
+        if job in self.one.entries and not self.one.waits(job):
+            self.one.abandon(job, self.now)
+
+    @rule(worker=workers)
+    def keep(self, worker: str) -> None:
+        if worker in self.one.dirty:
+            self.one.keep(worker, self.now)
+
+    @rule(job=jobs, worker=workers, role=st.sampled_from(["rollout", "trainer", "reward"]))
+    def claim(self, job: str, worker: str, role: str) -> None:
+        had = self.one.claims.get(worker)
+        given = self.one.claim(job, worker, role)
+        assert given <= (had is None or had.job == job)
+
+    @rule(job=jobs)
+    def resume(self, job: str) -> None:
+        if job in self.one.entries:
+            place = place_of(self.one.held(job))
+            if self.one.whole(job, self.now, place):
+                assert place_of(self.one.held(job)) == place or not place
+
+    @rule(later=st.sampled_from([0.0, 1.0, 40.0]))
+    def serve(self, later: float) -> None:
+        self.now += later
+        before = {entry.id for entry in self.one.entries.values() if not entry.num_workers}
+        gangs, _ = self.one.serve(self.now)
+        kinds = kinds_of(self.one.workers)
+        waiting = False
+        for id, entry in self.one.entries.items():
+            if id in gangs:
+                assert not waiting, "it went past an earlier one that the cluster could hold"
+                assert self.one.held(id) == gangs[id]
+                assert suffice(entry.needs, {a: kinds[a] & set(roles) for a, roles in gangs[id].items()})
+            elif id in before:
+                assert entry.why
+                waiting = waiting or suffice(entry.needs, kinds)
+
+    @invariant()
+    def each_worker_has_one_owner_and_who_waits_has_none(self) -> None:
+        if not hasattr(self, "one"):
+            return
+        one = self.one
+        owners = [*one.claims, *one.dirty, *one._kept, *one.free]
+        assert sorted(owners) == sorted(one.workers)
+        assert all(one.waits(claim.job) and claim.roles == ("rollout",) for claim, _ in one._kept.values())
+        for entry in one.entries.values():
+            assert len(one.held(entry.id)) == 0 or entry.num_workers
+        assert {claim.job for claim in one.claims.values()} <= set(one.entries)
+
+
+Cluster.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestCluster = Cluster.TestCase

@@ -1,0 +1,56 @@
+"""An audit within a limit of memory, and by several processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.stored_runs import auditing
+from staleflow.pipeline.stored_runs.auditing import audit_within, planned
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.versioned import VersionedStore
+from tests.commands import command
+from tests.earlier import asking
+from tests.stores.plain_audit import plain_audit
+from tests.stores.test_stores import edit, set_int
+
+HERE = Where()
+
+
+def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None:
+    for memory in (300, 512, 1024, 4096):
+        for workers in (1, 2, 8, 64):
+            plan = planned(memory, workers, 10**10)
+            processes = (
+                auditing.WITH_POOL_MIB + plan.workers * auditing.WORKER_MIB if plan.workers else auditing.ALONE_MIB
+            )
+            reading = max(1, plan.workers) * plan.most_tokens * auditing.BYTES_A_TOKEN / auditing.MIB
+            assert processes + reading <= memory
+            assert plan.workers <= workers
+            assert plan.most_tokens >= auditing.LEAST_TOKENS
+    assert planned(4096, 8, 1000).workers == 0, "a small store is read here"
+    with pytest.raises(ConfigError, match="--memory 100: an audit takes at least 216 MiB"):
+        planned(100, 2, 10)
+
+
+def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auditing, "SEVERAL_TOKENS", 0)
+    path = asking.unpack("finished", tmp_path) / "store"
+    assert audit_within(VersionedStore.open(path), 1024, 2, HERE) == plain_audit(VersionedStore.open(path))
+    edit(path, lambda root: set_int(root, 9, "v_traj", 3))
+    edit(path, lambda root: set_int(root, 2, "step", 3))
+    found = audit_within(VersionedStore.open(path), 1024, 2, HERE)
+    assert found == plain_audit(VersionedStore.open(path))
+    assert not found.clean
+
+
+def test_the_command_refuses_a_limit_that_is_too_low_in_one_line(tmp_path: Path) -> None:
+    run = asking.unpack("killed", tmp_path)
+    told = command("store", "audit", run, "--memory", 64)
+    assert (told.returncode, told.stderr) == (2, "staleflow: --memory 64: an audit takes at least 216 MiB\n")
+    told = command("store", "audit", run, "--memory", 300, "--json")
+    assert told.returncode == 0
+    assert json.loads(told.stdout)["clean"]

@@ -1,0 +1,513 @@
+"""Work on stored runs: showing, exporting, computing logprobs under other weights, training again."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from staleflow.cli.show import printable
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.stored_runs import exporting, logprob_recompute, training, views
+from staleflow.pipeline.stored_runs import pool as pools
+from staleflow.pipeline.stored_runs.pool import Pool, local_pool
+from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation
+from staleflow.stores.trajectories import selection
+from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended, TrajectoryId
+from staleflow.tasks.rendering.task_source import distinct_held_out
+from staleflow.tasks.sources.task_sources import ReasoningGym
+from tests.commands import command
+from tests.runtime.test_run import ENVIRONMENT, staleflow
+from tests.stores.test_stores import change_a_logprob, corrupt_tokens, edit
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with local_pool(1) as workers:
+        yield workers
+
+
+@pytest.fixture
+def copy(stored: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be tampered with."""
+    shutil.copytree(stored, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def rows_of(run: Path, where: str = "", branch: str = "main") -> list[Ended]:
+    store = VersionedStore.open(run / "store", branch=branch)
+    mask = Selection(where).mask(store.columns())
+    return [row for row, chosen in zip(store.ended(), mask, strict=True) if chosen]
+
+
+# -- the workers -------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_is_made_once_however_many_there_are(pool: Pool) -> None:
+    for count in (1, 2, 3, 4, 5, 20):
+        assert sorted(pool.run(abs, [(i,) for i in range(count)])) == list(range(count))
+
+
+def test_a_row_that_nobody_answered_for_stores_nothing(
+    stored: Path, tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from staleflow.pipeline.stored_runs import reward_rescoring
+
+    run = Pool.run
+
+    def forgetful(self: Pool, function: Any, calls: Any, *, model: bool = False) -> Iterator[Any]:
+        return run(self, function, list(calls)[1:], model=model)
+
+    monkeypatch.setattr(Pool, "run", forgetful)
+    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    with pytest.raises(ProtocolViolation, match=r"returned results for .* nothing was stored"):
+        reward_rescoring.reprocess(stored, "task", "forgotten", pool)
+    assert "forgotten" not in VersionedStore.open(stored / "store").branches()
+    monkeypatch.setattr(exporting, "PART_ROWS", 8)
+    with pytest.raises(ProtocolViolation):
+        exporting.export(stored, "parquet", tmp_path / "out", pool)
+    assert not (tmp_path / "out").exists()
+
+
+# -- looking -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_steps_batch_reads_back_as_the_trainer_received_it(stored: Path, copy: Path) -> None:
+    for record in VersionedStore.open(stored / "store").steps():
+        if record.kind == "step":
+            store = VersionedStore.open(stored / "store", at_step=record.step)
+            batch = [(row.trajectory, row.advantage) for row in store.ended(step=record.step)]
+            assert batch_fingerprint(batch) == record.batch_fingerprint
+    shown = command("store", "show", stored, "--at-step", 1, "--json")
+    assert shown.returncode == 0, shown.stderr
+    value = json.loads(shown.stdout)
+    assert value["fingerprint"] == value["recorded_fingerprint"]
+    assert len(value["trajectories"]) == 16
+
+    edit(copy / "store", change_a_logprob)
+    store = VersionedStore.open(copy / "store")
+    batch = [(row.trajectory, row.advantage) for row in store.ended(step=0)]
+    assert batch_fingerprint(batch) != store.steps()[0].batch_fingerprint
+
+
+def test_the_worst_the_best_and_the_longest(stored: Path, tmp_path: Path) -> None:
+    store = VersionedStore.open(stored / "store")
+    rows = {row.trajectory.id: row for row in store.ended()}
+    scored = [row for row in rows.values() if row.trajectory.timings.rewarded_s > 0]
+    worst = [rows[i] for i in views.ranked(store, "worst", 5, "")]
+    best = [rows[i] for i in views.ranked(store, "best", 5, "step == 1")]
+    longest = [rows[i] for i in views.ranked(store, "longest", 5, "fate == 'consumed'")]
+    assert [r.trajectory.reward for r in worst] == sorted(r.trajectory.reward for r in scored)[:5]
+    assert best[0].trajectory.reward == max(r.trajectory.reward for r in scored if r.step == 1)
+    lengths = sorted((r.trajectory.num_tokens for r in rows.values() if r.staleness >= 0), reverse=True)
+    assert [r.trajectory.num_tokens for r in longest] == lengths[:5]
+
+    page = tmp_path / "page.html"
+    told = command("store", "show", stored, "--longest", 2, "--html", page)
+    assert told.returncode == 0, told.stderr
+    text = page.read_text()
+    assert text.count("<article") == 2
+    assert text.count('<span title="version') == sum(r.trajectory.num_tokens for r in longest[:2])
+    printed = command("store", "show", stored, "--best", 1)
+    assert "response" in printed.stdout and "tokens on rollout-" in printed.stdout
+
+
+def test_a_view_tells_every_token_with_its_version_and_ratio(stored: Path, tiny_model: Path) -> None:
+    store = VersionedStore.open(stored / "store")
+    (row, *_) = rows_of(stored, "step == 0 and response_tokens > 4")
+    (seen,) = views.view(stored, store, [row.trajectory.id], model=str(tiny_model))
+    assert "".join(t.text for t in seen.tokens) == seen.response
+    assert [t.id for t in seen.tokens] == row.trajectory.response_tokens.tolist()
+    assert {t.version for t in seen.tokens} == {0}
+    # Version 0 is this very model.
+    assert all(t.ratio == pytest.approx(1.0, abs=1e-3) for t in seen.tokens)
+    (plain,) = views.view(stored, store, [row.trajectory.id])
+    assert all(t.ratio is None for t in plain.tokens)
+    with pytest.raises(ConfigError, match="no stored trajectory 999999"):
+        views.view(stored, store, [TrajectoryId(999_999)])
+
+
+def test_what_a_response_holds_does_not_reach_the_terminal() -> None:
+    assert printable("so\x1b[2J\x07 \u4f60\n\tend\r") == "so\\x1b[2J\\x07 \u4f60\n\tend\\x0d"
+
+
+def test_half_letters_are_told_with_the_token_that_completes_them() -> None:
+    class Bytes:
+        def text(self, tokens: Any, *, special: bool = False) -> str:
+            return bytes(tokens).decode(errors="replace")
+
+    from staleflow.tasks.rendering.chat_tokenizer import pieces
+
+    tokens = list("a\u00e9\u4f60b".encode())
+    told = pieces(Bytes(), tokens)
+    assert "".join(told) == "a\u00e9\u4f60b"
+    assert told == ["a", "", "\u00e9", "", "", "\u4f60", "b"]
+
+
+def test_the_docstrings_examples_hold() -> None:
+    for module in (exporting, pools, selection):
+        result = doctest.testmod(module)
+        assert result.attempted
+        assert not result.failed
+
+
+# -- exporting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["parquet", "jsonl", "hf"])
+def test_what_is_exported_is_what_is_stored(
+    stored: Path, tmp_path: Path, pool: Pool, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyarrow import parquet
+
+    monkeypatch.setattr(exporting, "PART_ROWS", 20)  # several files
+    out = tmp_path / f"out.{to}"
+    result = exporting.export(stored, to, out, pool, where="fate == 'consumed'")
+    rows = {int(r.trajectory.id): r for r in rows_of(stored, "fate == 'consumed'")}
+    if to == "jsonl":
+        read = [json.loads(line) for line in out.read_text().splitlines()]
+    else:
+        files = sorted((out / "data" if to == "hf" else out).glob("*.parquet"))
+        assert len(files) == math.ceil(len(rows) / 20)
+        read = [r for file in files for r in parquet.read_table(file).to_pylist()]
+    assert [r["trajectory"] for r in read] == list(rows)
+    assert result.rows == len(rows)
+    views_of = views.view(stored, VersionedStore.open(stored / "store"), [TrajectoryId(i) for i in list(rows)[:3]])
+    response = "completion" if to == "hf" else "response"
+    for got, seen in zip(read, views_of, strict=False):
+        assert got["prompt"] == seen.prompt
+        assert got[response] == re.sub("<(pad|eos|unk)>", "", seen.response)
+    for got in read:
+        row = rows[got["trajectory"]]
+        t = row.trajectory
+        assert (got["fate"], got["staleness"], got["group"]) == ("consumed", row.staleness, t.group)
+        assert np.float32(got["reward"]) == np.float32(t.reward)
+        np.testing.assert_array_equal(got["response_ids"], t.response_tokens)
+        np.testing.assert_array_equal(np.asarray(got["logprobs"], np.float32), t.logprobs)
+        np.testing.assert_array_equal(got["versions"], t.versions)
+    assert not list(tmp_path.glob(".*"))
+    if to == "hf":
+        assert "path: data/train-*.parquet" in (out / "README.md").read_text()
+    with pytest.raises(ConfigError, match="already exists"):
+        exporting.export(stored, to, out, pool)
+
+
+def test_what_a_corrupt_chunk_holds_is_named_and_the_rest_is_exported(copy: Path, tmp_path: Path) -> None:
+    corrupt_tokens(VersionedStore.open(copy / "store"))
+    done = staleflow("store", "export", copy, "--to", "jsonl", "--out", tmp_path / "o.jsonl", "--workers", 1, "--json")
+    assert done.returncode == 1, done.stderr
+    result = json.loads(done.stdout)
+    written = [json.loads(line)["trajectory"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    ids = VersionedStore.open(copy / "store").table()["trajectory"].tolist()
+    assert 0 < len(result["errors"]) < len(ids)
+    assert sorted([*written, *map(int, result["errors"])]) == sorted(ids)
+    assert all("is corrupt" in what for what in result["errors"].values())
+    shown = command("store", "show", copy, "--trajectory", next(iter(result["errors"])))
+    assert (shown.returncode, shown.stderr.count("\n")) == (1, 1)
+    assert "is corrupt" in shown.stderr
+    assert command("store", "show", copy, "--trajectory", written[0]).returncode == 0
+    told = command("store", "audit", copy)
+    assert told.returncode == 1
+    assert "is corrupt" in told.stdout and "the others can be read" in told.stdout
+
+
+# -- reading under other weights ---------------------------------------------------------------------------------------
+
+
+def test_the_model_that_sampled_them_agrees_and_another_differs(stored: Path, tiny_model: Path, pool: Pool) -> None:
+    same = logprob_recompute.rescore(stored, str(tiny_model), pool, where="v_max == 0 and fate == 'consumed'")
+    assert same.rows == len(rows_of(stored, "v_max == 0 and fate == 'consumed'"))
+    assert all(row.farthest < 1e-3 and row.kl < 1e-6 and row.clipped == 0 for row in same.by_staleness)
+    assert all(row.ess_tokens == pytest.approx(1, abs=1e-4) for row in same.by_staleness)
+    last = stored / "checkpoints" / "step-000003"
+    other = logprob_recompute.rescore(stored, str(last), pool, where="fate == 'consumed'")
+    assert sum(row.trajectories for row in other.by_staleness) == 48
+    assert max(row.kl for row in other.by_staleness) > 100 * max(row.kl for row in same.by_staleness)
+    assert all(0 < row.ess_sequences <= 1 and 0 < row.ess_tokens < 1 for row in other.by_staleness)
+
+
+def test_the_figures_are_their_definitions(stored: Path, pool: Pool) -> None:
+    """Against the formulas, over logprobs that a branch keeps."""
+    last = str(stored / "checkpoints" / "step-000003")
+    result = logprob_recompute.rescore(stored, last, pool, branch="under-last")
+    store = VersionedStore.open(stored / "store", branch="under-last")
+    assert store.lineage["logprobs"] == last and len(store.lineage["weights"]) == 64
+    rows = [row for row in store.ended() if row.staleness == 1]
+    (found,) = (row for row in result.by_staleness if row.staleness == 1)
+    kept = [store.rescored(row.trajectory.id) for row in rows]
+    ratios = [
+        np.exp(new.astype(np.float64) - row.trajectory.logprobs)
+        for new, row in zip(kept, rows, strict=True)
+        if new is not None
+    ]
+    tokens = np.concatenate(ratios)
+    weights = np.asarray([r.prod() for r in ratios])
+    assert found.tokens == len(tokens)
+    assert found.kl == pytest.approx((tokens - 1 - np.log(tokens)).mean())
+    assert found.ess_tokens == pytest.approx(tokens.sum() ** 2 / (len(tokens) * (tokens**2).sum()))
+    assert found.ess_sequences == pytest.approx(weights.sum() ** 2 / (len(weights) * (weights**2).sum()))
+    loss = loading.load(stored / "config.toml").training.loss
+    assert found.clipped == pytest.approx(((tokens < 1 - loss.clip_low) | (tokens > 1 + loss.clip_high)).mean())
+    (seen,) = views.view(stored, store, [rows[0].trajectory.id])
+    assert [t.ratio for t in seen.tokens] == pytest.approx(ratios[0].tolist())
+
+
+# -- training again ----------------------------------------------------------------------------------------------------
+
+
+def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp_path: Path, pool: Pool) -> None:
+    from safetensors.torch import load_file
+
+    told: list[Mapping[str, Any]] = []
+    out = tmp_path / "again"
+    result = training.train_offline(stored, out, pool, overrides=("task.eval_prompts=48",), report=told.append)
+    assert (result.steps, result.rows, result.same_steps) == (3, 48, 3)
+    ours = load_file(Path(result.checkpoint) / "model.safetensors")
+    theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    assert result.before is not None and result.after is not None
+    # Of 48 held-out prompts, for which the run kept none apart: two are the same, and some it was trained on.
+    source = ReasoningGym("chain_sum", loading.load(stored / "config.toml").task.options, 3)
+    held_out = {task.prompt for task in distinct_held_out(source, 48)}
+    trained = {source.task(row.trajectory.group).prompt for row in rows_of(stored) if row.staleness >= 0}
+    assert held_out & trained
+    assert result.before.num_prompts == result.after.num_prompts == len(held_out - trained) < len(held_out) < 48
+    said = [event.get("say", "") for event in told]
+    assert any(line.startswith("task.eval_prompts = 48: ") for line in said)
+    assert f"leaving out {len(held_out & trained)} of {len(held_out)} held-out prompts: they were trained on" in said
+    assert result.before.reward == result.after.reward != ""
+    assert json.loads((out / "offline.json").read_text())["snapshot"] == VersionedStore.open(stored / "store").snapshot
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_killed_it_goes_on_and_ends_the_same(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(Exception):
+        pass
+
+    def die_after_two(event: Mapping[str, Any]) -> None:
+        if event.get("done") == 2:
+            raise Killed
+
+    monkeypatch.setattr(training, "POINT_S", 0.0)
+    plan = training.planned(stored, tmp_path / "out", ("task.eval_prompts=0",), "main", "", 1)
+    with pytest.raises(Killed):
+        training.train(plan, die_after_two)
+    assert not (tmp_path / "out").exists()
+    steps: list[int] = []
+    result = training.train(plan, lambda event: steps.append(event.get("done", 0)))
+    assert [s for s in steps if s] == [3]  # only what was left
+    assert (result.steps, result.same_steps) == (3, 3)
+    # Another plan does not go on from it.
+    with pytest.raises(Killed):
+        training.train(training.planned(stored, tmp_path / "b", (), "main", "reward > 0", 2), die_after_two)
+    other = training.planned(stored, tmp_path / "b", ("task.eval_prompts=0",), "main", "", 1)
+    assert training.train(other, lambda _: None).same_steps == 3
+
+
+def test_several_ranks_train_offline_as_one_does(stored: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    with local_pool(2) as two:
+        changes = ("task.eval_prompts=0", "training.ranks=2")
+        result = training.train_offline(stored, tmp_path / "two", two, overrides=changes)
+    assert (result.steps, result.rows, result.same_steps) == (3, 48, None)
+    ours = load_file(Path(result.checkpoint) / "model.safetensors")
+    theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
+    # AdamW divides by a gradient's own size, and what is next to nothing is decided by the order of the sums: single
+    # weights differ by more. What the run sampled differs from time to time; tests/tasks/test_ranks.py has fixed rows.
+    off = np.concatenate([np.abs(ours[name].numpy() - weights.numpy()).ravel() for name, weights in theirs.items()])
+    assert np.mean(off > 1e-6) < 1e-3
+    assert off.max() < 1e-5
+
+
+@pytest.mark.slow
+def test_a_lost_rank_ends_offline_training_with_a_line_and_the_same_command_goes_on(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a point after each step, here in the workers as well."""
+    changes = ("task.eval_prompts=0", "training.ranks=2")
+    done: list[int] = []
+    first = threading.Event()
+
+    def note(event: Mapping[str, Any]) -> None:
+        done.append(event.get("done", 0))
+        if event.get("done") == 1:
+            first.set()
+
+    def kill_the_other(client: Any) -> None:
+        assert first.wait(60.0)
+        (follower,) = (a for a, keys in client.processing().items() if any("_follow" in key for key in keys))
+        os.kill(client.run(os.getpid)[follower], signal.SIGKILL)
+
+    with local_pool(2) as two:
+        two.client.run(setattr, training, "POINT_S", 0.0)
+        killer = threading.Thread(target=kill_the_other, args=(two.client,))
+        killer.start()
+        with pytest.raises(ActorLost, match="ranks of the training have lost each other: "):
+            training.train_offline(stored, tmp_path / "two", two, overrides=changes, epochs=40, report=note)
+        killer.join()
+    done.clear()
+    with local_pool(2) as two:
+        result = training.train_offline(stored, tmp_path / "two", two, overrides=changes, epochs=40, report=note)
+    assert result.steps == 120
+    assert 1 not in done and done[-1] == 120
+
+
+def test_chosen_rows_and_other_rewards_give_another_policy(stored: Path, tmp_path: Path, pool: Pool) -> None:
+    from staleflow.pipeline.stored_runs import reward_rescoring
+
+    reward_rescoring.reprocess(stored, f"{stored.parent.parent}/mine.py:length", "for-training", pool)
+    chosen = "staleness <= 1 and advantage > 0"
+    result = training.train_offline(
+        stored, tmp_path / "out", pool, overrides=("task.eval_prompts=0", "training.learning_rate=2e-3"),
+        branch="for-training", where=chosen, epochs=2,
+    )  # fmt: skip
+    rows = [r for r in rows_of(stored, chosen, "for-training") if r.staleness >= 0]
+    assert 0 < len(rows) < 48
+    assert (result.rows, result.same_steps, result.before) == (2 * len(rows), None, None)
+    history = json.loads((tmp_path / "out" / "offline.json").read_text())["metrics"]
+    assert sum(h["rows"] for h in history) == 2 * len(rows)
+    assert all(h["learning_rate"] == 2e-3 for h in history)
+
+
+@pytest.mark.parametrize("loss", ["topr", "decoupled_ppo_loglinear", "sequence_mis"])
+def test_a_stored_run_is_trained_with_another_objective(
+    loss: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a checkpoint of the run as reference, named relative to here."""
+    monkeypatch.chdir(stored)
+    (checkpoint,) = (stored / "checkpoints").iterdir()
+    overrides = (
+        f"training.loss={{name='{loss}', ratio_of='segment', entropy_bonus=0.01}}", "training.epochs=2",
+        f"training.kl={{coefficient=0.1, reference='checkpoints/{checkpoint.name}'}}", "training.schedule=linear",
+        "training.minibatches=2", "task.eval_prompts=0",
+    )  # fmt: skip
+    plan = training.planned(stored, tmp_path / "out", overrides, "main", "", 1)
+    assert plan.config.training.kl.reference == str(checkpoint.resolve())
+    monkeypatch.chdir(tmp_path)
+    result = training.train(plan, lambda event: None)
+    history = json.loads((tmp_path / "out" / "offline.json").read_text())["metrics"]
+    assert len(history) == result.steps == 3
+    assert all(h["kl_reference"] > 0 and h["entropy"] > 0 and 0 < h["ess"] <= 1 for h in history)
+    assert all(h["updates_dropped"] == 0 and np.isfinite(h["grad_norm"]) for h in history)
+    assert history[0]["learning_rate"] > history[1]["learning_rate"] > history[2]["learning_rate"] > 0
+    with pytest.raises(ConfigError, match=r"training\.kl\.reference = 'runs/none': no such folder"):
+        training.planned(
+            stored, tmp_path / "more", ("training.kl={coefficient=0.1, reference='runs/none'}",), "main", "", 1
+        )
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(stored, other)
+    edit(other / "store", lambda root: root.attrs.update({"format": 99}))
+    none = tmp_path / "none"
+    scheduler = ("--scheduler", "tcp://127.0.0.1:9")
+    for arguments, message in (
+        (["store", "show", none], "no such run"),
+        (["store", "show", other], "store format 99, this version reads 1"),
+        (["store", "audit", other], "store format 99"),
+        (["store", "export", other, "--to", "jsonl"], "store format 99"),
+        (["store", "rescore-logprobs", other, "--model", "x"], "store format 99"),
+        (["train-offline", other], "store format 99"),
+        (["simulate", "--from", other], "store format 99"),
+        (["store", "show", stored, "--trajectory", 10**6], "no stored trajectory"),
+        (["store", "show", stored, "--at-step", 77], "no commit of step 77"),
+        (["store", "show", stored, "--worst", 1, "--best", 1], "at a time"),
+        (["store", "show", stored, "--worst", 1, "--where", "rewrd > 0"], "did you mean 'reward'"),
+        (["store", "show", stored, "--worst", 1, "--branch", "none"], "no branch 'none'; there are"),
+        (["store", "export", stored, "--to", "jsonl", "--where", "reward >"], "cannot be read"),
+        (["store", "export", stored, "--to", "jsonl", "--out", tmp_path / "o", *scheduler], "no scheduler at"),
+        (["store", "rescore-logprobs", stored, "--model", "runs/none"], "no such folder"),
+        (["train-offline", stored, "--where", "reward > 99"], "no trajectory that was trained on matches"),
+        (["train-offline", stored, "--set", "rollout.instances=2"], "cannot be changed offline"),
+        (["train-offline", stored, "--out", tmp_path], "already exists"),
+        (["simulate"], "give a job file or --from RUN"),
+        (["simulate", "--from", none], "no such run"),
+    ):
+        answered = command(*arguments)
+        assert (answered.returncode, answered.stdout) == (2, ""), (arguments, answered.stderr)
+        assert message in answered.stderr
+        assert answered.stderr.count("\n") == 1, answered.stderr
+
+
+def test_what_if_a_stored_run_had_been_another(stored: Path) -> None:
+    told = command("simulate", "--from", stored, "--set", "steps=3", "--sweep", "staleness.eta=0,2", "--json")
+    assert told.returncode == 0, told.stderr
+    rows = json.loads(told.stdout)
+    assert [row["row"] for row in rows] == ["eta=0", "eta=2"]
+    assert set(rows[0]["staleness"]) == {"0"}
+    assert rows[1]["tokens_per_s"] > rows[0]["tokens_per_s"]
+
+
+def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stored, run)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "examples/offline.py"], cwd=root, env={**ENVIRONMENT, "RUN": str(run)}, capture_output=True,
+        text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "audit clean: True" in done.stdout
+    assert (tmp_path / "run-offline-example" / "policy" / "checkpoints").is_dir()
+
+
+# -- two at once, and copies ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_what_another_export_has_written_meanwhile_is_kept(
+    copy: Path, tmp_path: Path, pool: Pool, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / f"out.{to}"
+
+    def opened(path: Path, branch: str) -> VersionedStore:
+        out.write_text("the other's")  # which ended while this one read the store
+        return store_open(path, branch=branch)
+
+    store_open = VersionedStore.open
+    monkeypatch.setattr(VersionedStore, "open", opened)
+    with pytest.raises(ConfigError, match=r"out\.\w+ already exists"):
+        exporting.export(copy, to, out, pool)
+    assert out.read_text() == "the other's"
+    assert not list(tmp_path.glob(".out.*"))
+
+
+def test_what_another_training_has_written_meanwhile_is_kept(copy: Path, tmp_path: Path) -> None:
+    out = tmp_path / "trained"
+    plan = training.planned(copy, out, (), "main", "", 1)
+    out.mkdir()
+    with pytest.raises(ConfigError, match="trained already exists"):
+        training.train(plan, lambda _: pytest.fail("it has begun"))
+    assert not list(tmp_path.glob(".trained.*"))
+
+
+def test_a_copy_is_worked_on_with_the_code_that_is_in_it(copy: Path, stored: Path, tmp_path: Path) -> None:
+    """The job of a submitted run names its code in the folder that it was made in."""
+    job = (copy / "config.toml").read_text()
+    named = job.replace('function = "task"', f'function = "{stored}/code/reward_mine.py:score"')
+    assert named != job
+    (copy / "config.toml").write_text(named)
+    plan = training.planned(copy, tmp_path / "out", (), "main", "", 1)
+    assert plan.config.reward.function == f"{copy}/code/reward_mine.py:score"
+    assert plan.path == str(copy / "store")

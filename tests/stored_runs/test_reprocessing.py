@@ -1,0 +1,189 @@
+"""Scoring a stored run again: onto a branch, in parallel, with errors by row, and without traces of a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from staleflow.pipeline.stored_runs import reward_rescoring
+from staleflow.pipeline.stored_runs.branch_diff import difference
+from staleflow.pipeline.stored_runs.pool import local_pool
+from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.repository import repository_at
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
+from tests.commands import command
+from tests.runtime.test_run import ENVIRONMENT, check, staleflow
+from tests.support import forking
+
+
+def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path) -> None:
+    before = VersionedStore.open(stored / "store").table()
+    answered = staleflow(
+        "store", "reprocess", stored, "--reward", f"{stored.parent.parent}/mine.py:length", "--branch", "by-length",
+        "--json",
+    )  # fmt: skip
+    assert answered.returncode == 0, answered.stderr
+    result = json.loads(answered.stdout)
+    assert re.search("other branches: .*by-length", command("store", "show", stored).stdout)
+    check(stored, 3)
+    for name, column in VersionedStore.open(stored / "store").table().items():
+        np.testing.assert_array_equal(column, before[name])
+
+    branch = VersionedStore.open(stored / "store", branch="by-length")
+    rows = list(branch.ended())
+    assert [r.trajectory.id for r in rows] == before["trajectory"].tolist()
+    from transformers import AutoTokenizer
+
+    from staleflow.pipeline.config import loading
+
+    tokenizer = AutoTokenizer.from_pretrained(loading.load(stored / "config.toml").model.path)
+    for row in rows:
+        text = tokenizer.decode(row.trajectory.response_tokens.tolist(), skip_special_tokens=True).strip()
+        expected = float(len(text) % 3) if row.trajectory.num_tokens else 0.0
+        assert row.trajectory.reward == expected
+        if row.fate is not Fate.CONSUMED:
+            assert row.advantage == 0
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        if row.fate is Fate.CONSUMED:
+            groups.setdefault(row.trajectory.group, []).append(row.advantage)
+    assert all(abs(sum(values)) < 1e-3 for values in groups.values())  # centred, as the job's estimate has it
+    assert any(any(values) for values in groups.values())
+    assert branch.lineage["parent"] == VersionedStore.open(stored / "store").snapshot
+    assert len(branch.lineage["code"]) == 64
+    assert result["rows"] == len(rows)
+
+    shown = command("store", "diff", stored, "main", "by-length")
+    assert shown.returncode == 0, shown.stderr
+    assert "trajectories trained on" in shown.stdout
+    again = command("store", "reprocess", stored, "--reward", "task", "--branch", "by-length")
+    assert again.returncode == 2
+    assert "nothing stored is overwritten" in again.stderr
+    with pytest.raises(StoreError, match="read-only"):
+        branch.commit(VersionedStore.open(stored / "store").steps()[0], [])
+
+
+def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored: Path) -> None:
+    with local_pool(2) as pool:
+        result = reward_rescoring.reprocess(stored, f"{stored.parent.parent}/mine.py:picky", "picky", pool)
+    assert 0 < len(result.errors) < result.scored
+    rows = list(VersionedStore.open(stored / "store", branch="picky").ended())
+    failed = {r.trajectory.id: r for r in rows if r.trajectory.error}
+    assert set(failed) == set(result.errors)
+    assert {r.trajectory.error for r in failed.values()} == {"ValueError: not this one"}
+    assert not any(r.loss_mask or r.advantage for r in failed.values())
+    assert {r.trajectory.reward for r in rows if r.trajectory.num_tokens and r.trajectory.id not in failed} == {1.0}
+
+
+def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
+    mine = f"{stored.parent.parent}/mine.py"
+    parts = f'{{right={{function="task", weight=2.0}}, long={{function="{mine}:length", weight=0.5}}}}'
+    done = command("store", "reprocess", stored, "--set", f"reward.parts={parts}", "--branch", "sum")
+    assert done.returncode == 0, done.stderr
+    table = {name: VersionedStore.open(stored / "store", branch=name) for name in ("main", "sum")}
+    scored = [r.trajectory for r in table["sum"].ended() if r.trajectory.num_tokens]
+    right = {r.trajectory.id: r.trajectory.reward for r in table["main"].ended() if r.fate is Fate.CONSUMED}
+    with local_pool(1) as pool:
+        reward_rescoring.reprocess(stored, f"{mine}:length", "lengths", pool)
+    lengths = {
+        r.trajectory.id: r.trajectory.reward for r in VersionedStore.open(stored / "store", branch="lengths").ended()
+    }
+    found = [(t.reward, 2 * right[t.id] + 0.5 * lengths[t.id]) for t in scored if t.id in right]
+    assert found
+    assert all(one == pytest.approx(two) for one, two in found)
+    assert table["sum"].lineage["reward"].startswith("reward.parts={right=")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "name the reward: --reward FUNCTION, or --set reward.KEY=VALUE"),
+        (
+            ("--set", "steps=3"),
+            "--set steps=3: only how responses are scored can change: reward., task.answer_pattern=",
+        ),
+        (("--set", "reward.functoin=task"), "did you mean reward.function?"),
+    ],
+)
+def test_what_cannot_be_scored_by_is_one_line(stored: Path, words: tuple[str, ...], says: str) -> None:
+    done = command("store", "reprocess", stored, *words, "--branch", "none")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert says in done.stderr
+
+
+def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
+    with local_pool(1) as pool:
+        reward_rescoring.reprocess(stored, "task", "again", pool)
+    one, two = (VersionedStore.open(stored / "store", branch=name).table() for name in ("main", "again"))
+    consumed = one["staleness"] >= 0
+    np.testing.assert_array_equal(one["reward"][consumed], two["reward"][consumed])
+    np.testing.assert_allclose(one["advantage"], two["advantage"], atol=1e-6)
+    found = difference(stored, "main", "again")
+    assert (found.changed, found.flipped, found.gained, found.lost) == (0, (), (), ())
+
+
+def test_killed_in_the_middle_it_leaves_no_trace(stored: Path, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(stored, run)
+    before = repository_at(run / "store").list_branches()
+    called = tmp_path / "called"
+    reward = tmp_path / "slow.py"
+    reward.write_text(
+        f"import time, pathlib\ndef score(answer, record):\n    pathlib.Path({str(called)!r}).touch()\n"
+        "    time.sleep(0.3)\n    return 1.0\n"
+    )
+    words = ["store", "reprocess", str(run), "--reward", f"{reward}:score", "--branch", "killed", "--workers", "1"]
+    with forking.Popen(
+        [sys.executable, "-m", "staleflow.cli.main", *words],
+        env=ENVIRONMENT,
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while not called.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert repository_at(run / "store").list_branches() == before
+    # Killed in the milliseconds between making the branch and giving it its name: nobody sees it, the next removes it.
+    repository_at(run / "store").create_branch("part-0123", VersionedStore.open(run / "store").snapshot)
+    with pytest.raises(ConfigError, match="no branch 'part-0123'"):
+        VersionedStore.open(run / "store", branch="part-0123")
+    check(run, 3)
+    with local_pool(1) as pool:
+        reward_rescoring.reprocess(run, "task", "killed", pool)
+    assert repository_at(run / "store").list_branches() == {*before, "killed"}
+
+
+def test_what_cannot_be_done_leaves_no_branch(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = stored / "store"
+    store = VersionedStore.open(path)
+    short = derived_branches.Rewards(
+        rewards=np.zeros(1, np.float32), advantages=np.zeros(1, np.float32), loss_mask=np.zeros(1, bool), errors={}
+    )
+    with pytest.raises(StoreError, match="rewards for 1"):
+        derived_branches.derive(store, path, "half", short, {})
+    with pytest.raises(ConfigError, match="no branch 'half'; there are"):
+        VersionedStore.open(path, branch="half")
+    for name in ("main", "", "undone-x"):
+        with pytest.raises(ConfigError, match="cannot be called"):
+            derived_branches.refuse(path, name)
+    for arguments, message in (
+        (["--reward", "none.py:f", "--branch", "b"], "no such file"),
+        (["--reward", "task", "--branch", "main"], "cannot be called 'main'"),
+    ):
+        wrong = command("store", "reprocess", stored, *arguments)
+        assert (wrong.returncode, wrong.stdout) == (2, "")
+        assert message in wrong.stderr
+        assert wrong.stderr.count("\n") == 1

@@ -1,0 +1,395 @@
+"""Objects shared by the threads of one process: each result reaches its caller, whatever other threads do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
+from staleflow.pipeline.stored_runs import pool as pools
+from staleflow.pipeline.stored_runs.pool import Pool
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import (
+    AbortReason,
+    Ended,
+    Fate,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
+from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.settings import user_code
+from staleflow.tasks.sources import reward_process
+from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
+from staleflow.tasks.sources.task_sources import SourceSettings, make_source
+
+THREADS = 8
+Result = TypeVar("Result")
+
+REWARDS = """
+import fcntl, os, pickle, struct, subprocess, sys, time, zlib
+
+def number(answer, record):
+    n = int(answer)
+    assert record["n"] == n
+    if n % 10 == 3:
+        raise ValueError(f"not {n}")
+    if n % 150 == 77:
+        time.sleep(1000)
+    if n % 150 == 140:
+        os._exit(1)
+    return float(n), {"n": n}
+
+def checksum(answer, record):
+    n = zlib.crc32(f"{answer}|{record['question']}".encode())
+    if n % 16 == 0:
+        raise ValueError(f"not {n}")
+    return float(n % 100_000)
+
+class Mine:
+    pass
+
+def parts(answer, record):
+    return float(answer), ({"mine": Mine()} if answer == "1" else {"n": 1})
+
+def noisy(answer, record):
+    subprocess.run([sys.executable, "-c", "import sys; sys.stdin.read(); print('x' * 1000)"], check=True)
+    os.write(1, b"y" * 1000)
+    return float(answer)
+
+def doubled(answer, record):
+    if answer == "1":
+        message = pickle.dumps((0, 99.0, {}, ""))
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd > 2 and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+                os.write(fd, struct.pack("<I", len(message)) + message)
+    return float(answer)
+
+def one(answer, record):
+    return 1.0
+
+def slow(answer, record):
+    time.sleep(0.2)
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture
+def scorers(rewards: Path) -> Iterator[Callable[[str], Scorer]]:
+    """Makes scorers by their function's name, and ends them."""
+    made: list[Scorer] = []
+
+    def make(name: str, timeout_s: float = 1.0) -> Scorer:
+        source = SourceSettings(source="emulated", options={}, seed=0)
+        settings = ScoringSettings(source=source, function=f"{rewards}:{name}", answer_pattern="", timeout_s=timeout_s)
+        made.append(Scorer(settings))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()
+
+
+def at_once(function: Callable[[int], Result], calls: int = THREADS) -> list[Result]:
+    """function(i) for each i, by THREADS threads that begin together."""
+    begin = threading.Barrier(min(THREADS, calls))
+
+    def called(i: int) -> Result:
+        if i < begin.parties:
+            begin.wait()
+        return function(i)
+
+    with ThreadPoolExecutor(THREADS) as executor:
+        return list(executor.map(called, range(calls)))
+
+
+# -- scoring -----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_share_a_scorer_each_get_their_own_rewards(scorers: Any) -> None:
+    scorer = scorers("number")
+    size = 50
+
+    def score(block: int) -> list[Any]:
+        return scorer.score([(str(n), {"n": n}) for n in range(block * size, (block + 1) * size)])
+
+    scores = [score for block in at_once(score, 3 * THREADS // 2) for score in block]
+    for n, score_ in enumerate(scores):
+        if n % 10 == 3:
+            assert score_.error == f"ValueError: not {n}"
+        elif n % 150 == 77:
+            assert score_.error == "the reward took longer than 1 s"
+        elif n % 150 == 140:
+            assert score_.error.startswith("the reward process died")
+        else:
+            assert (score_.reward, score_.parts, score_.error) == (float(n), {"n": n}, "")
+
+
+def test_after_an_answer_that_cannot_be_read_the_next_ones_are_right(scorers: Any) -> None:
+    scorer = scorers("parts")
+    first = scorer.score([(str(n), {}) for n in range(4)])
+    assert [s.reward for s in first] == [0.0, 0.0, 2.0, 3.0]
+    assert "it must be a number" in first[1].error
+    assert [s.reward for s in scorer.score([(str(n), {}) for n in range(4, 8)])] == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_a_call_that_is_broken_off_leaves_no_answers_for_the_next(
+    scorers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = scorers("number")
+    scorer.check()
+    read = reward_process._read
+    reads = iter(range(100))
+
+    def interrupted(*args: Any) -> Any:
+        if next(reads) == 2:
+            raise KeyboardInterrupt
+        return read(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reward_process, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scorer.score([(str(n), {"n": n}) for n in range(10, 20)])
+    assert [s.reward for s in scorer.score([(str(n), {"n": n}) for n in (20, 21, 22)])] == [20.0, 21.0, 22.0]
+
+
+def test_an_answer_given_twice_is_never_the_next_ones(scorers: Any) -> None:
+    scores = scorers("doubled").score([(str(n), {}) for n in range(5)])
+    assert [s.reward for s in scores] == [0.0, 0.0, 2.0, 3.0, 4.0]
+    assert ["another request" in s.error for s in scores] == [False, True, False, False, False]
+
+
+def test_what_a_rewards_programs_write_and_read_is_no_answer_and_no_request(scorers: Any) -> None:
+    scores = scorers("noisy", 20.0).score([(str(n), {}) for n in range(4)])
+    assert [(s.reward, s.error) for s in scores] == [(float(n), "") for n in range(4)]
+
+
+def test_a_process_that_died_while_idle_costs_no_row(scorers: Any) -> None:
+    scorer = scorers("number")
+    assert scorer.score([("1", {"n": 1})])[0].reward == 1.0
+    os.kill(scorer._process.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert [(s.reward, s.error) for s in scorer.score([("2", {"n": 2}), ("4", {"n": 4})])] == [(2.0, ""), (4.0, "")]
+
+
+def test_closed_by_another_thread_a_scorer_ends_its_work_and_starts_no_process(scorers: Any) -> None:
+    scorer = scorers("slow")
+    scorer.check()
+    with ThreadPoolExecutor(1) as executor:
+        work = executor.submit(scorer.score, [("", {})] * 1000)
+        time.sleep(0.3)
+        begin = time.monotonic()
+        scorer.close()
+        assert time.monotonic() - begin < 60.0  # the work itself takes 200 s
+        with pytest.raises(RuntimeError, match="closed"):
+            work.result(timeout=60)
+    assert scorer._process is None
+    with pytest.raises(RuntimeError, match="closed"):
+        scorer.score([("", {})])
+
+
+# -- prompts, texts, models --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", ["pool_matrix", "knights_knaves", "chain_sum"])
+def test_prompts_drawn_by_several_threads_are_the_prompts_drawn_by_one(dataset: str) -> None:
+    """Of these datasets one draws from numpy's global generator, and one keeps its generator in the dataset."""
+    count = 40
+    source = make_source(f"reasoning_gym:{dataset}", {}, 3)
+    expected = [json.dumps(source.task(i).record, default=str) for i in range(count)]
+    for drawn in at_once(lambda _: [json.dumps(source.task(i).record, default=str) for i in range(count)]):
+        assert drawn == expected
+
+
+class Slow:
+    """A tokenizer in Python, that keeps where it is while it decodes."""
+
+    def decode(self, tokens: Any, skip_special_tokens: bool) -> str:
+        self._pieces: list[str] = []
+        for token in tokens:
+            time.sleep(1e-4)
+            self._pieces.append(str(token))
+        return " ".join(self._pieces)
+
+
+def test_a_tokenizer_decodes_for_one_thread_at_a_time() -> None:
+    texts = TokenizerTexts(Slow())
+    for i, text in enumerate(at_once(lambda i: texts.text([i] * 20))):
+        assert text.split() == [str(i)] * 20
+
+
+def test_models_loaded_at_the_same_time_are_whole_and_transformers_is_as_it_was(tiny_model: Path) -> None:
+    """from_pretrained changes torch and transformers for the whole process while it works."""
+    import torch
+    from transformers import PreTrainedModel
+
+    from staleflow.tasks.engines.transformers import forward_logprobs, load_model
+
+    before = (PreTrainedModel.tie_weights, PreTrainedModel.init_weights, torch.linspace, torch.get_default_dtype())
+    one = load_model(str(tiny_model), "float32", "cpu", attention="sdpa")
+    expected = forward_logprobs(one, range(2, 12))
+    models = at_once(
+        lambda i: load_model(str(tiny_model), "float32" if i % 2 else "bfloat16", "cpu", attention="sdpa"), 4 * THREADS
+    )
+    after = (PreTrainedModel.tie_weights, PreTrainedModel.init_weights, torch.linspace, torch.get_default_dtype())
+    assert before == after
+    for i, model in enumerate(models):
+        assert {p.dtype for p in model.parameters()} == {torch.float32 if i % 2 else torch.bfloat16}
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        if i % 2:
+            assert forward_logprobs(model, range(2, 12)) == expected
+
+
+def test_files_of_one_name_are_modules_of_their_own(tmp_path: Path) -> None:
+    import typing
+
+    made = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(
+            f"from __future__ import annotations\nclass Kind:\n    of = {folder!r}\nclass Given:\n    kind: Kind\n"
+        )
+        made.append(user_code.load(f"{tmp_path}/{folder}/mine.py:Given", "task.source"))
+    assert [typing.get_type_hints(given)["kind"].of for given in made] == ["a", "b"]
+
+
+# -- work on a stored run ----------------------------------------------------------------------------------------------
+
+ROWS = 384
+
+
+@pytest.fixture(scope="module")
+def many(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with ROWS trajectories, each with a response of its own."""
+    folder = tmp_path_factory.mktemp("many") / "run"
+    folder.mkdir()
+    shutil.copy(stored / "config.toml", folder)
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(ROWS):
+        tokens = rng.integers(2, 14, int(rng.integers(4, 20))).astype(np.int32)
+        segment = Segment(
+            version=PolicyVersion(0),
+            instance=InstanceId("rollout-0"),
+            tokens=tokens,
+            logprobs=-rng.random(len(tokens), np.float32),
+        )
+        trajectory = Trajectory(
+            id=TrajectoryId(i),
+            group=GroupId(i // 4),
+            prompt_tokens=rng.integers(2, 14, 6).astype(np.int32),
+            spans=(segment,),
+        )
+        rows.append(
+            Ended(trajectory=trajectory, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=0, loss_mask=False)
+        )
+    ledger = LedgerState(
+        num_started=ROWS, num_ended={"aborted:run_ended": ROWS}, live=(), next_step=0, version=PolicyVersion(0)
+    )
+    header = VersionedStore.open(stored / "store").header
+    VersionedStore.create(folder / "store", header).commit(StepRecord(kind="end", step=0, ledger=ledger), rows)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[Pool]:
+    """One worker process with four threads, as `dask worker --nthreads 4` starts it."""
+    from distributed import Client, LocalCluster
+
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=4, memory_limit=0, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield Pool(client, shared=False)
+
+
+def test_rewards_of_a_worker_with_threads_are_those_of_a_plain_loop(
+    many: Path, rewards: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    config = loading.load(many / "config.toml")
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    source = make_source(config.task.source, config.task.options, config.seed)
+    expected: dict[int, tuple[float, str]] = {}
+    for row in VersionedStore.open(many / "store").ended():
+        answer = tokenizer.decode(row.trajectory.response_tokens.tolist(), skip_special_tokens=True).strip()
+        prompt = source.task(int(row.trajectory.group)).prompt
+        number = zlib.crc32(f"{answer}|{prompt}".encode())
+        bad = number % 16 == 0
+        expected[row.trajectory.id] = (0.0, f"ValueError: not {number}") if bad else (float(number % 100_000), "")
+    assert len(set(expected.values())) > ROWS * 0.9
+
+    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    for branch in ("once", "twice"):
+        reward_rescoring.reprocess(many, f"{rewards}:checksum", branch, threads)
+        rows = VersionedStore.open(many / "store", branch=branch).ended()
+        assert {r.trajectory.id: (r.trajectory.reward, r.trajectory.error) for r in rows} == expected
+    # Another reward, while the threads hold the scorers of the first.
+    reward_rescoring.reprocess(many, f"{rewards}:one", "one", threads)
+    rows = VersionedStore.open(many / "store", branch="one").ended()
+    assert {(r.trajectory.reward, r.trajectory.error) for r in rows} == {(1.0, "")}
+
+
+def test_a_model_read_by_several_threads_gives_what_it_gives_one(
+    many: Path, tiny_model: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
+    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    logprob_recompute.rescore(many, str(tiny_model), threads, branch="read")
+    config = loading.load(many / "config.toml")
+    store = VersionedStore.open(many / "store", branch="read")
+    rows = list(store.ended())
+    expected = logprob_recompute.response_logprobs(logprob_recompute.logprob_settings(config, str(tiny_model)), rows)
+    for row, logprobs in zip(rows, expected, strict=True):
+        found = store.rescored(row.trajectory.id)
+        assert found is not None
+        np.testing.assert_allclose(found, logprobs, atol=1e-5)
+    assert list(threads.client.run(_num_logprob_models).values()) == [1]
+
+
+def _num_logprob_models() -> int:
+    """The number of models this process holds to compute logprobs under."""
+    import gc
+
+    from staleflow.tasks.training.logprobs import LogprobModel
+
+    return sum(isinstance(held, LogprobModel) for held in gc.get_objects())
+
+
+def test_an_export_by_several_threads_is_that_of_one(
+    many: Path, tmp_path: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "PART_ROWS", 16)
+    monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
+    exporting.export(many, "jsonl", tmp_path / "threads.jsonl", threads)
+    store = VersionedStore.open(many / "store")
+    part = tmp_path / "one.jsonl"
+    exporting.write_part("jsonl", str(many), str(store.path), store.snapshot, np.arange(ROWS), str(part))
+    assert (tmp_path / "threads.jsonl").read_text() == part.read_text()

@@ -1,0 +1,174 @@
+"""Stored trajectories of many turns: shown, exported, scored again, and read under other weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from staleflow.cli.html_page import page
+from staleflow.cli.show import coloured, legend, print_trajectory
+from staleflow.pipeline.config import actor_settings, knob_tree, loading
+from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
+from staleflow.pipeline.stored_runs.views import ranked, view
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories import dataframes
+from staleflow.stores.trajectory import TrajectoryId
+from staleflow.tasks.emulation.workload import Turn
+from tests.commands import command
+from tests.support.stored_runs import Response, StoredRun
+
+GUESSED = Response(
+    text="guess 5",
+    reward=1.0,
+    versions=(0, 1),
+    turns=(("tool", "\nhigher\n", 1.25, "guess 8"), ("user", "\nright\n", 0.5, "done")),
+)
+MINE = """
+def last(answer, record):
+    said = [turn["role"] + ":" + turn["content"].strip() for turn in record.get("turns", [])]
+    if said and said != ["assistant:guess 5", "tool:higher", "assistant:guess 8", "user:right", "assistant:done"]:
+        raise ValueError(said)
+    return 2.0 if said and answer == "done" else float(answer == "no idea")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> StoredRun:
+    """Two steps of two responses: one of three turns, the others of one."""
+    (tmp_path / "mine.py").write_text(MINE)
+    lines = [json.dumps({"prompt": f"which of {i}?", "answer": "8"}) for i in range(4)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
+    stored = StoredRun(
+        tmp_path, steps=2, task={"source": f"jsonl:{tmp_path / 'tasks.jsonl'}", "eval_prompts": 0},
+        rollout={"max_new_tokens": 64},
+    )  # fmt: skip
+    stored.train([("which?", [GUESSED, Response(text="no idea")])])
+    stored.train([("which?", [Response(text="8", reward=1.0), Response(text="9")])])
+    stored.end()
+    return stored
+
+
+def test_the_columns_select_by_turns_and_time(run: StoredRun) -> None:
+    store = run.store
+    assert ranked(store, "best", 9, "turns == 3 and tool_s > 1.7 and given_tokens == 15") == [0]
+    assert ranked(store, "longest", 9, "turns == 1 and given_tokens + tool_s == 0") == [1, 2, 3]
+    assert ranked(store, "longest", 1, "") == [0]
+    assert store.columns()["response_tokens"].tolist() == [18, 7, 1, 1]
+
+
+def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: pytest.CaptureFixture[str]) -> None:
+    (one, single) = view(run.run_dir, run.store, [TrajectoryId(0), TrajectoryId(1)])
+    assert [(p.role, p.sampled, p.last - p.first, p.seconds) for p in one.passages] == [
+        ("assistant", True, 7, 0.0), ("tool", False, 8, 1.25), ("assistant", True, 7, 0.0), ("user", False, 7, 0.5),
+        ("assistant", True, 4, 0.0),
+    ]  # fmt: skip
+    assert {name: one.facts[name] for name in ("turns", "given_tokens", "tool_s")} == {
+        "turns": 3, "given_tokens": 15, "tool_s": 1.75,
+    }  # fmt: skip
+    assert "turns" not in single.facts
+    assert {(t.version, t.instance, t.logprob) for t in one.tokens[7:15]} == {(-1, "tool", 0.0)}
+    assert str(coloured(one)) == one.response == "guess 5\nhigher\nguess 8\nright\ndone"
+    assert "v0 4 tokens on rollout-0  v1 14 tokens on rollout-1" in str(legend(one))
+    print_trajectory(one)
+    shown = capsys.readouterr().out
+    assert re.search(r"assistant \(7 tokens\)\nguess 5\ntool \(8 tokens, 1.25 s\)\n\nhigher", shown)
+    made = page("r", [one, single], "main")
+    assert made.count("<section>") == 3 and made.count("<section class=given>") == 2
+    assert "<h3>tool<small> · 1.25 s</small></h3>" in made and "given by tool, id" in made
+    assert "version 1&nbsp;" in made and "version -1" not in made
+
+
+def test_the_command_shows_it_too(run: StoredRun) -> None:
+    shown = command("store", "show", run.run_dir, "--best", 1, "--json")
+    (one,) = json.loads(shown.stdout)
+    assert [p["role"] for p in one["passages"]] == ["assistant", "tool", "assistant", "user", "assistant"]
+    assert (one["turns"], one["tool_s"]) == (3, 1.75)
+
+
+@pytest.mark.parametrize("to", ["parquet", "jsonl", "hf"])
+def test_an_export_has_messages_and_says_which_tokens_were_sampled(run: StoredRun, tmp_path: Path, to: str) -> None:
+    from pyarrow import parquet
+
+    file = tmp_path / f"part.{to}"
+    store = run.store
+    place = (str(run.run_dir), str(store.path), store.snapshot)
+    written, errors = exporting.write_part(to, *place, np.arange(4), str(file))
+    assert (written, errors) == (4, {})
+    if to == "jsonl":
+        read = [json.loads(line) for line in file.read_text().splitlines()]
+    else:
+        read = parquet.read_table(file).to_pylist()
+    said = "conversation" if to == "hf" else "messages"
+    response = "completion" if to == "hf" else "response"
+    assert read[0][said] == [
+        {"role": "assistant", "content": "guess 5", "tokens": 7, "seconds": 0.0},
+        {"role": "tool", "content": "\nhigher\n", "tokens": 8, "seconds": 1.25},
+        {"role": "assistant", "content": "guess 8", "tokens": 7, "seconds": 0.0},
+        {"role": "user", "content": "\nright\n", "tokens": 7, "seconds": 0.5},
+        {"role": "assistant", "content": "done", "tokens": 4, "seconds": 0.0},
+    ]
+    assert [m["content"] for m in read[1][said]] == [read[1][response]] == ["no idea"]
+    for got, row in zip(read, store.ended(), strict=True):
+        t = row.trajectory
+        assert (got["turns"], got["given_tokens"], got["response_tokens"]) == (len(t.turns), t.num_given, t.num_sampled)
+        np.testing.assert_array_equal(got["sampled"], t.sampled)
+        np.testing.assert_array_equal(got["versions"], t.versions)
+        assert dataframes.record(row)["tool_s"] == got["tool_s"]
+
+
+def test_a_reward_gets_the_last_turn_and_all_of_them_in_the_record(run: StoredRun, tmp_path: Path) -> None:
+    config = reward_rescoring._with_reward(run.config, f"{tmp_path}/mine.py:last")
+    prompts = actor_settings.prompt_settings(config, held_out=0, longest=None)
+    settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
+    try:
+        _, block = reward_rescoring.score_rows(settings, str(run.store.path), run.store.snapshot, 0, 4)
+    finally:
+        reward_rescoring._per_thread.scorer[1].close()
+        del reward_rescoring._per_thread.scorer
+    assert block.errors == {}
+    assert block.rewards.tolist() == [2.0, 1.0, 0.0, 0.0]
+
+
+def test_an_environments_own_reward_is_not_to_be_had_again(run: StoredRun) -> None:
+    acting = dataclasses.replace(run.config, task=dataclasses.replace(run.config.task, environment="yes"))
+    (run.run_dir / "config.toml").write_text(knob_tree.to_toml(acting))
+    with pytest.raises(ConfigError, match=r"rewards its episodes while they are played, .*name a function of your own"):
+        reward_rescoring.refuse(run.run_dir, "task", "again")
+
+
+def test_a_simulation_repeats_the_turns_and_their_times(run: StoredRun) -> None:
+    config = loading.load(
+        "examples/dryrun.toml", ("workload.kind=recorded", f"workload.run={json.dumps(str(run.run_dir))}")
+    )
+    workload = actor_settings.make_workload(config)
+    assert workload.turns(0, 0) == (Turn(7, 1.25, 8), Turn(7, 0.5, 7), Turn(4))
+    assert [workload.turns(g, m) for g, m in ((0, 1), (1, 0), (2, 1))] == [(Turn(7),), (Turn(1),), (Turn(7),)]
+
+
+def test_only_sampled_tokens_are_compared_with_other_weights(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = list(run.store.ended())
+    row = stored[0]
+
+    class Model:
+        def rows(self, packed: list[object], chosen: range) -> dict[int, np.ndarray]:
+            return {i: r.trajectory.logprobs - np.float32(0.25) for i, r in enumerate(stored[: len(packed)])}
+
+    monkeypatch.setattr(logprob_recompute, "_logprob_model", lambda settings: Model())
+    settings = logprob_recompute.LogprobSettings(
+        model="x", dtype="float32", device="cpu", temperature=1.0, clip_low=0.2, clip_high=0.2
+    )
+    (new,) = logprob_recompute.response_logprobs(settings, [row])
+    assert (new[~row.trajectory.sampled] == 0).all()
+    found = logprob_recompute.read_rows(
+        settings, str(run.store.path), run.store.snapshot, 0, 1, np.ones(1, bool), keep=True
+    )
+    sums = dict(zip(logprob_recompute.SUMS, found.sums[0].tolist(), strict=True))
+    assert sums["tokens"] == row.trajectory.num_sampled
+    assert sums["distance"] == pytest.approx(0.25 * row.trajectory.num_sampled)
+    assert len(found.logprobs[0][1]) == row.trajectory.num_tokens
