@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from staleflow.cli.display import Display
-from staleflow.cli.verbosity import PACKAGES, logging_to
+from staleflow.cli.verbosity import logging_to
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.schema import RunConfig
@@ -100,7 +100,7 @@ def test_each_event_is_one_line(options: tuple[str, ...], differs: dict[str, int
 
 def test_the_log_is_as_it_was_afterwards() -> None:
     def state() -> list[object]:
-        loggers = [logging.getLogger(), *map(logging.getLogger, PACKAGES)]
+        loggers = [logging.getLogger(), logging.getLogger("staleflow")]
         return [(one.level, tuple(one.handlers)) for one in loggers]
 
     before = state()

@@ -12,7 +12,7 @@ SCRIPT = """
 import asyncio, logging
 from distributed import Client
 from staleflow.pipeline.stored_runs.pool import local_pool
-from staleflow.pipeline.runtime import local_cluster
+from staleflow.pipeline.processes import local_cluster
 
 NAMES = ("distributed.nanny", "distributed.client", "distributed.worker", "distributed.gc")
 

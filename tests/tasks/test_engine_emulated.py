@@ -207,8 +207,8 @@ def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path
     folder.publish(PolicyVersion(0), weights(0))
     script = (
         "import pickle, sys; from pathlib import Path; from staleflow.stores.trajectory import InstanceId; "
-        "from staleflow.tasks.engines import emulated; settings = pickle.loads(bytes.fromhex(sys.argv[1])); "
-        "engine = emulated.build(settings, InstanceId('i'), 1); before = set(sys.modules); "
+        "from staleflow.tasks.engines import emulated_engine; settings = pickle.loads(bytes.fromhex(sys.argv[1])); "
+        "engine = emulated_engine.build(settings, InstanceId('i'), 1); before = set(sys.modules); "
         "engine.load(0, Path(sys.argv[2])); engine.close(); print(sorted(set(sys.modules) - before))"
     )
     command = [sys.executable, "-c", script, pickle.dumps(settings()).hex(), str(folder.path(PolicyVersion(0)))]
