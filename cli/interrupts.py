@@ -16,8 +16,9 @@ TERMINATED = 128 + signal.SIGTERM
 SHOW_CURSOR = "\x1b[?25h"
 IMPORTING = "<frozen importlib."
 """How the file names of the code that imports modules begin."""
-AGAIN_S = 0.02
-"""Seconds until a signal that came during an import is tried again."""
+FIRST_RETRY_S, LAST_RETRY_S = 0.02, 0.5
+"""Seconds until a signal that came during an import is tried again; doubled each time, up to the second number. Each
+try is a signal, and an event loop that is busy importing keeps only some 280 of them: the next Ctrl-C would be lost."""
 
 
 def end_at_once() -> NoReturn:
@@ -46,6 +47,7 @@ class Raised:
         self._heard_by = signal.getsignal(number)
         self._unraisable = sys.unraisablehook
         self._alarmed: Any = None
+        self._retry_s = FIRST_RETRY_S
         self.passed_on = False
 
     def now_or_later(self, frame: FrameType | None) -> None:
@@ -63,17 +65,19 @@ class Raised:
     def _later(self) -> None:
         if self._alarmed is None:
             self._alarmed = signal.signal(signal.SIGALRM, self._again)
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, self._retry_s)
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
     def _again(self, _: int, frame: FrameType | None) -> None:
-        if importing(frame):
-            self._later()
-            return
-        self._no_alarm()
-        if signal.getsignal(self._number) is not self._heard_by:  # meanwhile another listens, such as a run
+        if signal.getsignal(self._number) is not self._heard_by:
+            # Meanwhile another listens, such as a run. Its event loop raises nothing here: an import does not matter.
+            self._no_alarm()
             self.passed_on = True
             signal.raise_signal(self._number)
+        elif importing(frame):
+            self._later()
         else:
+            self._no_alarm()
             raise self._error
 
     def _no_alarm(self) -> None:

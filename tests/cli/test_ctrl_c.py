@@ -184,6 +184,42 @@ if __name__ == "__main__":
     assert (done.returncode, done.stderr.strip()) == (code, shown)
 
 
+def test_a_signal_before_a_run_listens_reaches_it_while_it_imports(tmp_path: Path) -> None:
+    """The event loop's pipe took one alarm every 20 ms of the import and, once full, lost the signal."""
+    (tmp_path / "importing.py").write_text(
+        "import time\nuntil = time.monotonic() + 8\nwhile time.monotonic() < until:\n    pass\n"
+    )
+    (tmp_path / "early.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    (tmp_path / "starting.py").write_text("""
+import asyncio, sys
+import click
+from staleflow.cli import main
+from staleflow.pipeline.jobs.stopping import Interrupted, Signals
+
+async def run():
+    with Signals(print, lambda: print("at once")):
+        import importing
+        await asyncio.sleep(60)
+
+def callback():
+    import early  # the signal comes during an import, before anything else listens
+    try:
+        asyncio.run(run())
+    except Interrupted as stopped:
+        print(stopped)
+
+if __name__ == "__main__":
+    main.cli = click.Command("staleflow", callback=callback)
+    sys.argv = ["staleflow"]
+    main.entry()
+""")
+    environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
+    command = [sys.executable, "-m", "starting"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    said = "interrupted: stopping; Ctrl-C again ends at once\ninterrupted\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
 def test_the_exit_code_is_the_commands_whatever_happens_while_python_is_taken_apart(tmp_path: Path) -> None:
     """Threads of libraries may abort the process then; what atexit calls still runs."""
     script = """
