@@ -244,9 +244,9 @@ def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> 
     """
     if aggregation not in AGGREGATION_NAMES:
         raise ValueError(f"unknown aggregation {aggregation!r}; choose one of {', '.join(AGGREGATION_NAMES)}")
-    n = np.maximum(np.asarray(lengths, np.float64), 1.0)
+    n = np.maximum(np.asarray(lengths, np.float64), 1.0)  # a row without tokens has none to weigh
     if aggregation == "token_mean":
-        weights = np.full(len(n), 1.0 / n.sum())
+        weights = np.full(len(n), 1.0 / max(sum(lengths), 1))
     elif aggregation == "sequence_mean":
         weights = 1.0 / (len(n) * n)
     else:
@@ -290,8 +290,9 @@ def _pad(
     rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], part: Sequence[int]
 ) -> MicroBatch:
     picked = [rows[chosen[i]] for i in part]
-    longest = max(len(r.prompt) + len(r.response) for r in picked)
     start = min(len(r.prompt) for r in picked) - 1
+    # At least one target, also where all responses are empty.
+    longest = max(start + 2, *(len(r.prompt) + len(r.response) for r in picked))
     shape = (len(picked), longest)
     ids, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask, behaviour, lags = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.int64)

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST_K3 = 10.0
+"""Largest k3 estimate of a token below the reference, nats; as in verl, ROLL and slime."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """A loss with its additions."""
@@ -77,6 +81,6 @@ def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
         return distance
     if estimator == "k2":
         return 0.5 * distance**2
-    # Far below the reference, where a token is hardly ever sampled, the term is cut: it grows without limit there.
-    distance = distance.clamp(min=-MOST_LOG_RATIO)
-    return (-distance).exp() + distance - 1
+    # Far below the reference, where a token is hardly ever sampled, it would grow without limit.
+    value = (-distance.clamp(min=-MOST_LOG_RATIO)).exp() + distance - 1
+    return value.where(distance > 0, value.clamp(max=MOST_K3))

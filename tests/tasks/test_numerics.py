@@ -130,6 +130,27 @@ def test_token_weights(name: str) -> None:
     assert sum(w * x for w, row in zip(weights, losses, strict=True) for x in row) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", AGGREGATION_NAMES)
+def test_a_row_without_sampled_tokens_is_no_token_of_the_mean(name: str) -> None:
+    losses = [[1.0, 2.0], [], [3.0, 4.0, 5.0, 6.0], []]
+    expected = {"token_mean": 21 / 6, "sequence_mean": (1.5 + 4.5) / 4, "constant_length": 21 / (4 * 8)}[name]
+    weights = token_weights(name, [2, 0, 4, 0], 8)
+    assert sum(w * x for w, row in zip(weights, losses, strict=True) for x in row) == pytest.approx(expected)
+    assert np.isfinite(token_weights(name, [0, 0], 8)).all()
+
+
+def test_empty_responses_train_like_rows_without_a_gradient(tiny_model: Any) -> None:
+    """They raised an IndexError where a micro-batch had no others."""
+    empty = [
+        replace(row, response=row.response[:0], behaviour=row.behaviour[:0], sampled=row.sampled[:0]) for row in rows(2)
+    ]
+    metrics = trainer(tiny_model, microbatch_tokens=1).step(0, [*empty, *rows(3)])
+    alone = trainer(tiny_model, microbatch_tokens=1).step(0, rows(3))
+    assert metrics["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    only = trainer(tiny_model).step(0, empty)
+    assert (only["loss"], only["grad_norm"]) == (0.0, 0.0)
+
+
 def trainer(tiny_model: Any, **changes: Any) -> Any:
     from staleflow.tasks.training.policy import TrainerSettings
     from staleflow.tasks.training.policy_trainer import PolicyTrainer

@@ -29,7 +29,8 @@ ESTIMATORS = ("k1", "k2", "k3")
 
 def k(estimator: str, new: float, reference: float) -> float:
     d = new - reference
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
+    k3 = math.exp(-d) - 1 + d
+    return {"k1": d, "k2": d * d / 2, "k3": min(k3, 10.0) if d < 0 else k3}[estimator]
 
 
 def objective(**kl: Any) -> Objective:
@@ -90,6 +91,12 @@ def test_estimates_far_off_pull_back(estimator: str) -> None:
     if estimator != "k3":
         assert gradient[0, 1] != 0
     assert gradient.isfinite().all()
+
+
+def test_an_estimate_far_below_the_reference_is_at_most_ten() -> None:
+    """One token at -18 nats was a penalty of 3e6, and a batch's loss with it; verl, ROLL and slime cut at 10 too."""
+    found = penalty("k3", torch.tensor([[-18.0, -3.0, -30.0]]), torch.tensor([[-0.5, -1.0, -2.0]]))
+    assert found.tolist() == [[10.0, pytest.approx(math.exp(2) - 3), 10.0]]
 
 
 def test_a_square_penalty_holds_a_policy_however_far_it_is() -> None:
