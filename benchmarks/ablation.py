@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     args = parser.parse_args()
-    seeds_run, bounds, few = args.seeds, (1, 2, 3), FEWEST
+    seeds_run: tuple[int, ...] = tuple(args.seeds)
+    bounds: tuple[int, ...] = (1, 2, 3)
+    few = FEWEST
     if args.quick:
         seeds_run, bounds, few = SEEDS[:1], (1,), ("steps=4",)
     with ProcessPoolExecutor(args.processes) as pool:

@@ -67,7 +67,7 @@ def main() -> None:
         board = Board()
         board._scheduler = type("Scheduler", (), {"tasks": {}, "workers": {}})
         board.submit("job", "job", "/runs/job", 2 * STEPS)
-        message = {
+        message: dict[str, Any] = {
             "id": "job", "state": "running", "why": "", "status": status(instances, 7), "steps": [], "lines": [],
         }  # fmt: skip
         board.report(**{**message, "steps": [step(i) for i in range(STEPS)]})

@@ -9,6 +9,7 @@ import argparse
 import os
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -75,9 +76,9 @@ def trained(path: str, dtype: str, rate: float, steps: list[list[Row]], minibatc
         policy.step(step, rows)
         version, before = PolicyVersion(step + 1), PolicyVersion(step)
         used = [time.process_time()]
-        policy.published(lambda weights, v=version: published.publish(v, weights))
+        policy.published(partial(published.publish, version))
         used.append(time.process_time())
-        held = policy.published(lambda weights, v=version: published.publish(v, weights, delta=True))
+        held = policy.published(partial(published.publish, version, delta=True))
         used.append(time.process_time())
         costs.append((used[2] - used[1]) / (used[1] - used[0]))
         whole = published.path(version).stat().st_size

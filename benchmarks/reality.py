@@ -75,7 +75,7 @@ def compare(summary: dict[str, Any], m: Measures, trace: Trace) -> None:
         print(f"{name:28}{summary['commands'].get(name, 0):14,}{m.commands.get(name, 0):14,}")
 
 
-def with_latencies(config: RunConfig, measured: dict[str, float]) -> RunConfig:
+def with_latencies(config: RunConfig, measured: dict[str, Any]) -> RunConfig:
     return dataclasses.replace(config, simulation=dataclasses.replace(config.simulation, **measured))
 
 

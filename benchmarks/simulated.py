@@ -95,7 +95,7 @@ def long_rows(swept: bool) -> list[Row]:
         Row("one_step", "", 1, ("staleness.admission=one_step", LEAST)),
     ]
     for alpha in (0.5, 1.0, 2.0) if swept else ():
-        extra = ("staleness.admission=credits", f"staleness.alpha={alpha}", LEAST)
+        extra: tuple[str, ...] = ("staleness.admission=credits", f"staleness.alpha={alpha}", LEAST)
         rows.append(Row("credits", f"alpha {alpha:g}", max(1, int(-(-alpha // 1))), extra))
     for depth in (1.0, 2.0, 3.0, 4.0) if swept else (3.0, 4.0):
         extra = ("staleness.admission=pipeline_depth", f"staleness.depth={depth}", LEAST)

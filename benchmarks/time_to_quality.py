@@ -96,9 +96,10 @@ def smooth(reward: list[float]) -> list[float]:
 def plateau(runs: list[dict[str, Any]]) -> float:
     """The reward that synchronous runs end with; of the smallest bound, if none is synchronous."""
     least = min(run["bound"] for run in runs)
-    return statistics.mean(
+    reward: float = statistics.mean(
         reward for run in runs if run["bound"] == least for reward in run["reward"][-max(1, len(run["reward"]) // 4) :]
     )
+    return reward
 
 
 def first_within(run: dict[str, Any], level: float) -> float | None:
@@ -134,7 +135,8 @@ def table(runs: list[dict[str, Any]], delta: float) -> list[str]:
 
 
 def _mean_lag(runs: list[dict[str, Any]], kind: str) -> float:
-    return statistics.mean(sum(lag * share for lag, share in enumerate(run[kind])) for run in runs)
+    lag: float = statistics.mean(sum(lag * share for lag, share in enumerate(run[kind])) for run in runs)
+    return lag
 
 
 def head(job: Path, settings: list[str]) -> list[str]:

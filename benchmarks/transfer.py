@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -159,7 +160,7 @@ def hashing(num_bytes: int) -> None:
     sizes = [num_bytes // 4, *[num_bytes // 256] * 192]
     tensors = {f"layer.{i}": torch.empty(size, dtype=torch.uint8).random_() for i, size in enumerate(sizes)}
     total = sum(sizes)
-    works = {
+    works: dict[str, Callable[[], object]] = {
         "blake2b, one thread (earlier versions)": lambda: matches(tensors, "0" * 32),
         "sha256-tree, one thread": lambda: fingerprint(tensors, 1),
         "sha256-tree, two threads": lambda: fingerprint(tensors, 2),

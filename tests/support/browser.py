@@ -39,7 +39,7 @@ async def opened(**context: Any) -> AsyncIterator[Any]:
         faults: list[str] = []
         hosts: set[str] = set()
         page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda line: line.type == "error" and faults.append(line.text))
+        page.on("console", lambda line: faults.extend([line.text] if line.type == "error" else []))
         page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
         try:
             yield page

@@ -100,7 +100,7 @@ def main(listener: int, alive: int) -> None:
         return
     sys.argv = ["-m", *request["arguments"]]
     sys.modules.pop(request["module"], None)  # runpy warns of what is imported already
-    runpy._run_module_as_main(request["module"])  # as `python -m` does
+    getattr(runpy, "_run_module_as_main")(request["module"])  # noqa: B009  mypy does not know it; runs it  # as `python -m` does
 
 
 def _serve(listener: socket.socket, alive: int) -> tuple[dict[str, Any], Sequence[int], socket.socket]:
@@ -144,7 +144,7 @@ def _forget(child: Child, selector: selectors.BaseSelector) -> None:
     """Wait for a child no more: the asker has read how it ended, or is gone."""
     assert child.link is not None
     selector.unregister(child.link)
-    child.link, link = None, child.link
+    link, child.link = child.link, None
     _ended(child)
     link.close()  # by which the asker learns that the child is no zombie any more
 
@@ -205,7 +205,7 @@ def _renew_streams() -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-        for reference in logging._handlerList:
+        for reference in getattr(logging, "_handlerList"):  # noqa: B009  mypy does not know it
             if getattr(handler := reference(), "stream", None) is old:
                 handler.setStream(stream)
 
@@ -243,19 +243,19 @@ def _stand_by() -> str | None:
     spawn = util.spawnv_passfds
     waiting = [pid]
 
-    def start(path: str, args: Sequence[Any], fds: Sequence[int]) -> int:
+    def start(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         code = os.fsdecode(args[-1])
         if not waiting or not code.startswith(FORKSERVER):
-            return spawn(path, args, fds)
+            return spawn(path, args, passfds)
         request = {
             "code": code,
-            "numbers": list(fds),
+            "numbers": list(passfds),
             "deaf": signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
             "environment": dict(os.environ),
             "folder": os.getcwd(),
             "safe_path": bool(os.environ.get("PYTHONSAFEPATH")),
         }
-        socket.send_fds(ours, [json.dumps(request).encode()], list(fds))
+        socket.send_fds(ours, [json.dumps(request).encode()], list(passfds))
         ours.close()
         return waiting.pop()
 

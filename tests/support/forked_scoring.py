@@ -6,4 +6,4 @@ from __future__ import annotations
 from staleflow.tasks.sources import reward_process
 from tests.support import forking
 
-reward_process.subprocess = forking.SUBPROCESS
+vars(reward_process)["subprocess"] = forking.SUBPROCESS

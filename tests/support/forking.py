@@ -16,11 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from staleflow.pipeline.processes.local_cluster import worker_environment
 
@@ -28,7 +29,21 @@ ADDRESS = "STALEFLOW_TESTS_FORK_SERVER"
 """The environment variable that has the server's address; processes that it forks share it, unless it is empty."""
 ENTER = ("nsenter", "--mount", "--net", "--target")
 """How a command begins that is given the network and mounts of a process, whose number is next."""
-_execute = inspect.signature(subprocess.Popen._execute_child)
+if TYPE_CHECKING:
+
+    class _Process(subprocess.Popen[Any]):
+        """subprocess.Popen with those of its private parts that a forked process has its own way of."""
+
+        _waitpid_lock: threading.Lock
+
+        def _execute_child(self, *args: Any, **options: Any) -> None: ...
+        def _close_pipe_fds(self, *fds: int) -> None: ...
+        def _internal_poll(self, *args: Any, **options: Any) -> int | None: ...
+        def _handle_exitstatus(self, status: int) -> None: ...
+        def _try_wait(self, wait_flags: int) -> tuple[int, int]: ...
+else:
+    _Process = subprocess.Popen
+_execute = inspect.signature(_Process._execute_child)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,7 @@ def program(command: Any) -> Program | None:
     return Program(rest[1], tuple(rest[2:]), safe_path, beside)
 
 
-class Popen(subprocess.Popen):
+class Popen(_Process):
     """A process, forked if it is a Python program. Without arguments for what a child does before its program."""
 
     _link: socket.socket | None = None

@@ -87,6 +87,11 @@ class Process:
         own = [task for task in asyncio.all_tasks() if _self(task) in self.actors]
         return [*self.running, *sorted(own, key=asyncio.Task.get_name)]
 
+    async def running_again(self) -> None:
+        """Wait while it is stopped."""
+        while self.stopped:
+            await asyncio.sleep(0.1)
+
     def die(self) -> None:
         """End it as `kill -9` does."""
         self.dead = True
@@ -261,8 +266,7 @@ class InProcessWorkers:
         await asyncio.sleep(TRAVEL_S)
         if fault.act is not None:
             fault.act()
-        while process.stopped:
-            await asyncio.sleep(0.1)
+        await process.running_again()
         if fault.dies == "before":
             process.die()
         if fault.error is not None:

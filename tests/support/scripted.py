@@ -124,7 +124,7 @@ def server_class(world: World) -> type[TrajectoryServer]:
     """The trajectory server, with a store of the world's."""
 
     class SlowStore(MemoryStore):
-        async def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+        async def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:  # type: ignore[override]
             """As in a thread: the commit is there at the end of its time."""
             await asyncio.sleep(world.commit_s)
             return super().commit(record, ended)
@@ -385,11 +385,12 @@ class PlayedTrainer:
         self._saving: asyncio.Future[Any] | None = None
         self.saved: list[str] = []
         """Folders of the saved checkpoints."""
-        self._ranks, self._others = ranks, ()
+        self._ranks = ranks
+        self._others: tuple[Any, ...] = ()
 
     async def lead(self, host: str, *others: Any) -> None:
         assert len(others) == self._ranks - 1
-        self._others: tuple[Any, ...] = others
+        self._others = others
         for number, other in enumerate(others, start=1):
             rank = Rank(number=number, count=self._ranks, host=host, port=1)
             await call(other, "join", rank, within_s=LONGEST_S, who=rank_name(number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from staleflow.stores.trajectory import (
     PolicyVersion,
     Segment,
     Trajectory,
+    TrajectoryId,
 )
 
 JOB = Path("examples/dryrun.toml")
@@ -42,7 +44,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
     rewards: dict[int, float] = {}
     waiting: list[Ended] = []
 
-    def ended(trajectory: int, version: int, **more: object) -> Ended:
+    def ended(trajectory: int, version: int, **more: Any) -> Ended:
         count = tokens.get(trajectory, 0)
         sampled = Segment(
             version=PolicyVersion(max(0, version)), instance=InstanceId("rollout-0"),
@@ -50,7 +52,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
         )  # fmt: skip
         group = GroupId(trajectory // config.members_started)
         made = Trajectory(
-            id=trajectory, group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),
+            id=TrajectoryId(trajectory), group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),
             v_traj=PolicyVersion(version), finish=FinishReason.STOP, reward=rewards.get(trajectory, 0.0),
             spans=(sampled,) if count else (),
         )  # fmt: skip

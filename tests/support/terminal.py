@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,12 +33,13 @@ class Terminal:
         opening = ["sh", "-c", 'exec "$@" <"$0" >"$0" 2>&1', name]
         command = [sys.executable, "-m", "staleflow.cli.main", *map(str, args)]
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONPATH": str(Path.cwd())}
-        how = {"cwd": cwd, "env": environment, "start_new_session": True}
+        process: dict[str, Any] = {"cwd": cwd, "env": environment, "start_new_session": True}
+        self.process: subprocess.Popen[Any]
         if forked:
             environment[forking.ADDRESS] = ""  # what the command starts is to hear the terminal's Ctrl-C, too
-            self.process = forking.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **how)
+            self.process = forking.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **process)
         else:
-            self.process = subprocess.Popen([*opening, *command], **how)
+            self.process = subprocess.Popen([*opening, *command], **process)
         os.close(theirs)
         self._raw = b""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar, TypeVar
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
 
+Ending = TypeVar("Ending", Sampled, Sampled | Failed)
 UNKNOWN = 2**31
 """More tokens than any response has."""
 
@@ -91,23 +92,39 @@ class WatchedEngine:
     def load_statistics(self) -> EngineLoad:
         return self.engine.load_statistics()
 
+    def speculate(self, length: int) -> None:
+        self.engine.speculate(length)
+
+    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+        return self.engine.drafts_for()
+
+    def learn(self, responses: Sequence[PromptResponses]) -> None:
+        self.engine.learn(responses)
+
+    def begin_again(self, instance: InstanceId) -> None:
+        self.engine.begin_again(instance)
+
     def close(self) -> None:
         """Wait until nobody listens any more: the engine goes on to the next plan, whose events are not ours."""
         with self._listening:
             pass
 
-    def _gave(self, given: Any) -> Any:
-        for one in given:
+    def _gave(self, endings: list[Ending]) -> list[Ending]:
+        for one in endings:
             assert isinstance(one, Sampled), one
             assert (one.trajectory, one.epoch) not in self.results, "ended twice"
             self.results[one.trajectory, one.epoch] = one
-        return given
+        return endings
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedSettings:
     """Settings that build a given engine."""
 
+    module: ClassVar[str] = __name__
+    keeps: ClassVar[bool] = False
+    drafts: ClassVar[tuple[str, ...]] = ()
+    refused_options: ClassVar[Mapping[str, str]] = {}
     engine: WatchedEngine
 
     def build(self, instance: InstanceId, threads: int) -> WatchedEngine:
