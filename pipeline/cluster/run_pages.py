@@ -24,7 +24,7 @@ from staleflow.pipeline.cluster.job_registry import Board
 START_S = 60.0
 """Seconds a page may take to start."""
 COMMAND = (sys.executable, "-P", "-m", "staleflow.cli.main", "view")
-"""-P: a `cli` in the current folder must not shadow ours."""
+"""-P: a module in the current folder must not stand for a library."""
 
 
 class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped

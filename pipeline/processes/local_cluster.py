@@ -7,7 +7,8 @@ GPU.
 
 Invariants:
 - Workers ignore SIGINT: a terminal sends Ctrl-C to all of its processes, and only the caller may decide what stops.
-- What is imported comes from where the caller imports it, never from the current directory.
+- What is imported comes from where the caller imports it, never from the current folder: a random.py or datasets.py
+  of the user there must not stand for a library.
 - No two workers draw the same random numbers from a generator that is seeded by an import.
 """
 

@@ -13,7 +13,7 @@ if "STALEFLOW_PRELOAD" in os.environ:  # this is the server; it was started with
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C means its caller, which ends it; its workers inherit that
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 gc.disable()  # collections while modules are made take a quarter of the time that importing takes
-os.environ.pop("PYTHONSAFEPATH", None)  # meant for this process; workers' own children go by the caller's ways
+os.environ.pop("PYTHONSAFEPATH", None)  # set for this process only; what workers start is as the caller has it
 for module in filter(None, os.environ.pop("STALEFLOW_PRELOAD", "").split(",")):
     with contextlib.suppress(Exception):  # a worker that needs it imports it again, and tells what is wrong
         importlib.import_module(module)

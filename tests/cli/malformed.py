@@ -513,6 +513,7 @@ def run_alone(case: Case, folder: Path) -> tuple[int, str, str, float]:
     environment = {**os.environ, **case.environment}
     own = case.environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = os.pathsep.join(([str(folder / own)] if own else []) + [root])
+    # -P: the installed command does not import from the current folder either.
     words = [sys.executable, "-P", "-m", "staleflow.cli.main", *shlex.split(case.command)]
     shell = shlex.join(words) + f" {case.redirect}"
     if case.redirect == "gone":
