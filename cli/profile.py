@@ -30,7 +30,7 @@ def command(
     """Fit the cost model that strategies and simulations use.
 
     CONFIG: measure the job's engine alone on this machine. RUN: folder of a finished run; use what it measured under
-    real load, including the latencies of everything but decoding.
+    real load, including the latencies of everything but decoding; written to profiles/NAME-run.json.
     """
     from staleflow.pipeline.config import loading
     from staleflow.pipeline.profiling import engine_profile as profiling
@@ -39,7 +39,7 @@ def command(
     if Path(source).is_dir():
         require_run(Path(source))
         profile = profiling.profile_run(Path(source))
-        path = output_path(out, Path(source).resolve().name)
+        path = output_path(out, f"{Path(source).resolve().name}-run")
     else:
         config = loading.load(source, overrides)
         path = output_path(out, config.name)

@@ -8,7 +8,7 @@ import secrets
 
 import click
 
-from staleflow.cli.stored import quiet_libraries
+from staleflow.cli.stored import announce, quiet_libraries
 
 PORT = 8798
 SETS = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the run's job.")
@@ -33,6 +33,7 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
     given = key or secrets.token_urlsafe(24)
 
     async def work() -> None:
+        announce(f"loading {plan.label}: the engine takes up to a minute to start")
         policy = plan.build(given)
         config = EndpointConfig(host=host, port=port)
         settings = EndpointSettings(
@@ -65,6 +66,7 @@ def chat(named: str, overrides: tuple[str, ...]) -> None:
     plan = serving_plan(named, overrides)
 
     async def work() -> None:
+        announce(f"loading {plan.label}: the engine takes up to a minute to start")
         policy = plan.build("")
         said: list[ChatMessage] = []
         click.echo(f"{plan.label}; an empty line begins anew, Ctrl-D ends it")

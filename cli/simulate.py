@@ -126,7 +126,7 @@ def assumptions(config: RunConfig, path: str) -> str:
         assumed.append(f"responses of {config.workload.median:g} tokens in the median (workload)")
     if not assumed:
         return ""
-    measure = f"staleflow profile {path} measures decode steps, a run all of them"
+    measure = f"staleflow profile {path} measures decode steps; a run measures all: then staleflow simulate --from RUN"
     profile = Path(f"profiles/{config.name}.json")
     if (config.run_dir / "summary.json").is_file():
         measure = f"this job has run, with all of them measured: staleflow simulate --from {config.run_dir}"

@@ -14,7 +14,15 @@ import click
 
 from staleflow.cli.cluster_jobs import cluster_options
 from staleflow.cli.output import claim_folder
-from staleflow.cli.stored import open_store, print_errors, progress_bar, quiet_libraries, run_folder, selection_option
+from staleflow.cli.stored import (
+    announce,
+    open_store,
+    print_errors,
+    progress_bar,
+    quiet_libraries,
+    run_folder,
+    selection_option,
+)
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import Where
@@ -38,6 +46,12 @@ def worker_options(function: Command) -> Command:
     ):
         function = option(function)
     return function
+
+
+def announce_workers(where: Where, count: int, *, quiet: bool) -> None:
+    """Tell what the next seconds are for, unless workers of a cluster are there already."""
+    if not (quiet or where.named):
+        announce(f"starting {count} worker process{'es' if count != 1 else ''}; --workers sets their number")
 
 
 def refuse_branch(store: VersionedStore, branch: str) -> None:
@@ -69,6 +83,7 @@ def reprocess(
     from staleflow.pipeline.stored_runs.pool import pool_at
 
     reward_rescoring.refuse(run_dir, reward, branch, changes)
+    announce_workers(where, workers, quiet=as_json)
     with only_here(run_dir), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
         result = reward_rescoring.reprocess(run_dir, reward, branch, pool, progress, changes)
     if as_json:
@@ -140,6 +155,7 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
     logprob_recompute.refuse(run_dir, model, branch, selection)
     # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
     alone = only_here(run_dir) if branch else contextlib.nullcontext()
+    announce_workers(where, workers, quiet=as_json)
     with alone, pool_at(where, workers, model=True) as pool, progress_bar("read", quiet=as_json) as progress:
         result = logprob_recompute.rescore(run_dir, model, pool, branch=branch, where=selection, progress=progress)
     if as_json:
@@ -188,6 +204,7 @@ def export(run: str, to: str, out: str, branch: str, selection: str, workers: in
     path = Path(out or f"{run_dir.resolve().name}.{to}")
     exporting.refuse(run_dir, to, path, branch, selection)
     claim_folder(path.parent, "--out")
+    announce_workers(where, workers, quiet=as_json)
     with pool_at(where, workers) as pool, progress_bar("written", quiet=as_json) as progress:
         result = exporting.export(run_dir, to, path, pool, branch=branch, where=selection, progress=progress)
     if as_json:

@@ -72,6 +72,11 @@ def quiet_libraries() -> None:
     os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 
+def announce(line: str) -> None:
+    """Tell a person who waits what the command starts, where that takes seconds."""
+    click.echo(line, err=True)
+
+
 @contextlib.contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal; nothing elsewhere."""

@@ -6,7 +6,6 @@ learns both the right rule and the mistake, and is right less than half of the t
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 
@@ -31,5 +30,5 @@ def examples(seed: int) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    recipe = Recipe(steps=2400, hidden_size=128, num_layers=3, threads=os.cpu_count() or 1)
+    recipe = Recipe(steps=2400, hidden_size=128, num_layers=3)
     make_model(__doc__, recipe, examples)

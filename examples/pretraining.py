@@ -38,7 +38,9 @@ def make_model(
 
     def progress(step: int, loss: float) -> None:
         if step % SAID_EVERY == 0:
-            print(f"  step {step}: loss {loss:.3f}, {time.monotonic() - begin:.0f} s", flush=True)
+            elapsed_s = time.monotonic() - begin
+            left_s = elapsed_s / step * (args.steps - step)
+            print(f"  step {step}: loss {loss:.3f}, {elapsed_s:.0f} s, about {left_s:.0f} s left", flush=True)
 
     recipe = dataclasses.replace(recipe, steps=args.steps, seed=args.seed)
     pretrain(args.out, sequences(args.seed), recipe, begun, progress, symbols)

@@ -31,7 +31,7 @@ from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.columns import Columns
 from staleflow.tasks.settings.knobs import names_user_code
-from staleflow.tasks.sources.dataset_rows import ROW_KINDS, SAVED, RowSource, open_rows
+from staleflow.tasks.sources.dataset_rows import ROW_KINDS, SAVED, RowSource, nearest, open_rows
 
 JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"
 """Names of what may be written."""
@@ -212,6 +212,9 @@ def _facts(folder: Path, brought: Brought) -> DataFacts:
     names = tuple(rows.names)
     prompt = brought.prompt_column or next((column for column in PROMPTS if column in names), "")
     answer = brought.answer_column or next((column for column in ANSWERS if column in names), "")
+    for option, column in (("--prompt-column", prompt), ("--answer-column", answer)):
+        if column and column.partition(".")[0] not in names and column not in names:
+            raise ConfigError(f"{option} {column}: --data {brought.data} has only {nearest(column, names)}")
     if not prompt:
         raise ConfigError(f"--data {brought.data}: which column is the prompt? --prompt-column {' or '.join(names)}")
     columns = Columns(prompt=prompt, answer=answer if answer != prompt else "")
@@ -245,12 +248,15 @@ def _named(data: str) -> str:
 
 
 def _from(folder: Path, name: str) -> str:
-    """A path as it is written into the job file: relative if it is in the job's folder; other names stay."""
+    """A path as it is written into the job file: relative to the job's folder if it is in there, or was named relative
+    to the current folder; names that are no paths stay."""
     path = Path(name).expanduser()
     if not path.exists():
         return name
-    inside = path.resolve().is_relative_to(folder.resolve())
-    return os.path.relpath(path.resolve(), folder.resolve()) if inside else str(path.resolve())
+    if path.is_absolute() and not path.resolve().is_relative_to(folder.resolve()):
+        return str(path)
+    relative = os.path.relpath(path.resolve(), folder.resolve())
+    return relative
 
 
 def _function(folder: Path, brought: Brought, data: DataFacts) -> str:

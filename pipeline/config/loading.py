@@ -29,7 +29,7 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such job file; start from examples/demo.toml") from None
+        raise ConfigError(f"{path}: no such job file; `staleflow init FOLDER` writes a first one") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: a folder, not a job file; name the file in it") from None
     except UnicodeDecodeError as error:

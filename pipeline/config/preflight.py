@@ -369,6 +369,6 @@ def _try_reward(config: RunConfig, task: Task) -> None:
     remedy = (
         "make it faster, or raise reward.timeout_s"
         if "took longer" in errors[-1]
-        else "mend it, or set reward.max_error_share = 1 to run all the same"
+        else "fix it, or set reward.max_error_share = 1 to run all the same"
     )
     raise ConfigError(f"{config.reward.named}: fails on the first prompt: {errors[0]}; {remedy}")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from staleflow.tasks.rendering.task_source import Record, Reward
 
 LARGEST = 3.4e38
 """Stores keep rewards in 32 bits."""
+PACKAGE = Path(__file__).parents[2]
+"""The folder of staleflow."""
 
 
 class NoNumber(ValueError):
@@ -32,6 +36,17 @@ def numbers_of(result: Any) -> tuple[float, dict[str, float]]:
     return _number(reward, "the reward"), named
 
 
+def described(error: BaseException) -> str:
+    """What a user's function raised, as one line that names the line of its file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f" ({Path(f.filename).name}, line {f.lineno})" for f in frames if not _ours(f.filename)), "")
+    return f"{type(error).__name__}: {error}{line}"
+
+
+def _ours(file: str) -> bool:
+    return Path(file).is_relative_to(PACKAGE)
+
+
 class WeightedSum:
     """A reward that is the weighted sum of others. Its parts are their results by name, unweighted, and their own parts
     as `name.part`. It fails if one of them fails."""
@@ -47,7 +62,7 @@ class WeightedSum:
             except NoNumber as refused:
                 raise NoNumber(f"part {name}: {refused}") from refused
             except Exception as error:  # a user's function may raise anything
-                raise NoNumber(f"part {name}: {type(error).__name__}: {error}") from error
+                raise NoNumber(f"part {name}: {described(error)}") from error
             parts |= {f"{name}.{key}": value for key, value in below.items()}
         return sum(weight * parts[name] for name, weight in self._weights.items()), parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
@@ -70,7 +71,9 @@ class JsonLines:
         try:
             # Not splitlines(), which also splits at characters that JSON allows within a text, such as U+2028.
             lines = path.read_text("utf-8-sig").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
             raise ConfigError(f"{where}: cannot be read: {error}") from error
         self._path = path
         self._rows: list[dict[str, Any]] = []
@@ -271,7 +274,7 @@ class RowSource:
             if (found := _at({head: value}, name)) is MISSING:
                 raise ConfigError(
                     f"{self._rows.place(index)}: no {name!r}; set task.columns.{key}, to one of "
-                    f"{', '.join(self._rows.names)}"
+                    f"{nearest(name, self._rows.names)}"
                 )
             yield found
 
@@ -282,6 +285,12 @@ def _at(record: Record, name: str) -> Any:
         return record[name]
     head, _, rest = name.partition(".")
     return _at(record[head], rest) if rest and isinstance(record.get(head), Mapping) else MISSING
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """The end of a message on a column that does not exist: which there are, and what its name may have been."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return ", ".join(names) + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.reward_values import NoNumber, numbers_of
+from staleflow.tasks.rendering.reward_values import NoNumber, described, numbers_of
 from staleflow.tasks.settings.reward_part import RewardPart
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.task_sources import EvaluationRecord, SourceSettings, extract_answer, make_reward
@@ -220,7 +220,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except NoNumber as refused:
             reward, parts, problem = 0.0, {}, str(refused)
         except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
-            reward, parts, problem = 0.0, {}, f"{type(raised).__name__}: {raised}"
+            reward, parts, problem = 0.0, {}, described(raised)
         _write(answers, (number, 0.0 if problem else reward, parts, problem[:500]))
 
 

@@ -69,8 +69,7 @@ def worked_example(expression: str, rng: random.Random, slip: float = SLIP) -> s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Size and pretraining of a tiny model. threads: of torch; on shared cores several may take many times as long as
-    one, since they wait for each other by spinning."""
+    """Size and pretraining of a tiny model."""
 
     steps: int
     hidden_size: int
@@ -79,7 +78,6 @@ class Recipe:
     warmup_steps: int = 100
     initializer_range: float = 0.02
     seed: int = 0
-    threads: int = 1
 
 
 def pretrain(
@@ -97,7 +95,7 @@ def pretrain(
     that is made of them."""
     logging.disable_progress_bar()  # of writing one small file
     torch.manual_seed(recipe.seed)
-    torch.set_num_threads(recipe.threads)
+    torch.set_num_threads(1)  # several wait for each other by spinning: slower at this size, and by far on busy cores
     tokenizer = tokenizer or make_tokenizer(symbols)
     # head_dim 32: the smallest that every engine's attention kernels take.
     config = LlamaConfig(

@@ -72,7 +72,7 @@ def test_ones_own_data_model_and_reward_are_looked_at(
     assert sorted(p.name for p in (here / "mine").iterdir()) == ["job.toml", "reward.py"]
     assert "first prompt, " in shown.output
     config = loaded(here / "mine", monkeypatch)
-    assert config.task.source == f"jsonl:{here}/rows.jsonl"
+    assert config.task.source == "jsonl:../rows.jsonl", "as it was named: relative"
     assert (config.task.columns.prompt, config.task.columns.answer) == ("question", "solution")
     assert (config.model.path, config.rollout.max_new_tokens) == (str(tiny_model), 64)
     assert config.training.learning_rate == 3e-4, "of a small model"
@@ -121,7 +121,9 @@ def test_data_in_the_folder_is_named_from_there(here: Path, tiny_model: Path, mo
     ("arguments", "message"),
     [
         (("--data", "rows.jsonl"), r"the tiny model knows nothing but sums; bring a model for your data: --model"),
-        (("--data", "none.jsonl", "--model", "{model}"), r"--data none\.jsonl: cannot be read: "),
+        (("--data", "none.jsonl", "--model", "{model}"), r"none\.jsonl: cannot be read: No such file or directory$"),
+        (("--data", "rows.jsonl", "--model", "{model}", "--prompt-column", "questoin"),
+         r"--prompt-column questoin: --data rows\.jsonl has only question, solution; did you mean question\?$"),
         (("--data", "odd.jsonl", "--model", "{model}"), r"which column is the prompt\? --prompt-column a or b"),
         (("--data", "rows.csv", "--model", "{model}"), r"--data rows\.csv: unknown kind of file; bring one of \.jso"),
         (("--data", "talk.jsonl", "--model", "{model}"), r"prompts are messages, and .* has no chat template"),

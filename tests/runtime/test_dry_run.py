@@ -93,8 +93,9 @@ def test_a_job_of_ones_own_is_tried_in_small_on_random_responses(job: Path, tmp_
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
     assert (found["steps"], found["findings"]) == (3, [])
-    assert list(found["reward_errors"]) == ["ValueError: not this one"]
-    assert found["rewards"] + found["reward_errors"]["ValueError: not this one"] >= 3 * 8 * 4
+    error = "ValueError: not this one (mine.py, line 4)"
+    assert list(found["reward_errors"]) == [error]
+    assert found["rewards"] + found["reward_errors"][error] >= 3 * 8 * 4
     assert found["reward"][0] < found["reward"][1]
     assert 0 < found["prompt_tokens"][0] <= found["prompt_tokens"][1] < 64
     assert sorted(tmp_path.iterdir()) == before

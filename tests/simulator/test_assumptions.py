@@ -25,7 +25,7 @@ def test_assumed_numbers_are_named_with_the_way_to_measure_them(
     assert said("job.toml") == (
         "assumed, not measured: decode steps of a 7B model (rollout.cost), simulation.train_s = 20, "
         "simulation.pull_s = 1, simulation.reward_s = 0.1, responses of 2000 tokens in the median (workload); "
-        "staleflow profile job.toml measures decode steps, a run all of them"
+        "staleflow profile job.toml measures decode steps; a run measures all: then staleflow simulate --from RUN"
     )
     known = ("simulation.train_s=1.0", "simulation.pull_s=0.5", "simulation.reward_s=0.2", "workload.median=50.0")
     given = [part for one in known for part in ("--set", one)]

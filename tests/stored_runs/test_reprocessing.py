@@ -82,7 +82,9 @@ def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored:
     rows = list(VersionedStore.open(stored / "store", branch="picky").ended())
     failed = {r.trajectory.id: r for r in rows if r.trajectory.error}
     assert set(failed) == set(result.errors)
-    assert {r.trajectory.error for r in failed.values()} == {"ValueError: not this one"}
+    assert {r.trajectory.error for r in failed.values()} == {"ValueError: not this one (reward_mine.py, line 7)"}, (
+        "of the copy in the run"
+    )
     assert not any(r.loss_mask or r.advantage for r in failed.values())
     assert {r.trajectory.reward for r in rows if r.trajectory.num_tokens and r.trajectory.id not in failed} == {1.0}
 

@@ -313,7 +313,7 @@ def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: P
     assert [s.reward for s in scores] == [1.0, 0, 0, 0, 0, 0, 1.0]
     ok, raised, hung, nan, text, died, again = (s.error for s in scores)
     assert ok == again == ""
-    assert raised == "ValueError: I do not like it"
+    assert raised == "ValueError: I do not like it (rewards.py, line 10)"
     assert hung == "the reward took longer than 1 s"
     assert nan == "the reward is nan; it must be a finite number"
     assert text == "the reward is 'good'; it must be a number"
@@ -359,7 +359,11 @@ def test_a_reward_may_be_a_weighted_sum_that_fails_with_any_part(rewards: Path, 
     assert right.reward == pytest.approx(1.0 - 0.5 * 0.1 + 2)
     assert right.parts == {"right": 1.0, "long": 0.1, "long.length": 1.0, "moody": 1.0}
     assert wrong.reward == pytest.approx(-0.5 * 0.3 + 2)
-    assert (raised.reward, raised.parts, raised.error) == (0.0, {}, "part moody: ValueError: not this one")
+    assert (raised.reward, raised.parts, raised.error) == (
+        0.0,
+        {},
+        "part moody: ValueError: not this one (rewards.py, line 36)",
+    )
     assert nan.error == "part moody: the reward is nan; it must be a finite number"
 
 
