@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-test
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 AGENTS_VENV ?= .venv-agents
@@ -14,28 +15,42 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test check install smollm2-model smollm2 tools tools-vllm test-vllm test-agents nightly-vllm nightly bench soak clean
+.PHONY: demo demo-agent test install install-test smollm2-model smollm2 tools tools-vllm test-vllm test-agents nightly-vllm nightly bench soak clean
 
-install: $(STAMP)
+install: $(STAMP)  ## what running jobs needs, and nothing else
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): about a minute, 1.5 GB"
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e .
+	@touch $@
+	@echo "installed: $(BIN)/staleflow; 'source $(BIN)/activate' puts it on PATH"
+
+install-test: $(TEST_STAMP)  ## the same, with what tests and checks need
+
+$(TEST_STAMP): $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt -e '.[test]'
 	touch $@
 
 demo: install  ## a small model visibly learns arithmetic: base model, asynchronous RL, audit
-	$(BIN)/python -m examples.make_base_model --out runs/base/running-sums
-	rm -rf runs/demo
-	$(BIN)/staleflow run examples/demo.toml
-	$(BIN)/staleflow store audit runs/demo
+	@echo "1 of 3: pretraining the base model, two to five minutes"
+	@$(BIN)/python -m examples.make_base_model --out runs/base/running-sums
+	@rm -rf runs/demo
+	@echo "2 of 3: asynchronous RL, four to six minutes on two idle cores"
+	@$(BIN)/staleflow run examples/demo.toml
+	@echo "3 of 3: audit of what the run stored, seconds"
+	@$(BIN)/staleflow store audit runs/demo
 
 demo-agent: install  ## a small model learns a game of several turns: base model, asynchronous RL, audit
-	$(BIN)/python -m examples.make_agent_model --out runs/base/careless-player
-	rm -rf runs/agent
-	$(BIN)/staleflow run examples/agent.toml
-	$(BIN)/staleflow store audit runs/agent
+	@echo "1 of 3: pretraining the base model, a minute"
+	@$(BIN)/python -m examples.make_agent_model --out runs/base/careless-player
+	@rm -rf runs/agent
+	@echo "2 of 3: asynchronous RL, minutes"
+	@$(BIN)/staleflow run examples/agent.toml
+	@echo "3 of 3: audit of what the run stored, seconds"
+	@$(BIN)/staleflow store audit runs/agent
 
-test: install  ## lint, types, import contracts, tests
+test: install-test  ## lint, types, import contracts, tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -72,15 +87,15 @@ test-agents: $(AGENTS_STAMP)  ## the endpoint with its clients' own packages: op
 	PATH=$(abspath $(AGENTS_VENV))/bin:$$PATH PYTHONPATH=$(AGENTS_VENV)/mcp2:. $(AGENTS_VENV)/bin/pytest -W default \
 	    -m 'slow or not slow' -k taskset tests/tasks/test_agent_packages.py
 
-nightly: install  ## the same tests with many more examples, and the slow ones
+nightly: install-test  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'
 
-bench: install  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
+bench: install-test  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
 	$(BIN)/python -m examples.make_base_model --out runs/base/running-sums
 	$(BIN)/python -m benchmarks
 
 FAULTS ?= 1000
-soak: install  ## a run on a cluster by hand while everything that can fail does; counts what is lost
+soak: install-test  ## a run on a cluster by hand while everything that can fail does; counts what is lost
 	$(BIN)/python -m benchmarks.soak --faults $(FAULTS)
 
 smollm2-model: install
