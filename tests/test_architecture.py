@@ -14,33 +14,14 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("cli", "pipeline", "tasks", "stores")
+from docs import architecture
+from docs.architecture import FOLDERS, imported, read_modules
+
 EVERYWHERE = {"threading", "time", "random"}
 """What numpy and the standard library load themselves: only the import contracts can forbid them."""
 
 
-def module_name(path: Path) -> str:
-    return ".".join(("staleflow", *path.with_suffix("").parts))
-
-
-MODULES = {
-    module_name(path): ast.parse(path.read_text())
-    for package in PACKAGES
-    for path in sorted(Path(package).rglob("*.py"))
-    if path.name != "__init__.py"  # docstrings only, which a test below makes sure of
-}
-
-
-def imported(tree: ast.AST) -> set[str]:
-    """Our own modules that a module imports, inside functions and under TYPE_CHECKING too."""
-    named: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            named |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "a relative import"
-            named |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return named & set(MODULES)
+MODULES = read_modules()
 
 
 def find_circle(imports: dict[str, set[str]]) -> list[str]:
@@ -55,7 +36,7 @@ def find_circle(imports: dict[str, set[str]]) -> list[str]:
 def test_no_modules_import_each_other_anywhere() -> None:
     """Neither directly nor in a circle, lazily or under TYPE_CHECKING: what needs each other is one module."""
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
-    assert find_circle({name: imported(tree) for name, tree in MODULES.items()}) == []
+    assert find_circle({name: imported(tree, MODULES) for name, tree in MODULES.items()}) == []
 
 
 def test_a_circle_is_seen_through_lazy_imports_and_type_checking() -> None:
@@ -63,7 +44,20 @@ def test_a_circle_is_seen_through_lazy_imports_and_type_checking() -> None:
         "def f():\n    from staleflow.stores import metrics\n\n"
         "if TYPE_CHECKING:\n    from staleflow.stores.errors import StoreError\n"
     )
-    assert imported(ast.parse(lazy)) == {"staleflow.stores.metrics", "staleflow.stores.errors"}
+    assert imported(ast.parse(lazy), MODULES) == {"staleflow.stores.metrics", "staleflow.stores.errors"}
+
+
+def test_the_picture_of_the_packages_is_current() -> None:
+    graph = architecture.package_graph(MODULES)
+    assert graph["cli"] >= {"pipeline.config", "stores"}
+    picture = Path("docs/architecture.svg").read_text()
+    assert picture == architecture.draw(graph) + "\n", "python -m docs.architecture > docs/architecture.svg"
+
+
+def test_a_package_stands_above_what_it_imports() -> None:
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set[str]()}
+    assert architecture.rows_of(graph) == [["a"], ["b"], ["c"]]
+    assert architecture.direct(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
 
 
 def test_a_class_name_exists_once() -> None:
@@ -179,7 +173,7 @@ def test_help_and_checking_a_job_load_nothing_heavy() -> None:
 
 def test_our_package_names_clash_with_nothing_installed() -> None:
     owners = importlib.metadata.packages_distributions()
-    for name in PACKAGES:
+    for name in FOLDERS:
         assert set(owners.get(name, [])) <= {"staleflow"}
 
 
@@ -195,7 +189,7 @@ def test_deadlines_are_asyncio_timeouts() -> None:
 
 
 def test_package_inits_hold_a_docstring_only() -> None:
-    for path in (p for top in PACKAGES for p in Path(top).rglob("__init__.py")):
+    for path in (p for top in FOLDERS for p in Path(top).rglob("__init__.py")):
         lines = [line for line in path.read_text().splitlines() if line.strip()]
         assert len(lines) == 1, path
         assert lines[0].startswith('"""'), path
