@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
@@ -37,6 +38,22 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Sampling parameters, and the values at which they leave the model's distribution as it is. A seed would have to fix
 what several engines sample under several versions of the weights."""
+NEUTRAL_IF_GREEDY = ("top_p", "top_k", "min_p", "seed")
+"""Parameters that change nothing at temperature 0: the likeliest token always remains, and nothing is drawn."""
+MAX_TEMPERATURE = 100
+"""Above it the logits of any model are as good as equal."""
+
+
+class SamplingRule(Enum):
+    """What to do with a request that asks for other sampling than the engine's.
+
+    A session's turns are trained on under the job's sampling, so they are overridden or refused. A served policy trains
+    nothing, so it obeys.
+    """
+
+    OVERRIDE = "override"
+    REFUSE = "refuse"
+    OBEY = "obey"
 
 
 AUXILIARY = "auxiliary"
@@ -92,7 +109,8 @@ class ChatMessage:
 class ChatRequest:
     """A request for a turn, of messages or of token ids. stop: what ends the turn, beside the model's own ends.
     with_stop: it is told with the stop string that ended it. auxiliary: of one that is not trained on. changed:
-    sampling parameters that are overridden, by name."""
+    sampling parameters that are overridden, by name. temperature: to sample this turn at, 0 for greedy; None: the
+    engine's own."""
 
     model: str
     messages: tuple[ChatMessage, ...] = ()
@@ -108,6 +126,7 @@ class ChatRequest:
     with_ids: bool = False
     auxiliary: bool = False
     changed: Mapping[str, Any] = field(default_factory=dict)
+    temperature: float | None = None
 
     def directions(
         self, *, first: bool, ids: tuple[int, ...] | None = None, after_turn: int | None = None
@@ -140,9 +159,9 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     return found
 
 
-def read_chat(body: Mapping[str, Any], *, temperature: float, refuses: bool) -> ChatRequest:
-    """A request of /v1/chat/completions. temperature: that the job samples at. refuses: other sampling parameters
-    rather than to override them. Raises Refused."""
+def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
+    """Read a request of /v1/chat/completions. temperature: the engine's own. sampling: what to do with parameters that
+    ask for other sampling. Raises Refused."""
     left = dict(body)
     model = _text(left.pop("model", None), "model")
     messages = _messages(left.pop("messages", None))
@@ -163,16 +182,17 @@ def read_chat(body: Mapping[str, Any], *, temperature: float, refuses: bool) -> 
     auxiliary = _flag(left, AUXILIARY)
     max_tokens = _max_tokens(left, ("max_completion_tokens", "max_tokens"))
     stop, with_stop = _stop(left), _flag(left, "include_stop_str_in_output")
-    changed = _sampling(left, temperature, refuses)
+    own_temperature, changed = _sampling(left, temperature, sampling)
     _check_rest(left)
     return ChatRequest(
         model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, with_stop=with_stop,
         calls_tools=choice != "none" and bool(tools), stream=stream, with_usage=bool(options.get("include_usage")),
         with_logprobs=with_logprobs, with_ids=with_ids, auxiliary=auxiliary, changed=changed,
+        temperature=own_temperature,
     )  # fmt: skip
 
 
-def read_generate(body: Mapping[str, Any], *, temperature: float, refuses: bool) -> ChatRequest:
+def read_generate(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
     """A request of /inference/v1/generate: token ids in, token ids out. Raises Refused."""
     left = dict(body)
     model = _text(left.pop("model", None), "model")
@@ -193,11 +213,11 @@ def read_generate(body: Mapping[str, Any], *, temperature: float, refuses: bool)
         if inner.pop(name, None) is not None and name == "allowed_token_ids":
             raise Refused(400, "sampling_params.allowed_token_ids: the policy may sample every token")
     max_tokens, stop = _max_tokens(inner, ("max_tokens",)), _stop(inner, "sampling_params.")
-    changed = _sampling(inner, temperature, refuses)
+    own_temperature, changed = _sampling(inner, temperature, sampling)
     _check_rest(inner, "sampling_params.")
     return ChatRequest(
         model=model, token_ids=tuple(ids), max_tokens=max_tokens, stop=stop, with_logprobs=True, with_ids=True,
-        changed=changed, calls_tools=False, auxiliary=auxiliary,
+        changed=changed, calls_tools=False, auxiliary=auxiliary, temperature=own_temperature,
     )  # fmt: skip
 
 
@@ -299,33 +319,56 @@ def _stop(left: dict[str, Any], where: str = "") -> StopCriteria:
     return StopCriteria(tuple(strings), tuple(ids))
 
 
-def _sampling(left: dict[str, Any], temperature: float, refuses: bool) -> dict[str, Any]:
-    """The sampling parameters that would change what is sampled, by name, with what they are overridden by."""
+def _sampling(left: dict[str, Any], temperature: float, rule: SamplingRule) -> tuple[float | None, dict[str, Any]]:
+    """Take the sampling parameters out of a request's fields.
+
+    Args:
+        left: the fields not read so far; those read here are removed.
+        temperature: the engine's own.
+        rule: what to do with parameters that ask for other sampling than the engine's.
+
+    Returns:
+        The temperature to sample this request at (None: the engine's own), and what is overridden: by name, the value
+        that applies instead.
+
+    Raises:
+        Refused: a parameter is malformed, or is refused by the rule.
+    """
     n = left.pop("n", None)
     if n is not None and (not _is_whole(n) or n != 1):
         raise Refused(400, f"n = {_short(n)}: a turn is sampled once; use n = 1")
+    requested = left.pop("temperature", None)
+    if requested is not None and (not _is_number(requested) or not 0 <= requested <= MAX_TEMPERATURE):
+        raise Refused(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_short(requested)}")
     changed: dict[str, Any] = {}
-    asked = left.pop("temperature", None)
-    if asked is not None:
-        if not _is_number(asked) or not 0 <= asked <= 100:
-            raise Refused(400, f"temperature must be a number from 0, not {_short(asked)}")
-        if float(asked) != temperature:
-            changed["temperature"] = temperature
+    if requested is not None and float(requested) != temperature and rule is not SamplingRule.OBEY:
+        changed["temperature"] = temperature
+    greedy = rule is SamplingRule.OBEY and requested == 0
     for name, neutral in NEUTRAL.items():
         value = left.pop(name, None)
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
             continue
         if not (_is_number(value) or isinstance(value, (dict, list, bool))):
             raise Refused(400, f"{name} must be a number, not {_short(value)}")
-        changed[name] = neutral[0] if neutral else None
-    if changed and refuses:
+        if not (greedy and name in NEUTRAL_IF_GREEDY):
+            changed[name] = neutral[0] if neutral else None
+    if changed and rule is SamplingRule.OBEY:
+        raise Refused(
+            400,
+            f"{', '.join(changed)}: a served policy samples by temperature alone; leave "
+            f"{'it' if len(changed) == 1 else 'them'} out, or use temperature = 0, which needs none of top_p, top_k, "
+            "min_p and seed",
+            "sampling_refused",
+        )
+    if changed and rule is SamplingRule.REFUSE:
         raise Refused(
             400,
             f"{', '.join(changed)}: the job samples with {_told(changed)}; logprobs under others would not be "
             'the policy\'s; leave them out, or set endpoint.sampling = "override"',
             "sampling_refused",
         )
-    return changed
+    obeyed = rule is SamplingRule.OBEY and requested is not None
+    return (float(requested) if obeyed else None), changed
 
 
 def _told(changed: Mapping[str, Any]) -> str:

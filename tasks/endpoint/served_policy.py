@@ -17,6 +17,8 @@ from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
 POLL_S = 0.2
+MAX_TEMPERATURES = 8
+"""Different temperatures above 0 that requests may use: the transformers engine has a cache of its own for each."""
 
 
 class ServedPolicy:
@@ -38,6 +40,7 @@ class ServedPolicy:
         self._engine, self._texts, self._key = engine, texts, key
         self._chat, self._template = chat, template
         self._room, self._max_new_tokens = room, max_new_tokens
+        self._temperatures: set[float] = set()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Sampled | Failed]] = {}
         self._loop = asyncio.get_running_loop()
@@ -67,13 +70,31 @@ class ServedPolicy:
         if most < 1:
             why = f"the prompt has {len(before)} tokens; it must have fewer than {self._room}"
             raise Refused(400, why, "context_length_exceeded")
+        if request.temperature:
+            self._temperatures.add(request.temperature)
+        if len(self._temperatures) > MAX_TEMPERATURES:
+            self._temperatures.discard(request.temperature or 0.0)
+            raise Refused(
+                400,
+                f"temperature = {request.temperature:g}: {MAX_TEMPERATURES} others have been used since the server "
+                "started, and the engine keeps memory for each; use one of those, or start the server again",
+                "too_many_temperatures",
+            )
         if self._failed:
             raise Refused(503, "the engine has ended; start the server again", "engine_failed", 60.0)
         number = next(self._numbers)
         answer = self._waiting[number] = self._loop.create_future()
-        one = Request(trajectory=TrajectoryId(number), epoch=0, tokens=before, max_new_tokens=most, stop=request.stop)
+        sampled = Request(
+            trajectory=TrajectoryId(number),
+            epoch=0,
+            tokens=before,
+            max_new_tokens=most,
+            stop=request.stop,
+            greedy=request.temperature == 0,
+            temperature=request.temperature or None,
+        )
         try:
-            self._engine.submit([one])
+            self._engine.submit([sampled])
             found = await answer
         except asyncio.CancelledError:
             self._engine.abort([TrajectoryId(number)])

@@ -32,6 +32,7 @@ from staleflow.tasks.endpoint.requests import (
     AUXILIARY_HEADER,
     ChatRequest,
     Refused,
+    SamplingRule,
     read_chat,
     read_generate,
     read_json,
@@ -76,6 +77,7 @@ class EndpointServer:
     def __init__(self, settings: EndpointSettings, served: Keys | None = None) -> None:
         self._settings = settings
         self._served = served
+        self._sampling = SamplingRule(settings.config.sampling) if served is None else SamplingRule.OBEY
         self._counts = EndpointCounts()
         self.sessions = Sessions(branches=settings.config.changed_past == "branch")
         self._in_flight = 0
@@ -185,8 +187,7 @@ class EndpointServer:
                 session = self._session(request)
                 async with self._bodies:
                     body = await self._body(request)
-                    refuses = self._settings.config.sampling == "refuse"
-                    asked = read(read_json(body), temperature=self._settings.temperature, refuses=refuses)
+                    asked = read(read_json(body), temperature=self._settings.temperature, sampling=self._sampling)
                     if request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true"):
                         asked = replace(asked, auxiliary=True)
                 self._check_ids(asked)

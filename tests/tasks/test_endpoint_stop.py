@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from staleflow.stores.in_flight.spool_entries import AnswerGiven, decode, encode
 from staleflow.stores.stop_criteria import NO_STOP, StopCriteria, find_stop
-from staleflow.tasks.endpoint.requests import ChatRequest, read_chat, read_generate
+from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_chat, read_generate
 from staleflow.tasks.engines.stop_strings import StopCheck
 from staleflow.tasks.rendering.chat_tokenizer import FileTexts, TokenizerTexts
 from staleflow.tasks.rendering.task_source import Message
@@ -136,7 +136,7 @@ def test_a_token_of_a_long_turn_costs_what_one_of_a_short_turn_does() -> None:
 
 
 def read(**more: Any) -> ChatRequest:
-    return read_chat({"model": "m", "messages": HELLO, **more}, temperature=1.0, refuses=True)
+    return read_chat({"model": "m", "messages": HELLO, **more}, temperature=1.0, sampling=SamplingRule.REFUSE)
 
 
 def test_stop_is_a_text_or_some_and_no_other_sampling_parameter() -> None:
@@ -145,7 +145,9 @@ def test_stop_is_a_text_or_some_and_no_other_sampling_parameter() -> None:
     assert read(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
     assert not read(stop="END", stop_token_ids=[3]).changed
     params = {"logprobs": 1, "stop_token_ids": [3, 5], "stop": ["END"], "include_stop_str_in_output": True}
-    found = read_generate({"model": "m", "token_ids": [1], "sampling_params": params}, temperature=1.0, refuses=True)
+    found = read_generate(
+        {"model": "m", "token_ids": [1], "sampling_params": params}, temperature=1.0, sampling=SamplingRule.REFUSE
+    )
     assert found.stop == StopCriteria(("END",), (3, 5))
 
 

@@ -110,6 +110,75 @@ def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
     assert engine.closed.is_set()
 
 
+def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_model: Path) -> None:
+    """Two requests at temperature 0 get the same answer, whatever else they say of sampling, and it is what the engine
+    samples greedily; what the engine cannot do is refused, and never answered with other sampling."""
+    plan = serving_plan(str(tiny_model), ("rollout.max_new_tokens=12",))
+
+    async def work() -> None:
+        policy = plan.build("secret")
+        server = EndpointServer(EndpointSettings(model="mine", temperature=1.0), policy)
+        await server.start()
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+
+            async def generate(**sampling: object) -> httpx.Response:
+                params = {"logprobs": 1, "max_tokens": 12, "stop_token_ids": [], **sampling}
+                body = {"model": "m", "token_ids": [7, 8, 9], "sampling_params": params}
+                headers = {"Authorization": "Bearer secret"}
+                return await client.post("/inference/v1/generate", headers=headers, json=body)
+
+            greedy = [
+                (await generate(temperature=0)).json(),
+                (await generate(temperature=0, top_p=0.5, top_k=3, min_p=0.1, seed=4)).json(),
+            ]
+            ids = [found["choices"][0]["token_ids"] for found in greedy]
+            assert ids[0] == ids[1] == greedy_response(tiny_model, (7, 8, 9), len(ids[0]))
+            assert "overridden" not in greedy[1]
+            sharp, flat = [
+                [one["logprob"] for one in (await generate(temperature=t)).json()["choices"][0]["logprobs"]["content"]]
+                for t in (0.1, 50.0)
+            ]
+            uniform = -np.log(tokenizer_size(tiny_model))
+            assert np.abs(np.asarray(flat) - uniform).max() < 0.1 < np.abs(np.asarray(sharp) - uniform).max()
+            for sampling in (
+                {"top_p": 0.9},
+                {"temperature": 0.5, "seed": 3},
+                {"temperature": 0, "logit_bias": {"3": 9}},
+            ):
+                refused = await generate(**sampling)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (400, "sampling_refused")
+                assert "samples by temperature alone" in refused.json()["error"]["message"]
+            codes = [(await generate(temperature=1 + t / 10, max_tokens=1)).status_code for t in range(1, 9)]
+            assert codes == [200] * 6 + [400] * 2  # 0.1 and 50 are two of the eight
+            assert (await generate(temperature=0.1, max_tokens=1)).status_code == 200
+        await server.stop()
+        policy.close()
+
+    async def limited() -> None:
+        async with asyncio.timeout(240):
+            await work()
+
+    asyncio.run(limited())
+
+
+def greedy_response(model: Path, prompt: tuple[int, ...], length: int) -> list[int]:
+    """The likeliest tokens after a prompt, one forward pass for each."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    policy, ids = AutoModelForCausalLM.from_pretrained(model), list(prompt)
+    with torch.no_grad():
+        for _ in range(length):
+            ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def tokenizer_size(model: Path) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model).vocab_size)
+
+
 def test_calls_of_tools_are_written_as_they_are_read() -> None:
     call = CalledFunction(name="add", arguments='{"a": 1}')
     message = ChatMessage(role="assistant", content="Now.", calls=(call,))
