@@ -53,16 +53,28 @@ def planned(memory_mib: int, workers: int, num_tokens: int) -> Plan:
 
 
 def audit_within(store: VersionedStore, memory_mib: int, workers: int, where: Where) -> Audit:
-    """Audit a store. memory_mib: resident memory of all local processes together; workers of a named cluster have
-    their own. Raises ConfigError, ActorLost."""
+    """Audit a store, on a cluster only if `where` itself names one: an audit needs none, so a scheduler that is merely
+    in Dask's configuration is left alone.
+
+    Args:
+        store: the store to audit.
+        memory_mib: resident memory of all local processes together; workers of a named cluster have their own.
+        workers: most local processes.
+        where: the cluster, if one is to do it.
+
+    Raises:
+        ConfigError: the limit of memory is too low, or no worker of the cluster is free.
+        ActorLost: workers were lost.
+    """
+    on_cluster = bool(where.address or where.scheduler_file)
     try:
         num_tokens = store.summary().num_tokens
     except StoreError:
         num_tokens = 0  # the audit says what is damaged
     plan = planned(memory_mib, workers, num_tokens)
-    if not where.named and not plan.workers:
+    if not on_cluster and not plan.workers:
         return audit(store, most_tokens=plan.most_tokens)
-    from staleflow.pipeline.stored_runs.pool import pool_at  # takes a second
+    from staleflow.pipeline.stored_runs.pool import local_pool, pool_at  # takes a second
 
-    with pool_at(where, plan.workers) as pool:
-        return audit(store, pool.run, MOST_TOKENS if where.named else plan.most_tokens)
+    with pool_at(where, plan.workers) if on_cluster else local_pool(plan.workers) as pool:
+        return audit(store, pool.run, MOST_TOKENS if on_cluster else plan.most_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import dask
 import pytest
 
 from staleflow.pipeline.cluster.connection import Where
@@ -45,6 +46,15 @@ def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pyte
     found = audit_within(VersionedStore.open(path), 1024, 2, HERE)
     assert found == plain_audit(VersionedStore.open(path))
     assert not found.clean
+
+
+def test_a_scheduler_in_dasks_configuration_is_left_alone(tmp_path: Path) -> None:
+    """An audit waited for the workers of a busy cluster, or failed where none answers, only because one was named."""
+    path = asking.unpack("finished", tmp_path) / "store"
+    with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
+        assert audit_within(VersionedStore.open(path), 1024, 2, HERE).clean
+        with pytest.raises(ConfigError, match=r"no scheduler at tcp://127\.0\.0\.1:9"):
+            audit_within(VersionedStore.open(path), 1024, 2, Where(address="tcp://127.0.0.1:9"))
 
 
 def test_the_command_refuses_a_limit_that_is_too_low_in_one_line(tmp_path: Path) -> None:
