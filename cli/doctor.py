@@ -44,6 +44,8 @@ def command(as_json: bool) -> None:
 
 def examine() -> dict[str, Any]:
     """Findings by name; `problems` lists what prevents runs."""
+    from staleflow.pipeline.cluster.open_ports import open_dask_ports
+
     problems = []
     packages = {}
     for name in PACKAGES:
@@ -59,6 +61,11 @@ def examine() -> dict[str, Any]:
     else:
         memory = f"{shared} cannot be written"
         problems.append(f"{memory}; set cluster.shared_memory to a folder that is writable")
+    problems += [
+        f"Dask listens at {address} without TLS: whoever reaches it runs code as its user; use `staleflow cluster`, or "
+        "start it with --host 127.0.0.1"
+        for address in open_dask_ports()
+    ]
     return {
         "python": sys.version.split()[0],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -15,6 +15,7 @@ COMMANDS = {
     "init": ("staleflow.cli.init", "write a first job, with data, reward and model if you have none"),
     "run": ("staleflow.cli.run", "run a job from start to end, with live progress"),
     "resume": ("staleflow.cli.resume", "resume a stored run where it stopped"),
+    "cluster": ("staleflow.cli.cluster", "start a Dask cluster on this machine that only you can reach"),
     "submit": (
         "staleflow.cli.cluster_jobs:submit",
         "submit a job to a Dask cluster; it keeps running after you disconnect",

@@ -1,0 +1,131 @@
+"""A folder of TLS certificates for one Dask cluster, and the Dask configuration that uses them.
+
+Dask runs whatever code reaches its scheduler or a worker. With these files only holders of the folder reach them: every
+connection is encrypted, and both sides show a certificate that the folder's own authority has signed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from staleflow.stores.errors import ConfigError, StoreError
+
+AUTHORITY, CERTIFICATE, KEY, CONFIGURATION = "ca.pem", "cert.pem", "key.pem", "dask.yaml"
+"""Files of the folder. The authority's own key is thrown away: nobody can sign another certificate."""
+VALID_DAYS = 365
+
+
+def create_certificates(folder: Path, hosts: Sequence[str], scheduler: str) -> None:
+    """Write an authority, one certificate with its key, and a Dask configuration into a folder that is created.
+
+    Args:
+        folder: where the files go; readable by this user only.
+        hosts: names and addresses of the scheduler's host, besides localhost.
+        scheduler: address that clients and workers connect to, such as tls://head:8786.
+
+    Raises:
+        ConfigError: the folder exists already, or the package `cryptography` is missing.
+        StoreError: the folder cannot be written.
+    """
+    files = _signed(hosts)
+    try:
+        folder.mkdir(parents=True, mode=0o700)
+        for name, data in {**files, CONFIGURATION: _configuration(folder.resolve(), scheduler)}.items():
+            with os.fdopen(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+    except FileExistsError as error:
+        raise ConfigError(f"{folder}: exists already; name another folder, or remove it") from error
+    except OSError as error:
+        raise StoreError(f"{folder}: the certificates cannot be written: {error.strerror}") from error
+
+
+def has_certificates(folder: Path) -> bool:
+    """Whether `create_certificates` has written this folder."""
+    return all((folder / name).is_file() for name in (AUTHORITY, CERTIFICATE, KEY, CONFIGURATION))
+
+
+def scheduler_address(folder: Path) -> str:
+    """The scheduler's address in the folder's Dask configuration. Raises ConfigError."""
+    for line in (folder / CONFIGURATION).read_text("utf-8").splitlines():
+        key, _, value = line.partition(": ")
+        if key == "scheduler-address":
+            return value.strip()
+    raise ConfigError(f"{folder / CONFIGURATION}: no scheduler-address; name another folder to have it made anew")
+
+
+def _configuration(folder: Path, scheduler: str) -> bytes:
+    """Dask's settings, as YAML. Everything that connects shows the same certificate."""
+    pair = [f"cert: {folder / CERTIFICATE}", f"key: {folder / KEY}"]
+    sides = [line for side in ("scheduler", "worker", "client") for line in (f"      {side}:", *_indented(pair, 8))]
+    lines = [
+        f"scheduler-address: {scheduler}",
+        "distributed:",
+        "  comm:",
+        "    default-scheme: tls",
+        "    require-encryption: true",
+        "    tls:",
+        f"      ca-file: {folder / AUTHORITY}",
+        *sides,
+    ]
+    return "\n".join([*lines, ""]).encode()
+
+
+def _indented(lines: Sequence[str], spaces: int) -> list[str]:
+    return [" " * spaces + line for line in lines]
+
+
+def _signed(hosts: Sequence[str]) -> Mapping[str, bytes]:
+    """The authority, the certificate and its key, as PEM by file name. Raises ConfigError."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import NameOID
+    except ImportError as error:
+        raise ConfigError("certificates need the package cryptography; pip install 'staleflow[tls]'") from error
+
+    now = datetime.datetime.now(datetime.UTC)
+
+    def name(common_name: str) -> Any:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+    def builder(subject: str, key: Any) -> Any:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name(subject))
+            .issuer_name(name("staleflow cluster authority"))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(minutes=5))
+            .not_valid_after(now + datetime.timedelta(days=VALID_DAYS))
+        )
+
+    def alternative(host: str) -> Any:
+        try:
+            return x509.IPAddress(ipaddress.ip_address(host))
+        except ValueError:
+            return x509.DNSName(host)
+
+    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    authority = (
+        builder("staleflow cluster authority", authority_key)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(authority_key, hashes.SHA256())
+    )
+    names = dict.fromkeys(("localhost", "127.0.0.1", "::1", *hosts))
+    certificate = (
+        builder("staleflow cluster", key)
+        .add_extension(x509.SubjectAlternativeName([alternative(host) for host in names]), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    return {
+        AUTHORITY: authority.public_bytes(pem),
+        CERTIFICATE: certificate.public_bytes(pem),
+        KEY: key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    }

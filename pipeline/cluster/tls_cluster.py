@@ -1,0 +1,140 @@
+"""A Dask scheduler and its workers on this machine, reached over TLS by holders of a folder of certificates only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from staleflow.pipeline.cluster.certificates import create_certificates, has_certificates, scheduler_address
+from staleflow.stores.errors import ActorLost, ConfigError
+
+START_S = 120.0
+"""Seconds within which the scheduler must answer and all workers must have joined."""
+POLL_S = 0.2
+END_S = 10.0
+"""Seconds that a process may take to end before it is killed."""
+DASHBOARD = ("--dashboard-address", "127.0.0.1:8787")
+"""Dask serves its pages over HTTP without TLS, on all networks unless it is told otherwise."""
+WORKER_OPTIONS = (
+    "--nthreads", "1", "--memory-limit", "0", "--no-dashboard", "--dashboard-address", "127.0.0.1:0",
+)  # fmt: skip
+"""As docs/clusters.md has them: one role each, no limit that kills a worker which holds a model, and a server of pages
+that listens on this machine alone: there is one even with --no-dashboard."""
+
+
+COUNT_WORKERS = """
+import distributed
+with distributed.Client(timeout={timeout}) as client:
+    client.wait_for_workers({number}, timeout={timeout})
+"""
+"""Run in a process of its own, since Dask reads its configuration when it is imported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsCluster:
+    """Running processes of a cluster, by what they are. address: the scheduler's. folder: has their logs."""
+
+    address: str
+    folder: Path
+    processes: Mapping[str, subprocess.Popen[bytes]]
+
+    def wait(self) -> None:
+        """Wait until the scheduler or a worker's nanny ends. Raises ActorLost then."""
+        while True:
+            self._check()
+            time.sleep(POLL_S)
+
+    def wait_for_workers(self, environment: Mapping[str, str], num_workers: int) -> None:
+        """Wait until the scheduler answers and has all workers. Raises ActorLost."""
+        script = COUNT_WORKERS.format(number=num_workers, timeout=START_S)
+        with subprocess.Popen(
+            [sys.executable, "-c", script], env=dict(environment), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as waiting:
+            try:
+                while waiting.poll() is None:
+                    self._check()
+                    time.sleep(POLL_S)
+            finally:
+                waiting.kill()
+        if waiting.returncode:
+            raise ActorLost(f"the workers did not join within {START_S:g} s; logs are in {self.folder}")
+
+    def _check(self) -> None:
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                lines = log_file(self.folder, name).read_text("utf-8", "replace").strip().splitlines()
+                raise ActorLost(f"the {name} has ended: {lines[-1].strip() if lines else 'it left no log'}")
+
+
+def log_file(folder: Path, name: str) -> Path:
+    """Where the output of one of a cluster's processes goes."""
+    return folder / f"{name.replace(' ', '-')}.log"
+
+
+@contextlib.contextmanager
+def tls_cluster(
+    folder: Path, *, host: str, port: int, num_workers: int, announce: Callable[[str], None] = lambda line: None
+) -> Iterator[TlsCluster]:
+    """Run a scheduler and workers for the duration of a block.
+
+    Args:
+        folder: certificates and Dask configuration; created if it does not exist.
+        host: name or address of this machine that others reach it at.
+        port: the scheduler's.
+        num_workers: worker processes.
+        announce: receives a line when something takes long.
+
+    Raises:
+        ConfigError: the folder is of another address, or the port is taken.
+        ActorLost: a process ended while the others started.
+    """
+    address = f"tls://{f'[{host}]' if ':' in host else host}:{port}"
+    if not has_certificates(folder):
+        create_certificates(folder, [host], address)
+    elif (known := scheduler_address(folder)) != address:
+        raise ConfigError(f"{folder}: its certificates are for {known}, not {address}; name another folder")
+    environment = {**os.environ, "DASK_CONFIG": str(folder.resolve()), "OMP_NUM_THREADS": "1"}
+    commands = [
+        ("scheduler", ["scheduler", "--host", address.rpartition(":")[0], "--port", str(port), *DASHBOARD]),
+        *((f"worker {i}", ["worker", address, "--host", host, *WORKER_OPTIONS]) for i in range(num_workers)),
+    ]
+    announce(f"starting a scheduler at {address} and {num_workers} workers")
+    with contextlib.ExitStack() as stack:
+        processes = {name: stack.enter_context(_process(words, environment, folder, name)) for name, words in commands}
+        cluster = TlsCluster(address=address, folder=folder, processes=processes)
+        cluster.wait_for_workers(environment, num_workers)
+        yield cluster
+
+
+@contextlib.contextmanager
+def _process(
+    words: Sequence[str], environment: Mapping[str, str], folder: Path, name: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A `dask` command in a session of its own, whose output goes to a log in the folder, until the block ends."""
+    with log_file(folder, name).open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dask", *words], env=dict(environment), stdout=log, stderr=log,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
