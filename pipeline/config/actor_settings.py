@@ -22,6 +22,7 @@ from staleflow.tasks.emulation.workload import DrawnWorkload, RecordedWorkload, 
 from staleflow.tasks.engines.engine_settings import ENGINES, EngineSettings
 from staleflow.tasks.settings.knobs import values
 from staleflow.tasks.settings.seeds import engine_seed
+from staleflow.tasks.settings.source_kinds import is_agent, is_environment, kind_of
 from staleflow.tasks.training.advantage import Overlong
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ def run_header(config: RunConfig) -> RunHeader:
 
 def source_settings(config: RunConfig) -> SourceSettings:
     """Settings of the source of prompts and of evaluation prompts."""
-    from staleflow.tasks.environments.environment_loader import is_agent
     from staleflow.tasks.settings.endpoint_settings import EndpointSettings
     from staleflow.tasks.sources.task_sources import SourceSettings
 
@@ -77,8 +77,9 @@ def source_settings(config: RunConfig) -> SourceSettings:
 
 
 def _with_tokenizer(source: str, options: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Options of a source, with the tokenizer that a taskset of `verifiers` renders by."""
-    return {"tokenizer": folder, **options} if source.startswith("verifiers:") else dict(options)
+    """Options of a source, with the model's tokenizer if its kind renders by it."""
+    kind = kind_of(source)
+    return {"tokenizer": folder, **options} if kind is not None and kind.gets_tokenizer else dict(options)
 
 
 def environment_settings(config: RunConfig, *, replaces: bool = False) -> EpisodeSettings | EmulatedHostSettings:
@@ -103,7 +104,6 @@ def environment_settings(config: RunConfig, *, replaces: bool = False) -> Episod
 def episode_settings(config: RunConfig) -> EpisodeSettings:
     """Settings of the environment hosts of a job whose task source is an environment, or that has tools. Raises
     ConfigError."""
-    from staleflow.tasks.environments.environment_loader import is_environment
     from staleflow.tasks.episodes.episode_host import EpisodeSettings
 
     plays = is_environment(config.task.source, "task.source")

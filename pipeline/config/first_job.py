@@ -25,13 +25,14 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.environment_loader import is_environment
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.columns import Columns
 from staleflow.tasks.settings.knobs import names_user_code
-from staleflow.tasks.sources.dataset_rows import ROW_KINDS, SAVED, RowSource, nearest, open_rows
+from staleflow.tasks.settings.reward_functions import REWARDS
+from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of, open_source
+from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, nearest
 
 JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"
 """Names of what may be written."""
@@ -205,10 +206,11 @@ def _facts(folder: Path, brought: Brought) -> DataFacts:
     """Look at the user's data set. Raises ConfigError."""
     source = _named(brought.data)
     kind, _, name = source.partition(":")
-    if kind not in ROW_KINDS:
+    known = kind_of(source)
+    if known is None or known.type is not SourceType.ROWS:
         acts = is_environment(source, f"--data {brought.data}")
         return DataFacts(source=f"{_from(folder, kind)}:{name}" if kind.endswith(".py") else source, acts=acts)
-    rows = open_rows(source, brought.options, f"--data {brought.data}")
+    rows = open_source(known.type, source, brought.options, f"--data {brought.data}")
     names = tuple(rows.names)
     prompt = brought.prompt_column or next((column for column in PROMPTS if column in names), "")
     answer = brought.answer_column or next((column for column in ANSWERS if column in names), "")
@@ -233,8 +235,7 @@ def _facts(folder: Path, brought: Brought) -> DataFacts:
 
 def _named(data: str) -> str:
     """A data set as `kind:name`, from what a user calls it. Raises ConfigError."""
-    kind = data.partition(":")[0]
-    if kind in (*ROW_KINDS, "reasoning_gym") or names_user_code(data):
+    if kind_of(data) is not None or names_user_code(data):
         return data
     path = Path(data).expanduser()
     endings = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -263,10 +264,12 @@ def _function(folder: Path, brought: Brought, data: DataFacts) -> str:
     """The reward function as the job file names it. Raises ConfigError."""
     if not brought.reward:
         return f"{REWARD}:reward" if data.columns is not None else "task"
-    if brought.reward in ("exact", "task", "math_verify"):
-        return "task" if brought.reward == "exact" else brought.reward
+    if brought.reward == "exact":
+        return "task"
+    if fault := REWARDS.fault(brought.reward):
+        raise ConfigError(f"--reward {fault}")
     if not names_user_code(brought.reward):
-        raise ConfigError(f"--reward {brought.reward}: expected exact, math_verify, or your own, FILE.py:NAME")
+        return brought.reward
     user_code.load(brought.reward, "--reward")
     file, _, name = brought.reward.rpartition(":")
     return f"{_from(folder, file)}:{name}"

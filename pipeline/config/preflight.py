@@ -27,6 +27,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template
 from staleflow.tasks.settings.knobs import names_user_code, shown
+from staleflow.tasks.settings.source_kinds import is_installed, kind_of
 
 if TYPE_CHECKING:
     from staleflow.tasks.episodes.episode_host import EpisodeSettings
@@ -73,17 +74,16 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         return []
     unchecked: list[str] = []
     for key, kind, path in user_files.data_files(config):
-        if here and (not path.exists() or (kind == "jsonl:" and path.is_dir())):
+        if here and (not path.exists() or (kind == "jsonl" and path.is_dir())):
             why = "a folder, not a file" if path.exists() else "no such file"
-            raise ConfigError(f"{key} = {f'{kind}{path}'!r}: cannot be read: {why}")
+            raise ConfigError(f"{key} = {f'{kind}:{path}'!r}: cannot be read: {why}")
     folder = _model(config, unchecked, here=here)
     _check_reference(config, folder, unchecked, here=here)
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
         return unchecked
     task, prompts = _first_prompt(config, folder, unchecked)
-    acts = user_files.settled(config).acts
-    environments = actor_settings.episode_settings(config) if acts else None
+    environments = actor_settings.episode_settings(config) if config.acts else None
     if environments is None or environments.scoring is not None:
         _try_reward(config, task)
     if environments is not None:
@@ -112,7 +112,7 @@ def check_names(config: RunConfig) -> None:
 def _check_steps(config: RunConfig) -> None:
     """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
     step_s, stuck_s = config.environment.step_s / config.time_scale, config.deadlines.stuck_s
-    if step_s >= stuck_s and user_files.settled(config).acts:
+    if step_s >= stuck_s and config.acts:
         emulated = f" (at rollout.engine.time_scale = {config.time_scale:g})" if config.time_scale != 1 else ""
         raise ConfigError(
             f"environment.step_s = {config.environment.step_s:g}{emulated} must be less than "
@@ -253,7 +253,7 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
     """Whether the job's data or reward can only be found where the job will run."""
     for key, kind, path in user_files.data_files(config):
         if not path.exists():
-            unchecked.append(f"not checked here: {key} = {f'{kind}{path}'!r} is not on this machine")
+            unchecked.append(f"not checked here: {key} = {f'{kind}:{path}'!r} is not on this machine")
             return True
     rewards = [(f"reward.parts.{name}", part.function) for name, part in config.reward.parts.items()]
     for key, named in (
@@ -262,9 +262,11 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
         *rewards,
         *(("environment.tools", tool) for tool in config.environment.tools),
     ):
-        module = named.rpartition(":")[0]
-        imported = names_user_code(named) and not module.endswith(".py") and module != "reasoning_gym"
-        if imported and importlib.util.find_spec(module.partition(".")[0]) is None:
+        source, (_, module, _) = kind_of(named), user_files.split_code(named)
+        packages = () if source is None else source.packages
+        if names_user_code(named) and not module.endswith(".py") and (source is None or source.names_code):
+            packages = (*packages, module.partition(".")[0])
+        if not all(map(is_installed, packages)):
             unchecked.append(f"not checked here: {key} = {named!r} cannot be imported on this machine")
             return True
     return False
@@ -335,7 +337,7 @@ def _place(config: RunConfig, task: Task, number: int) -> str:
     """Where a prompt is in its data: the line of a file, or its number. Numbers of held-out prompts are negative."""
     source = config.task.eval_source if number < 0 and config.task.eval_source else config.task.source
     kind, path = user_files.data_file(source)
-    if kind == "jsonl:" and path is not None:
+    if kind == "jsonl" and path is not None:
         with path.open(encoding="utf-8-sig") as lines:
             for at, line in enumerate(lines, 1):
                 row = json.loads(line) if line.strip() else None

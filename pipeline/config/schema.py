@@ -19,14 +19,16 @@ from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from staleflow.pipeline.strategies.migration import MIGRATION
 from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.engine_settings import ENGINES, SAMPLING_REFUSED, Speculation
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.settings.choice_names import ENVIRONMENT_KINDS
 from staleflow.tasks.settings.columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import choice, composed
+from staleflow.tasks.settings.reward_functions import REWARDS
 from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.settings.source_kinds import all_forms, is_environment, kind_of
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 
@@ -45,9 +47,7 @@ class TaskConfig:
 
     source: str = knob(
         "reasoning_gym:chain_sum",
-        "reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:FOLDER_OR_HUB_NAME, an environment of many turns "
-        "(textarena:GAME, gymnasium:ID, skyrl_gym:ID), an agent that asks over HTTP (agent:path/to/file.py:NAME, "
-        "verifiers:TASKSET, openenv:URL_OR_PACKAGE), or your own class or coroutine, path/to/file.py:NAME",
+        f"{all_forms()}, or your own class or coroutine, path/to/file.py:NAME",
     )
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
@@ -81,8 +81,8 @@ class TaskConfig:
 class RewardConfig:
     """How responses are scored."""
 
-    function: str = knob(
-        "task", "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name"
+    function: str = choice(
+        REWARDS, "task", "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name"
     )
     parts: dict[str, RewardPart] = knob(
         {}, "in place of function: functions by name, each with a weight; the reward is their weighted sum"
@@ -349,14 +349,18 @@ class RunConfig:
 
     @property
     def acts(self) -> bool:
-        """Whether an environment answers each turn. While task.environment is auto: as far as the kind of task.source
-        tells; a run's own job file says yes or no."""
-        kind = self.task.source.partition(":")[0]
-        return self.task.environment == "yes" or (
-            self.task.environment == "auto"
-            and self.has_texts
-            and (kind in ENVIRONMENT_KINDS or bool(self.environment.tools))
-        )
+        """Whether an environment answers each turn of the model. With task.environment = auto a user's file that
+        task.source names is loaded to know it; one that cannot be loaded here has none."""
+        if self.task.environment != "auto" or not self.has_texts:
+            return self.task.environment == "yes"
+        if self.environment.tools:
+            return True
+        if (kind := kind_of(self.task.source)) is not None:
+            return kind.has_turns
+        try:
+            return is_environment(self.task.source, "task.source")
+        except ConfigError:
+            return False
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
@@ -434,6 +438,7 @@ class RunConfig:
 
 
 DERIVED = (
+    "acts",
     "trajectories_per_step",
     "groups_started",
     "members_started",

@@ -12,9 +12,9 @@ from typing import Any
 from staleflow.pipeline.config.factories import make_strategies
 from staleflow.pipeline.config.schema import TRACKERS, RunConfig
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.environment_loader import is_environment
 from staleflow.tasks.environments.user_tools import TOOLS_KEY
 from staleflow.tasks.settings import user_code
+from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of
 from staleflow.tasks.training.advantage import ADVANTAGES
 from staleflow.tasks.training.loss import LOSSES
 
@@ -34,10 +34,6 @@ MODELS = ("model.path", "training.kl.reference")
 """Keys that may name a model's folder."""
 SOURCES = ("task.source", "task.eval_source")
 """Keys that may name a data set."""
-DATA = ("jsonl:", "parquet:", "datasets:")
-"""How the name of a data set begins."""
-AGENTS = "agent:"
-"""How the name of an agent begins, whose file follows."""
 
 
 def code_keys(reward_parts: Iterable[str], num_tools: int, sets: Iterable[str]) -> tuple[str, ...]:
@@ -58,7 +54,7 @@ def scoring_keys(config: RunConfig) -> tuple[str, ...]:
 
 
 def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
-    """(key, how its value begins, path) of each data set of the job that is a file or folder."""
+    """(key, kind, path) of each data set of the job that is a file or folder."""
     for key in (*SOURCES, *(f"evaluation.sets.{name}.source" for name in config.evaluation.sets)):
         kind, path = data_file(_get(config, key))
         if path is not None:
@@ -73,7 +69,7 @@ def located(config: RunConfig) -> RunConfig:
             config = _set_named(config, key, str(Path(file).resolve()), name)
     config = models_located(config)
     for key, kind, path in data_files(config):
-        config = _set(config, key, f"{kind}{path.resolve()}")
+        config = _set(config, key, f"{kind}:{path.resolve()}")
     if config.workload.run:
         config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
     return _set(settled(config), "runs_dir", str(Path(config.runs_dir).resolve()))
@@ -99,10 +95,21 @@ def settled(config: RunConfig) -> RunConfig:
 
 
 def data_file(source: str) -> tuple[str, Path | None]:
-    """(how it begins, path) of a data set; without path if the source names none, such as a data set on the hub."""
-    kind = next((kind for kind in DATA if source.startswith(kind)), "")
-    path = Path(source.removeprefix(kind))
-    return kind, path if kind and (kind != "datasets:" or path.exists()) else None
+    """(kind, path) of a data set; without path if the source names none, such as a data set on the hub, and without
+    kind if it is no data set."""
+    kind, path = kind_of(source), Path(source.partition(":")[2])
+    if kind is None or kind.type is not SourceType.ROWS:
+        return "", None
+    return kind.name, path if kind.names_file or path.exists() else None
+
+
+def split_code(named: str) -> tuple[str, str, str]:
+    """(kind, file or module, name) of user code that a job names; without kind, `KIND:`, unless the code is a task
+    source of a kind, such as agent:FILE.py:NAME."""
+    kind = kind_of(named)
+    prefix = f"{kind.name}:" if kind is not None and kind.names_code else ""
+    where, _, name = named.removeprefix(prefix).rpartition(":")
+    return prefix, where, name
 
 
 def placed(config: RunConfig, run_dir: Path) -> RunConfig:
@@ -160,14 +167,13 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
 
 def _named(config: RunConfig, key: str) -> tuple[str, str]:
     """The file that a key names, and the name within it; empty if it names no file."""
-    file, _, name = _get(config, key).removeprefix(AGENTS).rpartition(":")
+    _, file, name = split_code(_get(config, key))
     return (file, name) if file.endswith(".py") else ("", "")
 
 
 def _set_named(config: RunConfig, key: str, file: str, name: str) -> RunConfig:
     """The job in which a key names something in a file, of the same kind as before."""
-    kind = AGENTS if _get(config, key).startswith(AGENTS) else ""
-    return _set(config, key, f"{kind}{file}:{name}")
+    return _set(config, key, f"{split_code(_get(config, key))[0]}{file}:{name}")
 
 
 def _get(config: RunConfig, key: str) -> Any:

@@ -24,6 +24,7 @@ from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
+from staleflow.tasks.settings.source_kinds import kind_of
 
 LOCK = ".running"
 """The lock file in a run's folder; it contains the holder's name."""
@@ -140,7 +141,8 @@ def _moved(value: str, before: str, here: str) -> str:
     >>> _moved("jsonl:/runs/one-more/p.jsonl", "/runs/one", "/runs/two")
     'jsonl:/runs/one-more/p.jsonl'
     """
-    kind = next((kind for kind in user_files.DATA if value.startswith(kind)), "")
+    source = kind_of(value)
+    kind = "" if source is None else f"{source.name}:"
     file = value.removeprefix(kind)
     return f"{kind}{here}{file[len(before) :]}" if file == before or file.startswith(f"{before}/") else value
 

@@ -18,10 +18,13 @@ from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.config.user_files import AGENTS, DATA, data_file
+from staleflow.pipeline.config.user_files import data_file, split_code
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text
+from staleflow.tasks.settings import extensions
 from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.reward_functions import REWARDS
+from staleflow.tasks.settings.source_kinds import SourceType, kind_of
 
 PARTS = ("reward", "data", "template")
 FILE = "fingerprints.json"
@@ -138,15 +141,17 @@ def _differences(what: str, before: Mapping[str, str], facts: Mapping[str, str])
 
 def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:
     kind, path = data_file(source)
-    if kind in ("jsonl:", "parquet:") and path is not None:
-        return {"task.source": kind.removesuffix(":"), "file": _hash_of(path)}
+    known = kind_of(source)
+    if known is not None and known.names_file and path is not None:
+        return {"task.source": kind, "file": _hash_of(path)}
     given = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
     if kind:
-        known = source if path is None else "datasets"
-        return {"task.source": known, **given} | ({} if path is None else {"file": _hash_of(path)})
+        named = source if path is None else kind
+        return {"task.source": named, **given} | ({} if path is None else {"file": _hash_of(path)})
     drawn = {**given, "seed": str(seed)}
-    if source.startswith("reasoning_gym:"):
-        return {"task.source": source, **drawn, "package reasoning-gym": _version("reasoning-gym")}
+    if known is not None and known.type is SourceType.PROCEDURAL:
+        packages = (package.replace("_", "-") for package in known.packages)
+        return {"task.source": source, **drawn} | {f"package {name}": _version(name) for name in packages}
     return {"task.source": _name(source), **drawn, "code": _code(source)}
 
 
@@ -154,22 +159,24 @@ def _function(function: str, named: str, source: Facts) -> Facts:
     """Of one reward function. named: the source of prompts, and source: its facts."""
     if function == "task":
         verifier = {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
-        package = {"package staleflow": _version("staleflow")} if named.startswith(DATA) else {}
+        package = {"package staleflow": _version("staleflow")} if data_file(named)[0] else {}
         return {"reward.function": function} | verifier | package
     if function == "math_verify":
         return {"reward.function": function, "package math-verify": _version("math-verify")}
+    if (point := extensions.installed(REWARDS.group).get(function)) is not None:
+        return {"reward.function": function, "package": extensions.package_of(point)}
     return {"reward.function": _name(function), "code": _code(function)}
 
 
 def _name(named: str) -> str:
     """A function's name without its file's path: a submitted job has its code elsewhere."""
-    where, _, name = named.removeprefix(AGENTS).rpartition(":")
+    _, where, name = split_code(named)
     return name if where.endswith(".py") else named
 
 
 def _code(named: str) -> str:
     """Hash of the file that defines a user's function; empty if it cannot be found."""
-    where = named.removeprefix(AGENTS).rpartition(":")[0]
+    where = split_code(named)[1]
     if where.endswith(".py"):
         return _hash_of(Path(where))
     try:

@@ -30,8 +30,6 @@ from staleflow.tasks.environments.coroutine_environments import PlayedTask
 from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
 from staleflow.tasks.environments.gym_environments import in_thread
 from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Run, Told
-from staleflow.tasks.episodes.openenv_agents import load_environment
-from staleflow.tasks.episodes.verifiers_agents import load_taskset
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Prompt
 from staleflow.tasks.settings import user_code
@@ -47,11 +45,8 @@ LAST_LINES = 20
 """Lines that a program printed last which are kept, for its reward and for messages."""
 
 
-def load_agent(source: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """The agent that a job names, `kind:name`. where: in the job, for messages. Raises ConfigError."""
-    kind, _, name = source.partition(":")
-    if kind in _PACKAGES:
-        return _PACKAGES[kind](name, options, where)
+def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
+    """The agent that a job names `agent:NAME`. where: in the job, for messages. Raises ConfigError."""
     if name == COMMAND:
         return _program(options, where)
     found = user_code.load(name, where.partition(" = ")[0])
@@ -68,10 +63,6 @@ def load_agent(source: str, options: Mapping[str, Any], where: str) -> LoadedAge
         return await in_thread(lambda: found(*told))
 
     return LoadedAgent(run=run, blocking=True, options=options)
-
-
-_PACKAGES = {"verifiers": load_taskset, "openenv": load_environment}
-"""Agents that a package brings."""
 
 
 def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:

@@ -20,18 +20,19 @@ from typing import Any, TypeVar
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.environments.environment_loader import is_agent, open_environment, traits_of
+from staleflow.tasks.environments.environment_loader import open_environment, traits_of
 from staleflow.tasks.environments.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
 from staleflow.tasks.environments.user_tools import GIVEN_BACK
-from staleflow.tasks.episodes.agents import AgentEpisode, load_agent
-from staleflow.tasks.episodes.loaded_agent import Told
+from staleflow.tasks.episodes.agents import AgentEpisode
+from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.episodes.tools import Tool, ToolEpisode, check_tools, tools_of
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Prompt, Record, prompt_of
 from staleflow.tasks.settings.seeds import task_seed
+from staleflow.tasks.settings.source_kinds import SourceType, is_agent, open_source
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
 
@@ -404,7 +405,7 @@ def agent_episodes(
 ) -> EpisodeMaker:
     """Episodes of an agent: a coroutine runs on the host's loop, all else in a process each, unless the job says
     otherwise. Raises ConfigError."""
-    agent = load_agent(named, options, f"{key} = {named!r}")
+    agent: LoadedAgent = open_source(SourceType.AGENT, named, options, f"{key} = {named!r}")
     limits = settings.limits
     if not (limits.isolation == "process" or (limits.isolation == "auto" and agent.blocking)):
         return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +32,6 @@ class LoadedAgent:
     blocking: bool
     options: Mapping[str, Any]
     prepare: Callable[[], None] = _nothing
-
-
-def check_package(package: str, where: str) -> None:
-    """Raise ConfigError if a package that brings agents is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"{where}: needs the package {package}, which is not installed; pip install {package}")
 
 
 def check_options(options: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], where: str) -> None:

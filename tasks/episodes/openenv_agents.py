@@ -19,9 +19,8 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.server import QuietServer
 from staleflow.tasks.environments.episode import EpisodeFailed, told
-from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options, check_package
+from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options
 
-PACKAGE = "openenv"
 OPTIONS = {"reset": (dict,), "system": (str,), "field": (str,)}
 UNSHOWN = ("done", "reward", "metadata")
 """Fields of an observation that the model is not shown."""
@@ -35,8 +34,6 @@ class BadAction(ValueError):
 
 def load_environment(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
     """The environment at a URL, or of a package. options: see docs/endpoint.md. Raises ConfigError."""
-    check_package(PACKAGE, where)
-    check_package("openai", where)
     check_options(options, OPTIONS, where)
     environment = OpenEnvironment(name, options, where)
     return LoadedAgent(run=environment.run, blocking=True, options={}, prepare=environment.prepare)

@@ -8,26 +8,23 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import told
 from staleflow.tasks.settings.columns import Columns
-from staleflow.tasks.sources.dataset_rows import ROW_KINDS, RowSource, open_rows
+from staleflow.tasks.sources.dataset_rows import Rows, RowSource
 
 
-def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[], SkyRLGame]:
-    """Makes episodes of an environment. options: `rows`, its data set, as jsonl:FILE, parquet:FILE or datasets:NAME,
-    with columns `prompt` and what the environment needs, such as `reward_spec`; `env_config`, of the environment.
-    where: its name in the job file. Raises ConfigError."""
+def open_game(name: str, options: Mapping[str, Any], where: str, data: Rows) -> Callable[[], SkyRLGame]:
+    """Makes episodes of an environment. options: `rows`, which names its data set; `env_config`, of the environment.
+    where: its name in the job file. data: that data set, with columns `prompt` and what the environment needs, such as
+    `reward_spec`. Raises ConfigError."""
     import skyrl_gym
     from skyrl_gym.envs.registration import registry
 
     if name not in registry:
         raise ConfigError(f"{where}: skyrl_gym has no environment {name!r}; there are {', '.join(sorted(registry))}")
-    named = str(options.get("rows", ""))
-    unknown = set(options) - {"rows", "env_config"}
-    if unknown or named.partition(":")[0] not in ROW_KINDS:
+    if unknown := set(options) - {"rows", "env_config"}:
         raise ConfigError(
-            f"{where}: task.options must have rows, the data set, as jsonl:FILE, parquet:FILE or datasets:NAME, and "
-            f"may have env_config, not {dict(options)}"
+            f"{where}: task.options.{min(unknown)}: unknown; there are rows, the data set, and env_config"
         )
-    rows = RowSource(open_rows(named, {}, f"{where}: rows"), Columns(answer=""), f"{where}: rows")
+    rows = RowSource(data, Columns(answer=""), f"{where}: rows")
 
     def make() -> SkyRLGame:
         return SkyRLGame(lambda row: skyrl_gym.make(name, env_config=options.get("env_config"), extras=row), rows)

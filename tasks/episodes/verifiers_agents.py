@@ -14,9 +14,8 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import PlayedTask
 from staleflow.tasks.environments.episode import EpisodeFailed, told
-from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options, check_package
+from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options
 
-PACKAGE = "verifiers"
 OPTIONS = {"env": (dict,), "renderer": (str, dict), "tokenizer": (str,), "held_out_tasks": (int,)}
 ROLE = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
 """What each agent of an environment is unless the job says otherwise: the package's own default is a sandbox of a
@@ -27,7 +26,6 @@ NO_KEY = "STALEFLOW_NO_KEY"
 
 def load_taskset(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
     """The taskset of that id. options: see OPTIONS and docs/endpoint.md. Raises ConfigError."""
-    check_package(PACKAGE, where)
     check_options(options, OPTIONS, where)
     if (held_out := options.get("held_out_tasks", 0)) < 0:
         raise ConfigError(f"{where}: task.options.held_out_tasks = {held_out} must be at least 0")

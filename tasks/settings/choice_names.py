@@ -6,5 +6,3 @@ WORKLOAD_NAMES = ("lognormal", "bimodal", "power_law", "agentic", "recorded")
 LATENCY_NAMES = ("lognormal", "normal", "constant")
 REWARD_TOKEN = 2
 """First token of an emulated response whose reward is 0; REWARD_TOKEN + 1 if it is 1."""
-ENVIRONMENT_KINDS = ("textarena", "gymnasium", "skyrl_gym", "agent")
-"""Kinds of task sources that are environments of many turns: those that packages bring, and agents."""

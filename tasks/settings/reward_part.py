@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import choice
+from staleflow.tasks.settings.reward_functions import REWARDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
     """One function of a weighted sum."""
 
-    function: str = knob("task", "as reward.function")
+    function: str = choice(REWARDS, "task", "as reward.function")
     weight: float = knob(1.0, "factor of its result in the reward; may be negative")

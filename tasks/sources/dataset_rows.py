@@ -17,7 +17,6 @@ from staleflow.tasks.settings.columns import Columns
 
 HELD_OUT_SHARE = 0.1
 """Maximum share of a data set's rows, at its end, that is held out for evaluation (but at least one row)."""
-INSTALL = "pip install 'staleflow[datasets]'"
 SPLIT = "train"
 """The split that is used unless the options name another."""
 SAVED = ("dataset_info.json", "dataset_dict.json")
@@ -66,8 +65,10 @@ class Rows(Protocol):
 class JsonLines:
     """The rows of a JSON lines file, which are kept in memory."""
 
-    def __init__(self, path: Path, where: str) -> None:
-        """where: the data set as in the job file, for messages. Raises ConfigError, naming the line."""
+    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
+        """name: path of the file. where: the data set as in the job file, for messages. Raises ConfigError, naming the
+        line."""
+        path = Path(name)
         try:
             # Not splitlines(), which also splits at characters that JSON allows within a text, such as U+2028.
             lines = path.read_text("utf-8-sig").split("\n")
@@ -107,12 +108,12 @@ class JsonLines:
 class ParquetRows:
     """The rows of a parquet file, or of all parquet files in a folder."""
 
-    def __init__(self, path: Path, where: str) -> None:
-        """where: the data set as in the job file, for messages. Raises ConfigError."""
-        try:
-            from pyarrow import ArrowException, parquet
-        except ImportError as error:
-            raise ConfigError(f"{where}: needs the package pyarrow; {INSTALL}") from error
+    def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
+        """name: path of the file or folder. where: the data set as in the job file, for messages. Raises
+        ConfigError."""
+        from pyarrow import ArrowException, parquet
+
+        path = Path(name)
         try:
             self._table = parquet.read_table(path, memory_map=True)
         except (OSError, ArrowException) as error:
@@ -141,10 +142,8 @@ class DatasetRows:
     def __init__(self, name: str, options: Mapping[str, Any], where: str) -> None:
         """options: `split`, by default train, and arguments of load_dataset. where: the data set as in the job file,
         for messages. Raises ConfigError."""
-        try:
-            import datasets
-        except ImportError as error:
-            raise ConfigError(f"{where}: needs the package datasets; {INSTALL}") from error
+        import datasets
+
         given = dict(options)
         split = given.pop("split", None)
         folder = Path(name).expanduser()
@@ -183,19 +182,6 @@ class DatasetRows:
 
     def place(self, index: int) -> str:
         return f"{self._name}, row {index}"
-
-
-ROW_KINDS = ("jsonl", "parquet", "datasets")
-"""Kinds of sources whose prompts are rows."""
-
-
-def open_rows(source: str, options: Mapping[str, Any], where: str) -> Rows:
-    """The rows of a data set named `kind:name`. where: the data set as in the job file, for messages. Raises
-    ConfigError."""
-    kind, _, name = source.partition(":")
-    if kind == "datasets":
-        return DatasetRows(name, options, where)
-    return JsonLines(Path(name), where) if kind == "jsonl" else ParquetRows(Path(name), where)
 
 
 class RowSource:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.environment_loader import is_environment
 from staleflow.tasks.rendering.task_source import TaskSource
 from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.sources.dataset_rows import Use
 from staleflow.tasks.sources.task_sources import make_source
 

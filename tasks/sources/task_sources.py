@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -13,7 +13,6 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.environments.environment_loader import PACKAGED, is_agent, is_environment
 from staleflow.tasks.environments.environment_source import EnvironmentSource
 from staleflow.tasks.rendering.reward_values import WeightedSum
 from staleflow.tasks.rendering.task_source import Prompt, Record, Reward, Task, TaskSource, prompt_of, set_apart
@@ -21,83 +20,11 @@ from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 from staleflow.tasks.settings.columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
+from staleflow.tasks.settings.reward_functions import REWARDS
 from staleflow.tasks.settings.reward_part import RewardPart
-from staleflow.tasks.sources.dataset_rows import ROW_KINDS, RowSource, Use, open_rows
-
-REDRAWS = 10_000
-"""Draws for one training prompt before the whole source counts as held out. If only one prompt in a hundred is not held
-out, all draws fail with probability 10**-43."""
-
-_drawing = threading.RLock()
-"""Held while a dataset or a user's code draws a prompt. Some datasets seed and use numpy's global generator, others
-keep their own: two threads drawing at once would both get wrong prompts. Reentrant, as a dataset may use another."""
-
-
-class ReasoningGym:
-    """Procedural tasks with verifiers, from the `reasoning-gym` package. Unlimited; index i is drawn with seed + i."""
-
-    HELD_OUT_OFFSET = 10**12
-    """Index of the first held-out prompt; training never reaches it."""
-    REDRAWN_OFFSET = 15 * 10**11
-    """First index of the redraws that replace training prompts found to be held out."""
-
-    num_held_out = None
-
-    def __init__(self, dataset: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
-        """key: of the job file that names it, for messages."""
-        import reasoning_gym
-
-        self._name = dataset
-        self._num_apart = 0
-        self._apart: frozenset[Prompt] = frozenset()
-        self._num_drawn = self._num_redrawn = 0
-        try:
-            self._dataset = reasoning_gym.create_dataset(dataset, size=2 * 10**12, seed=seed * 10**7, **options)
-        except ValueError as error:
-            raise ConfigError(f"{key} = reasoning_gym:{dataset}: {error}") from error
-        except (TypeError, AssertionError) as error:
-            options_key = key.replace("source", "options")
-            raise ConfigError(f"{options_key} for reasoning_gym:{dataset}: {error}") from error
-
-    def task(self, index: int, *, held_out: bool = False) -> Task:
-        if held_out:
-            return self._at(index + self.HELD_OUT_OFFSET)
-        task = self._at(index)
-        if not self._apart:
-            return task
-        self._num_drawn += 1
-        if task.prompt in self._apart:
-            self._num_redrawn += 1
-            tries = range(REDRAWS)
-            others = (self._at(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
-            found = next((t for t in others if t.prompt not in self._apart), None)
-            if found is None:
-                raise ConfigError(
-                    f"task.source = reasoning_gym:{self._name}: {REDRAWS} draws gave only prompts that are held out; "
-                    f"lower task.eval_prompts = {self._num_apart}, or set task.options that allow more distinct prompts"
-                )
-            task = found
-        return task
-
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> ReasoningGym:
-        other = copy.copy(self)
-        other._num_apart, other._apart = num_held_out, set_apart(evaluation or self, num_held_out)
-        other._num_drawn = other._num_redrawn = 0
-        return other
-
-    @property
-    def held_out_notice(self) -> str:
-        if not self._num_redrawn:
-            return ""
-        return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training were held out, and replaced"
-
-    def _at(self, index: int) -> Task:
-        with _drawing:
-            entry = self._dataset[index]
-        return Task(prompt=entry["question"], record={**entry, "prompt": entry["question"]})
-
-    def score(self, answer: str, record: Record) -> float:
-        return float(self._dataset.score_answer(answer, dict(record)))
+from staleflow.tasks.settings.source_kinds import SourceType, all_forms, is_agent, is_environment, kind_of, open_source
+from staleflow.tasks.sources.dataset_rows import RowSource, Use
+from staleflow.tasks.sources.reasoning_gym_tasks import DRAWING
 
 
 class UserEnvironment:
@@ -126,7 +53,7 @@ class UserEnvironment:
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         try:
-            with _drawing:
+            with DRAWING:
                 record = self._environment.record(index, held_out)
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
@@ -267,11 +194,12 @@ def make_source(
     turns. endpoint: of an agent. key: of the job file that names it, for messages. Raises ConfigError."""
     key = key or ("task.eval_source" if use is Use.EVALUATION else "task.source")
     where = f"{key} = {source!r}"
-    kind, _, name = source.partition(":")
-    if kind == "reasoning_gym" and name:
-        return ReasoningGym(name, options, seed, key)
-    if kind in ROW_KINDS and name:
-        return RowSource(open_rows(source, options, where), columns or Columns(), where, use)
+    kind, name = kind_of(source), source.partition(":")[2]
+    if kind is not None and kind.type is SourceType.PROCEDURAL:
+        made: TaskSource = kind.open(name, options, seed, key, where=where)
+        return made
+    if kind is not None and kind.type is SourceType.ROWS:
+        return RowSource(open_source(kind.type, source, options, where), columns or Columns(), where, use)
     if source == "emulated":
         return Emulated()
     if name and is_environment(source, key):
@@ -280,19 +208,7 @@ def make_source(
         )
     if name:
         return UserEnvironment(source, options, seed, key)
-    raise ConfigError(
-        f"{where}: expected reasoning_gym:DATASET, jsonl:FILE, parquet:FILE, datasets:NAME, "
-        f"{', '.join(f'{kind}:NAME' for kind in PACKAGED)}, agent:FILE.py:NAME, "
-        "verifiers:TASKSET, openenv:URL_OR_PACKAGE, file.py:NAME or module:NAME"
-    )
-
-
-def math_verify_reward(answer: str, record: Record) -> float:
-    """1 if the answer is mathematically equal to the record's, by the `math-verify` package."""
-    from math_verify import parse, verify
-
-    gold = str(record["answer"])
-    return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
+    raise ConfigError(f"{where}: expected {all_forms()}, file.py:NAME or module:NAME")
 
 
 def make_reward(
@@ -313,17 +229,15 @@ def make_reward(
 
 
 def _load_reward(function: str, source: TaskSource, key: str) -> Reward:
-    """Load task, math_verify, path/to/file.py:name, or module:name. key: of the job file, for messages."""
-    if function == "task":
-        return source.score
-    if function == "math_verify":
-        return math_verify_reward
-    if ":" not in function:
-        raise ConfigError(f"{key} = {function!r}: expected task, math_verify, file.py:name or module:name")
-    reward: Reward = user_code.load(function, key)
+    """Load a reward of the registry, path/to/file.py:name, or module:name. key: of the job file, for messages."""
+    if fault := REWARDS.fault(function):
+        raise ConfigError(f"{key} {fault}")
+    reward = REWARDS.load(function, key)
+    parameters = inspect.signature(reward).parameters
+    if "source" in parameters:
+        return functools.partial(reward, source=source)
     num_required = sum(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        for p in inspect.signature(reward).parameters.values()
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters.values()
     )
     if num_required > 2:
         raise ConfigError(f"{key} = {function!r}: must take (answer, record), but requires {num_required} arguments")

@@ -128,7 +128,7 @@ def test_data_in_the_folder_is_named_from_there(here: Path, tiny_model: Path, mo
         (("--data", "rows.csv", "--model", "{model}"), r"--data rows\.csv: unknown kind of file; bring one of \.jso"),
         (("--data", "talk.jsonl", "--model", "{model}"), r"prompts are messages, and .* has no chat template"),
         (("--model", "./none"), r"no such folder|cannot be loaded"),
-        (("--reward", "best",), r"--reward best: expected exact, math_verify, or your own, FILE\.py:NAME"),
+        (("--reward", "best",), r"--reward must be one of task, math_verify, or your own, file\.py:NAME, not .best"),
         (("--reward", "none.py:f"), r"--reward = 'none\.py:f': cannot be loaded"),
     ],
 )  # fmt: skip

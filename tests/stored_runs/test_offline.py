@@ -31,7 +31,7 @@ from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended, TrajectoryId
 from staleflow.tasks.rendering.task_source import distinct_held_out
-from staleflow.tasks.sources.task_sources import ReasoningGym
+from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, staleflow
 from tests.stores.test_stores import change_a_logprob, corrupt_tokens, edit

@@ -16,13 +16,13 @@ import pytest
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import PlayedTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.agents import load_agent
 from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
 from staleflow.tasks.episodes.openenv_agents import BadAction, action_of
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Task
 from staleflow.tasks.rendering.turn_params import split
+from staleflow.tasks.settings.source_kinds import SourceType, open_source
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.test_agent_clients import capturing, free_port, serving
@@ -63,7 +63,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_package_that_is_missing_is_named(source: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=f"needs the package {package}"):
-        load_agent(source, {}, f"task.source = {source!r}")
+        open_source(SourceType.AGENT, source, {}, f"task.source = {source!r}")
 
 
 @pytest.mark.parametrize(("source", "options", "said"), [
@@ -78,7 +78,7 @@ def test_an_option_of_a_wrong_kind_is_refused_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match=said):
-        load_agent(source, options, f"task.source = {source!r}")
+        open_source(SourceType.AGENT, source, options, f"task.source = {source!r}")
 
 
 def test_what_the_model_says_is_an_action_or_none() -> None:
@@ -159,7 +159,7 @@ def test_openenv_finds_nothing_fatal_in_an_episode_of_its_own_environment(room_u
     pytest.importorskip("openai")
     from openenv.core.harness.capture.export import export_session
 
-    agent = load_agent(f"openenv:{room_url}", {"field": "echoed_message"}, "task.source")
+    agent = open_source(SourceType.AGENT, f"openenv:{room_url}", {"field": "echoed_message"}, "task.source")
     task = PlayedTask(index=0, held_out=False, seed=4, options={}, rng=random.Random(4))
 
     async def work() -> None:

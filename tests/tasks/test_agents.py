@@ -423,7 +423,7 @@ def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     pids = tmp_path / "pid"
     started = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
     left = f"import subprocess, sys; open({str(pids)!r}, 'w').write(str({started}.pid)); print(0.5)"
-    agent = load_agent("agent:command", {"command": [sys.executable, "-c", left]}, "task.source")
+    agent = load_agent("command", {"command": [sys.executable, "-c", left]}, "task.source")
     task = PlayedTask(index=0, held_out=False, seed=1, options={}, rng=random.Random(1))
 
     async def work() -> None:

@@ -21,8 +21,9 @@ from staleflow.stores.weights.weight_folder import ParameterFolder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
 from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
-from staleflow.tasks.sources.task_sources import ReasoningGym, SourceSettings, extract_answer, make_reward, make_source
+from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer, make_reward, make_source
 
 OPTIONS = {"min_terms": 2, "max_terms": 3}
 
@@ -370,7 +371,7 @@ def test_a_reward_may_be_a_weighted_sum_that_fails_with_any_part(rewards: Path, 
 def test_parts_that_cannot_be_loaded_are_named(rewards: Path, rows: Path) -> None:
     for function, parts, message in (
         ("task", {"a": RewardPart(function="none.py:f")}, r"^reward\.parts\.a\.function = 'none\.py:f': cannot be l"),
-        ("task", {"a": RewardPart(function="bare")}, r"^reward\.parts\.a\.function = 'bare': expected task, math_"),
+        ("task", {"a": RewardPart(function="bare")}, r"^reward\.parts\.a\.function must be one of task, math_"),
         ("math_verify", {"a": RewardPart()}, r"^reward\.function = 'math_verify': there are reward\.parts too"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -384,7 +385,7 @@ def test_parts_that_cannot_be_loaded_are_named(rewards: Path, rows: Path) -> Non
         ("{rewards}:missing", "has no function missing"),
         ("{rewards}:greedy", r"must take \(answer, record\), but requires 3 arguments"),
         ("no_such_module:f", "cannot be loaded"),
-        ("bare", "expected task, math_verify"),
+        ("mathh_verify", "must be one of task, math_verify, .*did you mean 'math_verify'"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_one_line(rewards: Path, rows: Path, function: str, message: str) -> None:

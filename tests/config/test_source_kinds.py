@@ -1,0 +1,28 @@
+"""A job means the same to every command: which source of tasks it names, and whether an environment answers turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from staleflow.cli.main import cli
+from staleflow.pipeline.config import loading, user_files
+from staleflow.pipeline.config.dry_run_settings import dry_run
+from staleflow.pipeline.config.factories import make_strategies
+
+AGENT = "examples/agent.toml"
+
+
+def test_the_example_with_environments_has_them_for_every_command(tmp_path: Path) -> None:
+    """`run` and the dry run locate the job first, `simulate` and `profile` do not."""
+    loaded = loading.load(AGENT)
+    located = user_files.located(loaded)
+    tried = dry_run(loading.load(AGENT, (f"model.path={tmp_path}",)), tmp_path)
+    assert located.acts
+    assert loaded.acts
+    assert tried.acts
+    assert make_strategies(loaded).environments
+    answer = CliRunner().invoke(cli, ["config", "explain", AGENT, "--no-check", "--json"])
+    assert {row["key"]: row["value"] for row in json.loads(answer.output)}["acts"] is True
