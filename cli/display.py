@@ -149,7 +149,7 @@ class Display:
         console.print(
             f"{summary['trajectories_consumed']} trajectories, {summary['response_tokens']} tokens in "
             f"{seconds.get('wall_s', 0.0):.0f} s; staleness {summary['staleness_histogram']}, "
-            f"bound {summary['staleness_bound']}",
+            f"eta {'-' if summary['eta'] is None else summary['eta']}",
             highlight=False,
             soft_wrap=True,
         )

@@ -137,9 +137,7 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
         click.echo(json.dumps(CODEC.encode(records), indent=2))
         return
     header = store.header
-    click.echo(
-        f"{header.run}: {header.groups_per_step} groups of {header.group_size} per step, staleness bound {header.eta}"
-    )
+    click.echo(f"{header.run}: {header.groups_per_step} groups of {header.group_size} per step, {header.bound}")
     if others := sorted(store.branches()):
         click.echo(f"other branches: {', '.join(others)}")
     for record in records:

@@ -158,7 +158,7 @@ def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
         scale = load_job(run).time_scale  # an emulated run may be faster than its cost model
         steps = [r.metrics for r in store.steps() if r.kind == "step"]
         wall_s = summary["seconds"]["wall_s"] * scale
-        eta = min(versions_behind(load_job(run)), store.header.eta)
+        eta = versions_behind(load_job(run))
         click.echo(
             f"the run itself: {steady_tokens_per_s(steps, eta) / scale:,.0f} tokens/s, "
             f"{tokens_per_s(steps) / scale:,.0f} with warm-up and end, {wall_s:.1f} s for "

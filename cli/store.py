@@ -117,11 +117,12 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
         click.echo(f"{run}: no steps stored yet, nothing to verify")
     else:
         covered = f"{result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
-        covered += f"{result.max_staleness} (bound {store.header.eta})"
+        covered += f"{result.max_staleness} ({store.header.bound})"
         click.echo(f"{run}: {'damaged' if result.unchecked else covered}")
         for check in result.checks:
             found = [f for f in result.findings if f.check == check]
-            click.echo(f"  {check:<13} {'holds' if not found else f'BROKEN, {len(found)} findings'}")
+            holds = "not verified: the run keeps no bound" if check in result.not_verified else "holds"
+            click.echo(f"  {check:<13} {holds if not found else f'BROKEN, {len(found)} findings'}")
             for finding in found[:10]:
                 click.echo(f"      {finding.where}: {finding.what}")
         for check in result.unchecked:

@@ -29,7 +29,7 @@ results.mkdir()
 # %%
 store = VersionedStore.open(run / "store")
 steps = [record for record in store.steps() if record.kind == "step"]
-print(f"{run}: {len(steps)} steps, bound eta = {store.header.eta}; audit clean: {audit(store).clean}")
+print(f"{run}: {len(steps)} steps, {store.header.bound}; audit clean: {audit(store).clean}")
 
 # %% [markdown]
 # The batch of any step, bit for bit as the trainer received it (`store show --at-step K`).

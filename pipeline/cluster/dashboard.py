@@ -188,7 +188,7 @@ class View:
         self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
         self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
         self._history = ColumnDataSource(dict(EMPTY_HISTORY))
-        self._bound = ColumnDataSource({"step": [], "bound": []})
+        self._eta = ColumnDataSource({"step": [], "eta": []})
         self._held_out = {
             name: ColumnDataSource({"version": [], "reward": [], "low": [], "high": []}) for name in HELD_OUT
         }
@@ -270,10 +270,8 @@ class View:
             smooth = plot.line(x="step", y=SMOOTH + name, color=colour, line_width=2, source=self._history)
             entries.append(LegendItem(label=STEP[name].label, renderers=[smooth]))
         if "staleness_max" in series:
-            bound = plot.line(
-                x="step", y="bound", color="#d6301f", line_width=1, line_dash="dashed", source=self._bound
-            )
-            entries.append(LegendItem(label="bound", renderers=[bound]))
+            eta = plot.line(x="step", y="eta", color="#d6301f", line_width=1, line_dash="dashed", source=self._eta)
+            entries.append(LegendItem(label="eta", renderers=[eta]))
         if "reward" in series:
             entries += [self._held_out_marks(plot, name) for name in HELD_OUT]
         if len(entries) > 1:  # above the plot, where it covers no curve
@@ -317,15 +315,13 @@ class View:
             self._shown = (job.id, len(job.history))
             steps = list(job.history.values())
             self._history.data = columns(steps, METRICS_SHOWN)
-            self._show_bound(status)
+            self._show_eta(status)
         self._show_held_out(status)
 
-    def _show_bound(self, status: Mapping[str, Any]) -> None:
+    def _show_eta(self, status: Mapping[str, Any]) -> None:
         x = self._history.data["step"]
-        known = status.get("bound") is not None and len(x)
-        self._bound.data = (
-            {"step": [x[0], x[-1]], "bound": [status["bound"]] * 2} if known else {"step": [], "bound": []}
-        )
+        known = status.get("eta") is not None and len(x)
+        self._eta.data = {"step": [x[0], x[-1]], "eta": [status["eta"]] * 2} if known else {"step": [], "eta": []}
 
     def _show_held_out(self, status: Mapping[str, Any]) -> None:
         for name, source in self._held_out.items():

@@ -227,7 +227,7 @@ def _check_adapters(config: RunConfig, where: str) -> None:
             f'{where}: rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank, such as '
             'to 32, or use "interrupt"'
         )
-    if rank and config.kept_bound is None:
+    if rank and config.eta is None:
         raise ConfigError(
             f'{where}: staleness.admission = "backlog" keeps no bound, so any number of adapters could be needed at '
             "once; use another one with training.lora"

@@ -110,7 +110,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     costs: StepCosts = drafts.costs if speculation.decided else cost
     strategies = make_strategies(config, costs)
     ledger = StalenessLedger(
-        eta=config.bound,
+        eta=config.ledger_eta,
         groups_per_step=batch.groups_per_step,
         group_size=batch.group_size,
         groups_started=config.groups_started,
@@ -124,7 +124,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     pacing = Pacing(
         costs,
         forecast,
-        eta=config.bound,
+        eta=config.ledger_eta,
         groups=batch.groups_per_step,
         group_size=batch.group_size,
         slack=_pace_slack(config, strategies),

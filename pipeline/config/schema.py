@@ -388,14 +388,14 @@ class RunConfig:
         return self.rollout.engine.time_scale if self.emulated else 1.0
 
     @property
-    def bound(self) -> int:
-        """eta; with an admission rule that keeps no bound, the number of steps."""
-        return self.steps if self.staleness.admission in BOUNDLESS else self.staleness.eta
+    def eta(self) -> int | None:
+        """The staleness bound that is kept; None with an admission rule that keeps none."""
+        return None if self.staleness.admission in BOUNDLESS else self.staleness.eta
 
     @property
-    def kept_bound(self) -> int | None:
-        """eta; None with an admission rule that keeps no bound."""
-        return None if self.staleness.admission in BOUNDLESS else self.staleness.eta
+    def ledger_eta(self) -> int:
+        """eta; with an admission rule that keeps no bound, the number of steps, by which any version is soon enough."""
+        return self.steps if self.eta is None else self.eta
 
     @property
     def served_versions(self) -> int:
@@ -442,7 +442,7 @@ DERIVED = (
     "trajectories_per_step",
     "groups_started",
     "members_started",
-    "bound",
+    "eta",
     "max_response_tokens_per_step",
     "max_trajectories_in_flight",
     "concurrency",

@@ -91,7 +91,7 @@ async def _execute(
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
     cluster = await (connect(config) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
-    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, config.kept_bound)
+    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, config.eta)
     cluster.job = reporter.id
     ended = "failed", ""
     try:

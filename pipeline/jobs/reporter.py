@@ -33,12 +33,12 @@ CODEC = Codec()
 
 
 class Reporter:
-    """Sends one run's progress and log lines to the board. planned: training steps of the run. bound: of staleness;
+    """Sends one run's progress and log lines to the board. planned: training steps of the run. eta: the bound it keeps;
     None if it keeps none."""
 
-    def __init__(self, id: str, planned: int, bound: int | None = None) -> None:
+    def __init__(self, id: str, planned: int, eta: int | None = None) -> None:
         self.id = id
-        self._bound = bound
+        self._eta = eta
         self._planned = planned
         self._lines: list[str] = []
         self._status: dict[str, Any] = {}
@@ -72,7 +72,7 @@ class Reporter:
             "losses": list(outcomes.losses),
             "fleet": outcomes.instances,
             "environments": [CODEC.encode(host) for host in outcomes.environments],
-            "bound": self._bound,
+            "eta": self._eta,
             "limit": next(reversed(outcomes.limits.values()), ""),
             "evaluating": evaluating(snapshot.evaluated_version, snapshot.num_evaluated)
             if snapshot.num_evaluated

@@ -82,7 +82,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "drafted_tokens": int(sum(s.get("drafted_tokens", 0.0) for s in outcomes.steps)),
         "accepted_tokens": int(sum(s.get("accepted_tokens", 0.0) for s in outcomes.steps)),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
-        "staleness_bound": config.bound,
+        "eta": config.eta,
         "ended": outcomes.snapshot.ended if outcomes.snapshot else {},
         "refusals": outcomes.snapshot.refusals if outcomes.snapshot else {},
         "seconds": {k: round(v, 3) for k, v in phases.items() if k.endswith("_s")},
@@ -182,8 +182,8 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     stale = axes[0][1]
     for name, (color, width) in AGES.items():
         stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
-    if config.kept_bound is not None:
-        stale.axhline(config.kept_bound, color="#cb181d", linestyle="--", linewidth=1, label="bound")
+    if config.eta is not None:
+        stale.axhline(config.eta, color="#cb181d", linestyle="--", linewidth=1, label="eta")
     most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
     stale.set(title=axis("staleness", *AGES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)

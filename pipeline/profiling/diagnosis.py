@@ -84,7 +84,7 @@ class Sizes:
 
 def versions_behind(config: RunConfig) -> int:
     """How many versions a job's work may lie behind: its bound, or that of a rule that does not ask for one."""
-    return FIXED_ETA.get(config.staleness.admission, config.bound)
+    return FIXED_ETA.get(config.staleness.admission, config.ledger_eta)
 
 
 def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | None = None) -> Sizes:

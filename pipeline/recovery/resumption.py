@@ -13,7 +13,6 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.recovery.run_folder import load_job, require_run, write_job
-from staleflow.pipeline.strategies.admission import BOUNDLESS
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
 from staleflow.stores.metrics import with_rates
@@ -133,18 +132,18 @@ def _refuse_lost_store(run_dir: Path) -> None:
 def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
     """Raise ConfigError if the store was made with another staleness bound or other batch sizes than the job's."""
     job = actor_settings.run_header(config)
-    if config.staleness.admission in BOUNDLESS and job.eta > header.eta:
+    if job.eta is None and header.eta is not None and config.steps > header.eta:  # of earlier versions
         raise ConfigError(
             f"{config.run_dir}: steps = {config.steps} in the job, {header.eta} in the store: with staleness.admission "
-            f"= backlog this is the staleness bound, which is fixed; use --set steps={header.eta} or fewer"
+            f"= {config.staleness.admission} this is its eta, which is fixed; use --set steps={header.eta} or fewer"
         )
     sizes = (
         ("batch.groups_per_step", job.groups_per_step, header.groups_per_step),
         ("batch.group_size", job.group_size, header.group_size),
         ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
     )
-    bound = (("staleness.eta", job.eta, header.eta),) if config.staleness.admission not in BOUNDLESS else ()
-    for key, asked, stored in (*bound, *sizes):
+    eta = () if job.eta is None else (("staleness.eta", job.eta, header.eta),)
+    for key, asked, stored in (*eta, *sizes):
         if asked != stored:
             raise ConfigError(
                 f"{config.run_dir}: {key} = {asked} in config.toml, {stored} in the store, which another job created; "

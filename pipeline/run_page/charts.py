@@ -20,7 +20,7 @@ class Chart:
     title: str
     names: tuple[str, ...]
     hint: str = ""
-    bound: bool = False
+    eta: bool = False
     """Whether the staleness bound is drawn."""
     held_out: bool = False
     """Whether rewards on held-out prompts are drawn."""
@@ -30,7 +30,7 @@ class Chart:
     def plain(self) -> dict[str, Any]:
         """For the page, with units and meanings."""
         return {
-            "title": self.title, "hint": self.hint, "bound": self.bound, "held_out": self.held_out,
+            "title": self.title, "hint": self.hint, "eta": self.eta, "held_out": self.held_out,
             "unit": STEP[self.names[0]].unit,
             "lines": [
                 {"name": name, "label": self._label(name), "doc": STEP[name].doc}
@@ -51,8 +51,8 @@ CHARTS = (
     Chart(
         title="staleness",
         names=("staleness_mean", "staleness_max", "staleness_in_flight", "staleness_in_queue"),
-        bound=True,
-        hint="dashed: the bound",
+        eta=True,
+        hint="dashed: eta, the bound",
     ),
     Chart(title="importance ratio", names=("ratio_mean",), hint="to the behaviour policy; 1 is on-policy"),
     Chart(title="effective sample size", names=("ess",), hint="of the importance ratios, per token; 1 is on-policy"),

@@ -178,7 +178,7 @@ def _card(name: str, rows: int, store: VersionedStore) -> str:
         f"# Trajectories of the run {name}\n\n"
         f"{rows} responses with their tokens, behaviour logprobs and the policy version of each token. Of many turns, "
         "`conversation` has each with its role; `sampled` tells the model's own tokens. `staleness` is "
-        f"the training step's version less the trajectory's oldest (bound {store.header.eta}), -1 if it was not "
+        f"the training step's version less the trajectory's oldest ({store.header.bound}), -1 if it was not "
         f"trained on; `fate` and `reason` say how it ended.\n\nSnapshot `{store.snapshot}`.\n{lineage}"
     )
 

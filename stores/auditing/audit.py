@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from staleflow.stores.auditing.conservation import Conservation
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.auditing.row_checks import RowRange, RowsChecked, check_rows_at, hash_batches
+from staleflow.stores.auditing.row_checks import CHECK, RowRange, RowsChecked, check_rows_at, hash_batches
 from staleflow.stores.auditing.single_consumption import ConsumedRows
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.layout import AT
@@ -43,7 +43,8 @@ Runner = Callable[[Callable[..., RowsChecked], Iterable[tuple[Any, ...]]], Itera
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
     """The checks that were made, the amount of data they covered, and the violations they found. unchecked: what needs
-    all of a store that is damaged; if there is any, nothing was counted either."""
+    all of a store that is damaged; if there is any, nothing was counted either. not_verified: checks that had nothing
+    to check, such as the bound of a run that keeps none."""
 
     num_steps: int
     num_trajectories: int
@@ -53,6 +54,7 @@ class Audit:
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...] = ()
+    not_verified: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -101,6 +103,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
         max_staleness=consumption.max_staleness,
         checks=CHECKS,
         findings=tuple(findings),
+        not_verified=() if store.header.eta is not None else (CHECK,),
     )
 
 

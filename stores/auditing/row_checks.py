@@ -53,13 +53,13 @@ class RowsChecked:
     error: str = ""
 
 
-def check_rows_at(path: str, snapshot: str, eta: int, rows: RowRange) -> RowsChecked:
+def check_rows_at(path: str, snapshot: str, eta: int | None, rows: RowRange) -> RowsChecked:
     """As `check_rows`; a function of plain values, so that it can be sent to a worker."""
     return check_rows(StoreReader.at(Path(path), snapshot), eta, rows)
 
 
-def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowsChecked:
-    """Check a range of rows."""
+def check_rows(store: StoreReader, eta: int | None, rows: RowRange) -> RowsChecked:
+    """Check a range of rows. eta: the staleness bound; None if the run keeps none."""
     found = RowsChecked(first=rows.first)
     digests: dict[int, BatchDigest] = {}
     try:
@@ -228,7 +228,7 @@ def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: byt
     return spans if np.array_equal(versions[at : at + len(expected)], expected) else None
 
 
-def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
+def _wrong_rows(block: RowBlock, eta: int | None) -> Iterator[Finding]:
     """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step; and
     that tokens which were not sampled have no version, no logprob and no gradient."""
     ints, spans = block.ints, block.spans
@@ -239,7 +239,7 @@ def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     np.minimum.at(oldest, rows, versions)
     np.maximum.at(newest, rows, versions)
     older = oldest < v_traj
-    outside = consumed & ~((v_traj <= step) & (step <= v_traj + eta))
+    outside = consumed & ((v_traj > step) | (eta is not None and step > v_traj + eta))
     newer = consumed & (newest > step)
     not_as_sampled = _not_as_sampled(block)
     turns = spans.turns(len(ints))

@@ -311,7 +311,9 @@ class StoreReader:
 
     def to_xarray(self) -> Any:
         """An xarray.Dataset over dimensions `trajectory` and `token`; token arrays stay on disk until computed."""
-        attributes = {"run": self.header.run, "eta": self.header.eta, "snapshot": self.snapshot}
+        attributes: dict[str, str | int] = {"run": self.header.run, "snapshot": self.snapshot}
+        if self.header.eta is not None:  # NetCDF has no None
+            attributes["eta"] = self.header.eta
         return dataframes.to_xarray(self.columns(), self.table()["offset"], self._read_root(), attributes)
 
     def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:

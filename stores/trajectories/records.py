@@ -21,7 +21,8 @@ class RunHeader:
     """The settings of the run that wrote a store which give its numbers their meaning."""
 
     run: str
-    eta: int
+    eta: int | None
+    """The staleness bound; None if the admission rule keeps none. Earlier versions wrote the number of steps then."""
     groups_per_step: int
     group_size: int
     members_started: int
@@ -34,6 +35,11 @@ class RunHeader:
     """The job file, TOML, of a store in a bucket: whoever has only its URL knows the run by it."""
     longest_prompt: int | None = None
     """Tokens of the longest prompt that was drawn; longer ones were replaced by others. None: none was replaced."""
+
+    @property
+    def bound(self) -> str:
+        """The staleness bound in words."""
+        return "no staleness bound" if self.eta is None else f"staleness bound eta = {self.eta}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

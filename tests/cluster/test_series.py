@@ -84,13 +84,13 @@ def test_a_long_run_is_few_points_with_its_bound_and_held_out_rewards() -> None:
     view = View(board, "")
     view._show_held_out({"evaluations": [one]})
     view._history.data = columns(list(job.history.values()), METRICS_SHOWN)
-    view._show_bound({"bound": 2})
+    view._show_eta({"eta": 2})
     assert len(view._history.data["step"]) == 2 * MOST_BINS
-    assert dict(view._bound.data) == {"step": [0.0, 2799.0], "bound": [2, 2]}
+    assert dict(view._eta.data) == {"step": [0.0, 2799.0], "eta": [2, 2]}
     assert dict(view._held_out["sampled"].data) == {"version": [0], "reward": [0.5], "low": [0.4], "high": [0.6]}
     assert dict(view._held_out["greedy"].data)["version"] == []
-    view._show_bound({"bound": None})
-    assert dict(view._bound.data) == {"step": [], "bound": []}
+    view._show_eta({"eta": None})
+    assert dict(view._eta.data) == {"step": [], "eta": []}
 
 
 def test_legends_cover_no_curve_and_steps_have_whole_numbers() -> None:

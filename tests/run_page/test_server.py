@@ -84,7 +84,7 @@ def test_files_outside_of_the_page_are_not_served(page: Page) -> None:
 def test_a_run_says_what_it_is(page: Page) -> None:
     run = page.ask("run")
     assert (run["name"], run["state"], run["num_steps"], run["steps"]) == ("page", "interrupted", 2, 3)
-    assert run["bound"] == 1
+    assert run["eta"] == 1
     assert run["ended"] == {"consumed": 4}
     assert run["branches"] == ["main"]
 

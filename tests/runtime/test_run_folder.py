@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import doctest
 import errno
 import fcntl
@@ -242,7 +243,6 @@ def test_what_a_resume_changes_is_written_down_even_if_nothing_was_stored(light:
         ((), "batch.groups_per_step=5", "batch.groups_per_step = 5 in config.toml, 6 in the store"),
         ((), "batch.group_size=2", "batch.group_size = 2 in config.toml, 4 in the store"),
         ((), "batch.extra_members=1", r"batch.group_size \+ batch.extra_members = 5 in config.toml, 4 in the store"),
-        (("staleness.admission=backlog",), "steps=4", "steps = 4 in the job, 3 in the store: .*--set steps=3 or fewer"),
     ],
 )
 def test_a_resume_refuses_a_job_that_its_store_is_not_of(
@@ -258,9 +258,17 @@ def test_a_resume_refuses_a_job_that_its_store_is_not_of(
     assert contents(config.run_dir) == before
 
 
-def test_a_backlog_run_may_end_earlier_than_its_bound(light: Path) -> None:
+def test_a_run_that_keeps_no_bound_may_be_given_other_steps(light: Path) -> None:
+    """In stores of earlier versions the number of steps was its bound: no more of them."""
     config = begun(light, "staleness.admission=backlog")
-    assert resumption.reached(resumption.load(config.run_dir, ("steps=2",))) == 0
+    header = VersionedStore.open(config.run_dir / "store").header
+    assert header.eta is None
+    for steps in (2, 4):
+        longer = resumption.load(config.run_dir, (f"steps={steps}",))
+        assert resumption.reached(longer) == 0
+        resumption.refuse_unfit(longer, dataclasses.replace(header, eta=4))
+    with pytest.raises(ConfigError, match=r"steps = 4 in the job, 3 in the store: .*--set steps=3 or fewer"):
+        resumption.refuse_unfit(longer, dataclasses.replace(header, eta=3))
 
 
 # -- what is named is what is worked on --------------------------------------------------------------------------------

@@ -484,7 +484,7 @@ def test_backlog_keeps_no_bound_and_says_so() -> None:
         workload__long_ratio=30.0, workload__median=12.0, steps=30, simulation__train_s=0.05,
     )  # fmt: skip
     measures = measure(config, run(config))
-    assert config.bound == 30
+    assert (config.eta, config.ledger_eta) == (None, 30)
     assert max(measures.staleness) > 1
     assert not measures.bound_kept
 

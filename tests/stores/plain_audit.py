@@ -153,7 +153,7 @@ def _bound(header: RunHeader, row: Ended) -> Iterable[Finding]:
         yield Finding(check="bound", where=where, what=what)
     if row.fate is not Fate.CONSUMED:
         return
-    if not t.v_traj <= row.step <= t.v_traj + header.eta:
+    if t.v_traj > row.step or (header.eta is not None and row.step > t.v_traj + header.eta):
         what = f"consumed by step {row.step}, v_traj is {t.v_traj} and eta {header.eta}"
         yield Finding(check="bound", where=where, what=what)
     if len(versions) and int(versions.max()) > row.step:

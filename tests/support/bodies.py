@@ -181,7 +181,7 @@ class Run:
             assert self.config.acts or list(versions) == sorted(versions)
             if row.fate is Fate.CONSUMED:
                 self._check_whole(t)
-                assert 0 <= row.step - t.v_traj <= self.config.bound
+                assert 0 <= row.step - t.v_traj <= self.config.ledger_eta
                 assert all(t.v_traj <= v <= row.step for v in versions)
 
     def _check_whole(self, t: Trajectory) -> None:

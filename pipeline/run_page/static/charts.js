@@ -58,7 +58,7 @@ export class Board {
     this.charts = [];
   }
 
-  /** A card with a chart. spec: {title, unit, hint, lines: [{name, label, doc}], bound, points(), keys()}. */
+  /** A card with a chart. spec: {title, unit, hint, lines: [{name, label, doc}], eta, points(), keys()}. */
   add(spec) {
     const chart = new LineChart(this, spec);
     this.charts.push(chart);
@@ -239,9 +239,9 @@ class LineChart extends Chart {
       see(point.mean - point.error);
       see(point.mean + point.error);
     }
-    if (spec.bound !== null && spec.bound !== undefined) {
+    if (spec.eta !== null && spec.eta !== undefined) {
       see(0);
-      see(spec.bound * 1.12);
+      see(spec.eta * 1.12);
     }
     if (low > high) [low, high] = [0, 1];
     if (low > 0 && low < 0.6 * high) low = 0;
@@ -258,16 +258,16 @@ class LineChart extends Chart {
 
   marks() {
     const marks = [];
-    const { bound } = this.spec;
-    if (bound !== null && bound !== undefined) {
+    const { eta } = this.spec;
+    if (eta !== null && eta !== undefined) {
       marks.push(
-        svg("line", { class: "bound", x1: LEFT, x2: this.width - RIGHT, y1: this.y(bound), y2: this.y(bound) }),
+        svg("line", { class: "bound", x1: LEFT, x2: this.width - RIGHT, y1: this.y(eta), y2: this.y(eta) }),
       );
       marks.push(
         svg(
           "text",
-          { class: "tick bound", x: this.width - RIGHT, y: this.y(bound) - 4, "text-anchor": "end" },
-          `bound ${bound}`,
+          { class: "tick bound", x: this.width - RIGHT, y: this.y(eta) - 4, "text-anchor": "end" },
+          `eta ${eta}`,
         ),
       );
     }

@@ -188,7 +188,7 @@ function memberCard(one, run, widest, against, other) {
         )
       : null,
     strip(one.segments),
-    labels(one, run.bound),
+    labels(one, run.eta),
     one.error ? h("p", { class: "bad small" }, one.error) : null,
     one.said.length
       ? h(

@@ -42,7 +42,7 @@ export function speaker(passage, ...more) {
 }
 
 /** Facts about a trajectory as small labels, with what is out of the ordinary marked. */
-export function labels(one, bound) {
+export function labels(one, eta) {
   const dropped = one.fate !== "consumed";
   return h(
     "div",
@@ -52,7 +52,7 @@ export function labels(one, bound) {
       : h(
           "span",
           { title: `v_traj ${one.v_traj}` },
-          `staleness ${one.staleness}${bound === null ? "" : ` of ${bound}`}`,
+          `staleness ${one.staleness}${eta === null ? "" : ` of ${eta}`}`,
         ),
     h("span", {}, `${short(one.response_tokens)} tokens`),
     one.turns > 1

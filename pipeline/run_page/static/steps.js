@@ -92,7 +92,7 @@ function append(data, more) {
 }
 
 function withPoints(chart, run) {
-  const spec = { ...chart, bound: chart.bound ? run.bound : null };
+  const spec = { ...chart, eta: chart.eta ? run.eta : null };
   if (!chart.held_out) return spec;
   spec.points = () => heldOut(run); // a run that goes on evaluates again
   spec.keys = () =>
@@ -155,7 +155,7 @@ function tiles(run, data) {
             : `version ${held[0].version}`,
         )
       : null,
-    tile("largest staleness", `${staleness}`, run.bound === null ? "no bound is kept" : `bound ${run.bound}`),
+    tile("largest staleness", `${staleness}`, run.eta === null ? "no bound is kept" : `eta ${run.eta}`),
     tile("throughput, last 10 steps", short(mean("tokens_per_s", tail)), "tokens/s trained on"),
     tile(
       "trajectories",

@@ -58,7 +58,7 @@ export async function trajectoryView(run, id) {
       h(
         "section",
         { class: "card spaced" },
-        h("div", { class: "sum" }, rewardOf(one, Math.abs(one.advantage)), labels(one, run.bound)),
+        h("div", { class: "sum" }, rewardOf(one, Math.abs(one.advantage)), labels(one, run.eta)),
         figures(one),
         one.error ? h("p", { class: "error" }, visible(one.error)) : null,
       ),
