@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks.engines import prompts, settings
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.engines.base import Engine, Request
+from staleflow.tasks.engines.engine_builder import build_engine
 
 PARTS = ("forward", "sampling", "library", "ours, loop", "ours, beside")
 POSITIONS = 4096
@@ -143,7 +144,7 @@ def table(name: str, model: str, counts: Sequence[int], steps: int, new: int) ->
     print(f"| running | {' | '.join(PARTS)} | not forward or sampling | a step, elapsed |")
     print("|---" * (len(PARTS) + 3) + "|")
     for running in counts:
-        engine = settings(name, model, running, kv_tokens=running * (new + 64)).build(InstanceId("i"), 1)
+        engine = build_engine(settings(name, model, running, kv_tokens=running * (new + 64)), InstanceId("i"), 1)
         try:
             watched = watch_vllm if name == "vllm" else watch_transformers
             print(measure(engine, watched, running, steps, new), flush=True)

@@ -30,6 +30,7 @@ from staleflow.tasks.actors.actor_calls import answers_calls
 from staleflow.tasks.actors.server_messages import Payload
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import EngineSettings
 
 PROMPT, NEW = 32, 96
@@ -250,7 +251,7 @@ def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
         published = ParameterFolder(Path(folder))
         published.publish(PolicyVersion(1), named)
         path = published.path(PolicyVersion(1))
-        engine = settings("vllm", model, running, keep=on_pull == "keep", **beside).build(InstanceId("i"), 1)
+        engine = build_engine(settings("vllm", model, running, keep=on_pull == "keep", **beside), InstanceId("i"), 1)
 
         versions = itertools.count(1)
 
@@ -307,7 +308,7 @@ def logprobs(model: str, count: int, running: int) -> None:
     torch.set_num_threads(1)
     policy = load_model(model, "float32", "cpu", "sdpa")
     for dtype in ("float32", "bfloat16"):
-        engine = settings("vllm", model, running, dtype).build(InstanceId("i"), 1)
+        engine = build_engine(settings("vllm", model, running, dtype), InstanceId("i"), 1)
         asked = questions(model, -(-count // NEW))
         engine.submit(
             [Request(trajectory=TrajectoryId(i), epoch=1, tokens=p, max_new_tokens=NEW) for i, p in enumerate(asked)]

@@ -30,6 +30,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import Speculation, VllmSettings
 
 PROMPTS = (
@@ -101,7 +102,7 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
         page_tokens=32, max_batch_tokens=1024, eos=(tokenizer.eos_token_id,), seed=0,
         speculation=Speculation(length=length, source=source, most_running=most_running),
     )  # fmt: skip
-    engine = settings.build(InstanceId(kind), 1)
+    engine = build_engine(settings, InstanceId(kind), 1)
     number = 1
     engine.submit([Request(trajectory=TrajectoryId(0), epoch=1, tokens=prompts[0][:1], max_new_tokens=args.tokens)])
     while not any(isinstance(event, Sampled) for event in engine.events(1.0)):

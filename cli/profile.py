@@ -70,6 +70,7 @@ def measure_engine(config: RunConfig, steps: int, max_running: int | None, *, qu
     from staleflow.pipeline.profiling.draft_profile import measure_drafted
     from staleflow.pipeline.profiling.fit import fit_verified
     from staleflow.stores.trajectory import InstanceId
+    from staleflow.tasks.engines.engine_builder import build_engine
 
     facts = inspect_model(config)
     rollout = config.rollout
@@ -77,9 +78,8 @@ def measure_engine(config: RunConfig, steps: int, max_running: int | None, *, qu
     most = min(max_running or rollout.engine.max_running, rollout.engine.max_running)
     # No id ends a response: a batch must stay complete while it is timed.
     asked = rollout.engine.speculation.length
-    engine = actor_settings.engine_settings(without_drafts(config), 0, ()).build(
-        InstanceId("profile"), config.cluster.threads
-    )
+    settings = actor_settings.engine_settings(without_drafts(config), 0, ())
+    engine = build_engine(settings, InstanceId("profile"), config.cluster.threads)
     try:
         grid = profiling.make_grid(most, max(8, min(longest, 4 * rollout.max_new_tokens)), steps)
         progress = (lambda _: None) if quiet else (lambda what: click.echo(f"  {what}", err=True))

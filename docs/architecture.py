@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from graphlib import TopologicalSorter
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 FOLDERS = ("cli", "pipeline", "tasks", "stores")
@@ -38,14 +39,23 @@ def read_modules() -> dict[str, ast.Module]:
 
 
 def imported(tree: ast.AST, modules: Iterable[str]) -> set[str]:
-    """Those of the modules that a module imports, inside functions and under TYPE_CHECKING too."""
+    """The modules that a module imports, inside functions and under TYPE_CHECKING too.
+
+    A text that names a module, `module` or `module:attribute`, counts: something imports it by that name. What follows
+    `-m` does not: it is a program that is started.
+    """
     names: set[str] = set()
+    programs: set[ast.expr] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "a relative import"
             names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, (ast.List, ast.Tuple)):
+            programs |= {after for option, after in pairwise(node.elts) if ast.unparse(option) == "'-m'"}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in programs:
+            names.add(node.value.partition(":")[0])
     return names.intersection(modules)
 
 

@@ -36,15 +36,18 @@ def find_circle(imports: dict[str, set[str]]) -> list[str]:
 def test_no_modules_import_each_other_anywhere() -> None:
     """Neither directly nor in a circle, lazily or under TYPE_CHECKING: what needs each other is one module."""
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
-    assert find_circle({name: imported(tree, MODULES) for name, tree in MODULES.items()}) == []
+    assert find_circle({name: imported(tree, MODULES) - {name} for name, tree in MODULES.items()}) == []
 
 
-def test_a_circle_is_seen_through_lazy_imports_and_type_checking() -> None:
+def test_a_circle_is_seen_through_lazy_imports_type_checking_and_names_in_texts() -> None:
     lazy = (
-        "def f():\n    from staleflow.stores import metrics\n\n"
-        "if TYPE_CHECKING:\n    from staleflow.stores.errors import StoreError\n"
+        "def f():\n    from staleflow.stores import metrics\n    importlib.import_module('staleflow.stores.files')\n\n"
+        "if TYPE_CHECKING:\n    from staleflow.stores.errors import StoreError\n\n"
+        "class Settings:\n    module: ClassVar[str] = 'staleflow.stores.trajectory'\n\n"
+        "TABLE = {'a': 'staleflow.stores.id_sets:IdSet'}\nPROGRAM = ['python', '-m', 'staleflow.cli.main']\n"
     )
-    assert imported(ast.parse(lazy), MODULES) == {"staleflow.stores.metrics", "staleflow.stores.errors"}
+    names = ("metrics", "files", "errors", "trajectory", "id_sets")
+    assert imported(ast.parse(lazy), MODULES) == {f"staleflow.stores.{name}" for name in names}
 
 
 def test_the_picture_of_the_packages_is_current() -> None:

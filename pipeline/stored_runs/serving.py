@@ -14,6 +14,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
+from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 
 ANSWER_TOKENS = 512
@@ -32,7 +33,7 @@ class ServingPlan:
         """Load the model, and begin to answer; on the present event loop."""
         config = self.config
         settings = actor_settings.engine_settings(config, 0, self.facts.eos, attempt=int(time.time()) % 2**20)
-        engine = settings.build(InstanceId("serving"), config.cluster.threads)
+        engine = build_engine(settings, InstanceId("serving"), config.cluster.threads)
         return ServedPolicy(
             engine,
             tokenizer_texts(config.model.path),

@@ -358,6 +358,7 @@ class _Training:
 
 def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:
     """Mean reward on the job's held-out prompts under a model, except those the plan trains on; None if none remain."""
+    from staleflow.tasks.engines.engine_builder import build_engine
     from staleflow.tasks.engines.generate import answers
     from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer
 
@@ -399,9 +400,8 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
             config.rollout, engine=dataclasses.replace(config.rollout.engine, name="transformers")
         ),
     )
-    engine = actor_settings.engine_settings(sampling, 0, inspect_model(sampling).eos).build(
-        InstanceId("evaluation"), config.cluster.threads
-    )
+    settings = actor_settings.engine_settings(sampling, 0, inspect_model(sampling).eos)
+    engine = build_engine(settings, InstanceId("evaluation"), config.cluster.threads)
     scores: dict[bool, list[ScoredResponse]] = {}
     try:
         encoded = [prompts.encode(t) for t in tasks]

@@ -24,6 +24,7 @@ from staleflow.tasks.actors.actor_calls import answers_calls, call
 from staleflow.tasks.actors.draft_corpus import OtherResponses
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import EngineSettings
 
 LEARN_S = 1.0
@@ -88,7 +89,7 @@ class RolloutInstance:
         """When the server was last asked for them, on the loop's clock."""
         held = engine_handover.take_over(run if resumed else "", engine_settings, instance)
         self._took_over = held is not None
-        self._engine: Engine = held or engine_settings.build(instance, threads)
+        self._engine: Engine = held or build_engine(engine_settings, instance, threads)
         if run:
             engine_handover.hold(run, engine_settings, self._engine, self)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")

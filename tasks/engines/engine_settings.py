@@ -1,22 +1,19 @@
 """Settings of the engines a job may choose from; workers build engines from them. Imports no engine.
 
-A settings class names the module of its engine, which has `build(settings, instance, threads)`. Its knobs are keys of
-[rollout.engine]; its other fields are filled by name, from that table or from the values listed at `ENGINES`.
+The knobs of a settings class are keys of [rollout.engine]; its other fields are filled by name, from that table or from
+the values listed at `ENGINES`. engine_builder.py says where its engine is.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.emulation.batch_simulator import Drafting
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import Workload
 from staleflow.tasks.engines.adapters import LoraConfig
-from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import Registry
 
@@ -77,8 +74,6 @@ class Speculation:
 class EngineSettings(Protocol):
     """Settings from which a worker builds its engine. Picklable."""
 
-    module: ClassVar[str]
-    """Name of the engine's module."""
     keeps: ClassVar[bool]
     """Whether running requests can keep their old cache while weights change (rollout.on_pull)."""
     drafts: ClassVar[tuple[str, ...]]
@@ -86,28 +81,22 @@ class EngineSettings(Protocol):
     refused_options: ClassVar[Mapping[str, str]]
     """Keys of rollout.engine.options that a job may not set, and why."""
 
-    def build(self, instance: InstanceId, threads: int) -> Engine: ...
-
 
 ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine.name", contract=EngineSettings)
 """Values for fields: model, dtype, device, temperature, eos, seed, lora, adapters and keep, see ModelSettings and
 VllmSettings; cost, drafting, workload, members and pull_s, see EmulatedSettings."""
 
 
-class _Built:
-    module: ClassVar[str]
+class _Abilities:
+    """What an engine can do unless its settings say otherwise."""
+
     keeps: ClassVar[bool] = False
     drafts: ClassVar[tuple[str, ...]] = ()
     refused_options: ClassVar[Mapping[str, str]] = {}
 
-    def build(self, instance: InstanceId, threads: int) -> Engine:
-        """Build the engine in this process. threads: number it may compute with."""
-        engine: Engine = importlib.import_module(self.module).build(self, instance, threads)
-        return engine
-
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(_Built):
+class ModelSettings(_Abilities):
     """Settings of every engine that samples from a model. model: folder or hub name. kv_tokens: size of the paged
     cache. eos: ids that end a response. adapters: versions that are served side by side, each an adapter of the model,
     as `lora` describes it; 0: a version is all weights, and only one is there."""
@@ -132,7 +121,6 @@ class ModelSettings(_Built):
 class TransformersSettings(ModelSettings):
     """Settings of the transformers engine: the common ones only."""
 
-    module: ClassVar[str] = "staleflow.tasks.engines.transformers"
     drafts: ClassVar[tuple[str, ...]] = ("responses",)
 
 
@@ -145,7 +133,6 @@ class VllmSettings(ModelSettings):
     tensor_parallel: int = knob(1, "vllm: GPUs an instance spreads its model over", low=1, high=64)
     options: dict[str, Any] = knob({}, "vllm: further arguments of its EngineArgs, such as gpu_memory_utilization")
 
-    module: ClassVar[str] = "staleflow.tasks.engines.vllm"
     keeps: ClassVar[bool] = True
     drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
     refused_options: ClassVar[Mapping[str, str]] = {
@@ -179,7 +166,7 @@ class VllmSettings(ModelSettings):
 
 @ENGINES.register("emulated")
 @dataclass(frozen=True, kw_only=True)
-class EmulatedSettings(_Built):
+class EmulatedSettings(_Abilities):
     """Settings of the emulated engine; see EngineConfig and SimulationConfig. members: trajectories per group. pull_s:
     in the cost model's seconds."""
 
@@ -194,6 +181,5 @@ class EmulatedSettings(_Built):
     drafting: Drafting = Drafting()
     adapters: int = 0
 
-    module: ClassVar[str] = "staleflow.tasks.engines.emulated_engine"
     drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
     keeps: ClassVar[bool] = True

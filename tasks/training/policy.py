@@ -3,15 +3,14 @@ trainer without having a model."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from staleflow.tasks.training.microbatches import Row
-from staleflow.tasks.training.rank import ALONE, LONGEST_S, Rank
-from staleflow.tasks.training.trainer_settings import TrainingConfig
+from staleflow.tasks.training.rank import ALONE, Rank
+from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings
 
 if TYPE_CHECKING:
     from staleflow.stores.weights.weight_hash import Weights
@@ -61,24 +60,13 @@ class PolicySettings(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """Settings of the trainer; see ModelConfig. training: the job's table. num_steps: length of a schedule that
-    decays, unless the table has one. max_length: for constant_length. collective_s: seconds that a rank waits for the
-    others in one operation."""
-
-    model: str
-    dtype: str
-    device: str
-    training: TrainingConfig
-    num_steps: int
-    temperature: float
-    max_length: int
-    seed: int
-    collective_s: float = LONGEST_S
+class TrainerSettings(PolicyTrainerSettings):
+    """Settings of the trainer, from which a worker builds its policy."""
 
     def build(self, threads: int, rank: Rank = ALONE) -> Policy:
         import torch
 
+        from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
         torch.set_num_threads(threads)
-        policy: Policy = importlib.import_module("staleflow.tasks.training.policy_trainer").PolicyTrainer(self, rank)
-        return policy
+        return PolicyTrainer(self, rank)

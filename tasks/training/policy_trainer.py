@@ -40,10 +40,10 @@ from staleflow.tasks.training.logprobs import LogprobModel, by_row
 from staleflow.tasks.training.loss import MOST_LOG_RATIO, Tokens
 from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
 from staleflow.tasks.training.objective import Objective
-from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.rank import ALONE, Rank
 from staleflow.tasks.training.rank_group import Group
 from staleflow.tasks.training.step_metrics import TokenSums
+from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class PolicyTrainer:
     is mostly rounded away. With dtype bfloat16 forward and backward run under autocast.
     """
 
-    def __init__(self, settings: TrainerSettings, rank: Rank = ALONE) -> None:
+    def __init__(self, settings: PolicyTrainerSettings, rank: Rank = ALONE) -> None:
         """rank: this process's place among those that train the model. Waits for the others."""
         self.settings = settings
         training = settings.training

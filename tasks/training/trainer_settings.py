@@ -11,6 +11,7 @@ from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import choice, composed
 from staleflow.tasks.training.advantage import ADVANTAGES
 from staleflow.tasks.training.loss import LOSSES
+from staleflow.tasks.training.rank import LONGEST_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +91,20 @@ class TrainingConfig:
     resume_every: int = knob(
         1, "training steps between resume points (weights, optimizer, random state); latest are kept; 0: none", low=0
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTrainerSettings:
+    """What a trainer of a model is made from; see ModelConfig. training: the job's table. num_steps: length of a
+    schedule that decays, unless the table has one. max_length: for constant_length. collective_s: seconds that a rank
+    waits for the others in one operation."""
+
+    model: str
+    dtype: str
+    device: str
+    training: TrainingConfig
+    num_steps: int
+    temperature: float
+    max_length: int
+    seed: int
+    collective_s: float = LONGEST_S

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,8 @@ from staleflow.pipeline.jobs.tracking import Tracking
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.engines import engine_settings as engines
+from staleflow.tasks.engines.engine_builder import MODULES
+from staleflow.tasks.engines.engine_settings import ENGINES
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import Registry
 from staleflow.tasks.sources.task_sources import make_reward, make_source
@@ -123,11 +125,12 @@ def test_a_source_a_reward_and_a_tracker_from_a_file(example: Any, tmp_path: Pat
 def test_an_engine_is_registered_by_its_settings() -> None:
     registry: Registry[Any] = Registry("engine", "rollout.engine.name", contract=engines.EngineSettings)
     known = {"ENGINES": registry, "ModelSettings": engines.ModelSettings, "knob": knob, "dataclass": dataclass}
-    known |= {"ClassVar": ClassVar, "__name__": __name__}
+    known |= {"__name__": __name__}
     exec(compile(blocks("An engine", "python")[0], "settings.py", "exec", dont_inherit=True), known)
+    assert {ENGINES.find(name) for name in ENGINES.names} == set(MODULES)
     assert registry.names == ("parrot",) and registry.wants("parrot", "echoes")
-    with pytest.raises(TypeError, match="engine 'mute' lacks module"):
-        registry.register("mute")(type("MuteSettings", (engines.ModelSettings,), {}))
+    with pytest.raises(TypeError, match="engine 'mute' lacks keeps, drafts, refused_options"):
+        registry.register("mute")(type("MuteSettings", (), {}))
 
 
 def test_each_example_is_as_long_as_the_page_says() -> None:

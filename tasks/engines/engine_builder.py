@@ -1,0 +1,33 @@
+"""Builds engines from their settings, in the process that samples with them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from staleflow.stores.trajectory import InstanceId
+from staleflow.tasks.engines.base import Engine
+from staleflow.tasks.engines.engine_settings import EmulatedSettings, TransformersSettings, VllmSettings
+
+MODULES: dict[type[Any], str] = {
+    TransformersSettings: "staleflow.tasks.engines.transformers",
+    VllmSettings: "staleflow.tasks.engines.vllm",
+    EmulatedSettings: "staleflow.tasks.engines.emulated_engine",
+}
+"""Where the engine of each settings class is: a module with `build(settings, instance, threads)`, loaded when it is
+built."""
+
+
+def build_engine(settings: Any, instance: InstanceId, threads: int) -> Engine:
+    """Build the engine of these settings. Those of an engine from elsewhere have a method `build(instance, threads)`.
+
+    Args:
+        settings: of one of the classes in MODULES, or from elsewhere.
+        instance: the rollout instance that it samples for.
+        threads: number it may compute with.
+    """
+    if (module := MODULES.get(type(settings))) is not None:
+        engine: Engine = importlib.import_module(module).build(settings, instance, threads)
+    else:
+        engine = settings.build(instance, threads)
+    return engine
