@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import choice
-from staleflow.tasks.settings.reward_functions import REWARDS
+from staleflow.tasks.settings.reward_functions import reward_names
 
 HELD_OUT = "held-out"
 """Name of the set that task.eval_prompts and task.eval_source describe."""
@@ -19,10 +18,11 @@ class EvaluationSetConfig:
 
     source: str = knob("", "where its prompts come from, named as in task.source; empty: as task.eval_prompts")
     options: dict[str, Any] = knob({}, "arguments of its source, such as split")
-    reward: str = choice(
-        REWARDS,
+    reward: str = knob(
         "task",
         "what scores it: task (the verifier of its source), math_verify, path/to/file.py:name, or module:name",
+        choices=reward_names(),
+        own=True,
     )
     prompts: int = knob(100, "prompts, the first of its source; duplicates are left out", low=1)
     samples: int = knob(1, "responses sampled per prompt", low=0, high=1000)

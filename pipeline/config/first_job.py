@@ -30,7 +30,7 @@ from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.columns import Columns
 from staleflow.tasks.settings.knobs import names_user_code
-from staleflow.tasks.settings.reward_functions import REWARDS
+from staleflow.tasks.settings.reward_functions import reward_fault
 from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of, open_source
 from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, nearest
 
@@ -266,7 +266,7 @@ def _function(folder: Path, brought: Brought, data: DataFacts) -> str:
         return f"{REWARD}:reward" if data.columns is not None else "task"
     if brought.reward == "exact":
         return "task"
-    if fault := REWARDS.fault(brought.reward):
+    if fault := reward_fault(brought.reward):
         raise ConfigError(f"--reward {fault}")
     if not names_user_code(brought.reward):
         return brought.reward

@@ -26,7 +26,7 @@ from staleflow.tasks.settings.columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import choice, composed
-from staleflow.tasks.settings.reward_functions import REWARDS
+from staleflow.tasks.settings.reward_functions import reward_names
 from staleflow.tasks.settings.reward_part import RewardPart
 from staleflow.tasks.settings.source_kinds import all_forms, is_environment, kind_of
 from staleflow.tasks.training.trainer_settings import TrainingConfig
@@ -81,8 +81,11 @@ class TaskConfig:
 class RewardConfig:
     """How responses are scored."""
 
-    function: str = choice(
-        REWARDS, "task", "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name"
+    function: str = knob(
+        "task",
+        "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name",
+        choices=reward_names(),
+        own=True,
     )
     parts: dict[str, RewardPart] = knob(
         {}, "in place of function: functions by name, each with a weight; the reward is their weighted sum"

@@ -21,9 +21,8 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import data_file, split_code
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text
-from staleflow.tasks.settings import extensions
+from staleflow.tasks.settings import extensions, reward_functions
 from staleflow.tasks.settings.columns import Columns
-from staleflow.tasks.settings.reward_functions import REWARDS
 from staleflow.tasks.settings.source_kinds import SourceType, kind_of
 
 PARTS = ("reward", "data", "template")
@@ -163,7 +162,7 @@ def _function(function: str, named: str, source: Facts) -> Facts:
         return {"reward.function": function} | verifier | package
     if function == "math_verify":
         return {"reward.function": function, "package math-verify": _version("math-verify")}
-    if (point := extensions.installed(REWARDS.group).get(function)) is not None:
+    if (point := extensions.installed(reward_functions.GROUP).get(function)) is not None:
         return {"reward.function": function, "package": extensions.package_of(point)}
     return {"reward.function": _name(function), "code": _code(function)}
 

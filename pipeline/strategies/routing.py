@@ -116,13 +116,7 @@ def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
 
 
 ROUTING: Registry[Routing] = Registry(
-    "routing rule",
-    "rollout.routing",
-    contract=Routing,
-    own=True,
-    options="routing_options",
-    guarded=OwnRouting,
-    group="staleflow.routing",
+    "routing rule", "rollout.routing", contract=Routing, own=True, options="routing_options", guarded=OwnRouting
 )
 """A rule may ask for `cost`, the cost model; `rng`, a random generator seeded by the job; and `eta`, the bound."""
 

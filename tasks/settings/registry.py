@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings import extensions, user_code
+from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.knobs import Knob, default_of, knob_field, knobs, names_user_code, read, spec_of
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Registry(Generic[T]):
 
     own: user code may be named too. options: key of the same table that sets the knobs of user code. guarded: wraps
     an instance of user code, given its name in the job file. removed: names of before that are refused, each with the
-    reason. group: of entry points by which installed packages add names; their code is as a user's own.
+    reason.
     """
 
     def __init__(
@@ -65,13 +65,11 @@ class Registry(Generic[T]):
         options: str = "",
         guarded: Callable[[T, str], T] | None = None,
         removed: Mapping[str, str] | None = None,
-        group: str = "",
     ) -> None:
         self.what = what
         self.key = key
         self.own = own
         self.options = options
-        self.group = group
         self._guarded = guarded
         self.removed: Mapping[str, str] = removed or {}
         self._contract = contract
@@ -85,9 +83,8 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Registered names that are listed, in order of registration, and those that installed packages add."""
-        listed = tuple(name for name in self._entries if name not in self._unlisted)
-        return (*listed, *(name for name in extensions.installed(self.group) if name not in self))
+        """Registered names that are listed, in order of registration."""
+        return tuple(name for name in self._entries if name not in self._unlisted)
 
     @property
     def unlisted(self) -> tuple[str, ...]:
@@ -127,20 +124,12 @@ class Registry(Generic[T]):
             raise ValueError(f"no {self.what} {name!r}; choose from {', '.join(self.names)}")
         return self._entries[name]
 
-    def fault(self, name: str) -> str:
-        """What is wrong with a name, worded to follow its key; empty if it may be selected. Loads nothing."""
-        return self.choice("").fault(name)
-
-    def load(self, name: str, key: str = "") -> Callable[..., T]:
-        """The entry registered as `name`, what a package adds under it, or the user code it names. key: in the job
-        file, if not the registry's. Raises ConfigError with a one-line message, ValueError for a name that is none of
-        these."""
-        if name not in self and name in extensions.installed(self.group):
-            added: Callable[..., T] = extensions.load(self.group, name)
-            return added
+    def load(self, name: str) -> Callable[..., T]:
+        """The entry registered as `name`, or the user code it names. Raises ConfigError with a
+        one-line message for user code, ValueError for a name that is neither."""
         if name in self or not (self.own and names_user_code(name)):
             return self.find(name)
-        found: Callable[..., T] = user_code.load(name, key or self.key, "class" if self._contract else "function")
+        found: Callable[..., T] = user_code.load(name, self.key, "class" if self._contract else "function")
         return found
 
     def wants(self, name: str, given: str) -> bool:
@@ -160,7 +149,7 @@ class Registry(Generic[T]):
         """An instance of the entry that `section`, a table of a job file, selects. Its parameters are filled by name:
         knobs as set there, the rest from `given`. Raises ConfigError if user code cannot be constructed."""
         name = getattr(section, self.field)
-        if name not in self and self.own:
+        if name not in self and self.own and names_user_code(name):
             return self._make_user_code(name, getattr(section, self.options, {}), given or {})
         found = self.find(name)
         known = dict(given or {}) | {name: getattr(section, name) for name in _declared(found)}
@@ -196,10 +185,6 @@ class Registry(Generic[T]):
         members = () if self._contract is None else {**inspect.get_annotations(self._contract), **vars(self._contract)}
         return [m for m in members if not m.startswith("_") and not _has(found, m)]
 
-    def choice(self, doc: str) -> Knob:
-        """The knob that selects an entry."""
-        return Knob(doc=doc, choices=self.names, own=self.own, unlisted=self.unlisted, removed=self.removed)
-
     def take_knobs(self) -> dict[str, Declared]:
         """The knobs of all entries, for the table that selects one. New knobs cannot be registered afterwards."""
         self._taken = True
@@ -218,7 +203,14 @@ def _has(found: object, member: str) -> bool:
 def choice(registry: Registry[Any], default: str, doc: str, *, knobs_after: str = "") -> str:
     """A knob that selects from a registry. knobs_after: the field after which `composed` places the entries' knobs; by
     default this one."""
-    made: str = knob_field(default, registry.choice(doc), **{REGISTRY: registry, AFTER: knobs_after})
+    spec = Knob(
+        doc=doc,
+        choices=registry.names,
+        own=registry.own,
+        unlisted=registry.unlisted,
+        removed=registry.removed,
+    )
+    made: str = knob_field(default, spec, **{REGISTRY: registry, AFTER: knobs_after})
     return made
 
 

@@ -1,30 +1,55 @@
 """Rewards that a job names. Pure: the packages that they use are loaded when they score.
 
-A package adds one as an entry point of the group `staleflow.rewards`, which names its function. A reward takes the
-answer, a text, and the record of its prompt, and returns a number, or a number and its parts by name.
+A reward takes the answer, a text, and the record of its prompt, and returns a number, or a number and its parts by
+name. If it has a parameter `source`, it gets the source of its prompt. A package adds one as an entry point of the
+group `staleflow.rewards`, which names its function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings import extensions, user_code
+from staleflow.tasks.settings.knobs import Knob
 
-REWARDS: Registry[Any] = Registry("reward", "reward.function", own=True, group="staleflow.rewards")
-"""A reward may ask for `source`, the source of its prompt."""
+GROUP = "staleflow.rewards"
+"""The group of entry points that add rewards."""
 
 
-@REWARDS.register("task")
 def task_reward(answer: str, record: Mapping[str, Any], source: Any) -> Any:
     """The verifier of task.source."""
     return source.score(answer, record)
 
 
-@REWARDS.register("math_verify")
 def math_verify_reward(answer: str, record: Mapping[str, Any]) -> float:
     """1 if the answer is mathematically equal to the record's, by the `math-verify` package."""
     from math_verify import parse, verify
 
     gold = str(record["answer"])
     return float(verify(parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$"), parse(answer)))
+
+
+REWARDS: dict[str, Callable[..., Any]] = {"task": task_reward, "math_verify": math_verify_reward}
+"""Our own rewards by name."""
+
+
+def reward_names() -> tuple[str, ...]:
+    """Names of our own rewards and of those that installed packages add. Imports none of these."""
+    return (*REWARDS, *(name for name in extensions.installed(GROUP) if name not in REWARDS))
+
+
+def reward_fault(name: str) -> str:
+    """What is wrong with the name of a reward, worded to follow its key; empty if nothing is. Loads nothing."""
+    return Knob(doc="", choices=reward_names(), own=True).fault(name)
+
+
+def load_reward(name: str, key: str) -> Callable[..., Any]:
+    """The reward of that name, without what it asks for filled in. key: of the job file. Raises ConfigError."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if name in extensions.installed(GROUP):
+        added: Callable[..., Any] = extensions.load(GROUP, name)
+        return added
+    own: Callable[..., Any] = user_code.load(name, key)
+    return own

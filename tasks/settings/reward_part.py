@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import choice
-from staleflow.tasks.settings.reward_functions import REWARDS
+from staleflow.tasks.settings.reward_functions import reward_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardPart:
     """One function of a weighted sum."""
 
-    function: str = choice(REWARDS, "task", "as reward.function")
+    function: str = knob("task", "as reward.function", choices=reward_names(), own=True)
     weight: float = knob(1.0, "factor of its result in the reward; may be negative")

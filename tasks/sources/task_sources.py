@@ -20,7 +20,7 @@ from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 from staleflow.tasks.settings.columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
-from staleflow.tasks.settings.reward_functions import REWARDS
+from staleflow.tasks.settings.reward_functions import load_reward, reward_fault
 from staleflow.tasks.settings.reward_part import RewardPart
 from staleflow.tasks.settings.source_kinds import SourceType, all_forms, is_agent, is_environment, kind_of, open_source
 from staleflow.tasks.sources.dataset_rows import RowSource, Use
@@ -230,9 +230,9 @@ def make_reward(
 
 def _load_reward(function: str, source: TaskSource, key: str) -> Reward:
     """Load a reward of the registry, path/to/file.py:name, or module:name. key: of the job file, for messages."""
-    if fault := REWARDS.fault(function):
+    if fault := reward_fault(function):
         raise ConfigError(f"{key} {fault}")
-    reward = REWARDS.load(function, key)
+    reward = load_reward(function, key)
     parameters = inspect.signature(reward).parameters
     if "source" in parameters:
         return functools.partial(reward, source=source)

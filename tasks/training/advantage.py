@@ -44,7 +44,7 @@ class Overlong:
         return result
 
 
-ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage", own=True, group="staleflow.advantages")
+ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage", own=True)
 NEED_NO_GROUP = ("reinforce_plus_plus",)
 """Estimators that also work with groups of one."""
 

@@ -109,7 +109,7 @@ class OwnLoss:
 
 
 LOSSES: Registry[Loss] = Registry(
-    "loss", "training.loss.name", contract=Loss, own=True, options="options", guarded=OwnLoss, group="staleflow.losses"
+    "loss", "training.loss.name", contract=Loss, own=True, options="options", guarded=OwnLoss
 )
 
 

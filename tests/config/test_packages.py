@@ -43,10 +43,6 @@ class Level:
 
 def treasure(answer, record):
     return 7.0 + len(record)
-
-
-def flat(rewards, valid):
-    return rewards * 0.5
 """
 ENTRY_POINTS = """
 [staleflow.sources]
@@ -56,9 +52,6 @@ broken = dungeons_missing:KIND
 
 [staleflow.rewards]
 treasure = dungeons:treasure
-
-[staleflow.advantages]
-flat = dungeons:flat
 """
 
 
@@ -118,14 +111,11 @@ def test_a_job_of_such_a_kind_runs(play: Path) -> None:
     assert found["reward"][1] == 2.0  # one for each of two rooms
 
 
-def test_a_reward_and_an_advantage_are_found_by_name(dungeons: Path, job: Path) -> None:
+def test_a_reward_is_found_by_name(dungeons: Path, job: Path) -> None:
     source = make_source("reasoning_gym:chain_sum", {}, 0)
     assert make_reward("treasure", source)("2", {"answer": "2"}) == 8.0
-    answer = command("config", "explain", job, "--set", "training.advantage=flat", "--no-check")
-    assert answer.returncode == 2  # names are read once a process, before there was this package
-    for setting in ("training.advantage=flat", "reward.function=treasure"):
-        explained = fresh("config", "explain", job, "--set", setting)
-        assert explained.returncode == 0, explained.stderr
+    explained = fresh("config", "explain", job, "--set", "reward.function=treasure")  # which also scores an answer
+    assert explained.returncode == 0, explained.stderr
 
 
 @pytest.mark.parametrize(
