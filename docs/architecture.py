@@ -38,11 +38,11 @@ def read_modules() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse((ROOT / path).read_text()) for path in files if path.stem != "__init__"}
 
 
-def imported(tree: ast.AST, modules: Iterable[str]) -> set[str]:
+def imported(tree: ast.AST, modules: Iterable[str], *, by_name: bool = True) -> set[str]:
     """The modules that a module imports, inside functions and under TYPE_CHECKING too.
 
-    A text that names a module, `module` or `module:attribute`, counts: something imports it by that name. What follows
-    `-m` does not: it is a program that is started.
+    by_name: a text that names a module, `module` or `module:attribute`, counts, as something imports it by that name.
+    What follows `-m` does not: it is a program that is started.
     """
     names: set[str] = set()
     programs: set[ast.expr] = set()
@@ -54,7 +54,7 @@ def imported(tree: ast.AST, modules: Iterable[str]) -> set[str]:
             names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, (ast.List, ast.Tuple)):
             programs |= {after for option, after in pairwise(node.elts) if ast.unparse(option) == "'-m'"}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in programs:
+        elif by_name and isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in programs:
             names.add(node.value.partition(":")[0])
     return names.intersection(modules)
 
@@ -65,10 +65,12 @@ def package_of(module: str) -> str:
 
 
 def package_graph(modules: Mapping[str, ast.Module]) -> Graph:
-    """Imports between the packages of modules."""
+    """Imports between the packages of modules, without those by name: a registry names what is above it."""
     graph: Graph = {package_of(name): set() for name in modules}
     for name, tree in modules.items():
-        graph[package_of(name)] |= {package_of(other) for other in imported(tree, modules)} - {package_of(name)}
+        graph[package_of(name)] |= {package_of(other) for other in imported(tree, modules, by_name=False)} - {
+            package_of(name)
+        }
     return graph
 
 

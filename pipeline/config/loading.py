@@ -77,7 +77,9 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         seconds = dict(profile.get("latencies", {}))
         acceptance = profile.get("acceptance")  # None if the run drafted nothing, or an engine was profiled
     except OSError as error:
-        raise ConfigError(f"{what}: cannot be read: {error.strerror or error}; `staleflow profile` writes one") from error
+        raise ConfigError(
+            f"{what}: cannot be read: {error.strerror or error}; `staleflow profile` writes one"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{what}: not a profile ({error!r}); create it again with `staleflow profile`") from error
     measured: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
