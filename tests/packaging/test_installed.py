@@ -127,3 +127,12 @@ def test_view_serves_the_page_and_its_files_until_it_is_stopped(installed: Insta
 
 def test_version(installed: Installed, distributions: Distributions) -> None:
     assert installed.staleflow("--version").strip() == f"staleflow {distributions.wheel.name.split('-')[1]}"
+
+
+def test_a_file_of_the_repository_that_is_not_installed_is_missed_in_one_line_with_a_remedy(
+    installed: Installed,
+) -> None:
+    with installed.start("staleflow", "run", "examples/demo.toml") as process:
+        _, error = process.communicate(timeout=LONGEST_S)
+    remedy = "`staleflow init FOLDER` writes a first one"
+    assert (process.returncode, error) == (2, f"staleflow: examples/demo.toml: no such job file; {remedy}\n")
