@@ -59,7 +59,7 @@ def _set(name: str, override: str, *says: str, command: str = "run") -> Case:
 
 
 JOB_FILES = (
-    Case(name="job file: none", command="run none.toml", says=("none.toml: no such job file", "examples/demo.toml")),
+    Case(name="job file: none", command="run none.toml", says=("none.toml: no such job file", "staleflow init")),
     Case(name="job file: a folder", command="run model", says=("model", "folder")),
     _job("not text", b"\xff\xfe\x00n", "bad.toml: cannot be read", "UTF-8"),
     _job("no TOML", "steps = = 1", "bad.toml: not valid TOML", "line 1"),
