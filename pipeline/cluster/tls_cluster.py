@@ -55,7 +55,10 @@ class TlsCluster:
         """Wait until the scheduler answers and has all workers. Raises ActorLost."""
         script = COUNT_WORKERS.format(number=num_workers, timeout=START_S)
         with subprocess.Popen(
-            [sys.executable, "-c", script], env=dict(environment), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-P", "-c", script],
+            env=dict(environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         ) as waiting:
             try:
                 while waiting.poll() is None:
@@ -120,7 +123,7 @@ def _process(
     """A `dask` command in a session of its own, whose output goes to a log in the folder, until the block ends."""
     with log_file(folder, name).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dask", *words], env=dict(environment), stdout=log, stderr=log,
+            [sys.executable, "-P", "-m", "dask", *words], env=dict(environment), stdout=log, stderr=log,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     try:
