@@ -107,6 +107,7 @@ class SimulatedRun:
         self._alone = factories.drafted_cost(config, 1, 0.0)
         self._observe = observe
         self._members = config.members_started
+        self._acts = config.acts  # which may look a user's file up
         self.coordinator: Coordinator = factories.make_coordinator(config, validate_each=validate_each)
         self._faults = generator(config.seed, Stream.FAULTS)
         self._now = 0.0
@@ -318,7 +319,7 @@ class SimulatedRun:
         group, member = self._place(command.trajectory)
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
-        if self._config.acts:
+        if self._acts:
             turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
         one.engine.submit(
             self._now,
