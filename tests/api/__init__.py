@@ -1,0 +1,1 @@
+"""Tests of the public interface: jobs that are run from Python."""

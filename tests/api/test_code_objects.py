@@ -1,0 +1,142 @@
+"""Functions and classes as files, loaded in a process that has nothing else of theirs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from staleflow.pipeline.api.code_objects import write_code
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings import user_code
+
+BONUS = 0.5
+LOCK = threading.Lock()
+
+
+def bonus(text: str) -> float:
+    return BONUS * len(text)
+
+
+def reward(text: str, row: Any) -> float:
+    """Half a point a character."""
+    return bonus(text) + float(row)
+
+
+def locked(text: str, row: Any) -> float:
+    with LOCK:
+        return 1.0
+
+
+def calls_locked(text: str, row: Any) -> float:
+    return locked(text, row)
+
+
+@functools.cache
+def cached(text: str) -> float:
+    return 1.0
+
+
+def uses_cached(text: str, row: Any) -> float:
+    return cached(text)
+
+
+class Counting:
+    """Counts its calls."""
+
+    step = 2
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> float:
+        self.count += self.step
+        return self.count + bonus("ab")
+
+
+def elsewhere(named: str, expression: str, folder: Path) -> Any:
+    """The value of an expression of `f`, the object that `named` names, in a process of its own."""
+    script = (
+        "import json, sys; from staleflow.tasks.settings import user_code\n"
+        "f = user_code.load(sys.argv[1], 'reward.function')\n"
+        f"print(json.dumps({expression}))"
+    )
+    run = subprocess.run([sys.executable, "-c", script, named], cwd=folder, capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
+
+
+def test_a_function_takes_along_what_it_uses_of_its_own_module(tmp_path: Path) -> None:
+    named = write_code(reward, tmp_path / "code", "reward")
+    assert named == f"{tmp_path}/code/reward.py:reward"
+    assert elsewhere(named, "[f('abc', 1), 'tests' in sys.modules]", tmp_path) == [2.5, False]
+
+
+def test_the_file_has_the_source_text_of_the_function_and_of_those_it_calls(tmp_path: Path) -> None:
+    text = Path(write_code(reward, tmp_path, "reward").rpartition(":")[0]).read_text()
+    assert "#     def reward(text: str, row: Any) -> float:" in text
+    assert "#         return BONUS * len(text)" in text
+    compile(text, "reward.py", "exec")
+
+
+def test_a_class_is_loaded_as_a_class(tmp_path: Path) -> None:
+    named = write_code(Counting, tmp_path, "mine")
+    assert named.endswith("mine.py:Counting")
+    assert elsewhere(named, "[isinstance(f, type), f()(), f.__doc__]", tmp_path) == [True, 3.0, "Counts its calls."]
+
+
+def test_an_instance_a_partial_and_a_lambda_are_called_as_the_file_is(tmp_path: Path) -> None:
+    counting = Counting()
+    counting()
+    for number, (obj, expression, value) in enumerate((
+        (counting, "f()", 5.0),
+        (functools.partial(reward, row=2), "f('ab')", 3.0),
+        (lambda text, row: row * BONUS, "f('', 4)", 2.0),
+    )):  # fmt: skip
+        named = write_code(obj, tmp_path, f"mine_{number}")
+        assert named == f"{tmp_path}/mine_{number}.py:mine_{number}"
+        assert elsewhere(named, expression, tmp_path) == value
+
+
+def test_a_function_of_an_installed_package_is_imported_where_it_is_loaded(tmp_path: Path) -> None:
+    named = write_code(pytest.approx, tmp_path, "reward")
+    assert elsewhere(named, "f.__module__ in sys.modules", tmp_path) is True
+    assert len(Path(named.rpartition(":")[0]).read_text()) < 1500
+
+
+def test_a_function_from_an_interpreter_without_source_says_so(tmp_path: Path) -> None:
+    made: dict[str, Any] = {"__name__": "__main__"}
+    exec("def plain(text, row):\n    return 1.0", made)
+    named = write_code(made["plain"], tmp_path, "reward")
+    assert "Its source text is not known." in Path(named.rpartition(":")[0]).read_text()
+    assert elsewhere(named, "f('', 0)", tmp_path) == 1.0
+
+
+@pytest.mark.parametrize(("obj", "culprit"), [(locked, r"locked\.LOCK"), (calls_locked, r"calls_locked\.locked\.LOCK")])
+def test_what_cannot_be_pickled_is_named(tmp_path: Path, obj: Any, culprit: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{culprit} cannot be pickled \(cannot pickle '_thread.lock' object\)"):
+        write_code(obj, tmp_path, "reward")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_decorated_function_that_would_be_imported_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cached of tests.api.test_code_objects is not pickled by value"):
+        write_code(uses_cached, tmp_path, "reward")
+
+
+def test_what_is_too_large_for_every_worker_is_refused(tmp_path: Path) -> None:
+    data = b"x" * (2**26 + 1)
+    with pytest.raises(ConfigError, match="64 MiB; load large data"):
+        write_code(lambda text, row: data[0], tmp_path, "reward")
+
+
+def test_another_python_is_told_in_one_line(tmp_path: Path) -> None:
+    path = Path(write_code(reward, tmp_path, "reward").rpartition(":")[0])
+    path.write_text(path.read_text().replace(f"!= {sys.version_info[:2]}", "!= (3, 9)"))
+    with pytest.raises(ConfigError, match=r"cannot be loaded: it was pickled by Python .*, and this is Python"):
+        user_code.load(f"{path}:reward", "reward.function")
