@@ -1,1 +1,1 @@
-"""What a notebook or script calls: starting, submitting and simulating jobs, with Python objects in them."""
+"""The public Python API, which `staleflow` exports: what notebooks, scripts and the command line call."""

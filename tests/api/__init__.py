@@ -1,1 +1,1 @@
-"""Tests of the public interface: jobs that are run from Python."""
+"""Tests of the public Python API."""
