@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from staleflow.cli.output import claim_folder
-
 if TYPE_CHECKING:
     from staleflow.pipeline.config.schema import RunConfig
     from staleflow.pipeline.profiling.engine_profile import Profile
@@ -53,6 +51,8 @@ def command(
 
 def output_path(out: str | None, name: str) -> Path:
     """Path of the profile; its folder is created. Raises ConfigError."""
+    from staleflow.stores.files import claim_folder
+
     path = Path(out or f"profiles/{name}.json")
     claim_folder(path.parent, "--out")
     return path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import click
 
@@ -18,10 +17,9 @@ def command(run: str, trajectory: int | None, as_json: bool) -> None:
     """Replay a run's recorded events in a new coordinator, which must decide exactly the recorded commands.
 
     Exit code 1 if it does not, or if the store holds more than the journal covers."""
-    from staleflow.pipeline.jobs.replaying import replay_run
-    from staleflow.stores.trajectory import TrajectoryId
+    from staleflow.pipeline.api.stored_run import open_run
 
-    result = replay_run(Path(run), None if trajectory is None else TrajectoryId(trajectory))
+    result = open_run(run).replay(trajectory)
     if as_json:
         value = dataclasses.asdict(result)
         value = {"events": value.pop("num_events"), "commands": value.pop("num_commands"), **value}

@@ -5,22 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from staleflow.cli.output import claim_folder
-from staleflow.cli.stored import open_store, quiet_libraries, run_folder
+from staleflow.cli.stored import quiet_libraries
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from staleflow.pipeline.api.stored_run import Run
     from staleflow.pipeline.stored_runs.conversations import Passage
-    from staleflow.pipeline.stored_runs.views import TrajectoryView
-    from staleflow.stores.trajectories.versioned import VersionedStore
-    from staleflow.stores.trajectory import TrajectoryId
+    from staleflow.pipeline.stored_runs.steps import ConsumedBatch
+    from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
+    from staleflow.pipeline.stored_runs.views import Order, TrajectoryView
 
 VERSION_STYLES = ("cyan", "yellow", "green", "magenta", "blue", "red")
 """Styles of the versions in a trajectory, oldest first, repeated if there are more."""
@@ -62,89 +61,72 @@ def command(
 ) -> None:
     """Show a run's steps; with --at-step the batch of one step; or trajectories, with tokens coloured by the policy
     version that sampled them or by importance ratio."""
+    from staleflow.pipeline.api.stored_run import open_run
     from staleflow.stores.errors import ConfigError
-    from staleflow.stores.trajectory import TrajectoryId
+    from staleflow.stores.files import claim_folder
 
-    orders = {name: n for name, n in (("worst", worst), ("best", best), ("longest", longest)) if n is not None}
+    counts: tuple[tuple[Order, int | None], ...] = (("worst", worst), ("best", best), ("longest", longest))
+    orders = {order: count for order, count in counts if count is not None}
     if len(orders) + (trajectory is not None) > 1:
         raise ConfigError("give only one of --trajectory, --worst, --best and --longest at a time")
-    if at_step is not None and branch != "main":
-        raise ConfigError("--at-step shows only what the run stored; leave out --branch")
-    run_dir = run_folder(run)
-    store = open_store(run_dir, at_step, branch)
+    stored = open_run(run, branch=branch, at_step=at_step)
     if html is not None:
         claim_folder(Path(html).parent, "--html")
     if orders or trajectory is not None:
-        chosen = [] if trajectory is None else [TrajectoryId(trajectory)]
+        chosen = [] if trajectory is None else [trajectory]
         for order, count in orders.items():
-            chosen = in_order(store, order, count, selection, at_step)
-        show_trajectories(run_dir, store, chosen, model, branch, html, as_json)
+            chosen = stored.ranked(order, count, selection, step=at_step)
+        show_trajectories(stored, chosen, model, html, as_json)
     elif selection or model or html:
         raise ConfigError(
             "how many trajectories, and in which order? give --worst N, --best N or --longest N, or --trajectory ID"
         )
     elif at_step is None:
-        show_steps(store, as_json)
-    elif not show_batch(store, at_step, as_json):
+        show_steps(stored, as_json)
+    elif not show_batch(stored.batch(at_step), as_json):
         sys.exit(1)
 
 
-def in_order(store: VersionedStore, order: str, count: int, selection: str, at_step: int | None) -> list[TrajectoryId]:
-    """The first `count` trajectories of an order, of one step's batch if at_step is given."""
-    from staleflow.pipeline.stored_runs.views import ranked
-
-    if at_step is not None:
-        selection = f"({selection}) and step == {at_step}" if selection else f"step == {at_step}"
-    return ranked(store, order, count, selection)
-
-
-def show_trajectories(
-    run: Path,
-    store: VersionedStore,
-    chosen: list[TrajectoryId],
-    model: str,
-    branch: str,
-    html: str | None,
-    as_json: bool,
-) -> None:
+def show_trajectories(run: Run, chosen: list[int], model: str, html: str | None, as_json: bool) -> None:
     """Print trajectories to the terminal or as JSON, or write them to an HTML page."""
     quiet_libraries()
-    from staleflow.pipeline.stored_runs.views import view
-
-    shown = view(run, store, chosen, model)
     if html is not None:
-        write_page(Path(html), str(run), shown, model or branch)
-    elif as_json:
-        click.echo(json.dumps([_plain(one) for one in shown], indent=2))
-    elif not shown:
+        from staleflow.stores.files import replace_text
+
+        replace_text(Path(html), run.page(chosen, model=model), "choose another file with --html")
+        click.echo(f"{html}: {len(chosen)} trajectories")
+        return
+    views = run.view(chosen, model=model)
+    if as_json:
+        click.echo(json.dumps([_plain(view) for view in views], indent=2))
+    elif not views:
         click.echo("no trajectory matches")
-    for one in shown if html is None and not as_json else ():
-        print_trajectory(one)
+    for view in views if not as_json else ():
+        print_trajectory(view)
 
 
-def _plain(one: TrajectoryView) -> dict[str, Any]:
-    value = dataclasses.asdict(one)
+def _plain(view: TrajectoryView) -> dict[str, Any]:
+    value = dataclasses.asdict(view)
     return {**value.pop("facts"), **value}
 
 
-def show_steps(store: VersionedStore, as_json: bool) -> None:
+def show_steps(run: Run, as_json: bool) -> None:
     """Print one line per commit."""
     from staleflow.stores.metrics import REWARD_PART
-    from staleflow.stores.trajectories.records import CODEC
 
-    records = store.steps()
+    commits = run.commits()
     if as_json:
-        click.echo(json.dumps(CODEC.encode(records), indent=2))
+        click.echo(json.dumps([dataclasses.asdict(commit) for commit in commits], indent=2))
         return
-    header = store.header
-    click.echo(f"{header.run}: {header.groups_per_step} groups of {header.group_size} per step, {header.bound}")
-    if others := sorted(store.branches()):
+    batch = run.job.batch
+    click.echo(f"{run.name}: {batch.groups_per_step} groups of {batch.group_size} per step, {run.bound}")
+    if others := run.branches[1:]:
         click.echo(f"other branches: {', '.join(others)}")
-    for record in records:
-        m = record.metrics
-        ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in record.ledger.num_ended.items())
+    for commit in commits:
+        m = commit.metrics
+        ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in commit.ledger.num_ended.items())
         figures = ""
-        if record.kind == "step":
+        if commit.kind == "step":
             parts = "".join(
                 f"{name.removeprefix(REWARD_PART)} {m[name]:.3f}  " for name in m if name.startswith(REWARD_PART)
             )
@@ -153,58 +135,44 @@ def show_steps(store: VersionedStore, as_json: bool) -> None:
                 f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  {turns}"
                 f"staleness {m['staleness_mean']:.2f}  loss {m['loss']:+.4f}  "
             )
-        click.echo(f"{record.kind:<4} {record.step:>4}  {figures}{ended}, {record.ledger.num_live} in flight")
+        click.echo(f"{commit.kind:<4} {commit.step:>4}  {figures}{ended}, {commit.ledger.num_live} in flight")
 
 
-def show_batch(store: VersionedStore, step: int, as_json: bool) -> bool:
+def show_batch(batch: ConsumedBatch, as_json: bool) -> bool:
     """Print a step's batch in training order. Returns whether it reads back as the trainer received it."""
-    from staleflow.stores.trajectories.records import batch_fingerprint
-
-    rows = list(store.ended(step=step))
-    (record,) = (r for r in store.steps() if r.kind == "step" and r.step == step)
-    found = batch_fingerprint((r.trajectory, r.advantage) for r in rows)
-    same = found == record.batch_fingerprint
+    rows = [_summary(trajectory) for trajectory in batch.trajectories]
     if as_json:
         value = {
-            "step": step,
-            "recorded_fingerprint": record.batch_fingerprint,
-            "fingerprint": found,
-            "metrics": record.metrics,
-            "trajectories": [_summary(r) for r in rows],
+            "step": batch.record.step,
+            "recorded_fingerprint": batch.record.batch_fingerprint,
+            "fingerprint": batch.fingerprint,
+            "metrics": batch.record.metrics,
+            "trajectories": rows,
         }
         click.echo(json.dumps(value, indent=2))
-        return same
+        return batch.intact
     click.echo(
-        f"step {step}: {len(rows)} trajectories; "
+        f"step {batch.record.step}: {len(rows)} trajectories; "
         + (
-            f"as the trainer received them, bit for bit ({found})"
-            if same
-            else f"NOT what the trainer received: {found}"
+            f"as the trainer received them, bit for bit ({batch.fingerprint})"
+            if batch.intact
+            else f"NOT what the trainer received: {batch.fingerprint}"
         )
     )
     click.echo(f"{'trajectory':>10} {'group':>7} {'v_traj':>6} {'staleness':>9} {'tokens':>6} {'reward':>8} advantage")
-    for value in map(_summary, rows):
+    for value in rows:
         click.echo(
             f"{value['trajectory']:10} {value['group']:7} {value['v_traj']:6} {value['staleness']:9} "
             f"{value['response_tokens']:6} {value['reward']:8.3f} {value['advantage']:+9.3f}"
             + (f"  {value['error']}" if value["error"] else "")
         )
-    return same
+    return batch.intact
 
 
-def _summary(row: Any) -> dict[str, Any]:
-    t = row.trajectory
-    return {
-        "trajectory": int(t.id),
-        "group": int(t.group),
-        "v_traj": int(t.v_traj),
-        "staleness": row.staleness,
-        "response_tokens": t.num_sampled,
-        "turns": len(t.turns),
-        "reward": t.reward,
-        "advantage": row.advantage,
-        "error": t.error,
-    }
+def _summary(trajectory: StoredTrajectory) -> dict[str, Any]:
+    names = ("group", "v_traj", "staleness", "turns", "reward", "advantage", "error")
+    values = {name: getattr(trajectory, name) for name in names}
+    return {"trajectory": trajectory.id, **values, "response_tokens": trajectory.num_sampled}
 
 
 def print_trajectory(one: TrajectoryView) -> None:
@@ -285,12 +253,3 @@ def legend(one: TrajectoryView) -> Text:
 def _versions(one: TrajectoryView) -> list[int]:
     """The versions that sampled tokens, oldest first."""
     return sorted({t.version for t in one.tokens if t.version >= 0})
-
-
-def write_page(path: Path, run: str, shown: Sequence[TrajectoryView], what: str) -> None:
-    """Write the trajectories as an HTML page. Raises StoreError."""
-    from staleflow.cli.html_page import page
-    from staleflow.stores.files import replace_text
-
-    replace_text(path, page(run, shown, what), "choose another file with --html")
-    click.echo(f"{path}: {len(shown)} trajectories")

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staleflow.cli.output import claim_folder
-from staleflow.cli.stored import open_store
-
 if TYPE_CHECKING:
     from staleflow.pipeline.config.schema import RunConfig
     from staleflow.pipeline.simulator.analysis import Measures
@@ -73,6 +70,7 @@ def command(
     from staleflow.pipeline.recovery.run_folder import load_job
     from staleflow.pipeline.simulator.analysis import explanation
     from staleflow.stores.errors import ConfigError
+    from staleflow.stores.files import claim_folder
 
     if bool(config_path) == bool(run):
         raise ConfigError("give a job file or --from RUN")
@@ -137,6 +135,7 @@ def assumptions(config: RunConfig, path: str) -> str:
 
 def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
+    from staleflow.pipeline.api.stored_run import open_run
     from staleflow.pipeline.jobs.what_if import as_recorded
     from staleflow.pipeline.profiling.diagnosis import versions_behind
     from staleflow.pipeline.profiling.engine_profile import profile_run
@@ -145,7 +144,8 @@ def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
     from staleflow.stores.errors import ConfigError
     from staleflow.stores.metrics import tokens_per_s
 
-    store = open_store(run)
+    stored = open_run(run)
+    steps = [record.metrics for record in stored.steps()]
     try:
         profile = profile_run(run)
     except ConfigError as error:
@@ -156,7 +156,6 @@ def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
         histogram = summary["staleness_histogram"]
         shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
         scale = load_job(run).time_scale  # an emulated run may be faster than its cost model
-        steps = [r.metrics for r in store.steps() if r.kind == "step"]
         wall_s = summary["seconds"]["wall_s"] * scale
         eta = versions_behind(load_job(run))
         click.echo(

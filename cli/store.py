@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from staleflow.cli.lazy import LazyGroup
-from staleflow.cli.store_process import worker_options
-from staleflow.cli.stored import open_store, quiet_libraries, run_folder
+from staleflow.cli.stored import named_cluster, quiet_libraries, worker_options
 
 if TYPE_CHECKING:
+    from staleflow.pipeline.api.stored_run import Run
     from staleflow.pipeline.cluster.connection import Where
 
 COMMANDS = {
@@ -44,30 +42,11 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def ls(runs_dir: str, as_json: bool) -> None:
     """List the runs in a folder, or the one whose store is at a URL."""
-    from staleflow.pipeline.recovery.run_folder import list_runs
-    from staleflow.stores.errors import ConfigError, StaleflowError
+    from staleflow.pipeline.api.stored_run import list_runs, open_run
     from staleflow.stores.s3_url import is_url
 
-    if not is_url(runs_dir) and not Path(runs_dir).is_dir() and (runs_dir != "runs" or Path(runs_dir).exists()):
-        why = "a file, not a folder" if Path(runs_dir).exists() else "no such folder"
-        raise ConfigError(f"{runs_dir}: {why}; name the folder that holds runs, by default runs")
-    rows = []
-    for run in [run_folder(runs_dir)] if is_url(runs_dir) else list_runs(Path(runs_dir)):
-        shown = runs_dir if is_url(runs_dir) else str(run)
-        row: dict[str, Any] = {"run": shown, "steps": 0, "trajectories": 0, "reward": None, "state": "no store"}
-        if (run / "store").exists():
-            try:
-                stored = open_store(run).summary()
-            except StaleflowError as error:
-                row["state"] = str(error)
-            else:
-                row |= {
-                    "steps": stored.num_steps,
-                    "trajectories": stored.num_rows,
-                    "reward": stored.last_step.metrics.get("reward") if stored.last_step is not None else None,
-                    "state": "ended" if stored.ended else "unfinished",
-                }
-        rows.append(row)
+    runs = [open_run(runs_dir)] if is_url(runs_dir) else list_runs(runs_dir)
+    rows = [_row(run) for run in runs]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -78,6 +57,26 @@ def ls(runs_dir: str, as_json: bool) -> None:
         click.echo(
             f"{row['run']:<28} {row['steps']:>5} steps {row['trajectories']:>8} trajectories  {reward}  {row['state']}"
         )
+
+
+def _row(run: Run) -> dict[str, Any]:
+    """What is listed of a run."""
+    from staleflow.stores.errors import StaleflowError
+
+    row: dict[str, Any] = {"run": run.source, "steps": 0, "trajectories": 0, "reward": None, "state": "no store"}
+    try:
+        summary = run.summary()
+    except StaleflowError as error:
+        return {**row, "state": str(error)}
+    if summary is None:
+        return row
+    return {
+        "run": run.source,
+        "steps": summary.num_steps,
+        "trajectories": summary.num_rows,
+        "reward": summary.last_step.metrics.get("reward") if summary.last_step is not None else None,
+        "state": "ended" if summary.ended else "unfinished",
+    }
 
 
 @click.command("audit")
@@ -95,35 +94,25 @@ def ls(runs_dir: str, as_json: bool) -> None:
 def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where: Where) -> None:
     """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails."""
     quiet_libraries()
-    from staleflow.pipeline.stored_runs.auditing import audit_within
-    from staleflow.stores.auditing import snapshot_audit
-    from staleflow.stores.auditing.drop_bias import bias_report
+    from staleflow.pipeline.api.stored_run import open_run
 
-    store = open_store(run_folder(run))
-    result = audit_within(store, memory, workers, where)
-    if full:
-        earlier = snapshot_audit.audit_history(store.path)
-        result = dataclasses.replace(
-            result, checks=(*result.checks, snapshot_audit.CHECK), findings=(*result.findings, *earlier)
-        )
-    readable = all(finding.check != "arrays" for finding in result.findings)
-    bias = bias_report(store) if readable else None
+    stored = open_run(run)
+    with named_cluster(where, configured=False) as client:  # an audit needs none
+        result = stored.audit(full=full, memory_mib=memory, workers=workers, client=client)
+    bias = stored.drop_bias() if result.readable else None
     if as_json:
-        told = {"clean": result.clean, "bias": None if bias is None else bias.as_dict()}
-        if result.unchecked:
-            told |= dict.fromkeys(("num_steps", "num_trajectories", "num_tokens", "max_staleness"))
-        click.echo(json.dumps({**dataclasses.asdict(result), **told}, indent=2))
+        click.echo(json.dumps({**result.as_dict(), "bias": None if bias is None else bias.as_dict()}, indent=2))
     elif result.clean and not result.num_steps:
         click.echo(f"{run}: no steps stored yet, nothing to verify")
     else:
         covered = f"{result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
-        covered += f"{result.max_staleness} ({store.header.bound})"
+        covered += f"{result.max_staleness} ({stored.bound})"
         click.echo(f"{run}: {'damaged' if result.unchecked else covered}")
         for check in result.checks:
-            found = [f for f in result.findings if f.check == check]
+            findings = [f for f in result.findings if f.check == check]
             holds = "not verified: the run keeps no bound" if check in result.not_verified else "holds"
-            click.echo(f"  {check:<13} {holds if not found else f'BROKEN, {len(found)} findings'}")
-            for finding in found[:10]:
+            click.echo(f"  {check:<13} {holds if not findings else f'BROKEN, {len(findings)} findings'}")
+            for finding in findings[:10]:
                 click.echo(f"      {finding.where}: {finding.what}")
         for check in result.unchecked:
             click.echo(f"  {check:<13} not checked: it needs what cannot be read")

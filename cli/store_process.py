@@ -2,63 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
-from staleflow.cli.cluster_jobs import cluster_options
-from staleflow.cli.output import claim_folder
 from staleflow.cli.stored import (
-    announce,
-    open_store,
+    named_cluster,
     print_errors,
     progress_bar,
     quiet_libraries,
-    run_folder,
     selection_option,
+    starting,
+    worker_options,
 )
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import Where
-    from staleflow.stores.trajectories.versioned import VersionedStore
-
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-def worker_options(function: Command) -> Command:
-    """Decorator: options of the commands that process a run on Dask workers."""
-    for option in (
-        cluster_options,
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-        click.option(
-            "--workers",
-            type=click.IntRange(1, 1024),
-            default=2,
-            show_default=True,
-            help="Local worker processes, unless a cluster is named.",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-def announce_workers(where: Where, count: int, *, quiet: bool) -> None:
-    """Tell what the next seconds are for, unless workers of a cluster are there already."""
-    if not (quiet or where.named):
-        announce(f"starting {count} worker process{'es' if count != 1 else ''}; --workers sets their number")
-
-
-def refuse_branch(store: VersionedStore, branch: str) -> None:
-    """Raise ConfigError if a store cannot have a new branch of that name."""
-    from staleflow.stores.trajectories import derived_branches
-
-    derived_branches.refuse(store.path, branch)
+    from staleflow.pipeline.stored_runs.exporting import ExportFormat
 
 
 @click.command("reprocess")
@@ -76,16 +39,14 @@ def reprocess(
     if not (reward or changes):
         raise click.UsageError("name the reward: --reward FUNCTION, or --set reward.KEY=VALUE for what changes of it")
     quiet_libraries()
-    run_dir = run_folder(run)
-    refuse_branch(open_store(run_dir), branch)  # before imports that take seconds
-    from staleflow.pipeline.recovery.run_folder import only_here
-    from staleflow.pipeline.stored_runs import reward_rescoring
-    from staleflow.pipeline.stored_runs.pool import pool_at
+    from staleflow.pipeline.api.stored_run import open_run
 
-    reward_rescoring.refuse(run_dir, reward, branch, changes)
-    announce_workers(where, workers, quiet=as_json)
-    with only_here(run_dir), pool_at(where, workers) as pool, progress_bar("scored", quiet=as_json) as progress:
-        result = reward_rescoring.reprocess(run_dir, reward, branch, pool, progress, changes)
+    stored = open_run(run)
+    first = starting(where, workers)
+    with named_cluster(where) as client, progress_bar("scored", quiet=as_json, first=first) as progress:
+        result = stored.reprocess(
+            reward=reward, changes=changes, branch=branch, workers=workers, client=client, progress=progress
+        )
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
@@ -107,11 +68,9 @@ def reprocess(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(run: str, first: str, second: str, as_json: bool) -> None:
     """Compare the rewards of the same trajectories on two branches."""
-    run_dir = run_folder(run)
-    open_store(run_dir)
-    from staleflow.pipeline.stored_runs.branch_diff import difference
+    from staleflow.pipeline.api.stored_run import open_run
 
-    result = difference(run_dir, first, second)
+    result = open_run(run).diff(first, second)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
         return
@@ -144,20 +103,14 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
     """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
     quiet_libraries()
-    run_dir = run_folder(run)
-    store = open_store(run_dir)
-    if branch:
-        refuse_branch(store, branch)
-    from staleflow.pipeline.recovery.run_folder import only_here
-    from staleflow.pipeline.stored_runs import logprob_recompute
-    from staleflow.pipeline.stored_runs.pool import pool_at
+    from staleflow.pipeline.api.stored_run import open_run
 
-    logprob_recompute.refuse(run_dir, model, branch, selection)
-    # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
-    alone = only_here(run_dir) if branch else contextlib.nullcontext()
-    announce_workers(where, workers, quiet=as_json)
-    with alone, pool_at(where, workers, model=True) as pool, progress_bar("read", quiet=as_json) as progress:
-        result = logprob_recompute.rescore(run_dir, model, pool, branch=branch, where=selection, progress=progress)
+    stored = open_run(run)
+    first = starting(where, workers)
+    with named_cluster(where) as client, progress_bar("read", quiet=as_json, first=first) as progress:
+        result = stored.rescore_logprobs(
+            model, branch=branch, where=selection, workers=workers, client=client, progress=progress
+        )
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:
@@ -193,20 +146,17 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
 @click.option("--branch", default="main", show_default=True, help="Branch whose rewards to use.")
 @selection_option
 @worker_options
-def export(run: str, to: str, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
+def export(
+    run: str, to: ExportFormat, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where
+) -> None:
     """Export trajectories, as texts and tokens, for other tools."""
     quiet_libraries()
-    run_dir = run_folder(run)
-    open_store(run_dir, branch=branch)
-    from staleflow.pipeline.stored_runs import exporting
-    from staleflow.pipeline.stored_runs.pool import pool_at
+    from staleflow.pipeline.api.stored_run import open_run
 
-    path = Path(out or f"{run_dir.resolve().name}.{to}")
-    exporting.refuse(run_dir, to, path, branch, selection)
-    claim_folder(path.parent, "--out")
-    announce_workers(where, workers, quiet=as_json)
-    with pool_at(where, workers) as pool, progress_bar("written", quiet=as_json) as progress:
-        result = exporting.export(run_dir, to, path, pool, branch=branch, where=selection, progress=progress)
+    stored = open_run(run, branch=branch)
+    first = starting(where, workers)
+    with named_cluster(where) as client, progress_bar("written", quiet=as_json, first=first) as progress:
+        result = stored.export(to, out or None, where=selection, workers=workers, client=client, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))
     else:

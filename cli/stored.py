@@ -1,21 +1,22 @@
-"""Helpers of the commands on stored runs: opening a run, progress bars, printing errors."""
+"""Helpers of the commands on stored runs: options, the cluster they name, progress bars, errors of trajectories."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from staleflow.cli.cluster_jobs import cluster_options
+
 if TYPE_CHECKING:
-    from staleflow.stores.trajectories.versioned import VersionedStore
+    from staleflow.pipeline.cluster.connection import Where
 
 ERRORS_SHOWN = 10
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 selection_option = click.option(
     "--where",
@@ -26,41 +27,32 @@ selection_option = click.option(
 )
 
 
-def run_folder(run: str) -> Path:
-    """The folder of a run named by its path, or by the URL of its store: then a temporary one, until this process ends,
-    with the job file that the store holds. Raises ConfigError, StoreError."""
-    from staleflow.stores.s3_url import is_url
-
-    if not is_url(run):
-        return Path(run)
-    from staleflow.stores.errors import ConfigError, StoreError
-    from staleflow.stores.trajectories.storage import name_url, refuse_silent
-    from staleflow.stores.trajectories.versioned import VersionedStore
-
-    parent = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
-    atexit.register(parent.cleanup)
-    folder = Path(parent.name) / run.rstrip("/").rpartition("/")[2]
-    folder.mkdir()
-    name_url(folder / "store", run)
-    try:
-        refuse_silent()
-        store = VersionedStore.pinned(folder / "store")
-    except (StoreError, OSError) as error:
-        why = str(error).rpartition(": ")[2]
-        raise ConfigError(
-            f"{run}: no store can be read there: {why}; check the URL, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID"
-        ) from error
-    (folder / "config.toml").write_text(store.header.job, "utf-8")
-    return folder
+def worker_options(function: Command) -> Command:
+    """Decorator: options of the commands that process a run on Dask workers."""
+    for option in (
+        cluster_options,
+        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        click.option(
+            "--workers",
+            type=click.IntRange(1, 1024),
+            default=2,
+            show_default=True,
+            help="Local worker processes, unless a cluster is named.",
+        ),
+    ):
+        function = option(function)
+    return function
 
 
-def open_store(run: Path, at_step: int | None = None, branch: str = "main") -> VersionedStore:
-    """The store of a run folder. Raises ConfigError, StoreError."""
-    from staleflow.pipeline.recovery.run_folder import require_run
-    from staleflow.stores.trajectories.versioned import VersionedStore
-
-    require_run(run)
-    return VersionedStore.open(run / "store", at_step, branch)
+@contextlib.contextmanager
+def named_cluster(where: Where, *, configured: bool = True) -> Iterator[Any]:
+    """A client of the cluster that the options name; None if they name none. configured: whether Dask's configuration
+    may name it, too. Raises ConfigError if it does not answer."""
+    if not (where.named if configured else where.address or where.scheduler_file):
+        yield None
+        return
+    with where.blocking() as client:
+        yield client
 
 
 def quiet_libraries() -> None:
@@ -77,16 +69,30 @@ def announce(line: str) -> None:
     click.echo(line, err=True)
 
 
+def starting(where: Where, count: int) -> str:
+    """What the next seconds are for; empty if workers of a cluster are there already."""
+    plural = "es" if count != 1 else ""
+    return "" if where.named else f"starting {count} worker process{plural}; --workers sets their number"
+
+
 @contextlib.contextmanager
-def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal; nothing elsewhere."""
+def progress_bar(what: str, *, quiet: bool, first: str = "") -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal; nothing elsewhere. first: a line for when all is checked and work begins, which the
+    first call, (0, 0), says."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     with Progress(console=console, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(what)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def progress(done: int, total: int) -> None:
+            if total:
+                bar.update(task, completed=done, total=total)
+            elif first and not quiet:
+                console.print(first, highlight=False, soft_wrap=True)
+
+        yield progress
 
 
 def print_errors(errors: Mapping[int, str], what: str) -> None:

@@ -7,14 +7,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from staleflow.cli.cluster_jobs import cluster_options
-from staleflow.cli.output import claim_folder
-from staleflow.cli.stored import open_store, print_errors, quiet_libraries, run_folder, selection_option
+from staleflow.cli.stored import named_cluster, print_errors, quiet_libraries, selection_option
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import Where
@@ -47,19 +45,12 @@ def command(
     to resume it.
     """
     quiet_libraries()
-    run_dir = run_folder(run)
-    open_store(run_dir, branch=branch)  # before imports that take seconds
-    from staleflow.pipeline.stored_runs.pool import pool_at
-    from staleflow.pipeline.stored_runs.training import planned, train_offline
-    from staleflow.stores.s3_url import is_url
+    from staleflow.pipeline.api.stored_run import open_run
 
-    folder = Path(out or f"{run_dir.name if is_url(run) else run_dir.resolve()}-offline")
-    claim_folder(folder.parent, "--out")
-    # Reports wrong input before any worker starts.
-    ranks = planned(run_dir, folder, overrides, branch, selection, epochs).config.training.ranks
-    with pool_at(where, ranks, model=True) as pool, progress(quiet=as_json) as report:
-        result = train_offline(
-            run_dir, folder, pool, overrides=overrides, branch=branch, where=selection, epochs=epochs, report=report
+    stored = open_run(run, branch=branch)
+    with named_cluster(where) as client, progress(quiet=as_json) as report:
+        result = stored.train_offline(
+            out or None, overrides=overrides, where=selection, epochs=epochs, client=client, report=report
         )
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))

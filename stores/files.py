@@ -14,10 +14,11 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from staleflow.stores.errors import StaleflowError, StoreError
+from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 
 NAME_CHARS = 50
 """Characters of the final name that a temporary name repeats: at most 200 bytes, where file systems allow 255."""
@@ -97,6 +98,19 @@ def publish(part: Path, path: Path) -> None:
     _flush_all(part)
     part.replace(path)
     _flush(path.parent)
+
+
+def claim_folder(folder: Path, option: str) -> None:
+    """Create a folder and check that files can be written there, before minutes of work. option: what names the folder,
+    for the message. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be written: {error.strerror}; choose another folder with {option}"
+        ) from error
 
 
 @contextlib.contextmanager

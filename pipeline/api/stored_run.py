@@ -1,61 +1,328 @@
-"""A stored run as one object: live or finished, in a folder or in a bucket."""
+"""A stored run as one object: what it holds, proofs about it, and new results from it."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.api.overrides import Overrides, override_lines
+from staleflow.pipeline.api.run_data import MAIN, RunData
 from staleflow.pipeline.recovery import run_folder
-from staleflow.pipeline.stored_runs.run_location import run_folder as located
-from staleflow.pipeline.stored_runs.steps import Step, metrics_table
+from staleflow.pipeline.stored_runs import run_location
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.s3_url import is_url
+from staleflow.stores.trajectory import TrajectoryId
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+    from staleflow.pipeline.jobs.replaying import ReplayResult
+    from staleflow.pipeline.stored_runs.branch_diff import BranchDifference
+    from staleflow.pipeline.stored_runs.exporting import ExportFormat, ExportResult
+    from staleflow.pipeline.stored_runs.logprob_recompute import RescoreResult
+    from staleflow.pipeline.stored_runs.reward_rescoring import ReprocessResult
+    from staleflow.pipeline.stored_runs.training import OfflineTrainingResult
+    from staleflow.stores.auditing.audit import AuditReport
+    from staleflow.stores.auditing.drop_bias import DropBias
+
+Progress = Callable[[int, int], None]
+"""Called with (trajectories done, trajectories in all) as work goes on."""
 
 
-class Run:
-    """A stored run, live or finished."""
+class Run(RunData):
+    """A stored run, live or finished. `open_run` makes one.
 
-    def __init__(self, path: Path, branch: str, at_step: int | None) -> None:
-        self._path, self._branch, self._at_step = path, branch, at_step
+    Every call reads what is stored at that moment, so the object of a live run follows it; nothing needs refreshing.
+    Reading never disturbs a run in progress. Methods that take `client` work on Dask workers: those of the cluster that
+    a `distributed.Client` is connected to, or `workers` processes of this machine without one. (A script that is not a
+    notebook guards its own code with `if __name__ == "__main__":` then, as Python demands of all programs that start
+    processes.)
 
-    @property
-    def path(self) -> Path:
-        """The run's folder; of a run that was opened by URL, a temporary one."""
-        return self._path
+    Example:
+        >>> run = staleflow.open_run("runs/demo")
+        >>> run.metrics()[["reward", "staleness_mean"]].tail(3)
+        >>> for t in run.trajectories(where="reward == 0 and step > 10"):
+        ...     print(t.id, t.prompt, "->", t.response)
+        >>> run.audit().clean
+        True
+    """
 
-    @property
-    def job(self) -> RunConfig:
-        """The run's job, as its latest start resolved it."""
-        return run_folder.load_job(self._path)
+    # -- other views of it ---------------------------------------------------------------------------------------
 
-    def steps(self) -> list[Step]:
-        """The training steps, oldest first."""
-        return [Step.of(record) for record in self._store().steps() if record.kind == "step"]
+    def branch(self, name: str) -> Run:
+        """The run as another branch shows it: with other rewards or logprobs. Raises ConfigError if there is none."""
+        return _opened(Run(self._path, self._source, branch=name))
 
-    def metrics(self) -> Any:
-        """A pandas.DataFrame of the metrics: a row for each training step, a column for each metric."""
-        return metrics_table(self.steps())
+    def at_step(self, step: int) -> Run:
+        """The run as it was when training step `step` was committed; it stays so. Raises ConfigError if that step is
+        not stored."""
+        return _opened(Run(self._path, self._source, at_step=step))
 
-    def to_pandas(self) -> Any:
-        from staleflow.stores.trajectories import dataframes
+    # -- proofs --------------------------------------------------------------------------------------------------
 
-        return dataframes.to_pandas(self._store().ended())
+    def audit(
+        self, *, full: bool = False, memory_mib: int = 1024, workers: int = 2, client: Client | None = None
+    ) -> AuditReport:
+        """Verify the bound, single consumption and conservation from the stored data alone.
 
-    def audit(self) -> Any:
-        from staleflow.stores.auditing.audit import audit
+        What the run itself stored is audited, also if this object shows another branch.
 
-        return audit(self._store())
+        Args:
+            full: Whether to verify what earlier steps and other branches read, too.
+            memory_mib: Most resident memory of all local processes together, MiB.
+            workers: Most local processes, if the store is large.
+            client: Workers to read the tokens with instead.
 
-    def _store(self) -> Any:
-        from staleflow.stores.trajectories.versioned import VersionedStore
+        Raises:
+            ConfigError: The limit of memory is too low.
+        """
+        from staleflow.pipeline.stored_runs.auditing import audit_within, with_history
 
-        return VersionedStore.open(self._path / "store", self._at_step, self._branch)
+        store = self._store(MAIN)
+        report = audit_within(store, memory_mib, workers, client)
+        return with_history(report, store.path) if full else report
+
+    def drop_bias(self) -> DropBias:
+        """How what was not trained on differs from what was: lengths, turns, rewards and prompts of trajectories that
+        were dropped, by reason."""
+        from staleflow.stores.auditing.drop_bias import bias_report
+
+        return bias_report(self._store(MAIN))
+
+    def replay(self, trajectory: int | None = None) -> ReplayResult:
+        """Replay the run's recorded events in a new coordinator, which must decide exactly the recorded commands.
+
+        Args:
+            trajectory: Id of one whose events to list as the result's `story`.
+
+        Raises:
+            ConfigError: There are no recorded events, or the run never started that trajectory.
+        """
+        from staleflow.pipeline.jobs.replaying import replay_run
+
+        if is_url(self._source):
+            raise ConfigError(f"{self._source}: recorded events are in the run's folder, not in its store; open that")
+        return replay_run(self._path, None if trajectory is None else TrajectoryId(trajectory))
+
+    # -- new results ---------------------------------------------------------------------------------------------
+
+    def reprocess(
+        self,
+        *,
+        branch: str,
+        reward: str | Callable[..., Any] = "",
+        changes: Overrides | None = None,
+        workers: int = 2,
+        client: Client | None = None,
+        progress: Progress | None = None,
+    ) -> ReprocessResult:
+        """Score the stored responses again and store the rewards, with the advantages they give, on a new branch.
+
+        Args:
+            branch: Name of the new branch; `Run.branch` opens it.
+            reward: "task", "math_verify", "file.py:name", "module:name", or a function, which is pickled by value and
+                saved in the run's code/. Empty for the job's own.
+            changes: Changes to the settings of `[reward]` or to `task.answer_pattern`.
+            workers: Local processes, unless there is a client.
+            client: Workers to score with.
+            progress: Called as responses are scored.
+
+        Returns:
+            The mean rewards before and after, and the errors of responses that could not be scored.
+
+        Raises:
+            ConfigError: Something of it is wrong; nothing was computed.
+        """
+        from staleflow.pipeline.api.branch_code import reward_file
+        from staleflow.pipeline.stored_runs import reward_rescoring
+        from staleflow.pipeline.stored_runs.pool import pool_of
+
+        self._refuse_past("score the responses of")
+        lines = override_lines(changes)
+        if not reward and not lines:
+            raise ConfigError("reprocess: name the reward, or what changes of the job's own")
+        with self._alone(), reward_file(self._path, branch, reward) as named:
+            reward_rescoring.refuse(self._path, named, branch, lines)
+            with pool_of(client, workers) as pool:
+                return reward_rescoring.reprocess(self._path, named, branch, pool, progress or _ignore, lines)
+
+    def rescore_logprobs(
+        self,
+        model: str | Path,
+        *,
+        where: str = "",
+        branch: str = "",
+        workers: int = 2,
+        client: Client | None = None,
+        progress: Progress | None = None,
+    ) -> RescoreResult:
+        """Compute logprobs of the stored responses under other weights, and their distance from the sampling policies.
+
+        Args:
+            model: Folder of a checkpoint, or a hub name.
+            where: Which trajectories, as in `trajectories`.
+            branch: Name of a new branch to store the logprobs of all responses on; none by default.
+            workers: Local processes, unless there is a client.
+            client: Workers to compute with.
+            progress: Called as responses are read.
+
+        Returns:
+            KL divergence, effective sample size and clipped share by staleness.
+
+        Raises:
+            ConfigError: Something of it is wrong; nothing was computed.
+        """
+        from staleflow.pipeline.stored_runs import logprob_recompute
+        from staleflow.pipeline.stored_runs.pool import pool_of
+
+        self._refuse_past("compute logprobs of")
+        logprob_recompute.refuse(self._path, str(model), branch, where)
+        # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
+        with self._alone() if branch else contextlib.nullcontext(), pool_of(client, workers, model=True) as pool:
+            return logprob_recompute.rescore(
+                self._path, str(model), pool, branch=branch, where=where, progress=progress or _ignore
+            )
+
+    def diff(self, first: str, second: str) -> BranchDifference:
+        """Compare the rewards of the same trajectories on two branches. Raises ConfigError."""
+        from staleflow.pipeline.stored_runs.branch_diff import difference
+
+        return difference(self._path, first, second)
+
+    def export(
+        self,
+        to: ExportFormat,
+        out: str | Path | None = None,
+        *,
+        where: str = "",
+        workers: int = 2,
+        client: Client | None = None,
+        progress: Progress | None = None,
+    ) -> ExportResult:
+        """Export trajectories of this branch, as texts and tokens, for other tools.
+
+        Args:
+            to: "parquet", "jsonl", or "hf", a folder for `datasets.load_dataset`.
+            out: The folder, or the file of "jsonl", to create; it appears when it is complete. NAME.FORMAT in the
+                current folder by default.
+            where: Which trajectories, as in `trajectories`.
+            workers: Local processes, unless there is a client.
+            client: Workers to write with; they reach the same file system.
+            progress: Called as trajectories are written.
+
+        Raises:
+            ConfigError: Something of it is wrong; nothing was written.
+        """
+        from staleflow.pipeline.stored_runs import exporting
+        from staleflow.pipeline.stored_runs.pool import pool_of
+
+        self._refuse_past("export")
+        path = Path(f"{self._path.resolve().name}.{to}" if out is None else out)
+        exporting.refuse(self._path, to, path, self._branch, where)
+        with pool_of(client, workers) as pool:
+            return exporting.export(
+                self._path, to, path, pool, branch=self._branch, where=where, progress=progress or _ignore
+            )
+
+    def train_offline(
+        self,
+        out: str | Path | None = None,
+        *,
+        where: str = "",
+        overrides: Overrides | None = None,
+        epochs: int = 1,
+        client: Client | None = None,
+        report: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> OfflineTrainingResult:
+        """Train on the stored batches in their order, with the run's trainer and losses, without any rollout.
+
+        On all of branch "main" with nothing changed this gives the run's own weights, bit for bit. Called again after
+        it was killed, it goes on from its newest resume point.
+
+        Args:
+            out: Folder to create; it appears when the training is complete. By default the run's own name with
+                `-offline` behind it, beside the run, or by URL in the current folder.
+            where: Which trajectories, as in `trajectories`.
+            overrides: Changes to `[training]`, `[model]`, `seed` or `task.eval_prompts`.
+            epochs: Passes over the stored batches.
+            client: Workers to train on: as many as `training.ranks`. Without, that many processes of this machine.
+            report: Called with events: {"say": line}, {"total": steps}, and after each step {"done": steps, "total":
+                steps, "metrics": of the step}.
+
+        Returns:
+            The folder of the checkpoint, and held-out rewards before and after.
+
+        Raises:
+            ConfigError: Something of it is wrong; nothing was trained.
+        """
+        from staleflow.pipeline.stored_runs.pool import pool_of
+        from staleflow.pipeline.stored_runs.training import planned, train_offline
+
+        self._refuse_past("train on")
+        lines = override_lines(overrides)
+        beside = self._path.name if is_url(self._source) else self._path.resolve()
+        folder = Path(f"{beside}-offline" if out is None else out)
+        ranks = planned(self._path, folder, lines, self._branch, where, epochs).config.training.ranks
+        with pool_of(client, ranks, model=True) as pool:
+            return train_offline(
+                self._path, folder, pool, overrides=lines, branch=self._branch, where=where, epochs=epochs,
+                report=report or _ignore,
+            )  # fmt: skip
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """The lock of the run's folder. Raises FolderInUse if a process works on the run."""
+        return run_folder.only_here(self._path)
+
+    def _refuse_past(self, what: str) -> None:
+        if self._at_step is not None:
+            raise ConfigError(
+                f"{self._path}: cannot {what} the run as of step {self._at_step}; open it without at_step, and select "
+                f'with where="step <= {self._at_step}" where that is offered'
+            )
 
 
-def open_run(source: str | Path, *, branch: str = "main", at_step: int | None = None) -> Run:
-    """Open a stored run."""
-    return Run(located(source), branch, at_step)
+def open_run(source: str | Path, *, branch: str = MAIN, at_step: int | None = None) -> Run:
+    """Open a stored run, live or finished.
+
+    Args:
+        source: The run's folder, or the URL of its store in a bucket: "s3://BUCKET/PREFIX/NAME", with endpoint and
+            credentials of the environment.
+        branch: Branch of the store whose rewards and logprobs to show.
+        at_step: Show the run as it was when this training step was committed; by default as it is at each call.
+
+    Returns:
+        The run. Nothing of it is read before it is asked for.
+
+    Raises:
+        ConfigError: There is no such run, branch or step, or the bucket cannot be read.
+
+    Example:
+        >>> run = staleflow.open_run("runs/demo")
+        >>> len(run.steps()), run.finished
+        (60, True)
+    """
+    if at_step is not None and branch != MAIN:
+        raise ConfigError(f"at_step = {at_step}: shows only what the run itself stored; leave out branch")
+    run = Run(run_location.run_folder(source), str(source), branch=branch, at_step=at_step)
+    return run if at_step is None and branch == MAIN else _opened(run)
 
 
 def list_runs(folder: str | Path = "runs") -> list[Run]:
-    """The runs in a folder, by name."""
-    return [Run(path, "main", None) for path in run_folder.list_runs(Path(folder))]
+    """The runs in a folder, by name. Raises ConfigError if there is no such folder."""
+    path = Path(folder)
+    if not path.is_dir():
+        why = "a file, not a folder" if path.exists() else "no such folder"
+        raise ConfigError(f"{folder}: {why}; name the folder that holds runs, by default runs")
+    return [Run(found, str(found)) for found in run_folder.list_runs(path)]
+
+
+def _opened(run: Run) -> Run:
+    """The run. Raises ConfigError if it has no such branch or step."""
+    assert run.snapshot
+    return run
+
+
+def _ignore(*_: Any) -> None:
+    pass

@@ -19,7 +19,7 @@ from staleflow.stores.trajectory import TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunReplay:
+class ReplayResult:
     """Result of comparing a run's journals with a coordinator's decisions and with the run's store."""
 
     num_events: int
@@ -33,7 +33,7 @@ class RunReplay:
     story: tuple[str, ...]
 
 
-def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> RunReplay:
+def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayResult:
     """Replay all events recorded in a run folder. trajectory: whose events to list. Raises ConfigError, also for a
     trajectory that the run never started."""
     require_run(run_dir)
@@ -69,7 +69,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> RunRepl
             story += coordinator.story(trajectory)
     if trajectory is not None and not story and not result.difference:
         raise ConfigError(f"{run_dir}: its journal has no trajectory {trajectory}")
-    return RunReplay(
+    return ReplayResult(
         num_events=result.num_events,
         num_commands=result.num_commands,
         difference=result.difference,

@@ -15,7 +15,7 @@ from staleflow.pipeline.jobs.what_if import Expectation, confirmed
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import by_set, not_comparable
 from staleflow.pipeline.runtime.run_report import Outcomes
-from staleflow.stores.auditing.drop_bias import Bias, bias_report
+from staleflow.stores.auditing.drop_bias import DropBias, bias_report
 from staleflow.stores.files import replace_file, replace_text
 from staleflow.stores.metrics import STEP, axis, tokens_per_s
 
@@ -55,7 +55,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     staleness: Counter[int] = Counter()
-    bias: Bias | None = None
+    bias: DropBias | None = None
     if (run_dir / "store").exists():  # missing if the run was stopped while its actors started
         store = VersionedStore.open(run_dir / "store")
         table = store.table()

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,6 +29,9 @@ from staleflow.tasks.settings.source_kinds import kind_of
 
 LOCK = ".running"
 """The lock file in a run's folder; it contains the holder's name."""
+OTHER_HOST_S = 600
+"""Seconds without an event after which a process of another machine, which cannot be seen from here, is taken for
+dead."""
 ELSEWHERE = "free space or set runs_dir to another folder"
 PATHS = (*user_files.MODELS, "workload.run")
 """Keys of a job that may name a file in the run's folder, besides those of user code."""
@@ -163,7 +167,27 @@ def only_here(run_dir: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                file.truncate(0)  # this process may go on, and is not to be taken for one that uses the folder
+
+
+def in_use(run_dir: Path) -> bool:
+    """Whether a process that still lives has a folder's lock, as its file says: to find out by taking the lock could
+    make a starting run fail. A process of another machine cannot be seen from here, and is taken for dead after
+    OTHER_HOST_S without an event."""
+    try:
+        _, process, _, host = (run_dir / LOCK).read_text().split()
+        if host != socket.gethostname():
+            return time.time() - (run_dir / "events.jsonl").stat().st_mtime < OTHER_HOST_S
+        os.kill(int(process), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _locked(run_dir: Path) -> TextIO:

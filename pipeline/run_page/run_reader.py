@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +20,7 @@ import numpy.typing as npt
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import HEADING, files, num_bytes, open_part
 from staleflow.pipeline.recovery.resumption import parts
-from staleflow.pipeline.recovery.run_folder import LOCK, load_job, require_run
+from staleflow.pipeline.recovery.run_folder import in_use, load_job, require_run
 from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
 from staleflow.pipeline.stored_runs.response_texts import shown_texts
@@ -40,9 +37,6 @@ KEPT = 2
 
 READ_AT_ONCE = 16 * 2**20
 """Bytes of a journal read for one request: about a second."""
-OTHER_HOST_S = 600
-"""Seconds without an event after which a process of another machine, which cannot be seen from here, is taken for
-dead."""
 
 
 class Stored:
@@ -223,20 +217,6 @@ class RunReader:
         stored = self.stored()
         if stored is not None and stored.records and stored.records[-1].kind == "end":
             return "finished" if len(stored.steps) >= self.config.steps else "ended early"
-        if self._in_use():
+        if in_use(self.run_dir):
             return "running" if stored is not None else "starting"
         return "interrupted"
-
-    def _in_use(self) -> bool:
-        """Whether a process that still lives has the folder's lock. To find out by taking the lock could make a
-        starting run fail."""
-        try:
-            _, process, _, host = (self.run_dir / LOCK).read_text().split()
-            if host != socket.gethostname():
-                return time.time() - (self.run_dir / "events.jsonl").stat().st_mtime < OTHER_HOST_S
-            os.kill(int(process), 0)
-        except PermissionError:
-            return True
-        except (OSError, ValueError):
-            return False
-        return True

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
-from staleflow.stores.auditing.audit import MOST_TOKENS, Audit, audit
+from staleflow.stores.auditing.audit import MOST_TOKENS, AuditReport, audit
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
-
-if TYPE_CHECKING:
-    from staleflow.pipeline.cluster.connection import Where
 
 MIB = 2**20
 ALONE_MIB, WITH_POOL_MIB, WORKER_MIB = 200, 330, 230
@@ -52,29 +51,36 @@ def planned(memory_mib: int, workers: int, num_tokens: int) -> Plan:
     return Plan(0, min(most, MOST_TOKENS))
 
 
-def audit_within(store: VersionedStore, memory_mib: int, workers: int, where: Where) -> Audit:
-    """Audit a store, on a cluster only if `where` itself names one: an audit needs none, so a scheduler that is merely
-    in Dask's configuration is left alone.
+def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: Any = None) -> AuditReport:
+    """Audit a store within a limit of memory.
 
     Args:
-        store: the store to audit.
-        memory_mib: resident memory of all local processes together; workers of a named cluster have their own.
-        workers: most local processes.
-        where: the cluster, if one is to do it.
+        store: The store, of which the present snapshot is audited.
+        memory_mib: Most resident memory of all local processes together, MiB. Workers of a cluster have their own.
+        workers: Most local worker processes; there are none for a small store.
+        client: A `distributed.Client` whose workers read the tokens, instead of local processes.
 
     Raises:
-        ConfigError: the limit of memory is too low, or no worker of the cluster is free.
-        ActorLost: workers were lost.
+        ConfigError: The limit is too low.
+        ActorLost: Tasks killed the workers, or the scheduler is gone.
     """
-    on_cluster = bool(where.address or where.scheduler_file)
     try:
         num_tokens = store.summary().num_tokens
     except StoreError:
         num_tokens = 0  # the audit says what is damaged
     plan = planned(memory_mib, workers, num_tokens)
-    if not on_cluster and not plan.workers:
+    if client is None and not plan.workers:
         return audit(store, most_tokens=plan.most_tokens)
-    from staleflow.pipeline.stored_runs.pool import local_pool, pool_at  # takes a second
+    from staleflow.pipeline.stored_runs.pool import pool_of  # takes a second
 
-    with pool_at(where, plan.workers) if on_cluster else local_pool(plan.workers) as pool:
-        return audit(store, pool.run, MOST_TOKENS if on_cluster else plan.most_tokens)
+    with pool_of(client, plan.workers) as pool:
+        return audit(store, pool.run, plan.most_tokens if client is None else MOST_TOKENS)
+
+
+def with_history(report: AuditReport, path: Path) -> AuditReport:
+    """An audit that also covers what earlier steps and other branches read. Raises StoreError."""
+    from staleflow.stores.auditing import snapshot_audit
+
+    earlier = snapshot_audit.audit_history(path)
+    checks = (*report.checks, snapshot_audit.CHECK)
+    return dataclasses.replace(report, checks=checks, findings=(*report.findings, *earlier))

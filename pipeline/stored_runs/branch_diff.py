@@ -20,7 +20,7 @@ IDENTITY = ("trajectory", "step", "fate", "offset", "response_tokens", "text_off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class BranchDifference:
     """Differences between two branches' rewards, over trajectories that were trained on. mean: mean rewards, without
     failed ones. flipped: groups in which the better of two members became the worse. gained, lost: groups whose rewards
     vary in the second branch only, in the first only."""
@@ -36,7 +36,7 @@ class Difference:
     lost: tuple[int, ...]
 
 
-def difference(run_dir: Path, first: str, second: str) -> Difference:
+def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     """Compare the rewards of two branches of a run's store. Raises ConfigError if they are the same, or nothing that
     both have was trained on."""
     path = run_dir / "store"
@@ -63,7 +63,7 @@ def difference(run_dir: Path, first: str, second: str) -> Difference:
     flipped = ((order_a * order_b) < 0).any(axis=(1, 2))
     edges = np.histogram_bin_edges(np.concatenate([a, b]), bins=10)
     counts = [np.histogram(values, bins=edges)[0] for values in (a, b)]
-    return Difference(
+    return BranchDifference(
         trajectories=len(at),
         changed=int((a != b).sum()),
         mean=(_mean(a, scored_a), _mean(b, scored_b)),

@@ -12,32 +12,27 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, only_here
-from staleflow.pipeline.stored_runs.conversations import messages
 from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
-from staleflow.pipeline.stored_runs.response_texts import texts_of
+from staleflow.pipeline.stored_runs.response_texts import row_texts, texts_of
+from staleflow.pipeline.stored_runs.stored_trajectories import chosen_positions, read_windows
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
-from staleflow.stores.files import publish
+from staleflow.stores.files import claim_folder, publish
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
 from staleflow.stores.trajectories.reader import Damaged
-from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended, IntArray, Trajectory
-from staleflow.tasks.rendering.chat_tokenizer import Texts
+from staleflow.stores.trajectory import Ended
 
-FORMATS = ("parquet", "jsonl", "hf")
+ExportFormat = Literal["parquet", "jsonl", "hf"]
+FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 PART_ROWS = 8192
 """Trajectories per file: some 50 MiB at 500 tokens each."""
-READ_ROWS = 512
-"""Trajectories read and written at once."""
-FEW = 8
-"""Fewer chosen rows than this are read one by one, more together with the rows between them."""
 TEXTS = {
     "parquet": {"prompt": "prompt", "response": "response", "messages": "messages"},
     "hf": {"prompt": "prompt", "response": "completion", "messages": "conversation"},
@@ -47,7 +42,7 @@ what to train on, in place of prompt and completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportResult:
     """The result of an export. errors: of unreadable rows by trajectory; they are left out."""
 
     path: str
@@ -66,7 +61,7 @@ def export(
     branch: str = "main",
     where: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> Exported:
+) -> ExportResult:
     """Export a run's trajectories to `out`, a file for jsonl, a folder for other formats, which appears only when
     complete. Raises ConfigError before anything is written."""
     store, rows = _chosen(run_dir, to, out, branch, where)
@@ -96,7 +91,7 @@ def export(
             raise
         raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
     count = 1 if to == "jsonl" else len(files)
-    return Exported(path=str(out), rows=written, files=count, bytes=size, errors=errors)
+    return ExportResult(path=str(out), rows=written, files=count, bytes=size, errors=errors)
 
 
 def refuse(run_dir: Path, to: str, out: Path, branch: str, where: str) -> None:
@@ -112,10 +107,11 @@ def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple
     if to != "jsonl":
         dataframes.require("pyarrow.parquet")
     store = VersionedStore.open(run_dir / "store", branch=branch)
-    (rows,) = np.nonzero(Selection(where).mask(store.columns()))
+    rows = chosen_positions(store, where)
     if not len(rows):
         none = f"no trajectory matches --where {where!r}" if where else "no trajectory is stored yet"
         raise ConfigError(f"{run_dir}: {none}")
+    claim_folder(out.parent, "--out")
     return store, rows
 
 
@@ -196,47 +192,12 @@ def write_part(
     errors: dict[int, str] = {}
 
     def read() -> Iterator[tuple[list[Ended], list[RowTexts]]]:
-        for chosen in windows(rows):
-            first, last = int(chosen[0]), int(chosen[-1]) + 1
-            if len(chosen) < FEW:
-                picked = [row for i in chosen.tolist() for row in store.readable(i, i + 1)]
-            else:
-                found = list(store.readable(first, last))
-                picked = [found[i - first] for i in chosen.tolist()]
+        for picked in read_windows(store, rows):
             errors.update({int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)})
             kept = [row for row in picked if isinstance(row, Ended)]
-            yield kept, [_row_texts(row.trajectory, texts) for row in kept]
+            yield kept, [row_texts(row.trajectory, texts) for row in kept]
 
     return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
-
-
-def _row_texts(trajectory: Trajectory, texts: Texts) -> RowTexts:
-    """Texts without special tokens, but for what the model was given: there they are the marks of the template, and
-    tell who speaks."""
-
-    def plain(tokens: IntArray) -> str:
-        return texts.text(tokens.tolist())
-
-    def marked(tokens: IntArray) -> str:
-        return texts.text(tokens.tolist(), special=True)
-
-    whole = marked if trajectory.has_answers else plain
-    return RowTexts(
-        marked(trajectory.prompt_tokens), whole(trajectory.response_tokens), messages(trajectory, plain, marked)
-    )
-
-
-def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Row positions in order, split so that those of a window lie within READ_ROWS of each other.
-
-    >>> [w.tolist() for w in windows(np.array([0, 3, 511, 512, 2000]))]
-    [[0, 3, 511], [512], [2000]]
-    """
-    begin = 0
-    while begin < len(rows):
-        end = int(np.searchsorted(rows, rows[begin] + READ_ROWS))
-        yield rows[begin:end]
-        begin = end
 
 
 def _write_lines(to: str, file: Path, read: Iterator[tuple[list[Ended], list[RowTexts]]]) -> int:

@@ -58,7 +58,7 @@ class LogprobSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AtStaleness:
+class LogprobComparison:
     """Comparison of the model with the policies that sampled the trajectories of one staleness. ratio = pi_model /
     pi_rollout of a token.
 
@@ -81,13 +81,13 @@ class AtStaleness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rescored:
+class RescoreResult:
     """The result of rescoring; staleness -1: trajectories never trained on. errors: of unreadable rows, by
     trajectory."""
 
     model: str
     rows: int
-    by_staleness: tuple[AtStaleness, ...]
+    by_staleness: tuple[LogprobComparison, ...]
     errors: dict[int, str]
     branch: str = ""
     snapshot: str = ""
@@ -101,7 +101,7 @@ def rescore(
     branch: str = "",
     where: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> Rescored:
+) -> RescoreResult:
     """Compute the logprobs of a run's responses under a model, a folder or hub name. branch: name of a new branch to
     store them on, which requires all responses. Raises ConfigError before anything is computed."""
     settings, store, chosen = _chosen(run_dir, model, branch, where)
@@ -130,7 +130,7 @@ def rescore(
         if kept is not None:
             lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": settings.temperature}
             snapshot = derived_branches.derive_logprobs(store, path, branch, kept, lineage)
-    return Rescored(
+    return RescoreResult(
         model=model,
         rows=int(chosen.sum()) - len(errors),
         by_staleness=tuple(_by_staleness(columns["staleness"], sums)),
@@ -196,7 +196,7 @@ def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
     )
 
 
-def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) -> Iterable[AtStaleness]:
+def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) -> Iterable[LogprobComparison]:
     for lag in np.unique(staleness):
         of = sums[(staleness == lag) & (sums[:, _SUM["tokens"]] > 0)]
         if not len(of):
@@ -205,7 +205,7 @@ def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) ->
         tokens = total["tokens"]
         # Weights of whole responses span hundreds of orders of magnitude: normalize before exponentiating.
         weights = np.exp(of[:, _SUM["log_ratio"]] - of[:, _SUM["log_ratio"]].max())
-        yield AtStaleness(
+        yield LogprobComparison(
             staleness=int(lag),
             trajectories=len(of),
             tokens=int(tokens),

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import Where
 from staleflow.pipeline.cluster.gang import HEAVY_ROLES
+from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation
 from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -102,17 +102,27 @@ class Pool:
 
 
 @contextlib.contextmanager
-def pool_at(where: Where, count: int, *, model: bool = False) -> Iterator[Pool]:
-    """A pool of the named cluster's workers or, if none is named, of `count` local processes. model: whether its tasks
-    load one. Raises ConfigError if no worker is free."""
-    if not where.named:
+def pool_of(client: Any, count: int, *, model: bool = False) -> Iterator[Pool]:
+    """A pool of the workers of a client's cluster or, without a client, of local processes.
+
+    Args:
+        client: A synchronous `distributed.Client`, or None.
+        count: Number of local processes.
+        model: Whether the tasks load a model.
+
+    Raises:
+        ConfigError: The client is asynchronous, or jobs have all workers of its cluster.
+    """
+    if client is None:
         with local_pool(count, model=model) as pool:
             yield pool
         return
-    with where.blocking() as client:
-        pool = Pool(client, shared=True)
-        pool.free()
-        yield pool
+    if client.asynchronous:
+        raise ConfigError("client: it is asynchronous; pass Client(..., asynchronous=False)")
+    client.sync(ensure, client)
+    pool = Pool(client, shared=True)
+    pool.free()
+    yield pool
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
-"""A stored run's token ids as text."""
+"""A stored run's token ids as texts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.stored_runs.conversations import messages
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.dataframes import RowTexts
+from staleflow.stores.trajectory import IntArray, Trajectory
 from staleflow.tasks.rendering.chat_tokenizer import NumberTexts, Texts, file_texts, tokenizer_texts
 
 
@@ -15,15 +18,37 @@ def texts_of(config: RunConfig) -> Texts:
     return NumberTexts() if config.emulated else tokenizer_texts(config.model.path)
 
 
+def decoded_texts(config: RunConfig) -> Texts:
+    """As `texts_of`, but without loading transformers, which takes seconds, where the tokenizer's file is enough.
+    Raises ConfigError if the tokenizer is gone."""
+    if not config.emulated and (texts := file_texts(Path(config.model.path))) is not None:
+        return texts
+    return texts_of(config)
+
+
 def shown_texts(config: RunConfig) -> Texts:
     """As `texts_of`, for people to read: by the tokenizer's file where that is enough, and the ids as text if the
     tokenizer is gone."""
     folder = Path(config.model.path)
-    if not config.emulated and (texts := file_texts(folder)) is not None:
-        return texts
-    if folder.is_absolute() and not folder.exists():  # told without loading transformers, which takes seconds
+    if folder.is_absolute() and not folder.exists():  # known without loading transformers, which takes seconds
         return NumberTexts()
     try:
-        return texts_of(config)
+        return decoded_texts(config)
     except ConfigError:
         return NumberTexts()
+
+
+def row_texts(trajectory: Trajectory, texts: Texts) -> RowTexts:
+    """Texts without special tokens, but for what the model was given: there they are the marks of the template, and
+    tell who speaks."""
+
+    def plain(tokens: IntArray) -> str:
+        return texts.text(tokens.tolist())
+
+    def marked(tokens: IntArray) -> str:
+        return texts.text(tokens.tolist(), special=True)
+
+    whole = marked if trajectory.has_answers else plain
+    return RowTexts(
+        marked(trajectory.prompt_tokens), whole(trajectory.response_tokens), messages(trajectory, plain, marked)
+    )

@@ -45,7 +45,7 @@ MAY_CHANGE = ("reward.", "task.answer_pattern=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reprocessed:
+class ReprocessResult:
     """The result of scoring a run again. scored: rows with a response. errors: of the reward function, by
     trajectory."""
 
@@ -66,7 +66,7 @@ def reprocess(
     pool: Pool,
     progress: Callable[[int, int], None] = lambda *_: None,
     changes: tuple[str, ...] = (),
-) -> Reprocessed:
+) -> ReprocessResult:
     """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name), or by the job's
     own if that is empty. changes: of keys in MAY_CHANGE, as KEY=VALUE. progress: called with (rows done, total rows).
     Raises ConfigError before anything is computed."""
@@ -105,7 +105,7 @@ def reprocess(
     }
     new = derived_branches.Rewards(rewards=rewards, advantages=estimate, loss_mask=valid & consumed, errors=errors)
     snapshot = derived_branches.derive(store, path, branch, new, lineage)
-    return Reprocessed(
+    return ReprocessResult(
         branch=branch,
         snapshot=snapshot,
         rows=count,

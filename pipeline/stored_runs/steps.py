@@ -1,62 +1,53 @@
-"""A stored run's commits, as its users read them."""
+"""A stored run's training steps: their metrics as a table, and the batch of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
+from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.dataframes import require
-from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One commit of a run: a training step with the batch it consumed, or the end of a start of the run."""
+class ConsumedBatch:
+    """The batch that a training step consumed, read back from the store."""
 
-    kind: str
-    """One of "step", a training step; "end", the run's end; "resume", an interrupted run that went on."""
-    step: int
-    """Number of the training step, from 0; step k starts from policy version k and publishes version k + 1. Of other
-    kinds, the step that was next."""
-    metrics: Mapping[str, float]
-    """The step's metrics by name; units and meanings are in docs/metrics.md."""
-    num_rows: int
-    """Trajectories that ended since the commit before, of any fate."""
-    num_tokens: int
-    """Stored tokens of those, prompts included."""
-    num_ended: Mapping[str, int]
-    """All trajectories that had ended by then, by "fate:reason"."""
-    num_live: int
-    """Trajectories in flight."""
-    weight_fingerprint: str
-    """Fingerprint of the policy version that the step published; empty of other kinds."""
-    loaded_fingerprints: Mapping[str, tuple[int, str]]
-    """By rollout instance: the policy version that it served, and the fingerprint of the weights it held."""
-    batch_fingerprint: str
-    """Hash of the tokens, logprobs, versions and advantages as the trainer received them; empty of other kinds."""
+    record: StepRecord
+    """The step's commit."""
+    fingerprint: str
+    """Hash of the tokens, logprobs, versions and advantages as they read now; the record has that of what the trainer
+    received."""
+    trajectories: tuple[StoredTrajectory, ...]
+    """In the order in which they were trained on; without texts."""
 
-    @classmethod
-    def of(cls, record: StepRecord) -> Step:
-        """The commit of a stored record."""
-        return cls(
-            kind=record.kind,
-            step=record.step,
-            metrics=record.metrics,
-            num_rows=record.num_rows,
-            num_tokens=record.num_tokens,
-            num_ended=record.ledger.num_ended,
-            num_live=record.ledger.num_live,
-            weight_fingerprint=record.weight_fingerprint,
-            loaded_fingerprints=record.loaded_fingerprints,
-            batch_fingerprint=record.batch_fingerprint,
-        )
+    @property
+    def intact(self) -> bool:
+        """Whether the batch reads back as the trainer received it, bit for bit."""
+        return self.fingerprint == self.record.batch_fingerprint
 
 
-def metrics_table(steps: Iterable[Step]) -> Any:
+def read_batch(store: StoreReader, step: int) -> ConsumedBatch:
+    """The batch of a training step. Raises ConfigError if the step is not stored, StoreError if it cannot be read."""
+    record = next((r for r in store.steps() if r.kind == "step" and r.step == step), None)
+    if record is None:
+        raise ConfigError(f"{store.path}: no commit of step {step}")
+    rows = list(store.ended(step=step))
+    return ConsumedBatch(
+        record=record,
+        fingerprint=batch_fingerprint((row.trajectory, row.advantage) for row in rows),
+        trajectories=tuple(StoredTrajectory.of(row) for row in rows),
+    )
+
+
+def metrics_table(steps: Iterable[StepRecord]) -> Any:
     """A pandas.DataFrame with a row for each step, by its number, and a column for each metric; NaN where a step lacks
     one. Raises ConfigError if pandas is not installed."""
     pandas = require("pandas")
     rows = list(steps)
     index = pandas.Index([row.step for row in rows], name="step", dtype="int64")
-    return pandas.DataFrame([dict(row.metrics) for row in rows], index=index, dtype="float64")
+    return pandas.DataFrame([row.metrics for row in rows], index=index, dtype="float64")

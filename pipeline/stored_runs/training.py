@@ -37,7 +37,7 @@ from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluatio
 from staleflow.pipeline.stored_runs.pool import Pool, making, store_at
 from staleflow.pipeline.stored_runs.rank_tasks import LedPolicy, led
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.files import publish, replace_text
+from staleflow.stores.files import claim_folder, publish, replace_text
 from staleflow.stores.trajectories.reader import Damaged
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -88,7 +88,7 @@ class OfflinePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class OfflineTrainingResult:
     """The result of offline training. same_steps: number of leading steps after which the weights equal the run's bit
     for bit; None if they are not meant to. errors: of unreadable rows by trajectory; they are left out."""
 
@@ -112,7 +112,7 @@ def train_offline(
     where: str = "",
     epochs: int = 1,
     report: Report = lambda _: None,
-) -> Trained:
+) -> OfflineTrainingResult:
     """Train on the trajectories a run consumed, into the folder `out`, which appears when training is complete. report:
     called with every step's events. Raises ConfigError before anything is trained."""
     plan = planned(run_dir, out, overrides, branch, where, epochs)
@@ -127,7 +127,7 @@ def train_offline(
         (result,) = pool.run(_task, [(pickle.dumps(plan), topic, pool.shared)], model=True)
     finally:
         pool.client.unsubscribe_topic(topic)
-    trained: Trained = pickle.loads(result)
+    trained: OfflineTrainingResult = pickle.loads(result)
     return trained
 
 
@@ -145,6 +145,7 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
     if not chosen_rows(store, where):
         matches = f" matches --where {where!r}" if where else " is stored yet"
         raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
+    claim_folder(out.parent, "--out")
     if config.training.kl.reference:
         find_model(config.training.kl.reference, "training.kl.reference")
     inspect_model(config)  # last: it loads torch, which takes seconds
@@ -184,7 +185,7 @@ def _task(plan: bytes, topic: str, shared: bool) -> bytes:
     return pickle.dumps(result)
 
 
-def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Trained:
+def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> OfflineTrainingResult:
     """Carry out a plan in this process, which is a Dask task if others train with it. shared: see Pool."""
     out = Path(plan.out)
     part = out.with_name(f".{out.name}.part")
@@ -212,7 +213,7 @@ def _refuse_taken(out: Path) -> None:
         raise ConfigError(f"{out} already exists; choose another with --out, or remove it")
 
 
-def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared: bool) -> Trained:
+def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared: bool) -> OfflineTrainingResult:
     _prepare(part, plan)
     with making:  # this imports transformers
         context = inspect_model(plan.config).context
@@ -233,7 +234,7 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared
         checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
         training.save(checkpoint)
     after = _evaluated(plan, str(checkpoint), len(steps), context, report)
-    result = Trained(
+    result = OfflineTrainingResult(
         out=plan.out,
         checkpoint=str(out / "checkpoints" / checkpoint.name),
         steps=len(steps),
@@ -350,7 +351,7 @@ class _Training:
             self.policy.save(checkpoint, weights)
 
     def same_steps(self) -> int | None:
-        """The value of Trained.same_steps."""
+        """The value of OfflineTrainingResult.same_steps."""
         if not self._plan.exact:
             return None
         return next((i for i, same in enumerate(self._prints) if not same), len(self._prints))

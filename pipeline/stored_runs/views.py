@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,12 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended, Given, TrajectoryId
 from staleflow.tasks.rendering.chat_tokenizer import Texts, pieces
 
-ORDERS = {"worst": ("reward", 1), "best": ("reward", -1), "longest": ("response_tokens", -1)}
+Order = Literal["worst", "best", "longest"]
+ORDERS: dict[Order, tuple[str, int]] = {
+    "worst": ("reward", 1),
+    "best": ("reward", -1),
+    "longest": ("response_tokens", -1),
+}
 """The column and sort direction of each order."""
 
 
@@ -54,9 +60,11 @@ class TrajectoryView:
     timings: dict[str, float] = field(default_factory=dict)
 
 
-def ranked(store: VersionedStore, order: str, count: int, where: str) -> list[TrajectoryId]:
+def ranked(store: VersionedStore, order: Order, count: int, where: str) -> list[TrajectoryId]:
     """The first `count` trajectories that `where` selects, by an order of ORDERS; ties list one of each group first.
     Orders by reward leave out trajectories never scored. Raises ConfigError."""
+    if order not in ORDERS:
+        raise ConfigError(f"order = {order!r}: choose one of {', '.join(ORDERS)}")
     columns = store.columns()
     chosen = Selection(where).mask(columns)
     name, sign = ORDERS[order]

@@ -9,7 +9,7 @@ commits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from staleflow.stores.trajectories.records import BatchDigest, StepRecord
 from staleflow.stores.weights.weight_hash import comparable
 
 CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
+COUNTS = ("num_steps", "num_trajectories", "num_tokens", "max_staleness")
+"""Numbers of a report that a damaged store makes unknown."""
 RECORDS_AT_ONCE = 256
 """Records of commits read together: some 10 KB each."""
 ROWS_AT_ONCE = 32_768
@@ -41,24 +43,40 @@ Runner = Callable[[Callable[..., RowsChecked], Iterable[tuple[Any, ...]]], Itera
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """The checks that were made, the amount of data they covered, and the violations they found. unchecked: what needs
-    all of a store that is damaged; if there is any, nothing was counted either. not_verified: checks that had nothing
-    to check, such as the bound of a run that keeps none."""
+class AuditReport:
+    """The result of an audit: what was checked, and what contradicts the promises of a run or its store."""
 
     num_steps: int
+    """Training steps."""
     num_trajectories: int
+    """Stored trajectories, of any fate."""
     num_tokens: int
     """Prompt and response tokens."""
     max_staleness: int
+    """Largest staleness of a trajectory that was trained on, in versions; -1 if there is none."""
     checks: tuple[str, ...]
+    """Names of the checks that were made; docs/store.md says what each verifies."""
     findings: tuple[Finding, ...]
+    """What is wrong; empty if nothing is."""
     unchecked: tuple[str, ...] = ()
+    """Checks that a damaged store makes impossible. If there are any, the counts above are not those of the store."""
     not_verified: tuple[str, ...] = ()
+    """Checks that had nothing to check, such as the bound of a run that keeps none."""
 
     @property
     def clean(self) -> bool:
+        """Whether every check holds."""
         return not self.findings
+
+    @property
+    def readable(self) -> bool:
+        """Whether all of the store can be read."""
+        return all(finding.check != "arrays" for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON; the counts are None if there are any unchecked."""
+        unknown = dict.fromkeys(COUNTS) if self.unchecked else {}
+        return {**asdict(self), "clean": self.clean, **unknown}
 
 
 def in_turn(function: Callable[..., RowsChecked], calls: Iterable[tuple[Any, ...]]) -> Iterator[RowsChecked]:
@@ -66,7 +84,7 @@ def in_turn(function: Callable[..., RowsChecked], calls: Iterable[tuple[Any, ...
     return (function(*call) for call in calls)
 
 
-def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOKENS) -> Audit:
+def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOKENS) -> AuditReport:
     """Run all checks over the whole store, as it is now. most_tokens: tokens that are read together; memory is some
     50 bytes for each. run: for the part of the checks that reads tokens."""
     store = StoreReader.at(store.path, store.snapshot)  # a live run goes on
@@ -82,7 +100,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
         findings = [*_damage(store), *findings]
         if not findings:
             findings.append(Finding(check="arrays", where="store", what=str(error)))
-        return Audit(
+        return AuditReport(
             num_steps=0,
             num_trajectories=0,
             num_tokens=0,
@@ -96,7 +114,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
     findings += consumption.findings(store.header, trained, _all_rows(store))
     findings += conservation
     findings += _fingerprints(commits, digests)
-    return Audit(
+    return AuditReport(
         num_steps=len(trained),
         num_trajectories=consumption.num_rows,
         num_tokens=sum(c.num_tokens for c in commits),

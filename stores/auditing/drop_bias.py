@@ -77,7 +77,7 @@ class EndedKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bias:
+class DropBias:
     """What a run trained on, and what it did not. never_trained: groups of which no trajectory was trained on."""
 
     consumed: EndedKind
@@ -117,12 +117,12 @@ class Bias:
         return lines
 
 
-def bias_report(store: HasColumns) -> Bias:
+def bias_report(store: HasColumns) -> DropBias:
     """Compare the trajectories of a store, by how they ended. Reads it in blocks."""
     return bias_of(_blocks(store))
 
 
-def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> Bias:
+def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
     """`bias_report` of a store's columns, in blocks of rows."""
     sums: dict[str, _GroupSums] = {}
     groups: set[int] = set()
@@ -136,7 +136,7 @@ def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> Bias:
     order = sorted(sums, key=lambda name: (name != DROPPED, name == TRUNCATED, -sums[name].trajectories))
     others = tuple(_compared(name, sums[name], whole if name == TRUNCATED else trained) for name in order)
     never = len(groups) - int((trained.count > 0).sum())
-    return Bias(consumed=_kind("consumed", trained), others=others, groups=len(groups), never_trained=never)
+    return DropBias(consumed=_kind("consumed", trained), others=others, groups=len(groups), never_trained=never)
 
 
 def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:

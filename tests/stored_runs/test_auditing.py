@@ -8,7 +8,6 @@ from pathlib import Path
 import dask
 import pytest
 
-from staleflow.pipeline.cluster.connection import Where
 from staleflow.pipeline.stored_runs import auditing
 from staleflow.pipeline.stored_runs.auditing import audit_within, planned
 from staleflow.stores.errors import ConfigError
@@ -17,8 +16,6 @@ from tests.commands import command
 from tests.earlier import asking
 from tests.stores.plain_audit import plain_audit
 from tests.stores.test_stores import edit, set_int
-
-HERE = Where()
 
 
 def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None:
@@ -40,21 +37,22 @@ def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None
 def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditing, "SEVERAL_TOKENS", 0)
     path = asking.unpack("finished", tmp_path) / "store"
-    assert audit_within(VersionedStore.open(path), 1024, 2, HERE) == plain_audit(VersionedStore.open(path))
+    assert audit_within(VersionedStore.open(path), 1024, 2) == plain_audit(VersionedStore.open(path))
     edit(path, lambda root: set_int(root, 9, "v_traj", 3))
     edit(path, lambda root: set_int(root, 2, "step", 3))
-    found = audit_within(VersionedStore.open(path), 1024, 2, HERE)
+    found = audit_within(VersionedStore.open(path), 1024, 2)
     assert found == plain_audit(VersionedStore.open(path))
     assert not found.clean
 
 
 def test_a_scheduler_in_dasks_configuration_is_left_alone(tmp_path: Path) -> None:
     """An audit waited for the workers of a busy cluster, or failed where none answers, only because one was named."""
-    path = asking.unpack("finished", tmp_path) / "store"
+    run = asking.unpack("finished", tmp_path)
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
-        assert audit_within(VersionedStore.open(path), 1024, 2, HERE).clean
-        with pytest.raises(ConfigError, match=r"no scheduler at tcp://127\.0\.0\.1:9"):
-            audit_within(VersionedStore.open(path), 1024, 2, Where(address="tcp://127.0.0.1:9"))
+        assert command("store", "audit", run).returncode == 0
+        told = command("store", "audit", run, "--scheduler", "tcp://127.0.0.1:9")
+        assert told.returncode == 2
+        assert "no scheduler at tcp://127.0.0.1:9" in told.stderr
 
 
 def test_the_command_refuses_a_limit_that_is_too_low_in_one_line(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from staleflow.cli.html_page import page
 from staleflow.cli.show import coloured, legend, print_trajectory
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
+from staleflow.pipeline.stored_runs.trajectory_page import page
 from staleflow.pipeline.stored_runs.views import ranked, view
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from staleflow.stores.auditing.audit import CHECKS, Audit
+from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import StoreReader
@@ -15,7 +15,7 @@ from staleflow.stores.trajectory import Ended, Fate, Trajectory, ended_as
 from staleflow.stores.weights.weight_hash import comparable
 
 
-def plain_audit(store: StoreReader) -> Audit:
+def plain_audit(store: StoreReader) -> AuditReport:
     """Run all checks over the whole store."""
     findings: list[Finding] = []
     try:
@@ -28,7 +28,7 @@ def plain_audit(store: StoreReader) -> Audit:
         findings += [*_damage(store), *_array_findings(store)]
         if not findings:
             findings.append(Finding(check="arrays", where="store", what=str(error)))
-        return Audit(
+        return AuditReport(
             num_steps=0,
             num_trajectories=0,
             num_tokens=0,
@@ -42,7 +42,7 @@ def plain_audit(store: StoreReader) -> Audit:
     findings += _once(store.header, records, rows)
     findings += _conservation(records, rows)
     findings += _fingerprints(records, rows)
-    return Audit(
+    return AuditReport(
         num_steps=sum(r.kind == "step" for r in records),
         num_trajectories=len(rows),
         num_tokens=sum(r.num_tokens for r in records),

@@ -1,0 +1,39 @@
+"""The code of a branch's reward, saved with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.api.code_objects import write_code
+from staleflow.stores.trajectories import derived_branches
+
+
+@contextlib.contextmanager
+def reward_file(run_dir: Path, branch: str, reward: str | Callable[..., Any]) -> Iterator[str]:
+    """Yield the name of a reward for a new branch. A function is written to the run's code/, and removed if the block
+    fails: then there is no branch. Requires the folder's lock. Raises ConfigError, StoreError."""
+    if isinstance(reward, str):
+        yield reward
+        return
+    derived_branches.refuse((run_dir / "store").resolve(), branch)  # the file of a branch that exists is kept
+    named = write_code(reward, run_dir / "code", file_name(branch))
+    try:
+        yield named
+    except BaseException:
+        Path(named.rpartition(":")[0]).unlink(missing_ok=True)
+        raise
+
+
+def file_name(branch: str) -> str:
+    """Name of the file of a branch's code, a Python identifier; of two branches never the same.
+
+    >>> file_name("strict"), file_name("by length")
+    ('branch_strict', 'branch_by_length_2d3f1d17')
+    """
+    plain = re.sub(r"[^A-Za-z0-9]", "_", branch)
+    return f"branch_{plain}" if plain == branch else f"branch_{plain}_{zlib.crc32(branch.encode()):08x}"

@@ -1,0 +1,281 @@
+"""What a stored run holds: its steps, trajectories, tables and branches, live or finished.
+
+An object keeps no data: every call reads what is stored at that moment, from one snapshot of the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from staleflow.pipeline.api import run_display
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery import run_folder
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import TrajectoryId
+
+if TYPE_CHECKING:
+    from staleflow.pipeline.runtime.evaluation_results import Evaluation
+    from staleflow.pipeline.stored_runs.steps import ConsumedBatch
+    from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
+    from staleflow.pipeline.stored_runs.views import Order, TrajectoryView
+    from staleflow.stores.trajectories.reader import Summary
+    from staleflow.stores.trajectories.records import StepRecord
+    from staleflow.stores.trajectories.versioned import VersionedStore
+
+MAIN = "main"
+"""The branch that a run itself writes."""
+
+
+class RunData:
+    """What a stored run holds, as its folder or its store in a bucket has it at each call."""
+
+    def __init__(self, path: Path, source: str, *, branch: str = MAIN, at_step: int | None = None) -> None:
+        self._path = path
+        self._source = source
+        self._branch = branch
+        self._at_step = at_step
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """The run's folder. Of a run that was opened by URL, a temporary one that has the job and no checkpoints."""
+        return self._path
+
+    @property
+    def source(self) -> str:
+        """What the run was opened by: its folder, or the URL of its store."""
+        return self._source
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.job.name
+
+    @property
+    def url(self) -> str:
+        """Where in a bucket the store's data are; empty if they are in the run's folder."""
+        from staleflow.stores.trajectories.storage import url_of
+
+        return url_of(self._path / "store")
+
+    @property
+    def job(self) -> RunConfig:
+        """The run's job as its latest start resolved it. Raises ConfigError."""
+        return run_folder.load_job(self._path)
+
+    @property
+    def eta(self) -> int | None:
+        """The staleness bound, in policy versions; None if the run keeps none."""
+        return self._store().header.eta
+
+    @property
+    def bound(self) -> str:
+        """The staleness bound in words."""
+        return self._store().header.bound
+
+    @property
+    def live(self) -> bool:
+        """Whether a process works on the run now: it has the lock of the run's folder. Always False by URL."""
+        return run_folder.in_use(self._path)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's end is stored: it has done all its steps, or was stopped in order."""
+        summary = self.summary()
+        return summary is not None and summary.ended
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """All branches of the store: "main", those with other rewards or logprobs, and steps undone by resuming."""
+        return tuple(sorted({MAIN, *self._store().branches()}, key=lambda name: (name != MAIN, name)))
+
+    @property
+    def lineage(self) -> Mapping[str, Any]:
+        """How the branch that this object shows was made; empty of "main"."""
+        return self._store().lineage
+
+    @property
+    def snapshot(self) -> str:
+        """Id of the store's snapshot that a call would read now."""
+        return self._store().snapshot
+
+    def summary(self) -> Summary | None:
+        """How far the run has come: number of steps, trajectories and tokens, and its latest commit. None before the
+        run has a store."""
+        return self._store().summary() if self._has_store() else None
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[StepRecord]:
+        """The training steps, oldest first: metrics and fingerprints of each. Reads no trajectory."""
+        return [record for record in self.commits() if record.kind == "step"]
+
+    def commits(self) -> list[StepRecord]:
+        """All commits, oldest first: besides the training steps the ends of a run and the moments it was resumed. Empty
+        of a run that has stored nothing yet."""
+        return self._store().steps() if self._has_store() else []
+
+    def metrics(self) -> Any:
+        """The metrics of the training steps.
+
+        Returns:
+            A `pandas.DataFrame` with a row for each step and a column for each metric; docs/metrics.md has their units.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        from staleflow.pipeline.stored_runs.steps import metrics_table
+
+        return metrics_table(self.steps())
+
+    def batch(self, step: int) -> ConsumedBatch:
+        """The batch that a training step consumed, compared with what the trainer received. Raises ConfigError if the
+        step is not stored."""
+        from staleflow.pipeline.stored_runs.steps import read_batch
+
+        return read_batch(self._store(), step)
+
+    def evaluations(self) -> list[Evaluation]:
+        """Mean rewards on held-out prompts, in the order in which they were made. None by URL: they are in the run's
+        folder. Raises StoreError."""
+        from staleflow.pipeline.runtime.evaluation_results import read_evaluations
+
+        return read_evaluations(self._path)
+
+    # -- trajectories --------------------------------------------------------------------------------------------
+
+    def trajectories(
+        self, where: str = "", *, step: int | None = None, texts: bool = True
+    ) -> Iterator[StoredTrajectory]:
+        """Iterate over stored trajectories in the order stored; memory is bounded however many there are.
+
+        Args:
+            where: Which ones: comparisons, `and`, `or`, `not`, `in` and arithmetic over the columns that docs/store.md
+                lists, such as "staleness <= 1 and reward > 0".
+            step: Only those that this training step consumed.
+            texts: Whether to decode prompts and responses, which needs the model's tokenizer.
+
+        Raises:
+            ConfigError: The condition is wrong, or there is no tokenizer.
+            StoreError: A trajectory cannot be read.
+        """
+        from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory, read_rows
+
+        decoder = self._texts() if texts else None
+        for row in read_rows(self._store(), _of_step(where, step)):
+            yield StoredTrajectory.of(row, decoder)
+
+    def trajectory(self, id: int) -> StoredTrajectory:
+        """One trajectory, with texts. Raises ConfigError for an unknown id, StoreError for a damaged one."""
+        from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
+
+        row = self._store().get(TrajectoryId(id))
+        if row is None:
+            raise ConfigError(f"{self._path}: no stored trajectory {id}; it was never started or is still in flight")
+        return StoredTrajectory.of(row, self._texts())
+
+    def ranked(self, order: Order, count: int, where: str = "", *, step: int | None = None) -> list[int]:
+        """Ids of the trajectories with the lowest or highest reward, or the most response tokens.
+
+        Args:
+            order: "worst", "best" or "longest". The first two leave out what was never scored; among equals each group
+                comes once before any comes twice.
+            count: Most ids to return.
+            where: Which trajectories to rank, as in `trajectories`.
+            step: Only those that this training step consumed.
+        """
+        from staleflow.pipeline.stored_runs.views import ranked
+
+        return [int(id) for id in ranked(self._store(), order, count, _of_step(where, step))]
+
+    def view(self, trajectories: Iterable[int], *, model: str = "") -> list[TrajectoryView]:
+        """Trajectories for display, token by token: text, policy version, instance, probability and importance ratio.
+
+        Args:
+            trajectories: Their ids.
+            model: Folder of a checkpoint, or a hub name, to compute importance ratios under. Without, the ratios are
+                those of logprobs stored on this branch, if there are any.
+        """
+        from staleflow.pipeline.stored_runs.views import view
+
+        return view(self._path, self._store(), [TrajectoryId(id) for id in trajectories], model)
+
+    def page(self, trajectories: Iterable[int], *, model: str = "") -> str:
+        """Trajectories as a self-contained HTML page, their tokens coloured by policy version or importance ratio. The
+        arguments are those of `view`."""
+        from staleflow.pipeline.stored_runs.trajectory_page import page
+
+        return page(self._source, self.view(trajectories, model=model), model or self._branch)
+
+    def to_pandas(self, where: str = "", *, texts: bool = True) -> Any:
+        """Trajectories as a `pandas.DataFrame`, one row each; token columns hold numpy arrays.
+
+        Args:
+            where: Which ones, as in `trajectories`.
+            texts: Whether to add the columns `prompt` and `response`.
+
+        Raises:
+            ConfigError: The condition is wrong, there is no tokenizer, or pandas is not installed.
+        """
+        from staleflow.pipeline.stored_runs.tables import pandas_table
+
+        return pandas_table(self._store(), where, self._texts() if texts else None)
+
+    def to_dask(self) -> Any:
+        """All trajectories as a `dask.dataframe`, one row each, tokens included, read block by block on the workers: it
+        may be larger than memory."""
+        return self._store().to_dask()
+
+    def to_xarray(self) -> Any:
+        """All trajectories as an `xarray.Dataset` over `trajectory` and `token`; tokens stay on disk until computed."""
+        return self._store().to_xarray()
+
+    def to_dataset(self, where: str = "") -> Any:
+        """Trajectories as a `datasets.Dataset` in memory, with the columns of an exported one, such as `prompt` and
+        `completion`. For more than fits into memory, `export` one. Raises ConfigError."""
+        from staleflow.pipeline.stored_runs.tables import hugging_face_dataset
+
+        return hugging_face_dataset(self._store(), where, self._texts())
+
+    # -- in a notebook -------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return run_display.line(self._facts())
+
+    def _repr_html_(self) -> str:
+        return run_display.html(self._facts())
+
+    def _facts(self) -> run_display.RunFacts:
+        summary = self._store().summary() if self._has_store() else None
+        return run_display.RunFacts.of(
+            self.url or str(self._path), self._branch, self._at_step, summary, live=self.live
+        )
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def _has_store(self) -> bool:
+        return (self._path / "store").exists()
+
+    def _store(self, branch: str = "") -> VersionedStore:
+        """The store at one snapshot: what a call reads belongs together. Raises ConfigError, StoreError."""
+        from staleflow.stores.trajectories.versioned import VersionedStore
+
+        if self._at_step is not None:
+            return VersionedStore.open(self._path / "store", self._at_step)
+        return VersionedStore.pinned(self._path / "store", branch or self._branch)
+
+    def _texts(self) -> Any:
+        from staleflow.pipeline.stored_runs.response_texts import decoded_texts
+
+        return decoded_texts(self.job)
+
+
+def _of_step(where: str, step: int | None) -> str:
+    """A condition on trajectories that also demands that a training step consumed them."""
+    if step is None:
+        return where
+    consumed = f"fate == 'consumed' and step == {step}"
+    return f"({where}) and {consumed}" if where else consumed

@@ -1,0 +1,169 @@
+"""Stored trajectories as their users read them: numbers, texts and tokens of each in one flat record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.stored_runs.response_texts import row_texts
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.reader import Damaged, StoreReader
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectory import Ended
+from staleflow.tasks.rendering.chat_tokenizer import Texts
+
+READ_ROWS = 512
+"""Trajectories read together."""
+FEW = 8
+"""Fewer chosen rows than this are read one by one, more together with the rows between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTrajectory:
+    """One stored trajectory: a response, of one turn or of many, with how it was sampled, scored and trained on.
+
+    Arrays have an element for each token after the prompt, in order. Tokens that the model was given between two of its
+    turns, such as an environment's answer, are among them: `sampled` tells which are the model's own.
+    """
+
+    id: int
+    group: int
+    """The group of trajectories of the same prompt."""
+    step: int
+    """The training step that consumed it; of others, the step that was next when it ended."""
+    fate: str
+    """How it ended: "consumed", "filtered" or "aborted"."""
+    reason: str
+    """Why it was filtered or aborted; "none" if it was consumed."""
+    finish: str
+    """Why sampling ended: "stop", "length", or "unfinished"."""
+    v_traj: int
+    """Oldest policy version that any of its sampled tokens may come from."""
+    staleness: int
+    """step - v_traj, in policy versions, at most the run's bound; -1 if it was not consumed."""
+    reward: float
+    advantage: float
+    """0 if it was not consumed."""
+    loss_mask: bool
+    """Whether its sampled tokens carried gradient."""
+    error: str
+    """Why its reward could not be computed; empty if it could."""
+    reward_parts: Mapping[str, float]
+    """By name, of a reward of several parts."""
+    turns: int
+    """The model's turns."""
+    tool_s: float
+    """Time that environments took, seconds."""
+    arrived_s: float
+    """When its prompt was drawn; like the other times in seconds since the run's start, 0 if it never happened."""
+    routed_s: float
+    """When it was sent to a rollout instance."""
+    sampled_s: float
+    """When sampling ended."""
+    rewarded_s: float
+    """When it was scored."""
+    prompt: str
+    """Text of the prompt, with the template's marks; empty if texts were not asked for."""
+    response: str
+    """Text after the prompt; empty if texts were not asked for."""
+    messages: tuple[Mapping[str, Any], ...]
+    """What was said after the prompt, in turn: `role`, `content`, `tokens` (their number) and `seconds` of each; empty
+    if texts were not asked for."""
+    prompt_ids: npt.NDArray[np.int32]  # [P]
+    """Token ids of the prompt."""
+    response_ids: npt.NDArray[np.int32]  # [T]
+    """Token ids after the prompt."""
+    logprobs: npt.NDArray[np.float32]  # [T]
+    """Log-probability of each token under the policy that sampled it, nats; 0 of given ones."""
+    versions: npt.NDArray[np.int32]  # [T]
+    """Policy version that sampled each token; -1 of given ones."""
+    sampled: npt.NDArray[np.bool_]  # [T]
+    """Whether the model sampled each token."""
+
+    @classmethod
+    def of(cls, row: Ended, texts: Texts | None = None) -> StoredTrajectory:
+        """The record of a stored row. texts: decodes its tokens; without, its texts are empty."""
+        t = row.trajectory
+        decoded = None if texts is None else row_texts(t, texts)
+        return cls(
+            id=int(t.id),
+            group=int(t.group),
+            step=row.step,
+            fate=row.fate.value,
+            reason=row.reason.value,
+            finish=t.finish.value,
+            v_traj=int(t.v_traj),
+            staleness=row.staleness,
+            reward=t.reward,
+            advantage=row.advantage,
+            loss_mask=row.loss_mask,
+            error=t.error,
+            reward_parts=t.reward_parts,
+            turns=len(t.turns),
+            tool_s=t.tool_s,
+            arrived_s=t.timings.arrived_s,
+            routed_s=t.timings.routed_s,
+            sampled_s=t.timings.sampled_s,
+            rewarded_s=t.timings.rewarded_s,
+            prompt="" if decoded is None else decoded.prompt,
+            response="" if decoded is None else decoded.response,
+            messages=() if decoded is None else tuple(decoded.messages),
+            prompt_ids=t.prompt_tokens,
+            response_ids=t.response_tokens,
+            logprobs=t.logprobs,
+            versions=t.versions,
+            sampled=t.sampled,
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.sampled.sum())
+
+    def __repr__(self) -> str:
+        text = f": {self.prompt[-40:]!r} -> {self.response[:40]!r}" if self.response else ""
+        return f"<StoredTrajectory {self.id}, {self.fate} at step {self.step}, reward {self.reward:.3f}{text}>"
+
+
+def chosen_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:
+    """Positions of the rows that a condition selects, in the order stored. Raises ConfigError."""
+    (positions,) = np.nonzero(Selection(where).mask(store.columns()))
+    return positions
+
+
+def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Row positions in order, split so that those of a window lie within READ_ROWS of each other.
+
+    >>> [w.tolist() for w in windows(np.array([0, 3, 511, 512, 2000]))]
+    [[0, 3, 511], [512], [2000]]
+    """
+    begin = 0
+    while begin < len(rows):
+        end = int(np.searchsorted(rows, rows[begin] + READ_ROWS))
+        yield rows[begin:end]
+        begin = end
+
+
+def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[Ended | Damaged]]:
+    """The rows at these positions, in order, one window after the other, so that memory is bounded by a window."""
+    for chosen in windows(rows):
+        first, last = int(chosen[0]), int(chosen[-1]) + 1
+        if len(chosen) < FEW:
+            yield list(store.picked(chosen.tolist()))
+        else:
+            read = list(store.readable(first, last))
+            yield [read[i - first] for i in chosen.tolist()]
+
+
+def read_rows(store: StoreReader, where: str) -> Iterator[Ended]:
+    """The rows that a condition selects, in the order stored. Raises ConfigError for a wrong condition, StoreError for
+    a row that cannot be read."""
+    for rows in read_windows(store, chosen_positions(store, where)):
+        for row in rows:
+            if isinstance(row, Damaged):
+                raise StoreError(f'{row.what}; leave it out with where="trajectory != {row.trajectory}"')
+            yield row

@@ -1,0 +1,51 @@
+"""Stored trajectories as tables of pandas and datasets, with texts."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from staleflow.pipeline.stored_runs.exporting import TEXTS
+from staleflow.pipeline.stored_runs.response_texts import row_texts
+from staleflow.pipeline.stored_runs.stored_trajectories import read_rows
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories import dataframes
+from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.tasks.rendering.chat_tokenizer import Texts
+
+TABLE_ROWS = 512
+"""Trajectories converted together to a part of a dataset."""
+
+
+def pandas_table(store: StoreReader, where: str, texts: Texts | None) -> Any:
+    """A pandas.DataFrame with a row for each trajectory that `where` selects. texts: decodes the columns `prompt` and
+    `response`, which are absent without. Raises ConfigError, StoreError."""
+    dataframes.require("pandas")
+    rows = list(read_rows(store, where))
+    frame = dataframes.to_pandas(rows)
+    if texts is not None:
+        decoded = [row_texts(row.trajectory, texts) for row in rows]
+        frame["prompt"], frame["response"] = [t.prompt for t in decoded], [t.response for t in decoded]
+    return frame
+
+
+def hugging_face_dataset(store: StoreReader, where: str, texts: Texts) -> Any:
+    """A datasets.Dataset, in memory, of the trajectories that `where` selects, with the columns of an exported one.
+    Raises ConfigError, StoreError."""
+    arrow = dataframes.require("pyarrow")
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ConfigError(f"this needs datasets ({error}); pip install 'staleflow[datasets]'") from error
+    names = TEXTS["hf"]
+    parts, rows = [dataframes.arrow_schema(names).empty_table()], []
+    for row in read_rows(store, where):
+        rows.append(row)
+        if len(rows) == TABLE_ROWS:
+            parts.append(_part(rows, names, texts))
+            rows = []
+    return datasets.Dataset(arrow.concat_tables([*parts, _part(rows, names, texts)]))
+
+
+def _part(rows: list[Any], names: dict[str, str], texts: Texts) -> Any:
+    return dataframes.arrow_table(rows, names, [row_texts(row.trajectory, texts) for row in rows])
