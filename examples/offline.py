@@ -9,17 +9,14 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from distributed import Client
 
-from staleflow.pipeline.stored_runs import branch_diff, exporting, logprob_recompute, reward_rescoring, training, views
-from staleflow.pipeline.stored_runs.pool import Pool
-from staleflow.stores.auditing.audit import audit
-from staleflow.stores.trajectories.records import batch_fingerprint
-from staleflow.stores.trajectories.versioned import VersionedStore
+import staleflow
 
-run = Path(os.environ.get("RUN", "runs/demo"))
-results = Path(f"{run}-offline-example")
+source = os.environ.get("RUN", "runs/demo")  # a run's folder, or the URL of its store in a bucket
+results = Path(f"{source}-offline-example")
 shutil.rmtree(results, ignore_errors=True)
 results.mkdir()
 
@@ -27,29 +24,44 @@ results.mkdir()
 # ## What is stored, and is it consistent? (`store show`, `store audit`)
 
 # %%
-store = VersionedStore.open(run / "store")
-steps = [record for record in store.steps() if record.kind == "step"]
-print(f"{run}: {len(steps)} steps, {store.header.bound}; audit clean: {audit(store).clean}")
+run = staleflow.open_run(source)
+print(run)
+print(f"{run.bound}; audit clean: {run.audit().clean}")
+print(run.metrics()[["reward", "staleness_mean", "response_mean"]].tail())
 
 # %% [markdown]
 # The batch of any step, bit for bit as the trainer received it (`store show --at-step K`).
 
 # %%
-last = steps[-1]
-then = VersionedStore.open(run / "store", at_step=last.step)
-batch = list(then.ended(step=last.step))
-assert batch_fingerprint((row.trajectory, row.advantage) for row in batch) == last.batch_fingerprint
-print(f"step {last.step} consumed {len(batch)} trajectories, fingerprint {last.batch_fingerprint}")
+last = run.steps()[-1].step
+batch = run.batch(last)
+assert batch.intact
+print(f"step {last} consumed {len(batch.trajectories)} trajectories, fingerprint {batch.fingerprint}")
+
+# %% [markdown]
+# ## Trajectories worth reading (`store show --worst 2`)
+
+# %%
+for id in run.ranked("worst", 2, step=last):
+    trajectory = run.trajectory(id)
+    print(f"trajectory {id}, reward {trajectory.reward:.2f}: {trajectory.prompt!r} -> {trajectory.response!r}")
 
 # %% [markdown]
 # ## As a table
 #
-# One row per trajectory, read block by block by the workers, so the store may be larger than memory. Without a client
-# Dask computes in this process; with `Client("tcp://head:8786")` it computes on a cluster.
+# One row per trajectory, texts and tokens included.
 
 # %%
-frame = store.to_dask()
-trained = frame[frame.fate == "consumed"]
+frame = run.to_pandas("staleness <= 1 and reward > 0")
+print(frame[["trajectory", "step", "reward", "prompt", "response"]].tail())
+
+# %% [markdown]
+# A store may be larger than memory: then Dask's workers read it block by block. Without a client Dask computes in this
+# process; with `Client("tcp://head:8786")` it computes on a cluster.
+
+# %%
+blocks = run.to_dask()
+trained = blocks[blocks.fate == "consumed"]
 print(trained.groupby("staleness")[["reward", "response_tokens"]].mean().compute())
 
 # %% [markdown]
@@ -58,29 +70,30 @@ print(trained.groupby("staleness")[["reward", "response_tokens"]].mean().compute
 # Tokens are one after another along a dimension of their own; `mask` is 1 for tokens in the loss.
 
 # %%
-data = store.to_xarray()
+data = run.to_xarray()
 surprise = -data.logprobs.where(data.mask == 1).mean().compute()
 print(f"mean surprise of a trained token when it was sampled: {float(surprise):.3f} nats")
 
 # %% [markdown]
-# ## Trajectories worth reading (`store show --worst 2`)
-
-# %%
-for seen in views.view(run, store, views.ranked(store, "worst", 2, f"step == {last.step}")):
-    print(f"trajectory {seen.id}, reward {seen.facts['reward']:.2f}: {seen.prompt!r} -> {seen.response!r}")
-
-# %% [markdown]
 # ## Another reward, on a branch (`store reprocess`, `store diff`)
 #
-# Nothing stored is overwritten. The branch records the function that made it and the hash of its file.
+# Nothing stored is overwritten. The branch records the reward that made it; a function of this file is saved with the
+# run. It gets the text of the response and the record of its prompt.
 
 # %%
 client = Client(processes=False, dashboard_address=None)  # in this process; for a cluster, give its address
-pool = Pool(client, shared=False)
-branch = f"strict-{len(store.steps())}-{os.getpid()}"
-made = reward_rescoring.reprocess(run, "examples/strict_reward.py:score", branch, pool)
+
+
+def exact(answer: str, record: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """Reward and its parts by name. answer: what `task.answer_pattern` matched, or the whole response."""
+    right = float(answer.strip() == str(record["answer"]).strip())
+    return right, {"right": right, "letters": float(len(answer))}
+
+
+branch = f"strict-{len(run.commits())}-{os.getpid()}"
+made = run.reprocess(reward=exact, branch=branch, client=client)
 print(f"mean reward {made.mean_before:.3f} -> {made.mean_after:.3f}")
-changed = branch_diff.difference(run, "main", branch)
+changed = run.diff("main", branch)
 print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed.flipped)} groups rank differently")
 
 # %% [markdown]
@@ -89,15 +102,15 @@ print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed
 # Logprobs of the last checkpoint for responses that older versions sampled.
 
 # %%
-checkpoint = max((run / "checkpoints").iterdir())
-for at in logprob_recompute.rescore(run, str(checkpoint), pool, where=f"step >= {last.step - 1}").by_staleness:
-    print(f"staleness {at.staleness}: KL {at.kl:.2g} nats, effective sample size {at.ess_tokens:.0%} of the tokens")
+checkpoint = max((run.path / "checkpoints").iterdir())
+for row in run.rescore_logprobs(checkpoint, where=f"step >= {last - 1}", client=client).by_staleness:
+    print(f"staleness {row.staleness}: KL {row.kl:.2g} nats, effective sample size {row.ess_tokens:.0%} of the tokens")
 
 # %% [markdown]
 # ## Sharing the data (`store export`)
 
 # %%
-written = exporting.export(run, "hf", results / "dataset", pool, where="reward > 0")
+written = run.export("hf", results / "dataset", where="reward > 0", client=client)
 print(f"{written.rows} trajectories for datasets.load_dataset({written.path!r})")
 
 # %% [markdown]
@@ -107,7 +120,7 @@ print(f"{written.rows} trajectories for datasets.load_dataset({written.path!r})"
 # reward, and only on trajectories of staleness 0 and 1.
 
 # %%
-end = training.train_offline(run, results / "policy", pool, branch=branch, where="staleness <= 1")
+end = run.branch(branch).train_offline(results / "policy", where="staleness <= 1", client=client)
 print(f"{end.checkpoint}: {end.steps} steps on {end.rows} trajectories")
 for evaluation in (end.before, end.after):
     if evaluation is not None:

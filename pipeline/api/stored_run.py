@@ -277,10 +277,7 @@ class Run(RunData):
 
     def _refuse_past(self, what: str) -> None:
         if self._at_step is not None:
-            raise ConfigError(
-                f"{self._path}: cannot {what} the run as of step {self._at_step}; open it without at_step, and select "
-                f'with where="step <= {self._at_step}" where that is offered'
-            )
+            raise ConfigError(f"{self._source}: cannot {what} the run as of a step; open it without at_step")
 
 
 def open_run(source: str | Path, *, branch: str = MAIN, at_step: int | None = None) -> Run:

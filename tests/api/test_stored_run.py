@@ -1,25 +1,258 @@
-"""A stored run as one object."""
+"""A stored run as one object: what it reads, live and finished."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 import staleflow
+from staleflow.pipeline.recovery.run_folder import claimed
+from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import AbortReason, Fate
+from tests.stores.test_stores import corrupt_tokens
+from tests.support import bucket
 from tests.support.stored_runs import Response, StoredRun
 
+STEPS = 3
 
-def three_steps(folder: Path) -> StoredRun:
-    """A run of three steps of one group each, whose end is stored."""
-    run = StoredRun(folder)
-    for step in range(3):
-        run.train([(f"{step}+1=", [Response(str(step + 1), 1.0), Response("no", 0.0)])])
+
+def train_one(run: StoredRun) -> None:
+    """Store a step of one group: the sum, which is right, and a word, which is wrong; and what was dropped with it."""
+    right = Response(f"{run.step + 1}", 1.0, versions=(max(0, run.step - 1), run.step), parts={"sum": 1.0})
+    surplus = Response("late", fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP)
+    run.train([(f"{run.step}+1=", [right, Response("no", 0.0)]), ("0+0=", [surplus, surplus])])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
+    """A finished run of three steps; tests must not change it."""
+    run = StoredRun(tmp_path_factory.mktemp("written"), steps=STEPS)
+    for _ in range(STEPS):
+        train_one(run)
     run.end()
     return run
 
 
-def test_steps_and_metrics(tmp_path: Path) -> None:
-    run = staleflow.open_run(three_steps(tmp_path).run_dir)
-    assert [step.step for step in run.steps()] == [0, 1, 2]
-    assert run.metrics().reward.tolist() == [0.5, 0.5, 0.5]
-    assert run.audit().clean
-    assert len(run.to_pandas()) == 6
+@pytest.fixture
+def run(written: StoredRun) -> staleflow.Run:
+    return staleflow.open_run(written.run_dir)
+
+
+@pytest.fixture
+def copy(written: StoredRun, tmp_path: Path) -> staleflow.Run:
+    """The run in a folder of its own, to be tampered with."""
+    shutil.copytree(written.run_dir, tmp_path / "page")
+    return staleflow.open_run(tmp_path / "page")
+
+
+def test_what_a_run_is(run: staleflow.Run, written: StoredRun) -> None:
+    assert (run.path, run.source, run.url) == (written.run_dir, str(written.run_dir), "")
+    assert (run.name, run.eta, run.job) == ("page", 1, written.config)
+    assert (run.live, run.finished, run.branches) == (False, True, ("main",))
+    assert (run.lineage, run.evaluations()) == ({}, [])
+    summary = run.summary()
+    assert summary is not None
+    assert (summary.num_steps, summary.num_rows) == (3, 12)
+
+
+def test_steps_have_metrics_and_fingerprints(run: staleflow.Run) -> None:
+    steps = run.steps()
+    assert [(s.kind, s.step, s.num_rows) for s in steps] == [("step", 0, 4), ("step", 1, 4), ("step", 2, 4)]
+    assert [c.kind for c in run.commits()] == ["step", "step", "step", "end"]
+    assert all(s.batch_fingerprint and s.metrics["reward"] == 0.5 for s in steps)
+    frame = run.metrics()
+    assert frame.index.name == "step"
+    assert frame.elapsed_s.tolist() == [2.0, 4.0, 6.0]
+
+
+def test_trajectories_are_flat_records_with_texts(run: staleflow.Run) -> None:
+    first, second = run.trajectories("fate == 'consumed'", step=1)
+    assert (first.id, first.group, first.step, first.fate, first.reason) == (4, 2, 1, "consumed", "none")
+    assert (first.prompt, first.response, second.response) == ("1+1=", "2", "no")
+    assert first.messages == ({"role": "assistant", "content": "2", "tokens": 1, "seconds": 0.0},)
+    assert (first.reward, first.advantage, first.reward_parts) == (1.0, 0.5, {"sum": 1.0})
+    assert (first.v_traj, first.staleness, first.finish) == (0, 1, "stop")
+    assert (first.arrived_s, first.rewarded_s) == (1.0, 4.0)
+    assert first.versions.tolist() == [0]
+    assert first.response_ids.shape == first.logprobs.shape == first.sampled.shape
+    assert repr(first) == "<StoredTrajectory 4, consumed at step 1, reward 1.000: '1+1=' -> '2'>"
+
+
+def test_trajectories_are_those_of_the_store(run: staleflow.Run) -> None:
+    store = VersionedStore.open(run.path / "store")
+    for found, row in zip(run.trajectories(texts=False), store.ended(), strict=True):
+        assert (found.prompt, found.response, found.messages) == ("", "", ())
+        assert found.id == row.trajectory.id
+        assert np.array_equal(found.logprobs, row.trajectory.logprobs)
+    assert run.trajectory(4).response == "2"
+
+
+def test_no_step_before_the_first_consumes(run: staleflow.Run) -> None:
+    assert [t.id for t in run.trajectories(step=0)] == [0, 1], "what was dropped with it is left out"
+    assert [t.id for t in run.trajectories("reward > 0 or reward < 0", step=0)] == [0]
+
+
+def test_the_batch_of_a_step_is_what_the_trainer_received(run: staleflow.Run, copy: staleflow.Run) -> None:
+    batch = run.batch(1)
+    assert batch.intact
+    assert [t.id for t in batch.trajectories] == [4, 5]
+    rows = list(VersionedStore.open(run.path / "store").ended(step=1))
+    assert batch.fingerprint == batch_fingerprint((row.trajectory, row.advantage) for row in rows)
+    with pytest.raises(staleflow.ConfigError, match="no commit of step 7"):
+        run.batch(7)
+
+
+def test_a_run_as_of_a_step_stays_so(tmp_path: Path) -> None:
+    written = StoredRun(tmp_path)
+    train_one(written)
+    run = staleflow.open_run(written.run_dir)
+    then = run.at_step(0)
+    train_one(written)
+    assert [len(r.steps()) for r in (run, then)] == [2, 1]
+    assert (then.finished, len(then.to_pandas())) == (False, 4)
+    with pytest.raises(staleflow.ConfigError, match="no commit of step 5"):
+        run.at_step(5)
+    with pytest.raises(staleflow.ConfigError, match="leave out branch"):
+        staleflow.open_run(written.run_dir, branch="other", at_step=0)
+    with pytest.raises(staleflow.ConfigError, match="as of a step; open it without at_step"):
+        then.export("jsonl", tmp_path / "out.jsonl")
+
+
+def test_a_live_run_is_followed_without_refreshing(tmp_path: Path) -> None:
+    written = StoredRun(tmp_path)
+    run = staleflow.open_run(written.run_dir)
+    assert (run.steps(), run.finished, len(run.metrics())) == ([], False, 0)
+    with claimed(run.path):
+        assert run.live
+        for step in range(2):
+            train_one(written)
+            assert len(run.steps()) == step + 1
+            assert len(run.to_pandas()) == 4 * (step + 1)
+        assert "state live, steps 2, trajectories 8" in repr(run)
+    assert not run.live, "this process goes on, but no longer works on it"
+    assert "state unfinished" in repr(run)
+    written.end()
+    assert run.finished
+
+
+def test_a_run_that_has_no_store_yet_has_no_steps(written: StoredRun, tmp_path: Path) -> None:
+    shutil.copy(written.run_dir / "config.toml", tmp_path)
+    run = staleflow.open_run(tmp_path)
+    assert (run.steps(), run.summary(), run.finished, run.evaluations()) == ([], None, False, [])
+    assert repr(run).endswith("state unfinished, steps 0, trajectories 0, tokens 0>")
+    with pytest.raises(staleflow.ConfigError, match="no store here"):
+        run.to_pandas()
+
+
+def test_a_run_in_a_notebook_is_a_table(run: staleflow.Run) -> None:
+    assert repr(run) == (
+        f"<Run {run.source}: branch main, state finished, steps 3, trajectories 12, tokens "
+        f"{sum(s.num_tokens for s in run.steps())}, reward 0.500>"
+    )
+    shown = run._repr_html_()
+    assert shown.startswith(f"<table><caption>{run.source}</caption>")
+    assert "<tr><th>state</th><td>finished</td></tr>" in shown
+    assert "at step" not in shown
+    assert "<tr><th>as of step</th><td>1</td></tr>" in run.at_step(1)._repr_html_()
+
+
+def test_the_best_and_the_worst(run: staleflow.Run) -> None:
+    assert run.ranked("best", 2) == [0, 4]
+    assert run.ranked("worst", 1, step=2) == [9]
+    assert run.ranked("longest", 1, "step == 2 and fate == 'consumed'") == [9]
+    with pytest.raises(staleflow.ConfigError, match="order = 'last': choose one of worst, best, longest"):
+        run.ranked("last", 1)  # type: ignore[arg-type]
+    (view,) = run.view([4])
+    assert [(t.text, t.version) for t in view.tokens] == [("2", 0)]
+    page = run.page([4, 5])
+    assert page.startswith("<!doctype html>")
+    assert 'id="t5"' in page
+
+
+def test_tables(run: staleflow.Run) -> None:
+    frame = run.to_pandas("reward > 0")
+    assert frame.prompt.tolist() == ["0+1=", "1+1=", "2+1="]
+    assert frame.response.tolist() == ["1", "2", "3"]
+    assert "prompt" not in run.to_pandas(texts=False)
+    assert run.to_dask().reward.sum().compute() == 3
+    assert dict(run.to_xarray().sizes)["trajectory"] == 12
+    dataset = run.to_dataset("fate == 'consumed'")
+    assert len(dataset) == 6
+    assert dataset[0]["prompt"] == "0+1="
+    assert dataset[0]["completion"] == "1"
+    assert len(run.to_dataset("reward > 1")) == 0
+
+
+def test_wrong_questions_are_one_line(run: staleflow.Run, tmp_path: Path) -> None:
+    with pytest.raises(staleflow.ConfigError, match="there is no column 'rewrd'; did you mean 'reward'"):
+        next(run.trajectories("rewrd > 0"))
+    with pytest.raises(staleflow.ConfigError, match="no stored trajectory 99"):
+        run.trajectory(99)
+    with pytest.raises(staleflow.ConfigError, match="no branch 'other'; there are main"):
+        run.branch("other")
+    with pytest.raises(staleflow.ConfigError, match="no such run"):
+        staleflow.open_run(tmp_path)
+    with pytest.raises(staleflow.ConfigError, match="no such folder"):
+        staleflow.list_runs(tmp_path / "none")
+
+
+def test_texts_need_the_tokenizer_and_numbers_do_not(copy: staleflow.Run, tmp_path: Path) -> None:
+    job = (copy.path / "config.toml").read_text()
+    (copy.path / "config.toml").write_text(job.replace(json.dumps(copy.job.model.path), json.dumps(f"{tmp_path}/gone")))
+    assert len(copy.to_pandas(texts=False)) == 12
+    with pytest.raises(staleflow.ConfigError, match="gone"):
+        copy.to_pandas()
+
+
+def test_a_damaged_trajectory_is_an_error_that_says_how_to_leave_it_out(tmp_path: Path) -> None:
+    written = StoredRun(tmp_path)
+    letters = np.random.default_rng(0).integers(97, 123, 4000).astype(np.uint8).tobytes().decode()
+    written.train([("", [Response(letters, 1.0), Response(letters[::-1])])])
+    corrupt_tokens(written.store)
+    run = staleflow.open_run(written.run_dir)
+    with pytest.raises(staleflow.StoreError, match=r"tokens/\w+, chunk 0, is corrupt.*where=\"trajectory != 0\"$"):
+        next(run.trajectories(texts=False))
+    assert len(run.steps()) == 1, "steps are read without them"
+    report = run.audit()
+    assert (report.clean, report.readable, report.as_dict()["num_steps"]) == (False, False, None)
+
+
+def test_the_audit_covers_what_the_run_stored(run: staleflow.Run, copy: staleflow.Run) -> None:
+    report = run.audit(full=True)
+    assert (report.clean, report.readable, report.num_steps, report.max_staleness) == (True, True, 3, 1)
+    assert report.checks[-1] == "history"
+    assert run.at_step(1).audit().num_steps == 2
+    assert run.drop_bias().consumed.trajectories == 6
+    with pytest.raises(staleflow.ConfigError, match="no recorded events"):
+        run.replay()
+
+
+def test_the_runs_of_a_folder(written: StoredRun) -> None:
+    (run,) = staleflow.list_runs(written.run_dir.parent)
+    assert (run.name, run.finished) == ("page", True)
+
+
+def test_a_run_in_a_bucket_is_opened_by_its_url(
+    written: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{bucket.BUCKET}/runs/page"
+    with bucket.served() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        run = StoredRun(tmp_path, store=f"s3://{bucket.BUCKET}/runs")
+        train_one(run)
+        for source in (url, run.run_dir):
+            opened = staleflow.open_run(source)
+            assert (opened.url, opened.source, opened.name, opened.live) == (url, str(source), "page", False)
+            assert [t.response for t in opened.trajectories("reward > 0")] == ["1"]
+            assert opened.audit().clean
+        with pytest.raises(staleflow.ConfigError, match=r"recorded events are in the run's folder, not in its store"):
+            staleflow.open_run(url).replay()
+        assert staleflow.open_run(url).branch("main").source == url
+        with pytest.raises(staleflow.ConfigError, match="no store can be read there"):
+            staleflow.open_run(f"{url}-none")

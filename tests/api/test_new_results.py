@@ -1,0 +1,128 @@
+"""New results from a stored run: rewards and logprobs on branches, exports, offline training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+import staleflow
+from staleflow.pipeline.api.branch_code import file_name
+from staleflow.pipeline.api.overrides import override_lines
+from staleflow.pipeline.recovery.run_folder import FolderInUse, claimed
+from staleflow.pipeline.stored_runs.pool import local_pool
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """A user's client, of a cluster of one worker process."""
+    with local_pool(1, model=True) as pool:
+        yield pool.client
+
+
+@pytest.fixture
+def run(stored: Path, tmp_path: Path) -> staleflow.Run:
+    """A copy of a run of a small model, with branches of the test's own."""
+    shutil.copytree(stored, tmp_path / "run")
+    return staleflow.open_run(tmp_path / "run")
+
+
+def test_a_function_scores_the_responses_on_a_branch(run: staleflow.Run, client: Client) -> None:
+    most = 3
+
+    def length(response: str, record: dict[str, Any]) -> float:
+        return float(min(most, len(response)))
+
+    progress: list[tuple[int, int]] = []
+    result = run.reprocess(
+        branch="by length", reward=length, client=client, progress=lambda *counts: progress.append(counts)
+    )
+    assert (result.errors, result.rows, progress[-1]) == ({}, len(run.to_pandas()), (result.rows, result.rows))
+    branch = run.branch("by length")
+    assert run.branches == ("main", "by length")
+    for trajectory in branch.trajectories():
+        plain = trajectory.messages[0]["content"] if trajectory.messages else ""
+        assert trajectory.reward == min(most, len(plain.strip())), trajectory
+    file, _, name = branch.lineage["reward"].rpartition(":")
+    assert (Path(file).parent, name) == (run.path.resolve() / "code", "length")
+    assert "def length(response: str" in Path(file).read_text(), "for readers"
+    assert run.diff("main", "by length").mean[1] == pytest.approx(result.mean_after)
+    with pytest.raises(staleflow.ConfigError, match="nothing stored is overwritten"):
+        run.reprocess(branch="by length", reward=lambda response, record: 0.0, client=client)
+    assert "def length(response: str" in Path(file).read_text(), "kept, as the branch is"
+
+
+def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.Run, client: Client) -> None:
+    before = set((run.path / "code").glob("*"))
+    with pytest.raises(staleflow.ConfigError, match="name the reward"):
+        run.reprocess(branch="other", client=client)
+    with pytest.raises(staleflow.ConfigError, match="only how responses are scored can change"):
+        run.reprocess(branch="other", reward=lambda response, record: 1.0, changes={"seed": 3}, client=client)
+    with claimed(run.path), pytest.raises(FolderInUse):
+        run.reprocess(branch="other", reward="task", client=client)
+    assert set((run.path / "code").glob("*")) == before
+    assert run.branches == ("main",)
+
+
+def test_an_asynchronous_client_is_refused(run: staleflow.Run) -> None:
+    async def export() -> None:
+        async with Client(processes=False, n_workers=0, dashboard_address=None, asynchronous=True) as client:
+            run.export("jsonl", run.path / "out.jsonl", client=client)
+
+    with pytest.raises(staleflow.ConfigError, match="it is asynchronous"):
+        asyncio.run(export())
+
+
+def test_without_a_client_local_processes_export(run: staleflow.Run, tmp_path: Path) -> None:
+    result = run.export("jsonl", tmp_path / "out.jsonl", where="reward > 0", workers=1)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    expected = [(t.id, t.response) for t in run.trajectories("reward > 0")]
+    assert [(line["trajectory"], line["response"]) for line in lines] == expected
+    assert (result.rows, result.errors) == (len(lines), {})
+    with pytest.raises(staleflow.ConfigError, match="already exists"):
+        run.export("jsonl", tmp_path / "out.jsonl", workers=1)
+
+
+def test_logprobs_under_the_sampling_policy_are_those_that_were_stored(
+    run: staleflow.Run, tiny_model: Path, client: Client
+) -> None:
+    result = run.rescore_logprobs(tiny_model, where="v_max == 0 and fate == 'consumed'", client=client)
+    assert result.rows > 0
+    assert all(row.farthest < 1e-3 and row.ess_tokens > 0.999 for row in result.by_staleness)
+
+
+def test_training_offline_gives_the_weights_of_the_run(run: staleflow.Run, tmp_path: Path, client: Client) -> None:
+    events: list[Any] = []
+    result = run.train_offline(tmp_path / "policy", client=client, report=events.append)
+    assert (result.steps, result.same_steps) == (len(run.steps()), len(run.steps()))
+    assert Path(result.checkpoint).is_dir()
+    assert [event["done"] for event in events if "done" in event] == [1, 2, 3]
+    with pytest.raises(staleflow.ConfigError, match="cannot be changed offline"):
+        run.train_offline(tmp_path / "other", overrides={"rollout.instances": 2}, client=client)
+
+
+def test_the_journal_replays_to_the_same_commands(run: staleflow.Run) -> None:
+    result = run.replay()
+    assert result.num_events > 0
+    assert (result.difference, result.missing, result.story) == ("", "", ())
+    assert run.replay(0).story
+
+
+def test_changes_are_mappings_or_lines() -> None:
+    assert override_lines(None) == ()
+    assert override_lines(["a=1", "b.c=x"]) == ("a=1", "b.c=x")
+    assert override_lines({"a": True, "b.c": "x y"}) == ("a=true", 'b.c="x y"')
+    with pytest.raises(staleflow.ConfigError, match="pass a mapping or a list"):
+        override_lines("a=1")
+
+
+def test_files_of_branches_have_names_of_their_own() -> None:
+    names = ["a", "a_b", "a b", "a.b", "a-b"]
+    assert len({file_name(name) for name in names}) == len(names)
+    assert all(file_name(name).isidentifier() for name in names)
