@@ -20,9 +20,28 @@ if TYPE_CHECKING:
     from staleflow.pipeline.api.stored_run import Run as Run
     from staleflow.pipeline.api.stored_run import list_runs as list_runs
     from staleflow.pipeline.api.stored_run import open_run as open_run
+    from staleflow.pipeline.jobs.replaying import ReplayResult as ReplayResult
+    from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
+    from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
+    from staleflow.pipeline.stored_runs.conversations import Passage as Passage
+    from staleflow.pipeline.stored_runs.exporting import ExportResult as ExportResult
+    from staleflow.pipeline.stored_runs.logprob_recompute import LogprobComparison as LogprobComparison
+    from staleflow.pipeline.stored_runs.logprob_recompute import RescoreResult as RescoreResult
+    from staleflow.pipeline.stored_runs.reward_rescoring import ReprocessResult as ReprocessResult
+    from staleflow.pipeline.stored_runs.steps import ConsumedBatch as ConsumedBatch
+    from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory as StoredTrajectory
+    from staleflow.pipeline.stored_runs.training import OfflineTrainingResult as OfflineTrainingResult
+    from staleflow.pipeline.stored_runs.views import TokenView as TokenView
+    from staleflow.pipeline.stored_runs.views import TrajectoryView as TrajectoryView
+    from staleflow.stores.auditing.audit import AuditReport as AuditReport
+    from staleflow.stores.auditing.drop_bias import DropBias as DropBias
+    from staleflow.stores.auditing.findings import Finding as Finding
     from staleflow.stores.errors import ConfigError as ConfigError
     from staleflow.stores.errors import StaleflowError as StaleflowError
     from staleflow.stores.errors import StoreError as StoreError
+    from staleflow.stores.trajectories.reader import Summary as Summary
+    from staleflow.stores.trajectories.records import LedgerState as LedgerState
+    from staleflow.stores.trajectories.records import StepRecord as StepRecord
 
     __version__: str
 
@@ -30,9 +49,28 @@ _MODULES = {
     "Run": "staleflow.pipeline.api.stored_run",
     "list_runs": "staleflow.pipeline.api.stored_run",
     "open_run": "staleflow.pipeline.api.stored_run",
+    "ReplayResult": "staleflow.pipeline.jobs.replaying",
+    "Evaluation": "staleflow.pipeline.runtime.evaluation_results",
+    "BranchDifference": "staleflow.pipeline.stored_runs.branch_diff",
+    "Passage": "staleflow.pipeline.stored_runs.conversations",
+    "ExportResult": "staleflow.pipeline.stored_runs.exporting",
+    "LogprobComparison": "staleflow.pipeline.stored_runs.logprob_recompute",
+    "RescoreResult": "staleflow.pipeline.stored_runs.logprob_recompute",
+    "ReprocessResult": "staleflow.pipeline.stored_runs.reward_rescoring",
+    "ConsumedBatch": "staleflow.pipeline.stored_runs.steps",
+    "StoredTrajectory": "staleflow.pipeline.stored_runs.stored_trajectories",
+    "OfflineTrainingResult": "staleflow.pipeline.stored_runs.training",
+    "TokenView": "staleflow.pipeline.stored_runs.views",
+    "TrajectoryView": "staleflow.pipeline.stored_runs.views",
+    "AuditReport": "staleflow.stores.auditing.audit",
+    "DropBias": "staleflow.stores.auditing.drop_bias",
+    "Finding": "staleflow.stores.auditing.findings",
     "ConfigError": "staleflow.stores.errors",
     "StaleflowError": "staleflow.stores.errors",
     "StoreError": "staleflow.stores.errors",
+    "Summary": "staleflow.stores.trajectories.reader",
+    "LedgerState": "staleflow.stores.trajectories.records",
+    "StepRecord": "staleflow.stores.trajectories.records",
 }
 """The module of each public name; a test compares it with the imports above, which type checkers read."""
 

@@ -120,6 +120,16 @@ class StoredTrajectory:
         )
 
     @property
+    def v_min(self) -> int:
+        """Oldest policy version that sampled a token of it; -1 if nothing was sampled."""
+        return int(self.versions[self.sampled].min()) if self.sampled.any() else -1
+
+    @property
+    def v_max(self) -> int:
+        """Newest policy version that sampled a token of it; -1 if nothing was sampled."""
+        return int(self.versions.max(initial=-1))
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         return int(self.sampled.sum())

@@ -79,6 +79,7 @@ def test_trajectories_are_flat_records_with_texts(run: staleflow.Run) -> None:
     assert (first.v_traj, first.staleness, first.finish) == (0, 1, "stop")
     assert (first.arrived_s, first.rewarded_s) == (1.0, 4.0)
     assert first.versions.tolist() == [0]
+    assert (first.v_min, first.v_max, first.num_sampled) == (0, 0, 1)
     assert first.response_ids.shape == first.logprobs.shape == first.sampled.shape
     assert repr(first) == "<StoredTrajectory 4, consumed at step 1, reward 1.000: '1+1=' -> '2'>"
 

@@ -1,0 +1,38 @@
+"""The public API is typed: a user's script that calls all of it passes mypy --strict, one with mistakes does not."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import staleflow
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("user_script.py")
+MISTAKES = """
+import staleflow
+
+run = staleflow.openrun("runs/demo")
+staleflow.open_run("runs/demo").steps(3)
+staleflow.open_run("runs/demo").steps()[0].metric
+staleflow.open_run("runs/demo").ranked("last", 3)
+"""
+
+
+def test_a_script_that_calls_everything_passes_and_mistakes_are_found(tmp_path: Path) -> None:
+    (tmp_path / "mistakes.py").write_text(MISTAKES)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", SCRIPT, tmp_path / "mistakes.py"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    errors = [line.rpartition("[")[2].rstrip("]") for line in done.stdout.splitlines() if ": error: " in line]
+    assert errors == ["attr-defined", "call-arg", "attr-defined", "arg-type"], done.stdout + done.stderr
+    assert "user_script" not in done.stdout
+
+
+def test_the_script_calls_everything_that_a_run_offers() -> None:
+    named = {node.attr for node in ast.walk(ast.parse(SCRIPT.read_text())) if isinstance(node, ast.Attribute)}
+    public = {name for name in dir(staleflow.Run) if not name.startswith("_")}
+    assert public - named == set()

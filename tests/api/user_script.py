@@ -1,0 +1,79 @@
+"""A user's script: it calls everything a stored run offers, with types. mypy checks it; nothing runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distributed import Client
+
+import staleflow
+
+
+def length(response: str, record: Mapping[str, Any]) -> float:
+    """A reward."""
+    return float(len(response))
+
+
+def identify(run: staleflow.Run) -> list[str]:
+    """What a run is."""
+    described: tuple[bool, bool, int] = (run.live, run.finished, run.eta)
+    summary: staleflow.Summary | None = run.summary()
+    count = 0 if summary is None else summary.num_steps
+    learning_rate: float = run.job.training.learning_rate
+    lineage: Mapping[str, Any] = run.lineage
+    names = [run.name, run.source, run.url, run.snapshot, *run.branches, str(run.path)]
+    return [*names, str(described), str(count), str(learning_rate), *lineage]
+
+
+def read(run: staleflow.Run) -> float:
+    """What it stored."""
+    commits: list[staleflow.StepRecord] = run.commits()
+    last = run.steps()[-1]
+    ledger: staleflow.LedgerState = last.ledger
+    batch: staleflow.ConsumedBatch = run.batch(last.step)
+    evaluations: list[staleflow.Evaluation] = run.evaluations()
+    total = float(len(commits) + ledger.num_live + batch.intact) + sum(e.sampled or 0.0 for e in evaluations)
+    for trajectory in run.trajectories("reward > 0", step=last.step, texts=False):
+        total += trajectory.reward + float(trajectory.logprobs.sum())
+    one: staleflow.StoredTrajectory = run.trajectory(3)
+    ids: list[int] = run.ranked("worst", 3, "staleness == 1")
+    views: list[staleflow.TrajectoryView] = run.view(ids, model="runs/model")
+    page: str = run.page(ids)
+    return total + len(one.response) + len(views[0].tokens) + len(page)
+
+
+def tables(run: staleflow.Run) -> list[Any]:
+    """Other libraries' objects."""
+    return [run.metrics(), run.to_pandas("step > 3", texts=False), run.to_dask(), run.to_xarray(), run.to_dataset()]
+
+
+def prove(run: staleflow.Run, client: Client) -> bool:
+    """What the stored data prove."""
+    report: staleflow.AuditReport = run.audit(full=True, memory_mib=512, workers=4, client=client)
+    bias: staleflow.DropBias = run.drop_bias()
+    replay: staleflow.ReplayResult = run.replay(3)
+    return report.clean and not bias.lines and not replay.difference
+
+
+def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], None]) -> float:
+    """New results."""
+    scored: staleflow.ReprocessResult = run.reprocess(
+        branch="length", reward=length, changes={"reward.timeout_s": 3.0}, client=client, progress=progress
+    )
+    difference: staleflow.BranchDifference = run.diff("main", "length")
+    rescored: staleflow.RescoreResult = run.rescore_logprobs("runs/model", where="step > 3", progress=progress)
+    comparison: staleflow.LogprobComparison = rescored.by_staleness[0]
+    exported: staleflow.ExportResult = run.at_step(3).export("hf", "out", workers=4, progress=progress)
+    trained: staleflow.OfflineTrainingResult = run.branch("length").train_offline(
+        "policy", overrides=["training.learning_rate=1e-5"], epochs=2, client=client, report=print
+    )
+    return scored.mean_after + difference.changed + comparison.kl + exported.rows + trained.steps
+
+
+def main() -> None:
+    """Open runs."""
+    version: str = staleflow.__version__
+    errors: list[type[staleflow.StaleflowError]] = [staleflow.ConfigError, staleflow.StoreError]
+    runs: list[staleflow.Run] = [*staleflow.list_runs(), staleflow.open_run("s3://bucket/runs/demo", at_step=3)]
+    print(version, errors, runs)
