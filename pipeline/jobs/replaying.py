@@ -31,6 +31,7 @@ class ReplayResult:
     torn: str
     """Journals that end in the middle of a line, as a killed run's may; empty if none does."""
     story: tuple[str, ...]
+    """The events of the trajectory that was asked for, a line each."""
 
 
 def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayResult:

@@ -21,19 +21,22 @@ IDENTITY = ("trajectory", "step", "fate", "offset", "response_tokens", "text_off
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchDifference:
-    """Differences between two branches' rewards, over trajectories that were trained on. mean: mean rewards, without
-    failed ones. flipped: groups in which the better of two members became the worse. gained, lost: groups whose rewards
-    vary in the second branch only, in the first only."""
+    """Differences between two branches' rewards, over trajectories that were trained on."""
 
     trajectories: int
     changed: int
+    """Trajectories whose rewards differ."""
     mean: tuple[float, float]
+    """Mean reward on each branch, without those that could not be computed."""
     histogram: tuple[tuple[float, int, int], ...]
     """(lower edge of the bin, trajectories in the first branch, in the second)."""
     groups: int
     flipped: tuple[int, ...]
+    """Groups in which the better of two members became the worse."""
     gained: tuple[int, ...]
+    """Groups whose rewards vary on the second branch only."""
     lost: tuple[int, ...]
+    """Groups whose rewards vary on the first branch only."""
 
 
 def difference(run_dir: Path, first: str, second: str) -> BranchDifference:

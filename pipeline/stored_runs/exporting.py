@@ -43,13 +43,15 @@ what to train on, in place of prompt and completion."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """The result of an export. errors: of unreadable rows by trajectory; they are left out."""
+    """The result of an export."""
 
     path: str
     rows: int
+    """Trajectories that were written."""
     files: int
     bytes: int
     errors: dict[int, str]
+    """Of trajectories that cannot be read, by id; they are left out."""
 
 
 def export(

@@ -59,38 +59,45 @@ class LogprobSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobComparison:
-    """Comparison of the model with the policies that sampled the trajectories of one staleness. ratio = pi_model /
-    pi_rollout of a token.
-
-    kl: KL(rollout || model), nats per token, by the k3 estimate mean(ratio - 1 - log ratio). ess_tokens: effective
-    sample size over tokens, (sum r)^2 / (n sum r^2), a share of 1. ess_sequences: the same over whole responses, whose
-    weights are the products of their tokens' ratios. clipped: share of tokens outside the job's clip range. distance,
-    farthest: mean and largest |log ratio|, nats.
-    """
+    """Comparison of a model with the policies that sampled the trajectories of one staleness."""
 
     staleness: int
+    """Policy versions between sampling and training; -1: trajectories that were never trained on."""
     trajectories: int
     tokens: int
+    """Sampled ones."""
     kl: float
+    """KL(rollout || model), nats per token, by the k3 estimate mean(ratio - 1 - log ratio)."""
     ess_tokens: float
+    """Effective sample size over tokens, (sum r)^2 / (n sum r^2), a share of 1."""
     ess_sequences: float
+    """The same over whole responses, whose weights are the products of their tokens' ratios."""
     clipped: float
+    """Share of tokens outside the job's clip range."""
     ratio: float
+    """Mean of pi_model / pi_rollout over tokens."""
     distance: float
+    """Mean |log ratio|, nats."""
     farthest: float
+    """Largest |log ratio|, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescoreResult:
-    """The result of rescoring; staleness -1: trajectories never trained on. errors: of unreadable rows, by
-    trajectory."""
+    """The result of computing the logprobs of stored responses under another model."""
 
     model: str
+    """Folder or hub name."""
     rows: int
+    """Responses that were read."""
     by_staleness: tuple[LogprobComparison, ...]
+    """In the order of staleness, -1 first: trajectories that were never trained on."""
     errors: dict[int, str]
+    """Of trajectories that cannot be read, by id."""
     branch: str = ""
+    """The new branch that has the logprobs; empty if they were not stored."""
     snapshot: str = ""
+    """Id of its snapshot of the store."""
 
 
 def rescore(

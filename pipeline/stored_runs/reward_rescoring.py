@@ -46,14 +46,18 @@ MAY_CHANGE = ("reward.", "task.answer_pattern=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReprocessResult:
-    """The result of scoring a run again. scored: rows with a response. errors: of the reward function, by
-    trajectory."""
+    """The result of scoring a run's responses again."""
 
     branch: str
+    """The new branch."""
     snapshot: str
+    """Id of its snapshot of the store."""
     rows: int
+    """Stored trajectories."""
     scored: int
+    """Those with a response."""
     errors: dict[int, str]
+    """Of the reward function, or of what cannot be read, by trajectory; those get no gradient."""
     mean_before: float
     """Mean reward over the trajectories that were trained on, without those whose reward failed."""
     mean_after: float

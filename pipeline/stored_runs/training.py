@@ -89,17 +89,22 @@ class OfflinePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineTrainingResult:
-    """The result of offline training. same_steps: number of leading steps after which the weights equal the run's bit
-    for bit; None if they are not meant to. errors: of unreadable rows by trajectory; they are left out."""
+    """The result of offline training."""
 
     out: str
+    """The folder that it made."""
     checkpoint: str
+    """Folder of the trained weights, in `out`."""
     steps: int
     rows: int
+    """Trajectories that were trained on, each counted once an epoch."""
     before: Evaluation | None
+    """Reward on held-out prompts before; None if there are none left that were not trained on."""
     after: Evaluation | None
     same_steps: int | None
+    """Number of leading steps after which the weights equal the run's bit for bit; None if they are not meant to."""
     errors: dict[int, str]
+    """Of trajectories that cannot be read, by id; they are left out."""
 
 
 def train_offline(

@@ -78,12 +78,15 @@ class EndedKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropBias:
-    """What a run trained on, and what it did not. never_trained: groups of which no trajectory was trained on."""
+    """How what a run did not train on differs from what it did."""
 
     consumed: EndedKind
+    """What was trained on."""
     others: tuple[EndedKind, ...] = ()
+    """What was not, by reason, and responses that were cut off."""
     groups: int = 0
     never_trained: int = 0
+    """Groups of which no trajectory was trained on."""
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values, for JSON, with the lines."""

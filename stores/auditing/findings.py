@@ -10,5 +10,8 @@ class Finding:
     """One way in which the store contradicts the promise or itself."""
 
     check: str
+    """Name of the check that found it."""
     where: str
+    """What it is about, such as "step 3" or "trajectory 17"."""
     what: str
+    """What is wrong, in words."""

@@ -72,13 +72,17 @@ class DamagedChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How far a run has come, as its store knows. last: its latest commit; last_step: its latest training step."""
+    """How far a run has come, as its store has it."""
 
     num_steps: int
     num_rows: int
+    """Stored trajectories, of any fate."""
     num_tokens: int
+    """Stored tokens, prompts included."""
     last: StepRecord | None
+    """The latest commit; None before the first."""
     last_step: StepRecord | None
+    """The latest training step; None before the first."""
 
     @property
     def ended(self) -> bool:

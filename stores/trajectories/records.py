@@ -47,27 +47,34 @@ class LedgerState:
     """The ledger's counts at a commit. With the rows up to it they must add up: started = ended + live."""
 
     num_started: int
+    """Trajectories that were started."""
     num_ended: dict[str, int]
     """Ended trajectories by "fate:reason"."""
     live: tuple[tuple[int, int], ...]
     """Trajectories in flight, as half-open ranges of ids."""
     next_step: int
+    """The training step that would come next."""
     version: int
+    """The newest policy version."""
 
     @property
     def num_live(self) -> int:
+        """Number of trajectories in flight."""
         return sum(b - a for a, b in self.live)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One commit. kind: "step", a training step with the batch it consumed; "end", the run's end; "resume", what was in
-    flight when the run was interrupted, aborted before it is resumed."""
+    """The record of one commit: a training step with the batch it consumed, or the end of a start of the run."""
 
     kind: str
+    """One of "step", a training step; "end", the run's end; "resume", an interrupted run that went on."""
     step: int
+    """Number of the training step, from 0: step k trains policy version k and publishes version k + 1. Of other kinds,
+    the step that was next."""
     ledger: LedgerState
     metrics: dict[str, float] = field(default_factory=dict)
+    """By name; docs/metrics.md has their units and meanings."""
     weight_fingerprint: str = ""
     """Fingerprint of the version this step published."""
     loaded_fingerprints: dict[str, tuple[int, str]] = field(default_factory=dict)

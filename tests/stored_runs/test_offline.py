@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 
 from staleflow.cli.show import printable
+from staleflow.pipeline.api import branch_code, overrides
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.stored_runs import exporting, logprob_recompute, training, views
+from staleflow.pipeline.stored_runs import exporting, logprob_recompute, stored_trajectories, training, views
 from staleflow.pipeline.stored_runs import pool as pools
 from staleflow.pipeline.stored_runs.pool import Pool, local_pool
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation
@@ -161,7 +162,7 @@ def test_half_letters_are_told_with_the_token_that_completes_them() -> None:
 
 
 def test_the_docstrings_examples_hold() -> None:
-    for module in (exporting, pools, selection):
+    for module in (branch_code, overrides, stored_trajectories, pools, selection):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed
