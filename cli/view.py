@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import webbrowser
-from pathlib import Path
 
 import click
 
@@ -32,11 +31,12 @@ def command(run: str, port: int | None, host: str, no_browser: bool, until_eof: 
     """Show a run, live or finished, on a page in the browser: steps, groups, trajectories, instances over time,
     branches. Ends with Ctrl-C."""
     quiet_libraries()
+    from staleflow.pipeline.api.stored_run import open_run
     from staleflow.pipeline.run_page.api import Answers
     from staleflow.pipeline.run_page.page_server import listen, make_server
     from staleflow.pipeline.run_page.run_reader import RunReader
 
-    reader = RunReader(Path(run))
+    reader = RunReader(open_run(run).path)
     reader.stored()  # reports a store that cannot be read before anything is served
     listening = listen(host, PORT if port is None else port, exactly=port is not None)
     shown = f"[{host}]" if ":" in host else host

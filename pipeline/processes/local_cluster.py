@@ -39,6 +39,8 @@ ACTORS = (
 """Modules that a run's actors need besides."""
 MODELS = ("staleflow.tasks.engines.transformers", "staleflow.tasks.training.policy_trainer", "safetensors.torch")
 """Modules that workers need besides if there is a model."""
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Environment variables with which libraries print nothing from worker processes; those that are set already count."""
 METHOD = "distributed.worker.multiprocessing-method"
 
 
@@ -48,7 +50,8 @@ def worker_environment(threads: int) -> dict[str, str]:
     demo), all of it page faults."""
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
+    quiet = {name: os.environ.get(name, value) for name, value in QUIET.items()}
+    return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads)), **quiet}
 
 
 def modules(*, emulated: bool) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ FEW = 8
 """Fewer chosen rows than this are read one by one, more together with the rows between them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTrajectory:
     """One stored trajectory: a response, of one turn or of many, with how it was sampled, scored and trained on.
 

@@ -11,6 +11,7 @@ import pytest
 
 import staleflow
 from staleflow.pipeline.recovery.run_folder import claimed
+from staleflow.pipeline.run_page.run_reader import RunReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Fate
@@ -252,6 +253,7 @@ def test_a_run_in_a_bucket_is_opened_by_its_url(
             assert (opened.url, opened.source, opened.name, opened.live) == (url, str(source), "page", False)
             assert [t.response for t in opened.trajectories("reward > 0")] == ["1"]
             assert opened.audit().clean
+            assert RunReader(opened.path).state() == "interrupted", "the page reads it, too"
         with pytest.raises(staleflow.ConfigError, match=r"recorded events are in the run's folder, not in its store"):
             staleflow.open_run(url).replay()
         assert staleflow.open_run(url).branch("main").source == url
