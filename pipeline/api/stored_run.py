@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from staleflow.stores.auditing.audit import AuditReport
     from staleflow.stores.auditing.drop_bias import DropBias
 
+RUNS = "runs"
+"""The folder that runs are in by default."""
 Progress = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all) as work goes on."""
 
@@ -103,7 +105,9 @@ class Run(RunData):
         from staleflow.pipeline.jobs.replaying import replay_run
 
         if is_url(self._source):
-            raise ConfigError(f"{self._source}: recorded events are in the run's folder, not in its store; open that")
+            raise ConfigError(
+                f"{self._source}: only the store is in a bucket; name the run's folder, which has all else"
+            )
         return replay_run(self._path, None if trajectory is None else TrajectoryId(trajectory))
 
     # -- new results ---------------------------------------------------------------------------------------------
@@ -306,12 +310,12 @@ def open_run(source: str | Path, *, branch: str = MAIN, at_step: int | None = No
     return run if at_step is None and branch == MAIN else _opened(run)
 
 
-def list_runs(folder: str | Path = "runs") -> list[Run]:
-    """The runs in a folder, by name. Raises ConfigError if there is no such folder."""
+def list_runs(folder: str | Path = RUNS) -> list[Run]:
+    """The runs in a folder, by name. Raises ConfigError if there is no such folder; the default one may be missing."""
     path = Path(folder)
-    if not path.is_dir():
+    if not path.is_dir() and (path.exists() or path != Path(RUNS)):
         why = "a file, not a folder" if path.exists() else "no such folder"
-        raise ConfigError(f"{folder}: {why}; name the folder that holds runs, by default runs")
+        raise ConfigError(f"{folder}: {why}; name the folder that holds runs, by default {RUNS}")
     return [Run(found, str(found)) for found in run_folder.list_runs(path)]
 
 

@@ -234,9 +234,11 @@ def test_the_audit_covers_what_the_run_stored(run: staleflow.Run, copy: staleflo
         run.replay()
 
 
-def test_the_runs_of_a_folder(written: StoredRun) -> None:
+def test_the_runs_of_a_folder(written: StoredRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run,) = staleflow.list_runs(written.run_dir.parent)
     assert (run.name, run.finished) == ("page", True)
+    monkeypatch.chdir(tmp_path)
+    assert staleflow.list_runs() == [], "the default folder is made by the first run"
 
 
 def test_a_run_in_a_bucket_is_opened_by_its_url(
@@ -254,7 +256,7 @@ def test_a_run_in_a_bucket_is_opened_by_its_url(
             assert [t.response for t in opened.trajectories("reward > 0")] == ["1"]
             assert opened.audit().clean
             assert RunReader(opened.path).state() == "interrupted", "the page reads it, too"
-        with pytest.raises(staleflow.ConfigError, match=r"recorded events are in the run's folder, not in its store"):
+        with pytest.raises(staleflow.ConfigError, match=r"only the store is in a bucket; name the run's folder"):
             staleflow.open_run(url).replay()
         assert staleflow.open_run(url).branch("main").source == url
         with pytest.raises(staleflow.ConfigError, match="no store can be read there"):

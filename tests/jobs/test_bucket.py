@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_and_commands_take_its_url(tmp_path: Path) -> None:
     again = command("run", one.file, "--store", URL, *LOCAL, "--set", f"runs_dir={tmp_path}/others")
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
     assert "there is a run's store already" in again.stderr
-    for verb in ("resume", "replay", "view"):
+    for verb in ("resume", "replay"):
         refused = command(verb, url)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
         assert "only the store is in a bucket; name the run's folder" in refused.stderr
