@@ -33,7 +33,7 @@ def file_name(branch: str) -> str:
     """Name of the file of a branch's code, a Python identifier; of two branches never the same.
 
     >>> file_name("strict"), file_name("by length")
-    ('branch_strict', 'branch_by_length_2d3f1d17')
+    ('branch_strict', 'branch_by_length_588131ba')
     """
     plain = re.sub(r"[^A-Za-z0-9]", "_", branch)
     return f"branch_{plain}" if plain == branch else f"branch_{plain}_{zlib.crc32(branch.encode()):08x}"

@@ -165,8 +165,8 @@ class RunData:
         from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory, read_rows
 
         decoder = self._texts() if texts else None
-        for row in read_rows(self._store(), _of_step(where, step)):
-            yield StoredTrajectory.of(row, decoder)
+        rows = read_rows(self._store(), _of_step(where, step))
+        return (StoredTrajectory.of(row, decoder) for row in rows)
 
     def trajectory(self, id: int) -> StoredTrajectory:
         """One trajectory, with texts. Raises ConfigError for an unknown id, StoreError for a damaged one."""

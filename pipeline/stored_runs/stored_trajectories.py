@@ -170,9 +170,13 @@ def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[li
 
 
 def read_rows(store: StoreReader, where: str) -> Iterator[Ended]:
-    """The rows that a condition selects, in the order stored. Raises ConfigError for a wrong condition, StoreError for
-    a row that cannot be read."""
-    for rows in read_windows(store, chosen_positions(store, where)):
+    """The rows that a condition selects, in the order stored. Raises ConfigError at once for a wrong condition,
+    StoreError at a row that cannot be read."""
+    return _readable_rows(store, chosen_positions(store, where))
+
+
+def _readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[Ended]:
+    for rows in read_windows(store, positions):
         for row in rows:
             if isinstance(row, Damaged):
                 raise StoreError(f'{row.what}; leave it out with where="trajectory != {row.trajectory}"')

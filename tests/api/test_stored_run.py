@@ -192,7 +192,7 @@ def test_tables(run: staleflow.Run) -> None:
 
 def test_wrong_questions_are_one_line(run: staleflow.Run, tmp_path: Path) -> None:
     with pytest.raises(staleflow.ConfigError, match="there is no column 'rewrd'; did you mean 'reward'"):
-        next(run.trajectories("rewrd > 0"))
+        run.trajectories("rewrd > 0")
     with pytest.raises(staleflow.ConfigError, match="no stored trajectory 99"):
         run.trajectory(99)
     with pytest.raises(staleflow.ConfigError, match="no branch 'other'; there are main"):
