@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 RUNS = "runs"
 """The folder that runs are in by default."""
 Progress = Callable[[int, int], None]
-"""Called with (trajectories done, trajectories in all) as work goes on."""
+"""Called with (trajectories done, trajectories in all) as work goes on; first with (0, 0), when the input is checked
+and workers start."""
 
 
 class Run(RunData):
@@ -131,7 +132,7 @@ class Run(RunData):
             changes: Changes to the settings of `[reward]` or to `task.answer_pattern`.
             workers: Local processes, unless there is a client.
             client: Workers to score with.
-            progress: Called as responses are scored.
+            progress: Called with (done, all) as responses are scored; first with (0, 0), when the input is checked.
 
         Returns:
             The mean rewards before and after, and the errors of responses that could not be scored.
@@ -144,13 +145,14 @@ class Run(RunData):
         from staleflow.pipeline.stored_runs.pool import pool_of
 
         self._refuse_past("score the responses of")
-        lines = override_lines(changes)
+        lines, notify = override_lines(changes), progress or _ignore
         if not reward and not lines:
             raise ConfigError("reprocess: name the reward, or what changes of the job's own")
         with self._alone(), reward_file(self._path, branch, reward) as named:
             reward_rescoring.refuse(self._path, named, branch, lines)
+            notify(0, 0)
             with pool_of(client, workers) as pool:
-                return reward_rescoring.reprocess(self._path, named, branch, pool, progress or _ignore, lines)
+                return reward_rescoring.reprocess(self._path, named, branch, pool, notify, lines)
 
     def rescore_logprobs(
         self,
@@ -170,7 +172,7 @@ class Run(RunData):
             branch: Name of a new branch to store the logprobs of all responses on; none by default.
             workers: Local processes, unless there is a client.
             client: Workers to compute with.
-            progress: Called as responses are read.
+            progress: Called as in `reprocess`.
 
         Returns:
             KL divergence, effective sample size and clipped share by staleness.
@@ -183,11 +185,11 @@ class Run(RunData):
 
         self._refuse_past("compute logprobs of")
         logprob_recompute.refuse(self._path, str(model), branch, where)
+        notify = progress or _ignore
+        notify(0, 0)
         # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
         with self._alone() if branch else contextlib.nullcontext(), pool_of(client, workers, model=True) as pool:
-            return logprob_recompute.rescore(
-                self._path, str(model), pool, branch=branch, where=where, progress=progress or _ignore
-            )
+            return logprob_recompute.rescore(self._path, str(model), pool, branch=branch, where=where, progress=notify)
 
     def diff(self, first: str, second: str) -> BranchDifference:
         """Compare the rewards of the same trajectories on two branches. Raises ConfigError."""
@@ -214,7 +216,7 @@ class Run(RunData):
             where: Which trajectories, as in `trajectories`.
             workers: Local processes, unless there is a client.
             client: Workers to write with; they reach the same file system.
-            progress: Called as trajectories are written.
+            progress: Called as in `reprocess`.
 
         Raises:
             ConfigError: Something of it is wrong; nothing was written.
@@ -225,10 +227,10 @@ class Run(RunData):
         self._refuse_past("export")
         path = Path(f"{self._path.resolve().name}.{to}" if out is None else out)
         exporting.refuse(self._path, to, path, self._branch, where)
+        notify = progress or _ignore
+        notify(0, 0)
         with pool_of(client, workers) as pool:
-            return exporting.export(
-                self._path, to, path, pool, branch=self._branch, where=where, progress=progress or _ignore
-            )
+            return exporting.export(self._path, to, path, pool, branch=self._branch, where=where, progress=notify)
 
     def train_offline(
         self,
