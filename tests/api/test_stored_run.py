@@ -53,7 +53,7 @@ def copy(written: StoredRun, tmp_path: Path) -> staleflow.Run:
 
 def test_what_a_run_is(run: staleflow.Run, written: StoredRun) -> None:
     assert (run.path, run.source, run.url) == (written.run_dir, str(written.run_dir), "")
-    assert (run.name, run.eta, run.job) == ("page", 1, written.config)
+    assert (run.name, run.eta, run.bound, run.job) == ("page", 1, "staleness bound eta = 1", written.config)
     assert (run.live, run.finished, run.branches) == (False, True, ("main",))
     assert (run.lineage, run.evaluations()) == ({}, [])
     summary = run.summary()
