@@ -216,7 +216,7 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Generated from `stores/metrics.py` by `python -m staleflow.stores.metrics > docs/metrics.md`.",
+        "Generated from `stores/metrics.py` by `make generated`.",
         "",
         "Tokens per second has one meaning: response tokens that were trained on, over wall time. For a run, from when",
         "its first step could begin to the end of its last step; for a step, its batch over the time since",

@@ -78,7 +78,7 @@ def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
 
 def test_the_page_in_docs_is_current() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert page.read_text() == metrics.page(), "python -m staleflow.stores.metrics > docs/metrics.md"
+    assert page.read_text() == metrics.page(), "run `make generated`"
 
 
 def test_names_are_unique_and_pictures_have_one_unit() -> None:
