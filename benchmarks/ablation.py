@@ -26,7 +26,7 @@ SEEDS = (1, 2, 3)
 PULLS = ("greedy", "hypothesis")
 ROUTINGS = {
     "least_requests": ((),),
-    "throughput_optimal": tuple((f"rollout.mu={mu}",) for mu in (0.05, 0.1, 0.2)),
+    "throughput_optimal": tuple((f"rollout.routing.mu={mu}",) for mu in (0.05, 0.1, 0.2)),
     "deadline": ((),),
 }
 """Routing rules, each with the settings that are tried."""
@@ -46,10 +46,10 @@ STEPS = {
     "deadline, cache kept over pulls": (KEEP, GREEDY),
     "+ migration ": (KEEP, GREEDY, "rollout.migration=largest_gain"),
     "+ redundancy, 2 groups of 34": (KEEP, GREEDY, "batch.extra_groups=2"),
-    "+ stragglers cut, 1 % at most": (KEEP, GREEDY, "batch.stragglers=truncate", "batch.straggler_patience=0.1",
-                                      "batch.straggler_share=0.01"),
-    "+ stragglers cut, 10 % at most": (KEEP, GREEDY, "batch.stragglers=truncate", "batch.straggler_patience=0.1",
-                                       "batch.straggler_share=0.1"),
+    "+ stragglers cut, 1 % at most": (KEEP, GREEDY, "batch.stragglers=truncate", "batch.stragglers.patience=0.1",
+                                      "batch.stragglers.share=0.01"),
+    "+ stragglers cut, 10 % at most": (KEEP, GREEDY, "batch.stragglers=truncate", "batch.stragglers.patience=0.1",
+                                       "batch.stragglers.share=0.1"),
 }  # fmt: skip
 
 

@@ -146,8 +146,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "bound 2, redundant": {
         "staleness": {"admission": "staleflow", "eta": 2}, "batch": {"extra_groups": 2, "extra_members": 1},
     },
-    "credits, alpha 0.5": {"staleness": {"admission": "credits", "eta": 1, "alpha": 0.5}},
-    "credits, alpha 2": {"staleness": {"admission": "credits", "eta": 2, "alpha": 2.0}},
+    "credits, alpha 0.5": {"staleness": {"admission": {"name": "credits", "alpha": 0.5}, "eta": 1}},
+    "credits, alpha 2": {"staleness": {"admission": {"name": "credits", "alpha": 2.0}, "eta": 2}},
 }  # fmt: skip
 
 

@@ -54,7 +54,7 @@ SWEPT = (4, 16)
 """Sizes at which knobs are swept; above, the values that were best at 16 are used."""
 TRAINER_SHARE = 0.8
 """Training takes the physical minimum of the rollout over this: provisioned so that rollout may run at 80 % of it."""
-CUT = ("batch.stragglers=truncate", "batch.straggler_patience=0.1", "batch.straggler_share=0.02")
+CUT = ("batch.stragglers=truncate", "batch.stragglers.patience=0.1", "batch.stragglers.share=0.02")
 """Once the trainer has waited a tenth of a step for its last responses, and these are no more than 2 %, they are scored
 as they are."""
 
@@ -81,7 +81,7 @@ def short_rows() -> list[Row]:
         Row("synchronous", "", 0, sync),
         *(Row("reservations, least_requests", "", eta, (LEAST,)) for eta in (0, 1, 2, 3)),
         *(Row("staleflow", "", eta, ()) for eta in (0, 1, 2, 3)),
-        Row("credits", "alpha 3", 3, ("staleness.admission=credits", "staleness.alpha=3", LEAST)),
+        Row("credits", "alpha 3", 3, ("staleness.admission=credits", "staleness.admission.alpha=3", LEAST)),
         Row(CUTTING, "", 3, CUT),
     ]
 
@@ -95,21 +95,21 @@ def long_rows(swept: bool) -> list[Row]:
         Row("one_step", "", 1, ("staleness.admission=one_step", LEAST)),
     ]
     for alpha in (0.5, 1.0, 2.0) if swept else ():
-        extra: tuple[str, ...] = ("staleness.admission=credits", f"staleness.alpha={alpha}", LEAST)
+        extra: tuple[str, ...] = ("staleness.admission=credits", f"staleness.admission.alpha={alpha}", LEAST)
         rows.append(Row("credits", f"alpha {alpha:g}", max(1, int(-(-alpha // 1))), extra))
     for depth in (1.0, 2.0, 3.0, 4.0) if swept else (3.0, 4.0):
-        extra = ("staleness.admission=pipeline_depth", f"staleness.depth={depth}", LEAST)
+        extra = ("staleness.admission=pipeline_depth", f"staleness.admission.depth={depth}", LEAST)
         rows.append(Row("pipeline_depth", f"depth {depth:g}", 3, extra))
     for ahead, share in ((0, 1.0), (1, 0.3), (1, 1.0), (2, 0.3)) if swept else ((1, 1.0), (2, 0.3)):
         extra = (
             "staleness.admission=windowed_fifo",
-            f"staleness.ahead={ahead}",
-            f"staleness.window_share={share}",
+            f"staleness.admission.ahead={ahead}",
+            f"staleness.admission.window_share={share}",
             LEAST,
         )
         rows.append(Row("windowed_fifo", f"S {ahead}, {share:g}", 3, extra))
     for excess in (0.5, 1.0, 2.0) if swept else (2.0,):
-        extra = ("staleness.admission=over_provision", f"staleness.excess={excess}", LEAST)
+        extra = ("staleness.admission=over_provision", f"staleness.admission.excess={excess}", LEAST)
         rows.append(Row("over_provision", f"{1 + excess:g} batches", 3, extra, keeps_bound=False))
     for eta in (1, 2, 3) if swept else (3,):
         rows.append(Row("backlog", f"eta {eta}", eta, ("staleness.admission=backlog", LEAST), keeps_bound=False))
@@ -118,7 +118,7 @@ def long_rows(swept: bool) -> list[Row]:
             rows.append(Row(f"reservations, {name}", "", eta, (f"rollout.routing={name}",)))
     for eta in (1, 2, 3) if swept else (3,):
         for mu in (0.1, 0.2, 0.3) if swept else (0.2,):
-            extra = ("rollout.routing=throughput_optimal", f"rollout.mu={mu}")
+            extra = ("rollout.routing=throughput_optimal", f"rollout.routing.mu={mu}")
             rows.append(Row("reservations, throughput_optimal", f"mu {mu:g}", eta, extra))
     return rows
 

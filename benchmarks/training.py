@@ -38,10 +38,11 @@ from typing import Any
 
 import numpy as np
 
+from staleflow.tasks.training.loss import LOSSES
 from staleflow.tasks.training.microbatches import Row, microbatches
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.rank import ALONE, Rank
-from staleflow.tasks.training.trainer_settings import LossConfig, TrainingConfig
+from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 GROUP = 8
 MEDIAN, SPREAD, LONGEST = 70, 0.8, 512
@@ -110,7 +111,7 @@ def our_step(model: Path, loss: str, rank: Rank = ALONE, **changes: Any) -> Call
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
     training = TrainingConfig(
-        learning_rate=1e-9, microbatch_tokens=BUDGET, loss=LossConfig(name=loss), measured_rows=0, **changes
+        learning_rate=1e-9, microbatch_tokens=BUDGET, loss=LOSSES.find(loss)(), measured_rows=0, **changes
     )
     settings = TrainerSettings(
         model=str(model), dtype="float32", device="cpu", training=training, num_steps=1, temperature=1.0,

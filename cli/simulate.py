@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BASELINES = (
     ("synchronous", ("staleness.admission=synchronous", "rollout.synchronization=greedy")),
     ("one step ahead", ("staleness.admission=one_step", "rollout.synchronization=greedy")),
-    ("credits (ROLL Flash)", ("staleness.admission=credits", "rollout.synchronization=greedy")),
+    ("credits (ROLL Flash)", ("staleness.admission={{name='credits', alpha={eta}}}", "rollout.synchronization=greedy")),
     ("backlog (AReaL)", ("staleness.admission=backlog", "rollout.synchronization=greedy")),
 )
 PICTURE_STEPS = 12
@@ -85,7 +85,8 @@ def command(
     rows = sweep_variants(sweeps, asked)
     job = job_with(())
     if baselines:
-        rows += [Variant(label, (*extra, f"staleness.alpha={job.staleness.eta}")) for label, extra in BASELINES]
+        eta = job.staleness.eta
+        rows += [Variant(label, tuple(change.format(eta=eta) for change in changes)) for label, changes in BASELINES]
     jobs = [(row, job_with(row.overrides)) for row in rows]
     if out is not None:
         claim_folder(Path(out), "--out")
@@ -155,7 +156,7 @@ def recorded_overrides(run: Path, *, quiet: bool) -> tuple[str, ...]:
         summary = json.loads((run / "summary.json").read_text())
         histogram = summary["staleness_histogram"]
         shares = " ".join(f"{n / max(1, sum(histogram.values())):.0%}" for n in histogram.values())
-        scale = load_job(run).time_scale  # an emulated run may be faster than its cost model
+        scale = load_job(run).rollout.engine.time_scale  # an emulated run may be faster than its cost model
         wall_s = summary["seconds"]["wall_s"] * scale
         eta = versions_behind(load_job(run))
         click.echo(

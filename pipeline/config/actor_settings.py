@@ -92,7 +92,7 @@ def environment_settings(config: RunConfig, *, replaces: bool = False) -> Episod
         return EmulatedHostSettings(
             episodes=make_episodes(config, make_workload(config)),
             limits=config.environment,
-            time_scale=config.time_scale,
+            time_scale=config.rollout.engine.time_scale,
         )
     found = episode_settings(config)
     if not replaces:
@@ -270,7 +270,7 @@ def engine_settings(
     """Settings of one instance's engine. index: the instance's number. attempt: how often the instance was replaced.
     earlier_starts: of the run. Each combination has its own sampling seed. eos: ids that end a response."""
     engine = config.rollout.engine
-    given = values(engine) | {
+    parameters = {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "device": config.model.device,
@@ -285,9 +285,9 @@ def engine_settings(
         "members": config.members_started,
         "pull_s": config.simulation.pull_s,
     }
-    if ENGINES.wants(engine.name, "workload"):
-        given["workload"] = make_workload(config)
-    return ENGINES.make(engine, given)
+    if engine.needs("workload"):
+        parameters["workload"] = make_workload(config)
+    return ENGINES.make(engine, parameters)
 
 
 def make_workload(config: RunConfig) -> Workload:

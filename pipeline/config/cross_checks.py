@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import re
 import string
-from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.strategies.admission import ADMISSION
-from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.s3_url import HOW, parsed
 from staleflow.tasks.engines.adapters import LoraConfig
-from staleflow.tasks.engines.engine_settings import ENGINES
-from staleflow.tasks.settings.knobs import knobs, shown, values
-from staleflow.tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP
-from staleflow.tasks.training.loss import LOSSES
+from staleflow.tasks.settings.knobs import shown
 
 MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
 """Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
-FEWEST_PAGES, SMALL_PAGE = 8, 32
-"""Pages that a cache has, unless fewer responses may run at once, or pages have no more than so many tokens."""
 SHOWN_TEMPLATE = 200
 """Most characters of a corrected template that a message shows."""
 
@@ -33,20 +25,18 @@ def check_across(config: RunConfig, where: str) -> None:
     _check_texts(config, where)
     if not config.name or "/" in config.name or config.name.startswith("."):
         raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
-    advantage = config.training.advantage
-    needs_groups = advantage in ADVANTAGES and advantage not in NEED_NO_GROUP
-    if needs_groups and config.batch.group_size < 2:
-        raise ConfigError(f"{where}: batch.group_size = 1 leaves {advantage} nothing to compare; it must be >= 2")
-    if config.batch.filtering == "no_signal" and config.batch.group_size < 2:
+    advantage, filtering = config.training.advantage, config.batch.filtering
+    if advantage.compares_members and config.batch.group_size < 2:
+        raise ConfigError(f"{where}: batch.group_size = 1 leaves {advantage.name} nothing to compare; it must be >= 2")
+    if filtering.compares_members and config.batch.group_size < 2:
         raise ConfigError(
-            f'{where}: batch.filtering = "no_signal" would drop every group of batch.group_size = 1, whose rewards are '
-            'all equal; use "keep_all"'
+            f'{where}: batch.filtering = "{filtering.name}" would drop every group of batch.group_size = 1, whose '
+            'rewards are all equal; use "keep_all"'
         )
     _check_sizes(config, where)
     try:
-        ADMISSION.make(config.staleness, {"eta": config.staleness.eta})
-        ROUTING.check(config.rollout)
-        LOSSES.check(config.training.loss)
+        config.staleness.admission.check(config.staleness.eta)
+        config.rollout.engine.check()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     kl = config.training.kl
@@ -167,50 +157,21 @@ def _check_evaluation(config: RunConfig, where: str) -> None:
 def _check_engine(config: RunConfig, where: str) -> None:
     """Check what the job's engine supports."""
     engine = config.rollout.engine
-    settings: Any = ENGINES.find(engine.name)
-    if config.rollout.on_pull == "keep" and not settings.keeps:
+    if config.rollout.on_pull == "keep" and not engine.keeps:
         raise ConfigError(
             f'{where}: rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"'
         )
     speculation = engine.speculation
-    if speculation.length and not settings.drafts:
-        raise ConfigError(
-            f"{where}: rollout.engine.speculation.length = {speculation.length}: the {engine.name} engine verifies no "
-            "drafts; use 0"
-        )
-    if speculation.length and speculation.source not in settings.drafts:
-        raise ConfigError(
-            f"{where}: rollout.engine.speculation.source = {speculation.source!r} is not supported by the "
-            f"{engine.name} engine; use {' or '.join(map(repr, settings.drafts))}"
-        )
-    if speculation.length and speculation.source == "responses" and values(engine)["tensor_parallel"] > 1:
-        raise ConfigError(
-            f"{where}: rollout.engine.speculation.source = 'responses' needs tensor_parallel = 1, since vLLM drafts in "
-            "processes of its own otherwise; use 'ngram' or 'suffix'"
-        )
     if speculation.length and config.training.lora.rank:
         raise ConfigError(
             f"{where}: rollout.engine.speculation.length = {speculation.length}: drafts are not verified under "
             "adapters (training.lora.rank) yet; use 0"
         )
     _check_adapters(config, where)
-    for option in values(engine)["options"]:
-        if "options" not in knobs(settings):
-            raise ConfigError(f"{where}: rollout.engine.options: not supported by the {engine.name} engine; remove it")
-        if why := settings.refused_options.get(option):
-            raise ConfigError(f"{where}: rollout.engine.options.{option}: {why}; remove it")
     if engine.kv_tokens < config.rollout.max_new_tokens:
         raise ConfigError(
             f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
-        )
-    at_once = min(FEWEST_PAGES, engine.max_running)
-    few = engine.kv_tokens // engine.page_tokens < at_once
-    if few and engine.name == "transformers" and engine.page_tokens > SMALL_PAGE:
-        raise ConfigError(
-            f"{where}: rollout.engine.page_tokens = {engine.page_tokens}: rollout.engine.kv_tokens = "
-            f"{engine.kv_tokens} has {engine.kv_tokens // engine.page_tokens} such pages, and each running response "
-            f"holds one at least; use {max(SMALL_PAGE, engine.kv_tokens // at_once)} or less"
         )
 
 
@@ -229,8 +190,8 @@ def _check_adapters(config: RunConfig, where: str) -> None:
         )
     if rank and config.eta is None:
         raise ConfigError(
-            f'{where}: staleness.admission = "backlog" keeps no bound, so any number of adapters could be needed at '
-            "once; use another one with training.lora"
+            f'{where}: staleness.admission = "{config.staleness.admission.name}" keeps no bound, so any number of '
+            "adapters could be needed at once; use another one with training.lora"
         )
     lora = config.training.lora
     if not rank and (lora.targets or lora.alpha != LoraConfig().alpha):
@@ -246,5 +207,5 @@ def _check_virtual(config: RunConfig, where: str) -> None:
         raise ConfigError(f"{where}: rollout.cost: a decode step of one trajectory takes no time; set k2 or k4 above 0")
     if config.workload.kind == "recorded" and not config.workload.run:
         raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
-    if config.simulation.colocated and config.staleness.admission != "synchronous":
+    if config.simulation.colocated and not config.staleness.admission.alternates:
         raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')

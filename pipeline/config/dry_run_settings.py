@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from staleflow.pipeline.config.model_files import find_model
-from staleflow.pipeline.config.schema import EngineConfig, RunConfig
-from staleflow.tasks.settings.knobs import values
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.tasks.engines.engine_settings import EmulatedSettings
 
 STEPS, GROUPS, WORKERS = 3, 8, 2
 """Most training steps, groups per step, and rollout instances or reward workers of a dry run."""
@@ -25,7 +25,7 @@ def dry_run(config: RunConfig, runs_dir: Path) -> RunConfig:
     rollout, batch, longest = config.rollout, config.batch, config.rollout.max_new_tokens
     folder = find_model(config.model.path) if config.model.path else None
     scale = min(max(longest * TOKEN_S / RESPONSE_S, 1.0), MAX_SCALE)
-    engine = EngineConfig(**{**values(rollout.engine), "name": "emulated", "time_scale": scale, "options": {}})
+    engine = EmulatedSettings.like(rollout.engine, time_scale=scale)
     groups = min(batch.groups_per_step, GROUPS)
     return dataclasses.replace(
         config,

@@ -23,7 +23,6 @@ from staleflow.tasks.emulation.cost_model import CostModel, StepCosts
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults
 from staleflow.tasks.emulation.workload import Workload
 from staleflow.tasks.engines.engine_settings import Speculation
-from staleflow.tasks.settings.knobs import values
 from staleflow.tasks.settings.seeds import Stream, generator
 
 
@@ -87,12 +86,12 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
     # A pull that interrupts nothing recomputes no context.
     pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
     return Strategies(
-        admission=ADMISSION.make(config.staleness, given),
-        routing=ROUTING.make(rollout, given),
-        synchronization=SYNCHRONIZATION.make(rollout, given | {"cost": pulling}),
-        filtering=FILTERING.make(config.batch, given),
-        migration=MIGRATION.make(rollout, given),
-        stragglers=STRAGGLERS.make(config.batch, given),
+        admission=ADMISSION.make(config.staleness.admission, given),
+        routing=ROUTING.make(rollout.routing, given),
+        synchronization=SYNCHRONIZATION.make(rollout.synchronization, given | {"cost": pulling}),
+        filtering=FILTERING.make(config.batch.filtering),
+        migration=MIGRATION.make(rollout.migration, given),
+        stragglers=STRAGGLERS.make(config.batch.stragglers),
         max_attempts=rollout.max_attempts,
         environments=config.acts,
         evaluation_share=config.evaluation.share,
@@ -127,18 +126,10 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
         eta=config.ledger_eta,
         groups=batch.groups_per_step,
         group_size=batch.group_size,
-        slack=_pace_slack(config, strategies),
+        slack=strategies.routing.pace_slack if strategies.routing.knows_urgency else 1.0,  # finding it costs time
         recomputes=rollout.on_pull == "interrupt",
     )
     return Coordinator(ledger, strategies, forecast, pacing, drafts, validate_each=validate_each)
-
-
-def _pace_slack(config: RunConfig, strategies: Strategies) -> float:
-    """The factor on planned seconds that a job sets; 0 to have it found, which costs nothing where nobody asks."""
-    if not strategies.routing.knows_urgency:
-        return 1.0
-    slack: float = values(config.rollout)["pace_slack"]
-    return 0.0 if config.rollout.routing == "deadline" else slack
 
 
 def _window(strategies: Strategies, groups_per_step: int) -> int:

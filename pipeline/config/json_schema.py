@@ -7,7 +7,8 @@ import dataclasses
 import typing
 from typing import Any
 
-from staleflow.tasks.settings.knobs import NAME, Knob, default_of, entry_type, spec_of
+from staleflow.tasks.settings.knobs import NAME, Knob, default_of, entry_type, keys_of
+from staleflow.tasks.settings.registry import Choice
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
@@ -21,17 +22,36 @@ def json_schema(cls: type[Any]) -> dict[str, Any]:
 
 
 def _table(cls: type[Any]) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    properties = {}
-    for declared in dataclasses.fields(cls):
-        spec = spec_of(declared)
-        hint = hints[declared.name]
-        properties[declared.name] = _table(hint) if spec is None else _value(hint, spec, default_of(declared))
+    declared = {f.name: f for f in dataclasses.fields(cls)}
+    properties = {
+        name: _table(hint) if spec is None else _value(hint, spec, default_of(declared[name]))
+        for name, (hint, spec) in keys_of(cls).items()
+    }
     doc = " ".join((cls.__doc__ or "").split())
     return {"type": "object", "description": doc, "properties": properties, "additionalProperties": False}
 
 
+def _choice(spec: Choice) -> dict[str, Any]:
+    """A name, or a table with the name and the knobs of that entry."""
+    registry = spec.registry
+    forms: list[dict[str, Any]] = []
+    own = {"type": "string", "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
+    if not spec.has_common_knobs:
+        forms.append({"enum": list(registry.names)})
+    if registry.user_code is not None:
+        knobs = {"type": "object", "properties": {"name": own}, "required": ["name"]}
+        forms += [own, knobs]
+    for name in registry.names:
+        table = _table(registry.find(name))
+        table["properties"] = {"name": {"const": name}} | table["properties"]
+        forms.append(table if name == spec.default else table | {"required": ["name"]})
+    default = {"name": spec.default} if spec.has_common_knobs else spec.default
+    return {"description": spec.doc, "default": default, "oneOf": forms}
+
+
 def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
+    if isinstance(spec, Choice):
+        return _choice(spec)
     schema: dict[str, Any] = {"description": spec.doc, "default": default}
     if entries := entry_type(hint):
         return schema | {"type": "object", "propertyNames": {"pattern": NAME}, "additionalProperties": _table(entries)}

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings.knobs import Knob, default_of, spec_of, values
+from staleflow.tasks.settings.knobs import PARAMETER, Knob, default_of, spec_of, values
+from staleflow.tasks.settings.registry import Choice, UserCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,10 @@ class Explained:
     doc: str
 
 
+Value = tuple[str, Knob, Any, Any]
+"""Name, knob, value and default of a value in a table."""
+
+
 def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`tree` updated with the values of `over`, table by table."""
     result = dict(tree)
@@ -36,34 +41,52 @@ def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explained(tree: Any) -> list[Explained]:
-    """Every value of the tree with its meaning and limits, in field order."""
-    return [
-        Explained(key=key, value=value, default=default_of(declared), limits=spec.limits, doc=spec.doc)
-        for key, declared, spec, value in _leaves(tree, "")
-    ]
+    """Every value of the tree with its meaning and limits, in the order of `to_toml`."""
+    return list(_explained(tree, ""))
 
 
 def to_toml(tree: Any) -> str:
     """The whole tree as TOML; reading it back gives an equal config."""
-    scalars, tables = [], []
+    return "\n".join(_tables(tree, "")).lstrip("\n")
 
-    def emit(node: Any, prefix: str) -> None:
-        lines, below = [], []
-        for f in dataclasses.fields(node):
-            value, spec = getattr(node, f.name), spec_of(f)
-            if dataclasses.is_dataclass(value):
-                below.append((value, f"{prefix}.{f.name}" if prefix else f.name))
-            elif spec is not None and (spec.shown or value != default_of(f)):
-                lines.append(f"{f.name} = {toml_value(value)}")
-        if prefix:
-            tables.append("\n".join([f"[{prefix}]", *lines]))
+
+def _explained(node: Any, prefix: str, choice: Choice | None = None) -> Iterator[Explained]:
+    values, tables = _split(node, choice)
+    for name, knob, value, default in values:
+        if value and isinstance(value, Mapping) and all(map(dataclasses.is_dataclass, value.values())):
+            for entry, below in value.items():
+                yield from _explained(below, f"{prefix}{name}.{entry}.")
         else:
-            scalars.extend(lines)
-        for child, name in below:
-            emit(child, name)
+            yield Explained(key=f"{prefix}{name}", value=value, default=default, limits=knob.limits, doc=knob.doc)
+    for name, (below, chosen) in tables.items():
+        yield from _explained(below, f"{prefix}{name}.", chosen)
 
-    emit(tree, "")
-    return "\n".join(scalars) + "\n\n" + "\n\n".join(tables) + "\n"
+
+def _tables(node: Any, key: str, choice: Choice | None = None) -> Iterator[str]:
+    values, tables = _split(node, choice)
+    lines = [f"{_toml_key(name)} = {toml_value(value)}\n" for name, _, value, _ in values]
+    yield "".join([f"[{key}]\n" if key else "", *lines])
+    for name, (below, chosen) in tables.items():
+        yield from _tables(below, f"{key}.{name}".lstrip("."), chosen)
+
+
+def _split(
+    node: Any, choice: Choice | None
+) -> tuple[list[tuple[str, Knob, Any, Any]], dict[str, tuple[Any, Choice | None]]]:
+    """The values of a table, and the tables below it, each with the choice that it is of. choice: of the table."""
+    values: list[Value] = []
+    tables: dict[str, tuple[Any, Choice | None]] = {}
+    if choice is not None:
+        values.append(("name", choice, node.name, choice.default))
+    if isinstance(node, UserCode):
+        return values + [(name, Knob(doc=f"of {node.name}"), value, None) for name, value in node.knobs.items()], tables
+    for declared in dataclasses.fields(node):
+        value, spec = getattr(node, declared.name), spec_of(declared)
+        if dataclasses.is_dataclass(value) and PARAMETER not in declared.metadata:
+            tables[declared.name] = (value, spec if isinstance(spec, Choice) else None)
+        elif spec is not None:
+            values.append((declared.name, spec, value, default_of(declared)))
+    return values, tables
 
 
 def toml_value(value: Any) -> str:
@@ -83,24 +106,8 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _below(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else [value]
-
-
 def _toml_key(key: str) -> str:
     return key if re.fullmatch("[A-Za-z0-9_-]+", key) else toml_value(key)
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field[Any], Knob, Any]]:
-    for declared in dataclasses.fields(node):
-        value, spec = getattr(node, declared.name), spec_of(declared)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{declared.name}.")
-        elif value and all(dataclasses.is_dataclass(entry) for entry in _below(value)):
-            for name, entry in value.items():
-                yield from _leaves(entry, f"{prefix}{declared.name}.{name}.")
-        elif spec is not None and (spec.shown or value != default_of(declared)):
-            yield f"{prefix}{declared.name}", declared, spec, value
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -121,6 +128,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not all((*parents, leaf)):
         raise ConfigError(f"--set {override}: the key has an empty part; expected key=value, such as task.chat=true")
     for parent in parents:
+        if isinstance(node.get(parent), str):  # short for a table with that name
+            node[parent] = {"name": node[parent]}
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
             raise ConfigError(f"--set {override}: {parent} is a value, not a table")

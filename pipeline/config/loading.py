@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import tomllib
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.cross_checks import check_across
+from staleflow.pipeline.config.job_conversion import MOVED
 from staleflow.pipeline.config.knob_tree import apply_override, merged
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings.knobs import build, values
-
-logger = logging.getLogger(__name__)
+from staleflow.tasks.settings.knobs import build
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -44,23 +43,31 @@ def read_tree(path: str | Path) -> dict[str, Any]:
 
 def from_overridden(tree: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
     """Apply overrides to nested plain values, then build and check a RunConfig from them."""
-    for override in overrides:
+    for override in sorted(overrides, key=_depth):
         apply_override(tree, override)
     return from_tree(tree, where)
 
 
+def _depth(override: str) -> int:
+    """How many tables an override's key is in: what replaces a table is applied before what changes a key in it."""
+    return override.partition("=")[0].count(".")
+
+
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
+    for old, new in MOVED.items():
+        *tables, name = old.split(".")
+        if name in reduce(_table, tables, tree):
+            raise ConfigError(f"{where}: unknown key {old}; did you mean {new}?")
     config = build(RunConfig, _with_profile(tree, where), where)
     check_across(config, where)
-    # Not refused: jobs of before that were written out in full have the slack that was the default then.
-    if (slack := values(config.rollout)["pace_slack"]) and config.rollout.routing == "deadline":
-        logger.warning(
-            "%s: rollout.pace_slack = %g is not used: rollout.routing = 'deadline' finds the slack itself; remove it",
-            where,
-            slack,
-        )
     return config
+
+
+def _table(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A table of an unchecked tree; empty if there is none."""
+    below = tree.get(name)
+    return below if isinstance(below, Mapping) else {}
 
 
 def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -111,9 +111,10 @@ def check_names(config: RunConfig) -> None:
 
 def _check_steps(config: RunConfig) -> None:
     """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
-    step_s, stuck_s = config.environment.step_s / config.time_scale, config.deadlines.stuck_s
+    time_scale = config.rollout.engine.time_scale
+    step_s, stuck_s = config.environment.step_s / time_scale, config.deadlines.stuck_s
     if step_s >= stuck_s and config.acts:
-        emulated = f" (at rollout.engine.time_scale = {config.time_scale:g})" if config.time_scale != 1 else ""
+        emulated = f" (at rollout.engine.time_scale = {time_scale:g})" if time_scale != 1 else ""
         raise ConfigError(
             f"environment.step_s = {config.environment.step_s:g}{emulated} must be less than "
             f"deadlines.stuck_s = {stuck_s:g}, after which a run that only waits for a step would be ended; raise "
@@ -141,9 +142,9 @@ def _check_machine(config: RunConfig) -> None:
         raise ConfigError(f"{key}: {why}; set cluster.shared_memory to an in-memory one, such as /dev/shm")
     if why := _why_unwritable(memory):
         raise ConfigError(f"{key}: cannot be written: {why}; set cluster.shared_memory to another")
-    engine = config.rollout.engine.name
-    if engine in PACKAGES and importlib.util.find_spec(engine) is None:
-        raise ConfigError(f'rollout.engine.name = "{engine}": {engine} is not installed; {PACKAGES[engine]}')
+    engine, package = config.rollout.engine.name, config.rollout.engine.package
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(f'rollout.engine.name = "{engine}": {package} is not installed; {PACKAGES[package]}')
     rank = config.training.lora.rank
     if rank and not config.emulated and importlib.util.find_spec("peft") is None:
         raise ConfigError(f"training.lora.rank = {rank}: peft is not installed; {PACKAGES['peft']}")

@@ -1,7 +1,7 @@
 """The job file: one frozen tree, read from TOML and checked once. Code that receives it does not check it again.
 
-Every knob carries its meaning, unit and range, which `staleflow config explain` prints. Knobs of a strategy, a loss or
-an engine are declared in its class; `composed` adds them to the table that selects it.
+Every knob carries its meaning, unit and range, which `staleflow config explain` prints. A strategy, a loss or an engine
+is an object with the knobs of its own class.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, ClassVar
 from staleflow.pipeline.config.emulation import SimulationConfig, WorkloadConfig
 from staleflow.pipeline.config.evaluation_settings import EvaluationConfig, EvaluationSetConfig, held_out_set
 from staleflow.pipeline.config.knob_tree import Explained, explained
-from staleflow.pipeline.strategies.admission import ADMISSION, BOUNDLESS
-from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
-from staleflow.pipeline.strategies.migration import MIGRATION
-from staleflow.pipeline.strategies.routing import ROUTING
-from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.pipeline.strategies.admission import ADMISSION, Admission
+from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS, Filtering, Stragglers
+from staleflow.pipeline.strategies.migration import MIGRATION, Migration
+from staleflow.pipeline.strategies.routing import ROUTING, Routing
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Synchronization
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.engines.engine_settings import ENGINES, SAMPLING_REFUSED, Speculation
+from staleflow.tasks.engines.engine_settings import ENGINES, SAMPLING_REFUSED, EngineSettings
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.settings.columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import choice, composed
+from staleflow.tasks.settings.registry import choice
 from staleflow.tasks.settings.reward_functions import reward_names
 from staleflow.tasks.settings.reward_part import RewardPart
 from staleflow.tasks.settings.source_kinds import all_forms, is_environment, kind_of
@@ -105,7 +105,6 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-@composed
 class BatchConfig:
     """The batch of one training step."""
 
@@ -113,8 +112,10 @@ class BatchConfig:
     group_size: int = knob(8, "trajectories per prompt, over which advantages are computed", low=1)
     extra_groups: int = knob(0, "redundancy: groups started per step beyond groups_per_step", low=0)
     extra_members: int = knob(0, "redundancy: trajectories started per group beyond group_size", low=0)
-    filtering: str = choice(FILTERING, "keep_all", "no_signal drops and replaces groups whose rewards are all equal")
-    stragglers: str = choice(
+    filtering: Filtering = choice(
+        FILTERING, "keep_all", "no_signal drops and replaces groups whose rewards are all equal"
+    )
+    stragglers: Stragglers = choice(
         STRAGGLERS,
         "wait",
         "what to do with the last unfinished responses of a stuck step: wait for them, or truncate them",
@@ -122,7 +123,6 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-@composed
 class StalenessConfig:
     """The staleness bound, and the rule that admits work under it."""
 
@@ -132,26 +132,12 @@ class StalenessConfig:
         low=0,
         high=1000,
     )
-    admission: str = choice(
+    admission: Admission = choice(
         ADMISSION,
         "staleflow",
         "which groups may start: staleflow reserves, the others imitate other systems; backlog and over_provision "
         "keep no bound",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-@composed
-class EngineConfig:
-    """The inference engine of a rollout instance."""
-
-    name: str = choice(ENGINES, "transformers", "engine that samples responses", knobs_after="max_batch_tokens")
-    max_running: int = knob(64, "most trajectories that an instance decodes at once", low=1)
-    kv_tokens: int = knob(16384, "size of an instance's KV cache, tokens", low=64)
-    page_tokens: int = knob(32, "tokens per cache page", low=4)
-    max_batch_tokens: int = knob(1024, "most tokens in one forward pass (prefill and decode together)", low=1)
-    time_scale: float = knob(1.0, "emulated: cost-model seconds that pass in one second of real time", above=0)
-    speculation: Speculation = Speculation()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +159,6 @@ class CostConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-@composed
 class RolloutConfig:
     """Sampling of responses on the rollout instances."""
 
@@ -195,18 +180,15 @@ class RolloutConfig:
     temperature: float = knob(
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
     )
-    routing: str = choice(ROUTING, "deadline", "which instance samples a trajectory")
-    routing_options: dict[str, Any] = knob({}, "knobs of a routing rule defined in a user file", shown=False)
-    synchronization: str = choice(
-        SYNCHRONIZATION, "greedy", "when an instance pulls new weights", knobs_after="on_pull"
-    )
+    routing: Routing = choice(ROUTING, "deadline", "which instance samples a trajectory")
+    synchronization: Synchronization = choice(SYNCHRONIZATION, "greedy", "when an instance pulls new weights")
     on_pull: str = knob(
         "interrupt",
         "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one, "
         "adapter (with training.lora) ends them under the version they began with",
         choices=("interrupt", "keep", "adapter"),
     )
-    migration: str = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
+    migration: Migration = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
     drift_limit: float = knob(
         0.0,
         "nats by which an instance's logprobs of a probe may differ from the trainer's without alarm; 0: by dtype",
@@ -223,7 +205,7 @@ class RolloutConfig:
     affinity: bool = knob(
         True, "whether a trajectory's next turn goes where the last one was sampled, if that saves more than it costs"
     )
-    engine: EngineConfig = EngineConfig()
+    engine: EngineSettings = choice(ENGINES, "transformers", "engine that samples responses")
     cost: CostConfig = CostConfig()
 
 
@@ -343,7 +325,7 @@ class RunConfig:
     @property
     def emulated(self) -> bool:
         """Whether responses are drawn at random and only their time passes; no model is involved."""
-        return self.rollout.engine.name == "emulated"
+        return self.rollout.engine.emulated
 
     @property
     def has_texts(self) -> bool:
@@ -386,14 +368,9 @@ class RunConfig:
         return tuple(f"reward-{i}" for i in range(self.reward.workers))
 
     @property
-    def time_scale(self) -> float:
-        """Seconds that pass for the coordinator per second of real time; 1 unless the engine is emulated."""
-        return self.rollout.engine.time_scale if self.emulated else 1.0
-
-    @property
     def eta(self) -> int | None:
         """The staleness bound that is kept; None with an admission rule that keeps none."""
-        return None if self.staleness.admission in BOUNDLESS else self.staleness.eta
+        return self.staleness.eta if self.staleness.admission.keeps_bound else None
 
     @property
     def ledger_eta(self) -> int:
@@ -413,11 +390,11 @@ class RunConfig:
 
     @property
     def weighs_costs(self) -> bool:
-        """Whether one of its strategies goes by the seconds of the cost model. deadline compares instances by it, which
-        needs no scale, and follows what it plans only while steps take as long as planned."""
+        """Whether one of its strategies goes by the seconds of the cost model."""
         rollout = self.rollout
-        chosen = ((r, getattr(rollout, r.field)) for r in (ROUTING, SYNCHRONIZATION, MIGRATION))
-        return any(registry.wants(name, "cost") for registry, name in chosen if name != "deadline")
+        return (
+            rollout.routing.weighs_seconds or rollout.synchronization.needs("cost") or rollout.migration.needs("cost")
+        )
 
     @property
     def members_started(self) -> int:

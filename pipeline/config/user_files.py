@@ -23,12 +23,12 @@ CODE = (
     "task.eval_source",
     "reward.function",
     "tracking.tracker",
-    "rollout.routing",
-    "training.advantage",
+    "rollout.routing.name",
+    "training.advantage.name",
     "training.loss.name",
 )
 """Keys of a job that may name user code by file."""
-RULES = ("rollout.routing", "training.advantage", "training.loss.name")
+RULES = ("rollout.routing.name", "training.advantage.name", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
 MODELS = ("model.path", "training.kl.reference")
 """Keys that may name a model's folder."""
@@ -123,7 +123,7 @@ def check(config: RunConfig) -> None:
     make_strategies(config)
     if config.tracking.tracker:
         check_tracker(config.tracking.tracker)
-    ADVANTAGES.load(config.training.advantage)
+    ADVANTAGES.make(config.training.advantage)
     LOSSES.make(config.training.loss)
 
 

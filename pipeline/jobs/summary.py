@@ -157,7 +157,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     x = [s["step"] for s in steps]
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     axes = figure.subplots(2, 2)
-    title = f"{config.name}: eta {config.staleness.eta}, {config.staleness.admission}, {len(steps)} steps"
+    title = f"{config.name}: eta {config.staleness.eta}, {config.staleness.admission.name}, {len(steps)} steps"
     figure.suptitle(title, fontsize=12)
 
     reward = axes[0][0]

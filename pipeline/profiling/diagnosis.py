@@ -23,7 +23,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.fit import Fit
 from staleflow.pipeline.profiling.step_times import Seconds, StepLoad, slow_instances, total
-from staleflow.pipeline.strategies.admission import BOUNDLESS
+from staleflow.pipeline.strategies.admission import Admission
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.engine_settings import Speculation
 
@@ -33,8 +33,6 @@ MOSTLY = 0.5
 """Share of the waiting time from which on something is what the trainer waits for."""
 LATEST = 5
 """Fewest latest steps that are judged together while a run lasts."""
-FIXED_ETA = {"synchronous": 0, "one_step": 1}
-"""Versions that work may lie behind under the rules that do not ask for eta."""
 RESERVE = 1.5
 """Factor by which the instances that are said to keep up could sample more than is needed if they were always full:
 under the bound they are not."""
@@ -63,7 +61,7 @@ class Sizes:
     to the run itself; else only ratios of it are used."""
 
     eta: int
-    admission: str
+    admission: Admission
     trajectories: int
     instances: int
     max_running: int
@@ -84,7 +82,7 @@ class Sizes:
 
 def versions_behind(config: RunConfig) -> int:
     """How many versions a job's work may lie behind: its bound, or that of a rule that does not ask for one."""
-    return FIXED_ETA.get(config.staleness.admission, config.ledger_eta)
+    return config.staleness.admission.versions_behind(config.ledger_eta)
 
 
 def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | None = None) -> Sizes:
@@ -199,7 +197,7 @@ def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
             change=(("rollout.engine.kv_tokens", 2 * sizes.kv_tokens),),
         )
     instance, version = gains(waiting, sizes)
-    if instance >= version or sizes.admission in BOUNDLESS:
+    if instance >= version or not sizes.admission.keeps_bound:
         return Diagnosis(
             cause=Cause.FEW_INSTANCES,
             share=share,
@@ -208,7 +206,7 @@ def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
             change=(("rollout.instances", sizes.instances + 1),),
         )
     what = f"{waits} for the longest responses, and instances have room ({runs})"
-    if sizes.admission != "staleflow":
+    if not sizes.admission.reserves:
         change: tuple[tuple[str, float | str], ...] = (("staleness.admission", "staleflow"),)
         return Diagnosis(
             cause=Cause.BOUND, share=share, what=what, advice='staleness.admission = "staleflow"', change=change

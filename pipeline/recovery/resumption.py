@@ -135,7 +135,8 @@ def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
     if job.eta is None and header.eta is not None and config.steps > header.eta:  # of earlier versions
         raise ConfigError(
             f"{config.run_dir}: steps = {config.steps} in the job, {header.eta} in the store: with staleness.admission "
-            f"= {config.staleness.admission} this is its eta, which is fixed; use --set steps={header.eta} or fewer"
+            f"= {config.staleness.admission.name} this is its eta, which is fixed; use --set steps={header.eta} or "
+            "fewer"
         )
     sizes = (
         ("batch.groups_per_step", job.groups_per_step, header.groups_per_step),

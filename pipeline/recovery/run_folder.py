@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from staleflow.pipeline.config import knob_tree, loading, user_files
+from staleflow.pipeline.config.job_conversion import is_earlier_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
@@ -82,20 +83,14 @@ def write_job(config: RunConfig) -> None:
     replace_text(config.run_dir / "config.toml", knob_tree.to_toml(config), ELSEWHERE)
 
 
-RENAMED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""An estimator of advantages as it was called in runs that know no training.epochs, and as it is called now."""
-REPLACED = {
-    ("rollout", "routing"): {"deadline": "deadline@1"},
-    ("batch", "stragglers"): {"truncate": "truncate@1", "retry": "retry@1"},
-}
-"""Rules that decide otherwise now, by key, and what they are called as they were in runs that know no
-staleness.window_share: what those recorded replays to the same decisions, and if resumed they go on by the same."""
-
-
 def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "config.toml") -> RunConfig:
     """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
     another for the job of an earlier start. Raises ConfigError."""
     tree = loading.read_tree(run_dir / file)
+    if is_earlier_job(tree):
+        raise ConfigError(
+            f"{run_dir / file}: written by an earlier version; `staleflow store convert {run_dir}` converts it"
+        )
     here, place = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
     known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
     tools = _below(tree, "environment", "tools")
@@ -107,16 +102,6 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
         at = int(key) if isinstance(section, list) else key
         if isinstance(value := _below(section, key), str):
             section[at] = _moved(value, str(Path(*place)), str(here))
-    training = _below(tree, "training")
-    if isinstance(training, dict) and training.get("advantage") == RENAMED[0] and "epochs" not in training:
-        training["advantage"] = RENAMED[1]
-    if isinstance(evaluation := _below(tree, "evaluation"), dict):
-        evaluation.setdefault("fill", False)  # a run that does not know it decided so
-    if _below(tree, "staleness", "window_share") is None:
-        for (table, key), names in REPLACED.items():
-            section = _below(tree, table)
-            if isinstance(section, dict) and isinstance(rule := section.get(key), str):
-                section[key] = names.get(rule, rule)
     config = loading.from_overridden(tree, overrides, str(run_dir / file))
     return user_files.placed(config, here)
 

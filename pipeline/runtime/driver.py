@@ -336,8 +336,8 @@ class Driver:
     def _handle(self, event: Event) -> None:
         now = self._measurements.elapsed_s
         with self._measurements.deciding():
-            commands = self._coordinator.handle(event, now * self._config.time_scale)
-        self._journal.append(now * self._config.time_scale, event, commands)
+            commands = self._coordinator.handle(event, now * self._config.rollout.engine.time_scale)
+        self._journal.append(now * self._config.rollout.engine.time_scale, event, commands)
         self._measurements.decided(now, event, commands)
         if isinstance(event, VersionPublished) and (limit := self._measurements.limit) is not None:
             self.outcomes.limits[event.version - 1] = limit.short

@@ -28,7 +28,7 @@ class Measurements:
     def __init__(self, config: RunConfig, earlier_s: float) -> None:
         self._earlier_s = earlier_s
         self._config = config
-        self._scale = config.time_scale
+        self._scale = config.rollout.engine.time_scale
         self._sizes = sizes_of(config)
         self._watch = LoadWatch(
             self._sizes.cost, config.members_started, on_pull=config.rollout.on_pull,

@@ -175,7 +175,7 @@ class Membership:
         config = self._config
         engine = config.rollout.engine
         link = InstanceLink(
-            instance, self._actors, config.deadlines, config.time_scale, self._costs, self._tell,
+            instance, self._actors, config.deadlines, config.rollout.engine.time_scale, self._costs, self._tell,
             drafts=engine.speculation.length > 0,
         )  # fmt: skip
         for work in link.work():

@@ -29,7 +29,6 @@ from staleflow.stores.trajectories.reader import Damaged
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended
-from staleflow.tasks.settings.knobs import values
 
 MODEL_ROWS = 64
 """Trajectories per task: enough that forward passes outweigh the task's overhead."""
@@ -46,15 +45,13 @@ _SUM = {name: i for i, name in enumerate(SUMS)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobSettings:
-    """Settings for computing logprobs under a model. clip_low, clip_high: a loss would not clip ratios in [1 - low, 1 +
-    high]."""
+    """Settings for computing logprobs under a model. clip_range: ratios that the job's loss does not clip."""
 
     model: str
     dtype: str
     device: str
     temperature: float
-    clip_low: float
-    clip_high: float
+    clip_range: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +189,12 @@ def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
     if config.emulated:
         raise ConfigError(f"{config.run_dir}: an emulated run has no texts to compute logprobs of")
     inspect_model(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)), "--model")
-    clipping = values(config.training.loss)
     return LogprobSettings(
         model=str(Path(model).resolve()) if Path(model).is_dir() else model,
         dtype=config.model.dtype,
         device=config.model.device,
         temperature=config.rollout.temperature,
-        clip_low=clipping["clip_low"],
-        clip_high=clipping["clip_high"],
+        clip_range=config.training.loss.clip_range,
     )
 
 
@@ -303,7 +298,8 @@ def _sums(
 ) -> npt.NDArray[np.float64]:
     log_ratio = np.clip(new.astype(np.float64) - old, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = np.exp(log_ratio)
-    clipped = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
+    low, high = settings.clip_range
+    clipped = (ratio < low) | (ratio > high)
     distance = np.abs(log_ratio)
     values = {
         "tokens": len(ratio),

@@ -33,7 +33,6 @@ from staleflow.stores.trajectories.reader import Damaged
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, IntArray, Trajectory
-from staleflow.tasks.training.advantage import advantages
 
 if TYPE_CHECKING:
     from staleflow.tasks.sources.prompts import Prompts, PromptSettings
@@ -103,7 +102,7 @@ def reprocess(
     lineage = {
         "reward": "; ".join(filter(None, (reward, *changes))) or config.reward.named,
         "code": hashlib.sha256("".join(code.values()).encode()).hexdigest() if code else "",
-        "advantage": config.training.advantage,
+        "advantage": config.training.advantage.name,
         "answer_pattern": config.task.answer_pattern,
         "branch": MAIN,
     }
@@ -172,7 +171,7 @@ def _advantages(
     penalties = actor_settings.overlong(config).penalties(table["response_tokens"][at])
     shaped = rewards[at].astype(np.float64) - penalties
     grouped = shaped.reshape(-1, size)
-    estimate[at] = advantages(config.training.advantage, grouped, valid[at].reshape(-1, size)).reshape(-1)
+    estimate[at] = config.training.advantage.advantages(grouped, valid[at].reshape(-1, size)).reshape(-1)
     return estimate
 
 

@@ -47,7 +47,8 @@ from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_hash import matches
 
 if TYPE_CHECKING:
-    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+    from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""
@@ -402,9 +403,7 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     sampling = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, path=model),
-        rollout=dataclasses.replace(
-            config.rollout, engine=dataclasses.replace(config.rollout.engine, name="transformers")
-        ),
+        rollout=dataclasses.replace(config.rollout, engine=TransformersSettings.like(config.rollout.engine)),
     )
     settings = actor_settings.engine_settings(sampling, 0, inspect_model(sampling).eos)
     engine = build_engine(settings, InstanceId("evaluation"), config.cluster.threads)

@@ -18,13 +18,12 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.knobs import knob, parameter
+from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
 class Late(Enum):
@@ -36,34 +35,53 @@ class Late(Enum):
     """Train on whatever is finished, however old: the bound is not kept."""
 
 
-class Admission(Protocol):
-    @property
-    def late(self) -> Late: ...
+class Admission(RegistryEntry, ABC):
+    """An admission rule."""
+
+    __slots__ = ()
+    late = Late.WAIT
+    reserves = False
+    """Whether it starts all that can reserve a place."""
+    alternates = False
+    """Whether rollout and training take turns."""
+
     @property
     def window(self) -> float:
         """How far past the oldest group a step may look for its batch, in batches; 0: anywhere."""
-        ...
+        return 0.0
 
+    @property
+    def keeps_bound(self) -> bool:
+        """Whether no trajectory is trained on that is older than the bound allows."""
+        return self.late is not Late.TRAIN
+
+    def versions_behind(self, bound: int) -> int:
+        """How many versions its work may lie behind, at most `bound`."""
+        return bound
+
+    def check(self, eta: int) -> None:
+        """Raise ConfigError if its knobs do not fit the bound."""
+
+    @abstractmethod
     def room(self, ledger: StalenessLedger) -> int:
         """Number of groups of the published version that may be started now, including those already queued."""
-        ...
 
+    @abstractmethod
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         """Why a new group must not start at `version`; None if it may. A newer version is never refused where an older
         one is accepted."""
-        ...
 
 
-ADMISSION: Registry[Admission] = Registry("admission rule", "staleness.admission", contract=Admission)
-"""A rule may ask for `eta`, the bound."""
+ADMISSION: Registry[Admission] = Registry("admission rule", "staleness.admission", Admission)
+"""A rule may have the parameter `eta`, the bound."""
 
 
 @ADMISSION.register("staleflow")
-class Reservations:
+@dataclass(frozen=True, slots=True)
+class Reservations(Admission):
     """StaleFlow: as many groups as can reserve a place in a staleness buffer."""
 
-    late = Late.WAIT
-    window = 0.0
+    reserves = True
 
     def room(self, ledger: StalenessLedger) -> int:
         return ledger.room(ledger.version)
@@ -72,14 +90,10 @@ class Reservations:
         return ledger.refusal(version)
 
 
-class _CappedAdmission(ABC):
+class _CappedAdmission(Admission):
     """A cap on the number of groups in play."""
 
-    late = Late.WAIT
-
-    @property
-    def window(self) -> float:
-        return 0.0
+    __slots__ = ()
 
     @abstractmethod
     def cap(self, ledger: StalenessLedger) -> int:
@@ -97,8 +111,14 @@ class _CappedAdmission(ABC):
 
 
 @ADMISSION.register("synchronous")
+@dataclass(frozen=True, slots=True)
 class Synchronous(_CappedAdmission):
     """One batch at a time, sampled entirely from the version it updates: rollout and training take turns."""
+
+    alternates = True
+
+    def versions_behind(self, bound: int) -> int:
+        return 0
 
     def cap(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started if ledger.version == ledger.next_step else 0
@@ -106,12 +126,16 @@ class Synchronous(_CappedAdmission):
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         if version < ledger.next_step:
             return f"synchronous: version {version} is not the one that step {ledger.next_step} starts from"
-        return super().refusal(ledger, version)
+        return _CappedAdmission.refusal(self, ledger, version)  # super() does not know a class with slots
 
 
 @ADMISSION.register("one_step")
+@dataclass(frozen=True, slots=True)
 class OneStep(_CappedAdmission):
     """One batch ahead: while one batch is trained, only the next one is sampled."""
+
+    def versions_behind(self, bound: int) -> int:
+        return 1
 
     def cap(self, ledger: StalenessLedger) -> int:
         return ledger.groups_started
@@ -122,16 +146,13 @@ class OneStep(_CappedAdmission):
 class PipelineDepth(_CappedAdmission):
     """Sampling runs at most so many batches ahead of training: staleness is kept by pacing, nothing is dropped."""
 
-    eta: int
-    depth: float = knob(
-        1.0, "pipeline_depth: batches that may be sampled or waiting while one is trained; at most eta + 1", low=1
-    )
+    depth: float = knob(1.0, "batches that may be sampled or waiting while one is trained; at most eta + 1", low=1)
 
-    def __post_init__(self) -> None:
-        if self.depth > self.eta + 1:
+    def check(self, eta: int) -> None:
+        if self.depth > eta + 1:
             raise ConfigError(
-                f"staleness.depth = {self.depth:g} samples further ahead than staleness.eta = {self.eta} allows to "
-                f"train; it must be at most {self.eta + 1}"
+                f"staleness.admission.depth = {self.depth:g} samples further ahead than staleness.eta = {eta} allows "
+                f"to train; it must be at most {eta + 1}"
             )
 
     def cap(self, ledger: StalenessLedger) -> int:
@@ -148,19 +169,18 @@ class WindowedFifo(_CappedAdmission):
     A group is overtaken by at most W - 1 others, so it lags at most S + ceil((W - 1) / P) steps.
     """
 
-    eta: int
-    ahead: int = knob(1, "windowed_fifo: S, batches in play beyond the first", low=0)
+    ahead: int = knob(1, "S, batches in play beyond the first", low=0)
     window_share: float = knob(
-        0.3, "windowed_fifo: share of the groups in play that a step may choose its batch from", above=0, high=1
+        0.3, "share of the groups in play that a step may choose its batch from", above=0, high=1
     )
 
-    def __post_init__(self) -> None:
+    def check(self, eta: int) -> None:
         # W - 1 is less than window_share x (S + 1) x P, whatever P is.
         lag = self.ahead + math.ceil(self.window_share * (self.ahead + 1))
-        if lag > self.eta:
+        if lag > eta:
             raise ConfigError(
-                f"staleness.ahead = {self.ahead} with staleness.window_share = {self.window_share:g} lets groups lag "
-                f"{lag} steps, staleness.eta allows {self.eta}; lower ahead or raise eta"
+                f"staleness.admission.ahead = {self.ahead} with window_share = {self.window_share:g} lets groups lag "
+                f"{lag} steps, staleness.eta allows {eta}; lower ahead or raise eta"
             )
 
     @property
@@ -181,18 +201,15 @@ class Credits(_CappedAdmission):
     version.
     """
 
-    eta: int
-    alpha: float = knob(
-        1.0, "credits: batches in play beyond the first; rounded up, the most versions a batch may lag", low=0
-    )
+    alpha: float = knob(1.0, "batches in play beyond the first; rounded up, the most versions a batch may lag", low=0)
 
     late = Late.DROP
 
-    def __post_init__(self) -> None:
-        if math.ceil(self.alpha) > self.eta:
+    def check(self, eta: int) -> None:
+        if math.ceil(self.alpha) > eta:
             raise ConfigError(
-                f"staleness.alpha = {self.alpha:g} lets trajectories lag {math.ceil(self.alpha)} versions, "
-                f"staleness.eta allows {self.eta}; lower alpha or raise eta"
+                f"staleness.admission.alpha = {self.alpha:g} lets trajectories lag {math.ceil(self.alpha)} versions, "
+                f"staleness.eta allows {eta}; lower alpha or raise eta"
             )
 
     def cap(self, ledger: StalenessLedger) -> int:
@@ -205,7 +222,7 @@ class Backlog(_CappedAdmission):
     """AReaL: (eta + version + 1) B minus what was accepted and what is running. Bounds how far ahead work starts, not
     how old it is when it is trained on."""
 
-    eta: int
+    eta: int = parameter()
 
     late = Late.TRAIN
 
@@ -219,7 +236,7 @@ class OverProvision(_CappedAdmission):
     """APRIL: more groups than a step needs are sampled side by side, the first to finish are trained, and the others
     go on in the next round with the tokens they have. New ones start between two steps only."""
 
-    excess: float = knob(1.0, "over_provision: groups in play beyond those a step needs, as a share of them", low=0)
+    excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
 
     late = Late.TRAIN
 
@@ -227,7 +244,3 @@ class OverProvision(_CappedAdmission):
         if ledger.version != ledger.next_step:
             return 0
         return math.ceil((1 + self.excess) * ledger.groups_started)
-
-
-BOUNDLESS = tuple(name for name in ADMISSION.names if getattr(ADMISSION.find(name), "late", None) is Late.TRAIN)
-"""Rules that keep no bound."""

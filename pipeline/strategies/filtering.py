@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from staleflow.stores.reward_signal import has_signal
 from staleflow.stores.trajectory import AbortReason
 from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
-class Filtering(Protocol):
+class Filtering(RegistryEntry, ABC):
+    """A filter of complete groups."""
+
+    __slots__ = ()
+    compares_members = False
+    """Whether it drops every group of one trajectory."""
+
+    @abstractmethod
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
         """Why a complete group with these rewards is dropped and replaced; None if it is kept. Members whose reward
         could not be computed are left out."""
-        ...
 
 
-FILTERING: Registry[Filtering] = Registry("filter", "batch.filtering", contract=Filtering)
+FILTERING: Registry[Filtering] = Registry("filter", "batch.filtering", Filtering)
 
 
 @FILTERING.register("keep_all")
-class KeepAll:
+@dataclass(frozen=True, slots=True)
+class KeepAll(Filtering):
     """Every group is kept."""
 
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
@@ -32,8 +39,11 @@ class KeepAll:
 
 
 @FILTERING.register("no_signal")
-class NoSignal:
+@dataclass(frozen=True, slots=True)
+class NoSignal(Filtering):
     """DAPO (arXiv 2503.14476): equal rewards give zero advantage everywhere, so the group is dropped and replaced."""
+
+    compares_members = True
 
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
         return None if has_signal(rewards) else AbortReason.NO_SIGNAL
@@ -47,20 +57,11 @@ class Straggling(Enum):
     TRUNCATE = "truncate"
 
 
-STRAGGLERS: Registry[Stragglers] = Registry(
-    "straggler rule",
-    "batch.stragglers",
-    removed={
-        "retry": "moving the last responses to another instance never made a step shorter; use wait or truncate, or "
-        "rollout.migration for slow instances"
-    },
-)
+class Stragglers(RegistryEntry):
+    """When a waiting step counts as stuck, and what is done with the stragglers it waits for. By default it only
+    waits."""
 
-
-@STRAGGLERS.register("wait")
-class Stragglers:
-    """When a waiting step counts as stuck, and what is done with the stragglers it waits for. This rule only waits."""
-
+    __slots__ = ()
     action = Straggling.WAIT
 
     def impatient(self, *, waited_s: float, interval_s: float) -> bool:
@@ -79,25 +80,41 @@ class Stragglers:
         return False
 
 
+STRAGGLERS: Registry[Stragglers] = Registry(
+    "straggler rule",
+    "batch.stragglers",
+    Stragglers,
+    removed={
+        "retry": "moving the last responses to another instance never made a step shorter; use wait or truncate, or "
+        "rollout.migration for slow instances"
+    },
+)
+
+
+@STRAGGLERS.register("wait")
+@dataclass(frozen=True, slots=True)
+class Wait(Stragglers):
+    """Stragglers are waited for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TimedStragglers(Stragglers):
     """A step is stuck when it has waited long and for few."""
 
-    straggler_patience: float = knob(
-        1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0
-    )
-    straggler_share: float = knob(
-        0.1, "truncate: largest share of the trained responses that are cut, of each step and of all", low=0, high=1
+    patience: float = knob(1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0)
+    share: float = knob(
+        0.1, "largest share of the trained responses that are cut, of each step and of all", low=0, high=1
     )
 
     def impatient(self, *, waited_s: float, interval_s: float) -> bool:
-        return bool(interval_s) and waited_s > self.straggler_patience * interval_s
+        return bool(interval_s) and waited_s > self.patience * interval_s
 
 
 @STRAGGLERS.register("truncate")
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Truncate(_TimedStragglers):
     """Stragglers end with the tokens they have, and are scored: all that a step still waits for, once these are no more
-    than `straggler_share` allows. Fewer would help nobody, since the step would wait for the others.
+    than `share` allows. Fewer would help nobody, since the step would wait for the others.
 
     What is cut never is more than that share of what is trained, counted over the run; one step may cut one response
     more than its own share, out of what the steps before have left.
@@ -106,18 +123,20 @@ class Truncate(_TimedStragglers):
     action = Straggling.TRUNCATE
 
     def may_end(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
-        in_step = cut_in_step + unfinished <= max(1, int(self.straggler_share * per_step))
-        return in_step and cut + unfinished <= self.straggler_share * (trained + per_step)
+        in_step = cut_in_step + unfinished <= max(1, int(self.share * per_step))
+        return in_step and cut + unfinished <= self.share * (trained + per_step)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Missing(_TimedStragglers):
     """As runs of before count: a step is stuck while few groups are missing, and everything that is due is helped."""
 
     def stuck(self, *, missing: int, groups_per_step: int) -> bool:
-        return missing <= max(1, self.straggler_share * groups_per_step)
+        return missing <= max(1, self.share * groups_per_step)
 
 
 @STRAGGLERS.register("truncate@1", listed=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TruncateAll(_Missing):
     """Stragglers end with the tokens they have, however many they are."""
 
@@ -125,6 +144,7 @@ class TruncateAll(_Missing):
 
 
 @STRAGGLERS.register("retry@1", listed=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Retry(_Missing):
     """Stragglers continue on the instance whose decode step is fastest."""
 

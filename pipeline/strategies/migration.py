@@ -3,13 +3,13 @@ more prefill."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from staleflow.tasks.emulation.cost_model import StepCosts
-from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.knobs import knob, parameter
+from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,27 +30,29 @@ class Load:
     kv_tokens: int
 
 
-class Migration(Protocol):
-    @property
-    def active(self) -> bool:
-        """Whether the rule ever moves anything."""
-        ...
+class Migration(RegistryEntry, ABC):
+    """A migration rule."""
 
+    __slots__ = ()
+    active = True
+    """Whether the rule ever moves anything."""
+
+    @abstractmethod
     def worthwhile(self, source: Load, target: Load) -> bool:
         """Whether any move between these two could gain; asked before trajectories are examined one by one."""
-        ...
 
+    @abstractmethod
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
         """Indices of `movable` to move from the fuller `source` to `target`, which has room for `limit`."""
-        ...
 
 
-MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration", contract=Migration)
-"""A rule may ask for `cost`, the cost model."""
+MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration", Migration)
+"""A rule may have the parameter `cost`, the cost model."""
 
 
 @MIGRATION.register("none")
-class Stay:
+@dataclass(frozen=True, slots=True)
+class Stay(Migration):
     """No trajectory moves."""
 
     active = False
@@ -64,16 +66,12 @@ class Stay:
 
 @MIGRATION.register("largest_gain")
 @dataclass(frozen=True, slots=True)
-class LargestGain:
+class LargestGain(Migration):
     """The moves that gain most, as long as they gain: seconds saved on the tokens a trajectory still has to sample,
     minus the seconds its prefill costs all trajectories on the target."""
 
-    cost: StepCosts
-    migration_gain: float = knob(
-        0.2, "largest_gain: share by which a decode step must be faster on the target", low=0, high=1
-    )
-
-    active = True
+    cost: StepCosts = parameter()
+    gain: float = knob(0.2, "share by which a decode step must be faster on the target", low=0, high=1)
 
     def worthwhile(self, source: Load, target: Load) -> bool:
         return self._faster(source, Load(running=target.running + 1, kv_tokens=target.kv_tokens))
@@ -103,6 +101,6 @@ class LargestGain:
         return one.remaining * saved_s > cost.prefill * one.kv_tokens * after.running
 
     def _faster(self, here: Load, after: Load) -> bool:
-        """Whether a decode step on the target after the move is faster than here by at least migration_gain."""
+        """Whether a decode step on the target after the move is faster than here by at least gain."""
         here_s = self.cost.step_s(here.running, here.kv_tokens)
-        return self.cost.step_s(after.running, after.kv_tokens) < (1 - self.migration_gain) * here_s
+        return self.cost.step_s(after.running, after.kv_tokens) < (1 - self.gain) * here_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -16,8 +17,8 @@ import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.cost_model import Numbers, StepCosts
-from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.knobs import knob, parameter
+from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
 from staleflow.tasks.settings.user_code import said
 
 BoolArray = npt.NDArray[np.bool_]
@@ -49,21 +50,33 @@ class Loads(Protocol):
     def pace_s(self) -> Numbers: ...
 
 
-class Routing(Protocol):
+class Routing(RegistryEntry, ABC):
     """A routing rule. It reads the speculative state and never modifies it."""
 
+    __slots__ = ()
+
     @property
+    @abstractmethod
     def knows_urgency(self) -> bool:
         """Whether the rule reads pace_s; otherwise it is not computed."""
-        ...
 
+    @property
+    def pace_slack(self) -> float:
+        """Factor on the planned seconds of a decode step; 0: found by playing the run out."""
+        return 0.0
+
+    @property
+    def weighs_seconds(self) -> bool:
+        """Whether its decisions change with the scale of the cost model's seconds."""
+        return self.needs("cost")
+
+    @abstractmethod
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         """The row of an instance marked in `fitting` (at least one is), or None to let the work wait."""
-        ...
 
+    @abstractmethod
     def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
         """Whether an instance with this load would be given this work if it were the only one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +88,29 @@ class ReadOnlyLoads:
     pace_s: Numbers
 
 
-@dataclass(frozen=True, slots=True)
-class OwnRouting:
-    """A wrapper for a rule from a user's file: it receives read-only arrays, and its errors carry its name. As with
-    every rule, the coordinator checks that the chosen instance fits."""
-
-    rule: Routing
-    name: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRouting(UserCode, Routing):
+    """A rule from a user's file: it receives read-only arrays, and its errors carry its name. As with every rule, the
+    coordinator checks that the chosen instance fits."""
 
     @property
     def knows_urgency(self) -> bool:
-        return self._guarded("knows_urgency", lambda: bool(self.rule.knows_urgency))
+        return self._guarded("knows_urgency", lambda: bool(self.code.knows_urgency))
+
+    @property
+    def pace_slack(self) -> float:
+        return self._guarded("pace_slack", lambda: float(getattr(self.code, "pace_slack", 0.0)))
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         read_only = ReadOnlyLoads(_read_only(loads.running), _read_only(loads.kv_tokens), _read_only(loads.pace_s))
-        row = self._guarded("choose", lambda: self.rule.choose(work, read_only, _read_only(fitting)))
+        row = self._guarded("choose", lambda: self.code.choose(work, read_only, _read_only(fitting)))
         try:
             return None if row is None else operator.index(row)
         except Exception:  # noqa: BLE001  a value of user code may raise anything
             raise ConfigError(f"{self._where}: choose returned {row!r}; it must return a row number or None") from None
 
     def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
-        return self._guarded("takes", lambda: bool(self.rule.takes(work, running, kv_tokens)))
+        return self._guarded("takes", lambda: bool(self.code.takes(work, running, kv_tokens)))
 
     @property
     def _where(self) -> str:
@@ -115,18 +129,17 @@ def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     return view
 
 
-ROUTING: Registry[Routing] = Registry(
-    "routing rule", "rollout.routing", contract=Routing, own=True, options="routing_options", guarded=OwnRouting
-)
-"""A rule may ask for `cost`, the cost model; `rng`, a random generator seeded by the job; and `eta`, the bound."""
+ROUTING: Registry[Routing] = Registry("routing rule", "rollout.routing", Routing, user_code=OwnRouting)
+"""A rule may have the parameters `cost`, the cost model; `rng`, a random generator seeded by the job; and `eta`, the
+bound."""
 
 
 @ROUTING.register("random")
 @dataclass(frozen=True, slots=True)
-class Random:
+class Random(Routing):
     """A random instance."""
 
-    rng: np.random.Generator
+    rng: np.random.Generator = parameter()
 
     knows_urgency = False
 
@@ -139,10 +152,10 @@ class Random:
 
 @ROUTING.register("round_robin")
 @dataclass(slots=True)
-class RoundRobin:
+class RoundRobin(Routing):
     """Each instance in turn."""
 
-    _last: int = field(default=-1, init=False)
+    _last: int = field(default=-1, init=False, compare=False)
 
     knows_urgency = False
 
@@ -157,7 +170,8 @@ class RoundRobin:
 
 
 @ROUTING.register("least_requests")
-class LeastRequests:
+@dataclass(frozen=True, slots=True)
+class LeastRequests(Routing):
     """The instance with the fewest running trajectories; ties go to the first."""
 
     knows_urgency = False
@@ -171,14 +185,12 @@ class LeastRequests:
 
 @ROUTING.register("throughput_optimal")
 @dataclass(frozen=True, slots=True)
-class ThroughputOptimal:
+class ThroughputOptimal(Routing):
     """The instance whose throughput gains most; declines if the gain is below mu times that of an empty instance
     (StaleFlow, arXiv 2601.12784)."""
 
-    cost: StepCosts
-    mu: float = knob(
-        0.1, "throughput_optimal: least throughput gain, as a share of an empty instance's gain", low=0, high=1
-    )
+    cost: StepCosts = parameter()
+    mu: float = knob(0.1, "least throughput gain, as a share of an empty instance's gain", low=0, high=1)
 
     knows_urgency = False
 
@@ -197,7 +209,7 @@ class ThroughputOptimal:
 
 @ROUTING.register("deadline")
 @dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(Routing):
     """The instance whose decode step is shortest with the new work, counting what it runs and how long that has become:
     every reserved place has a step that will wait for it, so no instance may lag behind with its oldest trajectories.
 
@@ -206,9 +218,13 @@ class Deadline:
     (pipeline/coordination/pacing.py). Work that has begun never waits.
     """
 
-    cost: StepCosts
+    cost: StepCosts = parameter()
 
     knows_urgency = True
+
+    @property
+    def weighs_seconds(self) -> bool:
+        return False  # only compares instances, and follows what it plans only while steps take as long as planned
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + work.kv_tokens)
@@ -225,18 +241,17 @@ class Deadline:
 
 @ROUTING.register("deadline@1", listed=False)
 @dataclass(frozen=True, slots=True)
-class DeadlineByGain:
+class DeadlineByGain(Routing):
     """The instance whose throughput gains most, among those that keep all deadlines with the new work. A decode step
     may take no longer than an instance's most urgent trajectory can afford, or than planned if that is more.
 
     New work waits if there is none. Work that has begun never waits: it goes to the fastest then.
     """
 
-    cost: StepCosts
+    cost: StepCosts = parameter()
     pace_slack: float = knob(
         0.0,
-        "of runs of before, and for rules of your own: factor on the planned seconds of a decode step; 0: found by "
-        "playing the run out, as deadline does",
+        "factor on the planned seconds of a decode step; 0: found by playing the run out, as deadline does",
         low=0,
     )
 

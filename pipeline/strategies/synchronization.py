@@ -3,12 +3,12 @@ are prefilled again; without one, it gets no work that may only start under a ne
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.knobs import knob, parameter
+from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +32,28 @@ class LaggingInstance:
     """Seconds to load new weights, as last measured; 0 before the first pull."""
 
 
-class Synchronization(Protocol):
-    @property
-    def weighs(self) -> bool:
-        """Whether the rule reads `fed_if_pulled`; otherwise it is not computed."""
-        ...
+class Synchronization(RegistryEntry, ABC):
+    """A synchronization rule."""
 
-    def should_pull(self, instance: LaggingInstance) -> bool: ...
+    __slots__ = ()
+    weighs = False
+    """Whether the rule reads `fed_if_pulled`; otherwise it is not computed."""
+
+    @abstractmethod
+    def should_pull(self, instance: LaggingInstance) -> bool:
+        """Whether an instance pulls the published version now."""
 
 
 SYNCHRONIZATION: Registry[Synchronization] = Registry(
-    "synchronization rule", "rollout.synchronization", contract=Synchronization
+    "synchronization rule", "rollout.synchronization", Synchronization
 )
-"""A rule may ask for `cost`, the cost model; without prefill if a pull interrupts nothing."""
+"""A rule may have the parameter `cost`, the cost model; without prefill if a pull interrupts nothing."""
 
 
 @SYNCHRONIZATION.register("greedy")
-class Greedy:
+@dataclass(frozen=True, slots=True)
+class Greedy(Synchronization):
     """Pull as soon as the instance lags."""
-
-    weighs = False
 
     def should_pull(self, instance: LaggingInstance) -> bool:
         return True
@@ -59,14 +61,12 @@ class Greedy:
 
 @SYNCHRONIZATION.register("status")
 @dataclass(frozen=True, slots=True)
-class Status:
+class Status(Synchronization):
     """Pull when the instance gets no more work at its version and its load is below a share of its capacity."""
 
     load_threshold: float = knob(
-        0.5, "status: largest load at which an instance may pull, as a share of max_running", low=0, high=1
+        0.5, "largest load at which an instance may pull, as a share of max_running", low=0, high=1
     )
-
-    weighs = False
 
     def should_pull(self, instance: LaggingInstance) -> bool:
         return not instance.fed and instance.num_running <= self.load_threshold * instance.max_running
@@ -74,7 +74,7 @@ class Status:
 
 @SYNCHRONIZATION.register("hypothesis")
 @dataclass(frozen=True, slots=True)
-class Hypothesis:
+class Hypothesis(Synchronization):
     """Pull when the work that the new version would bring is worth the interruption.
 
     Gain: the rise in throughput, until the next version is due. Loss: the present throughput, for the seconds of
@@ -82,7 +82,7 @@ class Hypothesis:
     prefilled and more is gained.
     """
 
-    cost: CostModel
+    cost: CostModel = parameter()
 
     weighs = True
 

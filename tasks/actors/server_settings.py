@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.tasks.sources.prompts import PromptSettings
-from staleflow.tasks.training.advantage import Overlong
+from staleflow.tasks.training.advantage import Advantage, Overlong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class ServerSettings:
     reward: str
     group_size: int
     members_started: int
-    advantage: str
+    advantage: Advantage
     overlong: Overlong
     max_error_share: float
     store: str

@@ -1,21 +1,23 @@
 """Settings of the engines a job may choose from; workers build engines from them. Imports no engine.
 
-The knobs of a settings class are keys of [rollout.engine]; its other fields are filled by name, from that table or from
-the values listed at `ENGINES`. engine_builder.py says where its engine is.
+The knobs of a settings class are keys of [rollout.engine]; its parameters are those listed at `ENGINES`.
+engine_builder.py says where its engine is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Self
 
+from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.batch_simulator import Drafting
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import Workload
 from staleflow.tasks.engines.adapters import LoraConfig
-from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.knobs import knob, parameter
+from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 SAMPLING_REFUSED = dict.fromkeys(
     (
@@ -33,6 +35,8 @@ SAMPLING_REFUSED = dict.fromkeys(
     "would be wrong; rollout.temperature is applied by both",
 )
 """Sampling options of other systems, and why a job may not set them."""
+FEWEST_PAGES, SMALL_PAGE = 8, 32
+"""Pages that a cache has, unless fewer responses may run at once, or pages have no more than so many tokens."""
 UNLIMITED = 2**31
 """A number of requests that no instance reaches."""
 
@@ -71,49 +75,69 @@ class Speculation:
         return self.most_running or UNLIMITED
 
 
-class EngineSettings(Protocol):
-    """Settings from which a worker builds its engine. Picklable."""
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(RegistryEntry):
+    """Settings from which a worker builds its engine, whichever it is. Picklable."""
 
-    keeps: ClassVar[bool]
+    max_running: int = knob(64, "most trajectories that an instance decodes at once", low=1)
+    kv_tokens: int = knob(16384, "size of an instance's KV cache, tokens", low=64)
+    page_tokens: int = knob(32, "tokens per cache page", low=4)
+    max_batch_tokens: int = knob(1024, "most tokens in one forward pass (prefill and decode together)", low=1)
+    speculation: Speculation = Speculation()
+
+    package: ClassVar[str] = ""
+    """The optional package that it needs."""
+    emulated: ClassVar[bool] = False
+    """Whether responses are drawn at random and only their time passes; no model is involved."""
+    keeps: ClassVar[bool] = False
     """Whether running requests can keep their old cache while weights change (rollout.on_pull)."""
-    drafts: ClassVar[tuple[str, ...]]
+    drafts: ClassVar[tuple[str, ...]] = ()
     """The sources of drafts it can verify (rollout.engine.speculation.source)."""
-    refused_options: ClassVar[Mapping[str, str]]
-    """Keys of rollout.engine.options that a job may not set, and why."""
+
+    @classmethod
+    def like(cls, other: EngineSettings, **changes: Any) -> Self:
+        """Settings of this engine with the sizes of another."""
+        return cls(**{f.name: getattr(other, f.name) for f in dataclasses.fields(EngineSettings)} | changes)
+
+    @property
+    def time_scale(self) -> float:
+        """Seconds that pass for the coordinator per second of real time."""
+        return 1.0
+
+    def check(self) -> None:
+        """Raise ConfigError if its knobs do not fit together."""
+        speculation = self.speculation
+        if speculation.length and not self.drafts:
+            raise ConfigError(
+                f"rollout.engine.speculation.length = {speculation.length}: the {self.name} engine verifies no "
+                "drafts; use 0"
+            )
+        if speculation.length and speculation.source not in self.drafts:
+            raise ConfigError(
+                f"rollout.engine.speculation.source = {speculation.source!r} is not supported by the {self.name} "
+                f"engine; use {' or '.join(map(repr, self.drafts))}"
+            )
 
 
-ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine.name", contract=EngineSettings)
-"""Values for fields: model, dtype, device, temperature, eos, seed, lora, adapters and keep, see ModelSettings and
+ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine", EngineSettings)
+"""Parameters: model, dtype, device, temperature, eos, seed, lora, adapters and keep, see ModelSettings and
 VllmSettings; cost, drafting, workload, members and pull_s, see EmulatedSettings."""
 
 
-class _Abilities:
-    """What an engine can do unless its settings say otherwise."""
-
-    keeps: ClassVar[bool] = False
-    drafts: ClassVar[tuple[str, ...]] = ()
-    refused_options: ClassVar[Mapping[str, str]] = {}
-
-
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings(_Abilities):
+class ModelSettings(EngineSettings):
     """Settings of every engine that samples from a model. model: folder or hub name. kv_tokens: size of the paged
     cache. eos: ids that end a response. adapters: versions that are served side by side, each an adapter of the model,
     as `lora` describes it; 0: a version is all weights, and only one is there."""
 
-    model: str
-    dtype: str
-    device: str
-    temperature: float
-    max_running: int
-    kv_tokens: int
-    page_tokens: int
-    max_batch_tokens: int
-    eos: tuple[int, ...]
-    seed: int
-    speculation: Speculation = Speculation()
-    lora: LoraConfig = LoraConfig()
-    adapters: int = 0
+    model: str = parameter()
+    dtype: str = parameter()
+    device: str = parameter()
+    temperature: float = parameter()
+    eos: tuple[int, ...] = parameter()
+    seed: int = parameter()
+    lora: LoraConfig = parameter(LoraConfig())
+    adapters: int = parameter(0)
 
 
 @ENGINES.register("transformers")
@@ -123,19 +147,30 @@ class TransformersSettings(ModelSettings):
 
     drafts: ClassVar[tuple[str, ...]] = ("responses",)
 
+    def check(self) -> None:
+        super().check()
+        at_once, pages = min(FEWEST_PAGES, self.max_running), self.kv_tokens // self.page_tokens
+        if pages < at_once and self.page_tokens > SMALL_PAGE:
+            raise ConfigError(
+                f"rollout.engine.page_tokens = {self.page_tokens}: rollout.engine.kv_tokens = {self.kv_tokens} has "
+                f"{pages} such pages, and each running response holds one at least; use "
+                f"{max(SMALL_PAGE, self.kv_tokens // at_once)} or less"
+            )
+
 
 @ENGINES.register("vllm")
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings(ModelSettings):
     """Settings of the vLLM engine. keep: running requests keep their old cache through a weight update."""
 
-    keep: bool = False
-    tensor_parallel: int = knob(1, "vllm: GPUs an instance spreads its model over", low=1, high=64)
-    options: dict[str, Any] = knob({}, "vllm: further arguments of its EngineArgs, such as gpu_memory_utilization")
+    keep: bool = parameter(False)
+    tensor_parallel: int = knob(1, "GPUs an instance spreads its model over", low=1, high=64)
+    options: dict[str, Any] = knob({}, "further arguments of its EngineArgs, such as gpu_memory_utilization")
 
+    package: ClassVar[str] = "vllm"
     keeps: ClassVar[bool] = True
     drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
-    refused_options: ClassVar[Mapping[str, str]] = {
+    REFUSED_OPTIONS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("model", "dtype", "seed", "tensor_parallel_size", "max_num_seqs", "block_size"), "has its own key"
         ),
@@ -162,24 +197,35 @@ class VllmSettings(ModelSettings):
         ),
         **SAMPLING_REFUSED,
     }
+    """Keys of `options` that a job may not set, and why."""
+
+    def check(self) -> None:
+        super().check()
+        if self.speculation.length and self.speculation.source == "responses" and self.tensor_parallel > 1:
+            raise ConfigError(
+                "rollout.engine.speculation.source = 'responses' needs tensor_parallel = 1, since vLLM drafts in "
+                "processes of its own otherwise; use 'ngram' or 'suffix'"
+            )
+        for option in self.options:
+            if why := self.REFUSED_OPTIONS.get(option):
+                raise ConfigError(f"rollout.engine.options.{option}: {why}; remove it")
 
 
 @ENGINES.register("emulated")
 @dataclass(frozen=True, kw_only=True)
-class EmulatedSettings(_Abilities):
-    """Settings of the emulated engine; see EngineConfig and SimulationConfig. members: trajectories per group. pull_s:
+class EmulatedSettings(EngineSettings):
+    """Settings of the emulated engine; see SimulationConfig. members: trajectories per group. pull_s:
     in the cost model's seconds."""
 
-    cost: CostModel
-    workload: Workload
-    members: int
-    kv_tokens: int
-    max_running: int
-    pull_s: float
-    keep: bool
-    time_scale: float
-    drafting: Drafting = Drafting()
-    adapters: int = 0
+    cost: CostModel = parameter()
+    workload: Workload = parameter()
+    members: int = parameter()
+    pull_s: float = parameter()
+    keep: bool = parameter()
+    drafting: Drafting = parameter(Drafting())
+    adapters: int = parameter(0)
+    time_scale: float = knob(1.0, "cost-model seconds that pass in one second of real time", above=0)
 
+    emulated: ClassVar[bool] = True
     drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
     keeps: ClassVar[bool] = True

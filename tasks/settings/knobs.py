@@ -25,8 +25,8 @@ from staleflow.stores.errors import ConfigError
 
 NAME = r"^[A-Za-z][A-Za-z0-9_-]*$"
 """What the names of a table of tables look like; keys are joined by dots."""
-METADATA = "knob"
-"""The key of a field's metadata that holds its Knob."""
+METADATA, PARAMETER = "knob", "parameter"
+"""Keys of a field's metadata: what holds its Knob, and what marks a field that the program fills in."""
 LARGEST = 2**63 - 1
 """The largest whole number of a TOML file, and of what stores and seeds keep."""
 SHOWN = 60
@@ -41,8 +41,7 @@ class Knob:
     """Meaning and limits of a field, or of each item of a list. low <= value <= high, value > above, or one of
     `choices`.
 
-    own: it may also name user code, file.py:NAME or module:NAME. shown: listed even while it has its default.
-    unlisted: further choices, of runs of before. removed: choices of before that are refused, each with the reason.
+    own: it may also name user code, file.py:NAME or module:NAME.
     """
 
     doc: str
@@ -51,9 +50,6 @@ class Knob:
     above: float | None = None
     choices: tuple[str, ...] = ()
     own: bool = False
-    shown: bool = True
-    unlisted: tuple[str, ...] = ()
-    removed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def limits(self) -> str:
@@ -67,14 +63,8 @@ class Knob:
         """What is wrong with a value of the right type, worded to follow its key; empty if it is within the limits."""
         if isinstance(value, list):
             return next((f": each {fault}" for item in value if (fault := self.fault(item))), "")
-        if isinstance(value, str) and value in self.removed:
-            return f"= {value!r} is no more: {self.removed[value]}"
-        known = (*self.choices, *self.unlisted)
-        if self.choices and value not in known and not (self.own and names_user_code(value)):
-            near = difflib.get_close_matches(str(value), self.choices, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            own = ", or your own, file.py:NAME" if self.own else ""
-            return f"must be one of {', '.join(self.choices)}{own}, not {shown(value)}{hint}"
+        if self.choices and value not in self.choices and not (self.own and names_user_code(value)):
+            return unknown_choice(value, self.choices, own=self.own)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if isinstance(value, int) and abs(value) > LARGEST:
                 return f"= {shown(value)} is out of range; it must be at most {LARGEST}, in 64 bits"
@@ -86,6 +76,17 @@ class Knob:
                 return f"= {value!r} is out of range; it must be {self.limits}"
         return ""
 
+    def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
+        """A checked value from outside. hint: its type. where, root: as of `read` below. Raises ConfigError."""
+        if entries := entry_type(hint):
+            named = _entries(value, f"{where}: {key}")
+            return {name: entries(**read(entries, v, where, f"{key}.{name}.", root)) for name, v in named.items()}
+        return _checked(value, hint, self, f"{where}: {key}")
+
+    def keys(self, key: str) -> Iterator[str]:
+        """The dotted keys at and below a field of this kind."""
+        yield key
+
 
 def shown(value: object) -> str:
     """A value as a message repeats it: on one line, and not too long."""
@@ -94,6 +95,14 @@ def shown(value: object) -> str:
     except ValueError:  # a number of more digits than Python writes
         text = hex(value) if isinstance(value, int) else type(value).__name__
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def unknown_choice(value: object, choices: Sequence[str], *, own: bool) -> str:
+    """What is wrong with a value that is none of the choices, worded to follow its key."""
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    user_code = ", or your own, file.py:NAME" if own else ""
+    return f"must be one of {', '.join(choices)}{user_code}, not {shown(value)}{hint}"
 
 
 def names_user_code(value: object) -> bool:
@@ -111,7 +120,7 @@ def knob(
 @overload
 def knob(default: str, doc: str, *, choices: Sequence[str] = (), own: bool = False) -> str: ...
 @overload
-def knob(default: dict[str, T], doc: str, *, shown: bool = True) -> dict[str, T]: ...
+def knob(default: dict[str, T], doc: str) -> dict[str, T]: ...
 @overload
 def knob(default: list[T], doc: str, *, choices: Sequence[str] = (), own: bool = False) -> list[T]: ...
 def knob(
@@ -123,22 +132,21 @@ def knob(
     above: float | None = None,
     choices: Sequence[str] = (),
     own: bool = False,
-    shown: bool = True,
 ) -> object:
     """A dataclass field with its meaning and limits. Raises ValueError if the default violates them."""
-    spec = Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), own=own, shown=shown)
-    return knob_field(default, spec)
-
-
-def knob_field(default: object, spec: Knob, **more: object) -> Any:
-    """A dataclass field for this knob. more: further metadata entries."""
+    spec = Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), own=own)
     if fault := spec.fault(default):
         raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {fault}")
-    metadata = {METADATA: spec, **more}
+    metadata = {METADATA: spec}
     if isinstance(default, (dict, list)):
         kept = copy.copy(default)
         return field(default_factory=lambda: copy.copy(kept), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def parameter(default: Any = None) -> Any:
+    """A dataclass field that no job file sets: whoever uses the object fills it in, see `Registry.make`."""
+    return field(default=default, metadata={PARAMETER: True})
 
 
 def spec_of(declared: dataclasses.Field[Any]) -> Knob | None:
@@ -174,10 +182,7 @@ def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[
     for. A key in its class's REFUSED is rejected with the reason given there. Raises ConfigError."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {shown(tree)}")
-    root = root or cls
-    hints = typing.get_type_hints(cls)
-    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
-    known = {f.name: f for f in fields if spec_of(f) or dataclasses.is_dataclass(hints[f.name])}
+    root, known = root or cls, keys_of(cls)
     read_values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -185,36 +190,35 @@ def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[
             raise ConfigError(f"{where}: {key} is not supported: {why}")
         if name not in known:
             raise ConfigError(f"{where}: unknown key {shown(key)[1:-1]}; {_nearest(str(name), known, prefix, root)}")
-        spec = spec_of(known[name])
-        if entries := entry_type(hints[name]):
-            named = _entries(value, f"{where}: {key}")
-            read_values[name] = {
-                entry: entries(**read(entries, v, where, f"{key}.{entry}.", root)) for entry, v in named.items()
-            }
-        elif spec is None:
-            read_values[name] = hints[name](**read(hints[name], value, where, f"{key}.", root))
+        hint, spec = known[name]
+        if spec is None:
+            read_values[name] = hint(**read(hint, value, where, f"{key}.", root))
         else:
-            read_values[name] = _checked(value, hints[name], spec, f"{where}: {key}")
+            read_values[name] = spec.read(value, hint, where, key, root)
     return read_values
+
+
+def keys_of(cls: type[Any]) -> dict[str, tuple[Any, Knob | None]]:
+    """What a dataclass has that is read from outside, by name: its type, and its Knob if it is no table of its own."""
+    declared = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    hints = typing.get_type_hints(cls) if declared else {}
+    tables = {f.name for f in declared if dataclasses.is_dataclass(hints[f.name]) and PARAMETER not in f.metadata}
+    return {f.name: (hints[f.name], spec_of(f)) for f in declared if spec_of(f) or f.name in tables}
 
 
 def _nearest(name: str, known: Mapping[str, Any], prefix: str, root: type[Any]) -> str:
     """What may have been meant by an unknown key: a similar one of the same table, or its own name in another."""
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean {prefix}{near[0]}?"
-    if elsewhere := [key for key in _keys(root, "") if key.rpartition(".")[2] == name]:
+    if elsewhere := dict.fromkeys(key for key in all_keys(root, "") if key.rpartition(".")[2] == name):
         return f"did you mean {' or '.join(elsewhere)}?"
     return f"known here: {', '.join(known) or 'none'}"
 
 
-def _keys(cls: type[Any], prefix: str) -> Iterator[str]:
+def all_keys(cls: type[Any], prefix: str) -> Iterator[str]:
     """The keys of a tree of dataclasses, dotted."""
-    hints = typing.get_type_hints(cls) if dataclasses.is_dataclass(cls) else {}
-    for declared in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
-        if spec_of(declared) is not None:
-            yield f"{prefix}{declared.name}"
-        elif dataclasses.is_dataclass(hints[declared.name]):
-            yield from _keys(hints[declared.name], f"{prefix}{declared.name}.")
+    for name, (hint, spec) in keys_of(cls).items():
+        yield from all_keys(hint, f"{prefix}{name}.") if spec is None else spec.keys(f"{prefix}{name}")
 
 
 def entry_type(hint: Any) -> type[Any] | None:
@@ -240,7 +244,7 @@ def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
     elif kind is float and isinstance(value, int) and not isinstance(value, bool):
         raise ConfigError(f"{where} {spec.fault(value)}")
     if isinstance(value, Mapping) and kind is dict:
-        _refuse_large(value, where)
+        refuse_large(value, where)
     if (
         isinstance(kind, types.UnionType)
         or not isinstance(value, kind)
@@ -255,14 +259,14 @@ def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
     return value
 
 
-def _refuse_large(value: object, where: str) -> None:
+def refuse_large(value: object, where: str) -> None:
     """Raise ConfigError for a whole number in a free-form table that TOML and stores cannot hold."""
     if isinstance(value, Mapping):
         for key, below in value.items():
-            _refuse_large(below, f"{where}.{key}")
+            refuse_large(below, f"{where}.{key}")
     elif isinstance(value, list):
         for below in value:
-            _refuse_large(below, where)
+            refuse_large(below, where)
     elif isinstance(value, int) and abs(value) > LARGEST:
         raise ConfigError(f"{where} = {shown(value)} is out of range; it must be at most {LARGEST}, in 64 bits")
 

@@ -1,82 +1,110 @@
-"""Registries of the classes and functions that a job file selects by name, with their knobs.
+"""Registries of what a job file selects by name, each entry a class with settings of its own.
 
-    ROUTING: Registry[Routing] = Registry("routing rule", "rollout.routing", contract=Routing)
+    class Routing(RegistryEntry, ABC): ...
 
-    @ROUTING.register("deadline")
+    ROUTING: Registry[Routing] = Registry("routing rule", "rollout.routing", Routing)
+
+    @ROUTING.register("throughput_optimal")
     @dataclass(frozen=True, slots=True)
-    class Deadline:
-        cost: CostModel                                     # passed in by its name
-        slack: float = knob(1.0, "deadline: ...", above=0)  # becomes rollout.slack
+    class ThroughputOptimal(Routing):
+        cost: StepCosts = parameter()                         # filled in by Registry.make
+        mu: float = knob(0.1, "least gain", low=0, high=1)    # the job file's rollout.routing.mu
 
-Name, meaning, knobs and behaviour are declared in one place. The job-file table that selects one (`choice`) receives
-the knobs of all (`composed`), so that adding an entry needs no change anywhere else.
+    class RolloutConfig:
+        routing: Routing = choice(ROUTING, "deadline", "which instance samples a trajectory")
 
-Where a registry allows it, a job may also name user code, file.py:NAME, which meets the same contract and whose knobs
-are set in a separate table.
+A job then holds the entry itself, with its own knobs and no others: `config.rollout.routing.mu`. In a job file,
+`routing = "throughput_optimal"` is short for the table `[rollout.routing]` with `name = "throughput_optimal"`, where
+its knobs are set.
+
+Where a registry allows it, a job may also name user code, file.py:NAME, which meets the same contract. Its knobs are
+set in the same table, and checked when the code is loaded: reading a job loads no user code.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings import user_code
-from staleflow.tasks.settings.knobs import Knob, default_of, knob_field, knobs, names_user_code, read, spec_of
+from staleflow.tasks.settings.knobs import (
+    METADATA,
+    PARAMETER,
+    Knob,
+    all_keys,
+    keys_of,
+    names_user_code,
+    parameter,
+    read,
+    refuse_large,
+    shown,
+    unknown_choice,
+)
 
-T = TypeVar("T")
-C = TypeVar("C", bound=Callable[..., Any])
-REGISTRY, AFTER = "registry", "after"
-"""Metadata keys of a `choice` field: its registry, and the field after which the knobs are placed."""
+
+class RegistryEntry:
+    """Base of what registries hold. Subclasses are frozen dataclasses: fields made by `knob` are set in the job file,
+    those made by `parameter` are filled in by `Registry.make`."""
+
+    __slots__ = ()
+    name: str
+    """What the job file calls it."""
+
+    def needs(self, name: str) -> bool:
+        """Whether it has a parameter of this name."""
+        return any(f.name == name for f in parameters(self))
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """A knob that a registered class declares. type: of its values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode(RegistryEntry):
+    """An entry that is defined in a user's file, file.py:NAME or module:NAME. A registry's subclass meets its contract
+    through `code`, and says in `kind` whether that is a class or a function."""
 
-    type: Any
-    field: dataclasses.Field[Any]
+    kind: ClassVar[str] = "class"
 
-    @property
-    def meaning(self) -> tuple[Any, Knob | None, Any]:
-        return self.type, spec_of(self.field), default_of(self.field)
+    name: str
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """As set in the job file, not checked."""
+    code: Any = parameter()
+    """The object that the user's class constructs, or the function; None until `Registry.make` has loaded it."""
+
+    def needs(self, name: str) -> bool:
+        return True
+
+
+T = TypeVar("T", bound=RegistryEntry)
+C = TypeVar("C", bound=type[Any])
 
 
 class Registry(Generic[T]):
     """Entries of one kind that a job file may select by name. what: the kind, for messages. key: in the job file.
-    contract: protocol that every entry implements.
+    contract: base class of every entry; user code must have its members that are abstract or have no value.
 
-    own: user code may be named too. options: key of the same table that sets the knobs of user code. guarded: wraps
-    an instance of user code, given its name in the job file. removed: names of before that are refused, each with the
-    reason.
+    user_code: the class of entries that user code stands behind; None if it is not allowed. removed: names that earlier
+    versions knew and that are refused, each with the reason.
     """
 
     def __init__(
         self,
         what: str,
         key: str,
+        contract: type[Any],  # type[T] would refuse an abstract class
         *,
-        contract: type[Any] | None = None,
-        own: bool = False,
-        options: str = "",
-        guarded: Callable[[T, str], T] | None = None,
+        user_code: type[UserCode] | None = None,
         removed: Mapping[str, str] | None = None,
     ) -> None:
         self.what = what
         self.key = key
-        self.own = own
-        self.options = options
-        self._guarded = guarded
+        self.contract = contract
+        self.user_code = user_code
         self.removed: Mapping[str, str] = removed or {}
-        self._contract = contract
+        self._entries: dict[str, type[T]] = {}
         self._unlisted: set[str] = set()
-        self._entries: dict[str, Callable[..., T]] = {}
-        self._knobs: dict[str, Declared] = {}
-        self._taken = False  # by a table: knobs registered later would have no key in it
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -88,88 +116,69 @@ class Registry(Generic[T]):
 
     @property
     def unlisted(self) -> tuple[str, ...]:
-        """Registered names that only runs of before have."""
+        """Registered names that only runs of earlier versions have."""
         return tuple(name for name in self._entries if name in self._unlisted)
 
-    @property
-    def field(self) -> str:
-        """Name of the selecting field in its table: the last part of the key."""
-        return self.key.rpartition(".")[2]
-
     def register(self, name: str, *, listed: bool = True) -> Callable[[C], C]:
-        """Decorator that registers a class or function as `name`. listed: offered to people; else it is kept for runs
-        of before. Raises ValueError or TypeError if it is not valid."""
+        """Decorator that registers a class as `name`. listed: offered to people; else it is kept for runs of earlier
+        versions. Raises ValueError or TypeError if it is not valid."""
 
-        def add(found: C) -> C:
+        def add(entry: C) -> C:
             if name in self._entries:
                 raise ValueError(f"{self.what} {name!r} is registered already: {self._entries[name]}")
-            if missing := self.missing(found):
+            if not issubclass(entry, self.contract) or "__dataclass_fields__" not in vars(entry):
+                raise TypeError(f"{self.what} {name!r} must be a dataclass derived from {self.contract.__name__}")
+            if missing := self.missing(entry):
                 raise TypeError(f"{self.what} {name!r} lacks {', '.join(missing)}")
-            for key, declared in _declared(found).items():
-                same = self._knobs.setdefault(key, declared)
-                if same.meaning != declared.meaning:
-                    raise ValueError(f"{self.what} {name!r}: knob {key} is declared differently by another {self.what}")
-                if same is declared and self._taken:
-                    raise ValueError(f"{self.what} {name!r}: the table of {self.key} is already built, without {key}")
-            self._entries[name] = found
+            entry.name = name
+            self._entries[name] = entry
             if not listed:
                 self._unlisted.add(name)
-            return found
+            return entry
 
         return add
 
-    def find(self, name: str) -> Callable[..., T]:
-        """The entry registered as `name`. Raises ValueError, listing the registered names."""
+    def find(self, name: str) -> type[T]:
+        """The class registered as `name`. Raises ValueError, listing the registered names."""
         if name not in self._entries:
             raise ValueError(f"no {self.what} {name!r}; choose from {', '.join(self.names)}")
         return self._entries[name]
 
-    def load(self, name: str) -> Callable[..., T]:
-        """The entry registered as `name`, or the user code it names. Raises ConfigError with a
-        one-line message for user code, ValueError for a name that is neither."""
-        if name in self or not (self.own and names_user_code(name)):
-            return self.find(name)
-        found: Callable[..., T] = user_code.load(name, self.key, "class" if self._contract else "function")
-        return found
+    def with_knob(self, knob: str) -> list[str]:
+        """Names of the entries that have a knob of this name."""
+        return [name for name, entry in self._entries.items() if knob in keys_of(entry)]
 
-    def wants(self, name: str, given: str) -> bool:
-        """Whether entry `name` has a parameter called `given`; assumed to be so for user code."""
-        return name not in self or given in inspect.signature(self.find(name)).parameters
+    def make(self, entry: T, values: Mapping[str, Any] | None = None) -> T:
+        """A new object of an entry as a job holds it, ready for use: its parameters are taken by name from `values`.
+        Raises ConfigError if user code cannot be loaded or constructed."""
+        if isinstance(entry, UserCode):
+            return self._make_user_code(entry, values or {})
+        filled = {f.name: (values or {})[f.name] for f in parameters(entry)}
+        made: T = dataclasses.replace(entry, **filled)  # type: ignore[type-var]  # each entry is a dataclass
+        return made
 
-    def check(self, section: object) -> None:
-        """Raise ConfigError if a table sets knobs of user code but names none. Loads nothing."""
-        name, table = getattr(section, self.field), self.key.rpartition(".")[0]
-        if self.options and getattr(section, self.options) and name in self:
-            raise ConfigError(
-                f"{table}.{self.options} sets the knobs of a {self.what} from a file; those of {name} are set in "
-                f"[{table}]: {', '.join(knobs(self._entries[name])) or 'none'}"
-            )
-
-    def make(self, section: object, given: Mapping[str, Any] | None = None) -> T:
-        """An instance of the entry that `section`, a table of a job file, selects. Its parameters are filled by name:
-        knobs as set there, the rest from `given`. Raises ConfigError if user code cannot be constructed."""
-        name = getattr(section, self.field)
-        if name not in self and self.own and names_user_code(name):
-            return self._make_user_code(name, getattr(section, self.options, {}), given or {})
-        found = self.find(name)
-        known = dict(given or {}) | {name: getattr(section, name) for name in _declared(found)}
-        wanted = inspect.signature(found).parameters
-        return found(**{name: known[name] for name in wanted if name in known})
-
-    def _make_user_code(self, name: str, options: Mapping[str, Any], given: Mapping[str, Any]) -> T:
-        where = f"{self.key} = {name!r}"
-        found: Any = self.load(name)
-        if any(isinstance(member, dataclasses.Field) for member in vars(found).values()):
+    def _make_user_code(self, entry: Any, values: Mapping[str, Any]) -> T:
+        where = f"{self.key} = {entry.name!r}"
+        code: Any = user_code.load(entry.name, self.key, entry.kind)
+        if any(isinstance(member, dataclasses.Field) for member in vars(code).values()):
             raise ConfigError(f"{where}: it declares knobs but is not a dataclass; write @dataclass above the class")
+        knobs = read(code, entry.knobs, where, f"{self.key}.")
+        if entry.kind == "class":
+            code = self._constructed(code, {**values, **knobs}, values, where)
+        made: T = dataclasses.replace(entry, code=code)
+        return made
+
+    def _constructed(self, cls: Any, known: Mapping[str, Any], values: Mapping[str, Any], where: str) -> Any:
+        """An object of a user's class."""
+        optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         try:
-            known = dict(given) | read(found, options, where, f"{self.key.rpartition('.')[0]}.{self.options}.")
-            asked = inspect.signature(found).parameters
-            optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            for one in asked.values():
-                if one.name not in known and one.default is one.empty and one.kind not in optional:
-                    may = ", ".join(given) or "nothing"
-                    raise ConfigError(f"{where}: unknown parameter {one.name}; available: {may}")
-            made: T = found(**{one: known[one] for one in asked if one in known})
+            wanted = inspect.signature(cls).parameters
+            for expected in wanted.values():
+                if expected.name not in known and expected.default is expected.empty and expected.kind not in optional:
+                    raise ConfigError(
+                        f"{where}: unknown parameter {expected.name}; available: {', '.join(values) or 'nothing'}"
+                    )
+            made = cls(**{name: known[name] for name in wanted if name in known})
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # user code
@@ -178,68 +187,88 @@ class Registry(Generic[T]):
             ) from error
         if missing := self.missing(made):
             raise ConfigError(f"{where}: it lacks {', '.join(missing)}; docs/extending.md has an example")
-        return self._guarded(made, name) if self._guarded else made
+        return made
 
-    def missing(self, found: object) -> list[str]:
-        """Members of the contract that `found` lacks."""
-        members = () if self._contract is None else {**inspect.get_annotations(self._contract), **vars(self._contract)}
-        return [m for m in members if not m.startswith("_") and not _has(found, m)]
-
-    def take_knobs(self) -> dict[str, Declared]:
-        """The knobs of all entries, for the table that selects one. New knobs cannot be registered afterwards."""
-        self._taken = True
-        return dict(self._knobs)
+    def missing(self, entry: object) -> list[str]:
+        """Members that the contract requires and that a class or object lacks."""
+        members = (*inspect.get_annotations(self.contract), *vars(self.contract))
+        return [m for m in members if not m.startswith("_") and not _has(self.contract, m) and not _has(entry, m)]
 
 
-def _has(found: object, member: str) -> bool:
-    """Whether there is such a member, without computing a property of user code."""
+def parameters(entry: RegistryEntry) -> list[dataclasses.Field[Any]]:
+    """The fields of an entry that are filled in by who uses it."""
+    return [f for f in dataclasses.fields(entry) if PARAMETER in f.metadata]  # type: ignore[arg-type]
+
+
+def _has(entry: object, name: str) -> bool:
+    """Whether there is such a member that is not abstract, without computing a property of user code."""
     try:
-        inspect.getattr_static(found, member)
+        return not getattr(inspect.getattr_static(entry, name), "__isabstractmethod__", False)
     except AttributeError:
         return False
-    return True
 
 
-def choice(registry: Registry[Any], default: str, doc: str, *, knobs_after: str = "") -> str:
-    """A knob that selects from a registry. knobs_after: the field after which `composed` places the entries' knobs; by
-    default this one."""
-    spec = Knob(
-        doc=doc,
-        choices=registry.names,
-        own=registry.own,
-        unlisted=registry.unlisted,
-        removed=registry.removed,
-    )
-    made: str = knob_field(default, spec, **{REGISTRY: registry, AFTER: knobs_after})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Knob):
+    """Meaning of a field that holds an entry of a registry. default: the name of the entry that it holds by default."""
+
+    registry: Registry[Any]
+    default: str
+
+    @property
+    def limits(self) -> str:
+        return " | ".join(self.registry.names)
+
+    @property
+    def has_common_knobs(self) -> bool:
+        """Whether all entries share knobs, which a name in place of the table would reset."""
+        return bool(keys_of(self.registry.contract))
+
+    def fault(self, value: object) -> str:
+        """What is wrong with a name, worded to follow its key."""
+        registry, own = self.registry, self.registry.user_code is not None
+        if isinstance(value, str) and value in registry.removed:
+            return f"= {value!r} is no more: {registry.removed[value]}"
+        if isinstance(value, str) and (value in registry or (own and names_user_code(value))):
+            return ""
+        return unknown_choice(value, registry.names, own=own)
+
+    def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
+        """The entry that a name or a table with `name` selects, with its knobs. Raises ConfigError."""
+        table = {"name": value} if isinstance(value, str) and not self.has_common_knobs else value
+        if not isinstance(table, Mapping):
+            expected = "a table" if self.has_common_knobs else "a name, or a table with name"
+            remedy = f"; set {key}.name" if isinstance(value, str) else ""
+            raise ConfigError(f"{where}: {key} must be {expected}, not {shown(value)}{remedy}")
+        name, knobs = table.get("name", self.default), {k: v for k, v in table.items() if k != "name"}
+        if fault := self.fault(name):
+            raise ConfigError(f"{where}: {key if table is not value else f'{key}.name'} {fault}")
+        if name not in self.registry:
+            refuse_large(knobs, f"{where}: {key}")
+            return self.registry.user_code(name=name, knobs=knobs)  # type: ignore[misc]  # `fault` has checked
+        entry = self.registry.find(name)
+        for knob in knobs:
+            if knob not in keys_of(entry):
+                raise ConfigError(f"{where}: {key}.{knob}: {self._unknown(str(knob), name, key)}")
+        return entry(**read(entry, knobs, where, f"{key}.", root))
+
+    def _unknown(self, knob: str, name: str, key: str) -> str:
+        """Why an entry has no such knob, and what may be meant."""
+        registry, known = self.registry, keys_of(self.registry.find(name))
+        if others := registry.with_knob(knob):
+            return f"a knob of {', '.join(others)}; {key}.name is {name}, which has {', '.join(known) or 'none'}"
+        near = difflib.get_close_matches(knob, ("name", *known), n=1)
+        hint = f"did you mean {key}.{near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+        return f"the {registry.what} {name} has no such knob; {hint}"
+
+    def keys(self, key: str) -> Iterator[str]:
+        yield f"{key}.name"
+        for name in (*self.registry.names, *self.registry.unlisted):
+            yield from all_keys(self.registry.find(name), f"{key}.")
+
+
+def choice(registry: Registry[T], default: str, doc: str) -> T:
+    """A field of a table that holds an entry of a registry."""
+    spec = Choice(doc=doc, registry=registry, default=default)
+    made: T = field(default=registry.find(default)(), metadata={METADATA: spec})
     return made
-
-
-def composed(cls: type[T]) -> type[T]:
-    """Class decorator that adds the knobs of all entries its `choice` fields may select. Apply below @dataclass."""
-    own = dict(cls.__annotations__)
-    behind: dict[str, list[Registry[Any]]] = {}
-    for name in own:
-        metadata = getattr(vars(cls).get(name), "metadata", {})
-        if REGISTRY in metadata:
-            behind.setdefault(metadata[AFTER] or name, []).append(metadata[REGISTRY])
-    annotations: dict[str, Any] = {}
-    for name, hint in own.items():
-        annotations[name] = hint
-        for registry in behind.pop(name, ()):
-            for key, declared in registry.take_knobs().items():
-                if key in own or key in annotations:
-                    raise ValueError(f"{cls.__name__} declares {key}, and so does a {registry.what}")
-                annotations[key] = declared.type
-                spec = spec_of(declared.field)
-                assert spec is not None
-                setattr(cls, key, knob_field(default_of(declared.field), spec))
-    if behind:
-        raise ValueError(f"{cls.__name__} has no field {', '.join(behind)} to place knobs after")
-    cls.__annotations__ = annotations
-    return cls
-
-
-def _declared(found: Any) -> dict[str, Declared]:
-    own = knobs(found)
-    hints = typing.get_type_hints(found) if own else {}
-    return {name: Declared(hints[name], f) for name, f in own.items()}

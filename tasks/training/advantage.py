@@ -7,15 +7,17 @@ statistics; its own result is not used.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.reward_signal import has_signal
-from staleflow.tasks.settings.registry import Registry
-from staleflow.tasks.settings.user_code import said
+from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
+from staleflow.tasks.settings.user_code import load, said
 
 EPS = 1e-6
 """Added to a standard deviation that is divided by, as in the published implementations."""
@@ -44,71 +46,107 @@ class Overlong:
         return result
 
 
-ADVANTAGES: Registry[Rewards] = Registry("advantage", "training.advantage", own=True)
-NEED_NO_GROUP = ("reinforce_plus_plus",)
-"""Estimators that also work with groups of one."""
+class Advantage(RegistryEntry, ABC):
+    """An estimator of advantages."""
+
+    __slots__ = ()
+    compares_members = True
+    """Whether it needs groups of two at least."""
+
+    def advantages(self, rewards: Rewards, valid: Valid) -> npt.NDArray[np.float32]:
+        """One advantage per trajectory, 0 for an invalid one. Returns [G, N] float32. Raises ConfigError if a user's
+        estimator cannot be loaded or used.
+
+        >>> Rloo().advantages(np.array([[1.0, 0.0, 0.0]]), np.ones((1, 3), bool)).tolist()
+        [[1.0, -0.5, -0.5]]
+        """
+        return np.where(valid, self.estimate(rewards, valid), 0.0).astype(np.float32)
+
+    @abstractmethod
+    def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
+        """[G, N] estimates; those of invalid members are not used."""
 
 
-def advantages(name: str, rewards: Rewards, valid: Valid) -> npt.NDArray[np.float32]:
-    """Compute one advantage per trajectory, 0 for an invalid one. Returns [G, N] float32. Raises ConfigError if a
-    user's estimator cannot be loaded or used.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnAdvantage(UserCode, Advantage):
+    """A function from a user's file. Checks its results."""
 
-    >>> advantages("rloo", np.array([[1.0, 0.0, 0.0]]), np.ones((1, 3), bool)).tolist()
-    [[1.0, -0.5, -0.5]]
-    """
-    estimate = ADVANTAGES.load(name)
-    if name in ADVANTAGES:
-        return np.where(valid, estimate(rewards, valid), 0.0).astype(np.float32)
-    try:
-        own = np.asarray(estimate(rewards.copy(), valid.copy()), np.float64)
-    except (Exception, SystemExit) as error:  # user code
-        raise ConfigError(f"{ADVANTAGES.key} = {name!r}: raised {type(error).__name__}: {said(error)}") from error
-    if own.shape != rewards.shape or not np.isfinite(own[valid]).all():
-        found = f"shape {own.shape}" if own.shape != rewards.shape else "a number that is not finite"
-        raise ConfigError(f"{ADVANTAGES.key} = {name!r}: gave {found}; it must give {rewards.shape} finite numbers")
-    return np.where(valid, own, 0.0).astype(np.float32)
+    kind: ClassVar[str] = "function"
+    compares_members = False
+
+    def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
+        function = self.code or load(self.name, ADVANTAGES.key)
+        where = f"{ADVANTAGES.key} = {self.name!r}"
+        try:
+            own = np.asarray(function(rewards.copy(), valid.copy()), np.float64)
+        except (Exception, SystemExit) as error:  # user code
+            raise ConfigError(f"{where}: raised {type(error).__name__}: {said(error)}") from error
+        if own.shape != rewards.shape or not np.isfinite(own[valid]).all():
+            wrong = f"shape {own.shape}" if own.shape != rewards.shape else "a number that is not finite"
+            raise ConfigError(f"{where}: gave {wrong}; it must give {rewards.shape} finite numbers")
+        return own
+
+
+ADVANTAGES: Registry[Advantage] = Registry("advantage", "training.advantage", Advantage, user_code=OwnAdvantage)
 
 
 @ADVANTAGES.register("grpo")
-def grpo(rewards: Rewards, valid: Valid) -> Rewards:
+@dataclass(frozen=True, slots=True)
+class Grpo(Advantage):
     """GRPO (2402.03300)."""
-    centred, count = _centred(rewards, valid)
-    # Sample standard deviation, as in the published implementations.
-    std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
-    result: Rewards = centred / (std + EPS)
-    return result
+
+    def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
+        centred, count = _centred(rewards, valid)
+        # Sample standard deviation, as in the published implementations.
+        std = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
+        result: Rewards = centred / (std + EPS)
+        return result
 
 
 @ADVANTAGES.register("dapo")
-def dapo(rewards: Rewards, valid: Valid) -> Rewards:
+@dataclass(frozen=True, slots=True)
+class Dapo(Grpo):
     """DAPO (2503.14476): the same estimate; its other parts are clip_high, token_mean and the no_signal filter."""
-    return grpo(rewards, valid)
 
 
 @ADVANTAGES.register("dr_grpo")
-def dr_grpo(rewards: Rewards, valid: Valid) -> Rewards:
+@dataclass(frozen=True, slots=True)
+class DrGrpo(Advantage):
     """Dr. GRPO (2503.20783)."""
-    return _centred(rewards, valid)[0]
+
+    def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
+        return _centred(rewards, valid)[0]
 
 
 @ADVANTAGES.register("rloo")
-def rloo(rewards: Rewards, valid: Valid) -> Rewards:
+@dataclass(frozen=True, slots=True)
+class Rloo(Advantage):
     """RLOO (2402.14740): R - mean of the others = (R - mean) n / (n - 1); a group of one has no others."""
-    centred, count = _centred(rewards, valid)
-    result: Rewards = centred * count / np.maximum(count - 1, 1)
-    return result
+
+    def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
+        centred, count = _centred(rewards, valid)
+        result: Rewards = centred * count / np.maximum(count - 1, 1)
+        return result
 
 
 @ADVANTAGES.register("reinforce_plus_plus")
-def reinforce_plus_plus(rewards: Rewards, valid: Valid) -> Rewards:
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlus(Advantage):
     """REINFORCE++ (2501.03262): whitened over the batch, whatever group a reward is of."""
-    return _whitened(_centred(rewards.reshape(1, -1), valid.reshape(1, -1))[0], valid).reshape(rewards.shape)
+
+    compares_members = False
+
+    def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
+        return _whitened(_centred(rewards.reshape(1, -1), valid.reshape(1, -1))[0], valid).reshape(rewards.shape)
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(rewards: Rewards, valid: Valid) -> Rewards:
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlusBaseline(Advantage):
     """REINFORCE++ with the group mean as baseline."""
-    return _whitened(_centred(rewards, valid)[0], valid)
+
+    def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
+        return _whitened(_centred(rewards, valid)[0], valid)
 
 
 def _whitened(centred: Rewards, valid: Valid) -> Rewards:

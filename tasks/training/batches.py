@@ -11,7 +11,7 @@ from staleflow.stores.errors import ConfigError, ProtocolViolation
 from staleflow.stores.metrics import REWARD_PART
 from staleflow.stores.reward_signal import has_signal
 from staleflow.stores.trajectory import Ended, Fate, Trajectory
-from staleflow.tasks.training.advantage import Overlong, advantages
+from staleflow.tasks.training.advantage import Advantage, Overlong
 
 
 def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_error_share: float, reward: str) -> None:
@@ -30,12 +30,12 @@ def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_err
 
 
 def consumed_rows(
-    step: int, batch: Sequence[Trajectory], group_size: int, estimator: str, overlong: Overlong
+    step: int, batch: Sequence[Trajectory], group_size: int, advantage: Advantage, overlong: Overlong
 ) -> list[Ended]:
     """A batch, group by group, as it is stored: with advantages by this estimator."""
     rewards, valid = _rewards(batch, group_size)
     lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
-    estimate = advantages(estimator, rewards - overlong.penalties(lengths), valid).reshape(-1)
+    estimate = advantage.advantages(rewards - overlong.penalties(lengths), valid).reshape(-1)
     return [
         Ended(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
         for t, a in zip(batch, estimate, strict=True)

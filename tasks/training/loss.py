@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
 from staleflow.tasks.settings.user_code import said
 
 if TYPE_CHECKING:
@@ -54,45 +55,65 @@ class TokenLoss:
     ratio: Tensor | None = None
 
 
-class Loss(Protocol):
-    """A loss that a training step minimises. One that is not proportional to the advantage has an attribute `every_row`
-    that is true: otherwise trajectories with an advantage of 0 are not computed. One whose value at a token depends on
-    that token's numbers alone has an attribute `by_token` that is true: long trajectories take less time then."""
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+"""How far below and above 1 a ratio is clipped by default."""
+
+
+class Loss(RegistryEntry, ABC):
+    """A loss that a training step minimises."""
+
+    __slots__ = ()
 
     @property
+    @abstractmethod
     def needs_proximal(self) -> bool:
         """Whether it needs the trainer's own logprobs from before the step. They take one more forward pass if the step
         has several updates."""
-        ...
-
-    def token_loss(self, tokens: Tokens) -> TokenLoss: ...
-
-
-@dataclass(frozen=True, slots=True)
-class OwnLoss:
-    """A loss from a user's file, whose token_loss takes either Tokens, or logprobs, proximal, behaviour and advantage.
-    Checks its results: one of another shape would silently be broadcast."""
-
-    loss: Loss
-    name: str
-
-    @property
-    def needs_proximal(self) -> bool:
-        return bool(self.loss.needs_proximal)
 
     @property
     def every_row(self) -> bool:
-        return bool(getattr(self.loss, "every_row", False))
+        """Whether it is not proportional to the advantage; otherwise trajectories with an advantage of 0 are not
+        computed."""
+        return False
 
     @property
     def by_token(self) -> bool:
-        return bool(getattr(self.loss, "by_token", False))
+        """Whether its value at a token depends on that token's numbers alone: long trajectories take less time then."""
+        return False
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The ratios of a token beyond which a report counts it as clipped; of a loss that clips no tokens, those of
+        PPO by default."""
+        return 1.0 - CLIP_LOW, 1.0 + CLIP_HIGH
+
+    @abstractmethod
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        """The losses of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLoss(UserCode, Loss):
+    """A loss from a user's file, whose token_loss takes either Tokens, or logprobs, proximal, behaviour and advantage.
+    Checks its results: one of another shape would silently be broadcast."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        return bool(self.code.needs_proximal)
+
+    @property
+    def every_row(self) -> bool:
+        return bool(getattr(self.code, "every_row", False))
+
+    @property
+    def by_token(self) -> bool:
+        return bool(getattr(self.code, "by_token", False))
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         parts = [getattr(tokens, f.name) for f in fields(tokens)][:4]
-        whole = len(inspect.signature(self.loss.token_loss).parameters) == 1
+        whole = len(inspect.signature(self.code.token_loss).parameters) == 1
         try:
-            result = self.loss.token_loss(*([tokens] if whole else parts))
+            result = self.code.token_loss(*([tokens] if whole else parts))
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(
                 f"{LOSSES.key} = {self.name!r}: token_loss raised {type(error).__name__}: {said(error)}"
@@ -105,12 +126,11 @@ class OwnLoss:
                     f"{tuple(getattr(given, 'shape', ()))}; it must be {tuple(tokens.logprobs.shape)}, one number per "
                     "token"
                 )
-        return result
+        checked: TokenLoss = result
+        return checked
 
 
-LOSSES: Registry[Loss] = Registry(
-    "loss", "training.loss.name", contract=Loss, own=True, options="options", guarded=OwnLoss
-)
+LOSSES: Registry[Loss] = Registry("loss", "training.loss", Loss, user_code=OwnLoss)
 
 
 def log_distance(new: Tensor, old: Tensor) -> Tensor:
@@ -145,11 +165,15 @@ def _segment_log_ratio(new: Tensor, old: Tensor, tokens: Tokens) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Clipped:
+class Clip:
     """Clipping of the ratio to [1 - clip_low, 1 + clip_high]."""
 
-    clip_low: float = knob(0.2, "the ratio is clipped at 1 - clip_low", low=0, high=1)
-    clip_high: float = knob(0.28, "and at 1 + clip_high", low=0)
+    clip_low: float = knob(CLIP_LOW, "the ratio is clipped at 1 - clip_low", low=0, high=1)
+    clip_high: float = knob(CLIP_HIGH, "and at 1 + clip_high", low=0)
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        return 1.0 - self.clip_low, 1.0 + self.clip_high
 
     def surrogate(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """PPO's surrogate: the ratio or the clipped ratio, times the advantage, whichever is smaller."""
@@ -160,19 +184,17 @@ class _Clipped:
         return ((ratio * advantage > self.clip(ratio) * advantage) | (ratio >= LARGEST_RATIO)).detach()
 
     def clip(self, ratio: Tensor) -> Tensor:
-        return ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        return ratio.clamp(*self.clip_range)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Capped:
-    weight_cap: float = knob(
-        5.0, "cap of pi_old / pi_rollout (decoupled_ppo, decoupled_ppo_loglinear), of the ratio (tis)", above=0
-    )
+    weight_cap: float = knob(5.0, "cap of the weight: of pi_old / pi_rollout, with tis of the ratio", above=0)
 
 
 @LOSSES.register("ppo_clip")
 @dataclass(frozen=True, kw_only=True)
-class PpoClip(_Clipped):
+class PpoClip(Clip, Loss):
     """Clips the ratio to the behaviour policy (1707.06347)."""
 
     needs_proximal = False
@@ -187,7 +209,7 @@ class PpoClip(_Clipped):
 
 @LOSSES.register("decoupled_ppo")
 @dataclass(frozen=True, kw_only=True)
-class DecoupledPpo(_Capped, _Clipped):
+class DecoupledPpo(_Capped, Clip, Loss):
     """Clips around the proximal policy and weighs with min(pi_proximal / pi_behaviour, weight_cap) (2505.24298)."""
 
     needs_proximal = True
@@ -200,7 +222,7 @@ class DecoupledPpo(_Capped, _Clipped):
 
 @LOSSES.register("cispo")
 @dataclass(frozen=True, kw_only=True)
-class Cispo(_Clipped):
+class Cispo(Clip, Loss):
     """The clipped ratio to the behaviour policy as a weight, so that every token keeps a gradient (2506.13585)."""
 
     needs_proximal = False
@@ -213,7 +235,7 @@ class Cispo(_Clipped):
 
 @LOSSES.register("tis")
 @dataclass(frozen=True, kw_only=True)
-class Tis(_Capped):
+class Tis(_Capped, Loss):
     """ROLL Flash's truncated importance sampling, min(r, weight_cap) (2510.11345)."""
 
     needs_proximal = False
@@ -226,10 +248,10 @@ class Tis(_Capped):
 
 @LOSSES.register("dual_clip")
 @dataclass(frozen=True, kw_only=True)
-class DualClip(_Clipped):
+class DualClip(Clip, Loss):
     """PPO whose loss on a negative advantage is bounded too, by -dual_clip A (1912.09729)."""
 
-    dual_clip: float = knob(3.0, "dual_clip: a negative advantage counts at most this many times", above=1)
+    dual_clip: float = knob(3.0, "a negative advantage counts at most this many times", above=1)
     needs_proximal = False
     by_token = True
 
@@ -246,18 +268,18 @@ class DualClip(_Clipped):
 
 @LOSSES.register("gspo")
 @dataclass(frozen=True, kw_only=True)
-class Gspo:
+class Gspo(Loss):
     """PPO on the trajectory's ratio, the geometric mean of its tokens' ratios to the behaviour policy (2507.18071)."""
 
-    sequence_clip_low: float = knob(3e-4, "gspo: the trajectory's ratio is clipped at 1 - this", low=0, high=1)
-    sequence_clip_high: float = knob(4e-4, "gspo: and at 1 + this", low=0)
+    sequence_clip_low: float = knob(3e-4, "the trajectory's ratio is clipped at 1 - this", low=0, high=1)
+    sequence_clip_high: float = knob(4e-4, "and at 1 + this", low=0)
     needs_proximal = False
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         count = tokens.sampled.sum(1, keepdim=True).clamp(min=1)
         mean = _sequence_log_ratio(tokens.logprobs, tokens.behaviour) / count
         ratio = mean.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp().expand(tokens.logprobs.shape)
-        clip = _Clipped(clip_low=self.sequence_clip_low, clip_high=self.sequence_clip_high)
+        clip = Clip(clip_low=self.sequence_clip_low, clip_high=self.sequence_clip_high)
         return TokenLoss(
             loss=-clip.surrogate(ratio, tokens.advantage), clipped=clip.cut(ratio, tokens.advantage), ratio=ratio
         )
@@ -265,15 +287,15 @@ class Gspo:
 
 @LOSSES.register("topr")
 @dataclass(frozen=True, kw_only=True)
-class Topr:
+class Topr(Loss):
     """Positive advantages as in supervised learning, negative ones weighed with the ratio to the behaviour policy, at
     most 1 (2503.14286); each sign with a weight of its own (weighted TOPR, 2510.11345)."""
 
-    positive_weight: float = knob(1.0, "topr: weight of trajectories with a positive advantage", low=0)
-    negative_weight: float = knob(1.0, "topr: weight of those with a negative one", low=0)
+    positive_weight: float = knob(1.0, "weight of trajectories with a positive advantage", low=0)
+    negative_weight: float = knob(1.0, "weight of those with a negative one", low=0)
     ratio_of: str = knob(
         "trajectory",
-        "topr: what the ratio is of; a segment is what was sampled without a break under one version",
+        "what the ratio is of; a segment is what was sampled without a break under one version",
         choices=("token", "segment", "trajectory"),
     )
     needs_proximal = False
@@ -300,10 +322,10 @@ class Topr:
 
 @LOSSES.register("kimi")
 @dataclass(frozen=True, kw_only=True)
-class Kimi:
+class Kimi(Loss):
     """Policy gradient with a square penalty on the distance to the behaviour policy (Kimi k1.5, 2501.12599)."""
 
-    tau: float = knob(0.1, "kimi: weight of the squared distance to the behaviour policy", low=0)
+    tau: float = knob(0.1, "weight of the squared distance to the behaviour policy", low=0)
     needs_proximal = False
     by_token = True
     every_row = True
@@ -316,12 +338,12 @@ class Kimi:
 
 @LOSSES.register("sequence_tis")
 @dataclass(frozen=True, kw_only=True)
-class SequenceTis(_Clipped):
+class SequenceTis(Clip, Loss):
     """Clips around the proximal policy and weighs whole trajectories with min(pi_proximal / pi_behaviour,
     sequence_cap)."""
 
     sequence_cap: float = knob(
-        2.0, "pi_old / pi_rollout of a trajectory: cap (sequence_tis), or beyond it no gradient (sequence_mis)", above=0
+        2.0, "cap of pi_old / pi_rollout of a trajectory; with sequence_mis one beyond it has no gradient", above=0
     )
     needs_proximal = True
 
@@ -346,11 +368,11 @@ class SequenceMis(SequenceTis):
 
 @LOSSES.register("icepop")
 @dataclass(frozen=True, kw_only=True)
-class IcePop(_Clipped):
+class IcePop(Clip, Loss):
     """Clips around the proximal policy and weighs with pi_proximal / pi_behaviour, 0 outside a band (2510.18855)."""
 
-    band_low: float = knob(0.5, "icepop: tokens with pi_old / pi_rollout below have no gradient", low=0, high=1)
-    band_high: float = knob(5.0, "icepop: and above", low=1)
+    band_low: float = knob(0.5, "tokens with pi_old / pi_rollout below have no gradient", low=0, high=1)
+    band_high: float = knob(5.0, "and above", low=1)
     needs_proximal = True
     by_token = True
 
@@ -362,7 +384,7 @@ class IcePop(_Clipped):
 
 @LOSSES.register("decoupled_ppo_loglinear")
 @dataclass(frozen=True, kw_only=True)
-class DecoupledPpoLoglinear(_Capped, _Clipped):
+class DecoupledPpoLoglinear(_Capped, Clip, Loss):
     """Decoupled PPO whose proximal policy is interpolated between behaviour and present policy by the tokens' versions,
     which saves the forward pass (2512.06547, AReaL)."""
 
@@ -384,7 +406,7 @@ def _weighted(ratio: Tensor, weight: Tensor, tokens: Tokens) -> TokenLoss:
 
 
 def _weighted_surrogate(
-    clip: _Clipped, weight: Tensor, ratio: Tensor, advantage: Tensor, rho: Tensor | None = None
+    clip: Clip, weight: Tensor, ratio: Tensor, advantage: Tensor, rho: Tensor | None = None
 ) -> TokenLoss:
     """PPO's surrogate with a weight. rho: what the weight was masked by; clipped is also where that left none."""
     loss, clipped = -(weight * clip.surrogate(ratio, advantage)), clip.cut(ratio, advantage)

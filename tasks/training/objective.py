@@ -29,7 +29,7 @@ class Objective:
     @classmethod
     def of(cls, training: TrainingConfig) -> Objective:
         """The objective of a job. Raises ConfigError if its own loss cannot be constructed."""
-        return cls(loss=LOSSES.make(training.loss), kl=training.kl, entropy_bonus=training.loss.entropy_bonus)
+        return cls(loss=LOSSES.make(training.loss), kl=training.kl, entropy_bonus=training.entropy_bonus)
 
     @property
     def needs_reference(self) -> bool:
@@ -43,11 +43,11 @@ class Objective:
     def by_token(self) -> bool:
         """Whether each token's loss depends on no other's logprob."""
         summed = self.needs_reference and self.kl.place == "reward"
-        return bool(getattr(self.loss, "by_token", False)) and not summed
+        return self.loss.by_token and not summed
 
     def trains(self, row: Row) -> bool:
         """Whether a row has a gradient: without an advantage only from what is not proportional to it."""
-        whole = self.needs_reference or self.needs_entropy or bool(getattr(self.loss, "every_row", False))
+        whole = self.needs_reference or self.needs_entropy or self.loss.every_row
         return row.trained and (whole or row.advantage != 0.0)
 
     def old(self, tokens: Tokens) -> Tensor:

@@ -150,9 +150,7 @@ class PolicyTrainer:
         self._measure_others(rows, sums)
         first: dict[int, npt.NDArray[np.float32]] = {}
         for chosen in updates:
-            weights = token_weights(
-                s.loss.aggregation, [whole[i].num_sampled for i in chosen], self.settings.max_length
-            )
+            weights = token_weights(s.aggregation, [whole[i].num_sampled for i in chosen], self.settings.max_length)
             self.optimizer.zero_grad(set_to_none=True)
             trained = [k for k, i in enumerate(chosen) if self.objective.trains(whole[i])]
             picked, of_row = sequences.chosen(int(chosen[k]) for k in trained)

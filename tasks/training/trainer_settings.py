@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES, SCHEDULE_NAMES
 from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.registry import choice, composed
-from staleflow.tasks.training.advantage import ADVANTAGES
-from staleflow.tasks.training.loss import LOSSES
+from staleflow.tasks.settings.registry import choice
+from staleflow.tasks.training.advantage import ADVANTAGES, Advantage
+from staleflow.tasks.training.loss import LOSSES, Loss
 from staleflow.tasks.training.rank import LONGEST_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-@composed
-class LossConfig:
-    """The objective; docs/losses.md and tasks/training/loss.py have the formulas."""
-
-    name: str = choice(LOSSES, "decoupled_ppo", "policy loss")
-    options: dict[str, Any] = knob({}, "knobs of a loss defined in a user file", shown=False)
-    aggregation: str = knob("token_mean", "how token losses are reduced to one number", choices=AGGREGATION_NAMES)
-    entropy_bonus: float = knob(
-        0.0, "weight of the entropy of what each token was drawn from, subtracted from the loss; 0: none", low=0
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +62,16 @@ class TrainingConfig:
     weight_decay: float = knob(0.0, "AdamW weight decay", low=0)
     beta1: float = knob(0.9, "AdamW beta1", low=0, high=1)
     beta2: float = knob(0.95, "AdamW beta2", low=0, high=1)
-    advantage: str = choice(ADVANTAGES, "grpo", "advantage estimator")
+    advantage: Advantage = choice(ADVANTAGES, "grpo", "advantage estimator")
     overlong_tokens: int = knob(
         0, "last tokens before max_new_tokens over which a response loses reward, more with each; 0: none", low=0
     )
     overlong_penalty: float = knob(1.0, "reward that a response of max_new_tokens loses", low=0)
-    loss: LossConfig = LossConfig()
+    loss: Loss = choice(LOSSES, "decoupled_ppo", "policy loss; docs/losses.md has the formulas")
+    aggregation: str = knob("token_mean", "how token losses are reduced to one number", choices=AGGREGATION_NAMES)
+    entropy_bonus: float = knob(
+        0.0, "weight of the entropy of what each token was drawn from, subtracted from the loss; 0: none", low=0
+    )
     kl: KlConfig = KlConfig()
     lora: LoraConfig = LoraConfig()
     measured_rows: int = knob(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.earlier.asking import HERE as EARLIER
-from tests.earlier.asking import MADE_IN
+from tests.earlier.asking import convert_jobs
 
 JOB = """
 name = "mine"
@@ -66,7 +66,8 @@ def furnish(folder: Path) -> None:
         archive.extractall(folder, filter="data")
     with tarfile.open(EARLIER / "credits.tar.gz") as archive:  # an emulated run
         archive.extractall(folder, filter="data")
-    place(folder, Path(MADE_IN))
+    for run in (folder / "runs").iterdir():
+        convert_jobs(run, folder)
     (folder / "job.toml").write_text(JOB)
     (folder / "data.jsonl").write_text(ROWS)
 

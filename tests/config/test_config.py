@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from staleflow.cli.config import command as config_command
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, model_files, schema
+from staleflow.pipeline.config.job_conversion import MOVED
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.strategies.routing import Random, ThroughputOptimal
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.engine_settings import ENGINES
 from tests.commands import command
@@ -47,6 +50,24 @@ def test_whatever_keys_and_texts_a_job_has_it_is_read_back_as_it_was(options: di
     config = RunConfig(task=replace(RunConfig().task, options=options, answer_pattern=pattern))
     read = tomllib.loads(knob_tree.to_toml(config))["task"]
     assert (read["options"], read["answer_pattern"]) == (options, pattern)
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_a_key_that_has_moved_says_where_it_is_now(tmp_path: Path, old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key {old}; did you mean {new}\?$"):
+        load(tmp_path, GOOD, f"{old}=1")
+
+
+def test_a_rule_is_chosen_and_set_by_overrides_in_any_order(tmp_path: Path) -> None:
+    chosen, knob = "rollout.routing=throughput_optimal", "rollout.routing.mu=0.25"
+    for overrides in ((chosen, knob), (knob, chosen), ("rollout.routing.name=throughput_optimal", knob)):
+        routing = load(tmp_path, GOOD, *overrides).rollout.routing
+        assert isinstance(routing, ThroughputOptimal) and routing.mu == 0.25
+    text = f'{GOOD}[rollout.routing]\nname = "throughput_optimal"\nmu = 0.25\n'
+    assert load(tmp_path, text).rollout.routing == routing
+    assert load(tmp_path, text, "rollout.routing=random").rollout.routing == Random()
+    with pytest.raises(ConfigError, match=r"mu: a knob of throughput_optimal; rollout\.routing\.name is random"):
+        load(tmp_path, text, "rollout.routing.name=random")
 
 
 def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
@@ -115,10 +136,27 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("simulation.report_s=0", "out of range; it must be >= 0.01"),
         ("batch.stragglers=retry", "stragglers = 'retry' is no more: .* never made a step shorter; use wait or trunc"),
         ("batch.stragglers=retri", "must be one of wait, truncate, not 'retri'"),
-        ("staleness={admission='pipeline_depth', depth=3}", "samples further ahead than .*eta = 1 .* at most 2"),
-        ("staleness={admission='pipeline_depth', depth=0.5}", "depth = 0.5 is out of range; it must be >= 1"),
-        ("staleness={admission='windowed_fifo', ahead=1}", "lets groups lag 2 steps, staleness.eta allows 1; lower"),
-        ("rollout.engine.options={a=1}", "not supported by the transformers engine"),
+        ("staleness.admission={name='pipeline_depth', depth=3}", "samples further ahead than .*eta = 1 .* at most 2"),
+        ("staleness.admission={name='pipeline_depth', depth=0.5}", "depth = 0.5 is out of range; it must be >= 1"),
+        (
+            "staleness.admission={name='windowed_fifo', ahead=1}",
+            "lets groups lag 2 steps, staleness.eta allows 1; lower",
+        ),
+        (
+            "rollout.engine.options={a=1}",
+            "options: a knob of vllm; rollout.engine.name is transformers, which has max_ru",
+        ),
+        ("rollout.engine=vllm", "rollout.engine must be a table, not 'vllm'; set rollout.engine.name"),
+        ("rollout.engine.time_scale=2", "time_scale: a knob of emulated; rollout.engine.name is transformers"),
+        (
+            "rollout.routing.mu=0.2",
+            "mu: a knob of throughput_optimal; rollout.routing.name is deadline, which has none",
+        ),
+        ("rollout.routing={name='throughput_optimal', mu=2}", "mu = 2.0 is out of range; it must be >= 0, <= 1"),
+        ("rollout.routing=3", "rollout.routing must be a name, or a table with name, not 3"),
+        ("training.clip_low=0.1", r"unknown key training.clip_low; did you mean training.loss.clip_low\?"),
+        ("name.x=3", "name must be a string, not"),
+        ("steps.x=3", "steps must be a whole number, not {'x': 3}"),
         ('rollout.engine.speculation={length=4,source="ngram"}', "not supported by the transformers engine"),
         (
             'rollout.engine={name="vllm",tensor_parallel=2,speculation={length=4}}',
@@ -225,12 +263,13 @@ def test_every_knob_says_what_it_means(tmp_path: Path) -> None:
 def test_what_a_job_means_is_told_as_json_and_only_what_it_sets_is_marked() -> None:
     rows = json.loads(command("config", "explain", "examples/demo.toml", "--json").stdout)
     values = {row["key"]: (row["value"], row["default"]) for row in rows}
-    assert values["rollout.engine.options"] == ({}, {})
+    assert values["task.eval_options"] == ({}, {})
+    assert values["rollout.routing.name"] == ("deadline", "deadline")
     assert values["task.options"] == ({"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1}, {})
     lines = command("config", "explain", "examples/demo.toml").stdout.splitlines()
     marked = {line[2:].split()[0] for line in lines if line.startswith("* ")}
     assert "task.options" in marked
-    assert "rollout.engine.options" not in marked
+    assert not marked & {"task.eval_options", "rollout.routing.name"}
 
 
 @pytest.mark.parametrize("path", sorted(Path("examples").glob("*.toml")), ids=lambda p: p.name)
@@ -253,31 +292,35 @@ def test_an_example_whose_model_is_not_made_yet_says_what_makes_it(
 
 
 EXAMPLES = sorted(Path("examples").glob("*.toml"))
-WRITTEN = Path(__file__).parent / "golden"
-"""What `config explain` printed, and the config.toml a run of the example left, when each key was declared by hand."""
 
 
-def without_meaning(text: str) -> list[tuple[str, str, str]]:
-    """Each row's mark and key, its value's first word, and its limits; what a key means may be said in better words."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    column = max(len(line[2:].split()[0]) for line in lines) + 4  # where values begin
-    return [
-        (line[:column].strip(), line[column:].partition(" ")[0], line[line.rfind("[") :] if line.endswith("]") else "")
-        for line in lines
-    ]
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a tree by dotted key; a table that is free in form is one."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        table = isinstance(value, Mapping) and f"{prefix}{name}" not in FREE
+        found |= flat(value, f"{prefix}{name}.") if table else {f"{prefix}{name}": value}
+    return found
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
-def test_explain_prints_each_key_in_the_order_it_always_had(path: Path) -> None:
-    result = CliRunner().invoke(config_command, ["explain", str(path)])
-    assert without_meaning(result.stdout) == without_meaning((WRITTEN / f"{path.stem}.txt").read_text())
+FREE = ("task.options", "task.eval_options", "reward.parts", "evaluation.sets")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
-def test_the_config_of_an_earlier_run_reads_as_the_same_job(path: Path) -> None:
-    earlier = WRITTEN / f"{path.stem}.config.toml"
-    assert loading.load(earlier) == loading.load(path)
-    assert knob_tree.to_toml(loading.load(path)) == earlier.read_text()
+def test_explain_has_each_key_of_a_written_job_and_marks_what_differs_from_its_default(path: Path) -> None:
+    written = flat(tomllib.loads(knob_tree.to_toml(loading.load(path))))
+    rows = json.loads(command("config", "explain", str(path), "--no-check", "--json").stdout)
+    rows = [row for row in rows if row["limits"] != "derived"]
+    assert {row["key"]: row["value"] for row in rows} == written
+    *lines, _ = command("config", "explain", str(path), "--no-check").stdout.splitlines()
+    printed = [(line[0], line[2:].split()[0]) for line in lines if line.startswith(("  ", "* "))]
+    assert printed == [(" " if row["value"] == row["default"] else "*", row["key"]) for row in rows]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_an_example_is_written_and_read_back_as_it_was(path: Path, tmp_path: Path) -> None:
+    config = loading.load(path)
+    assert load(tmp_path, knob_tree.to_toml(config)) == config
 
 
 def test_explain_as_json_has_every_row_and_marks_no_table_that_is_not_set() -> None:
@@ -291,15 +334,3 @@ def test_explain_says_only_what_was_checked() -> None:
     """An emulated job names no model, and no data or reward that is used."""
     result = CliRunner().invoke(config_command, ["explain", "examples/dryrun.toml"])
     assert (result.exit_code, result.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("routing", "slack", "told"), [("deadline", 1.5, True), ("deadline", 0, False), ("deadline@1", 1.5, False)]
-)
-def test_a_slack_that_the_routing_rule_does_not_use_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, routing: str, slack: float, told: bool
-) -> None:
-    """Not refused: jobs of before have it without anybody having asked for it."""
-    load(tmp_path, GOOD, f"rollout.routing={routing}", f"rollout.pace_slack={slack}")
-    said = "rollout.pace_slack = 1.5 is not used: rollout.routing = 'deadline' finds the slack itself; remove it"
-    assert [said in record.getMessage() for record in caplog.records] == [True] * told

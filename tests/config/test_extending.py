@@ -26,7 +26,6 @@ from staleflow.tasks.engines.engine_settings import ENGINES
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import Registry
 from staleflow.tasks.sources.task_sources import make_reward, make_source
-from staleflow.tasks.training.advantage import advantages
 from staleflow.tasks.training.loss import LOSSES, Tokens
 
 PAGE = Path("docs/extending.md").read_text()
@@ -69,9 +68,7 @@ def simulated(config: RunConfig) -> Trace:
 
 
 def test_a_rule_from_a_file_routes_and_declines_as_it_says(example: Any) -> None:
-    often, seldom = (
-        simulated(example("A routing rule", rollout={"routing_options": {"most": most}})) for most in (10**6, 100)
-    )
+    often, seldom = (simulated(example("A routing rule", rollout={"routing": {"most": most}})) for most in (10**6, 100))
     assert simulated(example("A routing rule")).steps[-1].step == 5
     assert len(often.steps) == len(seldom.steps) == 6
     assert often.refusals.get("gain too small", 0) == 0 < seldom.refusals["gain too small"]
@@ -103,7 +100,7 @@ def test_a_loss_from_a_file_equals_its_formula(example: Any) -> None:
 
 def test_an_advantage_from_a_file(example: Any) -> None:
     rewards, valid = np.array([[1.0, 0.0, 5.0], [3.0, 1.0, 9.0]]), np.array([[True] * 3, [True, True, False]])
-    given = advantages(example("An advantage").training.advantage, rewards, valid)
+    given = example("An advantage").training.advantage.advantages(rewards, valid)
     assert given.tolist() == [[0.0, -1.0, 4.0], [1.0, -1.0, 0.0]]
 
 
@@ -123,13 +120,13 @@ def test_a_source_a_reward_and_a_tracker_from_a_file(example: Any, tmp_path: Pat
 
 
 def test_an_engine_is_registered_by_its_settings() -> None:
-    registry: Registry[Any] = Registry("engine", "rollout.engine.name", contract=engines.EngineSettings)
+    registry: Registry[Any] = Registry("engine", "rollout.engine", engines.EngineSettings)
     known = {"ENGINES": registry, "ModelSettings": engines.ModelSettings, "knob": knob, "dataclass": dataclass}
     known |= {"__name__": __name__}
     exec(compile(blocks("An engine", "python")[0], "settings.py", "exec", dont_inherit=True), known)
     assert {ENGINES.find(name) for name in ENGINES.names} == set(MODULES)
-    assert registry.names == ("parrot",) and registry.wants("parrot", "echoes")
-    with pytest.raises(TypeError, match="engine 'mute' lacks keeps, drafts, refused_options"):
+    assert registry.with_knob("echoes") == ["parrot"]
+    with pytest.raises(TypeError, match="engine 'mute' must be a dataclass derived from EngineSettings"):
         registry.register("mute")(type("MuteSettings", (), {}))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ from staleflow.cli.config import command
 from staleflow.pipeline.config.json_schema import json_schema
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings.knobs import build, spec_of
+from staleflow.tasks.settings.knobs import build, keys_of
+from staleflow.tasks.settings.registry import Choice
 
 SCHEMA = json_schema(RunConfig)
 STORED = Path("docs/job.schema.json")
@@ -25,8 +26,9 @@ EXAMPLES = sorted(Path("examples").glob("*.toml"))
 KINDS = {"boolean": bool, "integer": int, "number": (int, float), "string": str, "object": dict, "array": list}
 KEYWORDS = {
     "type", "items", "properties", "additionalProperties", "propertyNames",
-    "enum", "anyOf", "pattern", "minimum", "maximum", "exclusiveMinimum",
+    "enum", "const", "anyOf", "oneOf", "required", "pattern", "minimum", "maximum", "exclusiveMinimum",
 }  # fmt: skip
+ALTERNATIVES = {"anyOf": math.inf, "oneOf": 1}
 SAYS_NOTHING = {"$schema", "title", "description", "default"}
 
 
@@ -40,7 +42,12 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
         return False
     if "enum" in schema and value not in schema["enum"]:
         return False
-    if "anyOf" in schema and not any(accepts(one, value) for one in schema["anyOf"]):
+    if "const" in schema and value != schema["const"]:
+        return False
+    fitting = {word: sum(accepts(one, value) for one in schema[word]) for word in ALTERNATIVES if word in schema}
+    if not all(1 <= count <= ALTERNATIVES[word] for word, count in fitting.items()):
+        return False
+    if any(name not in value for name in schema.get("required", ())):
         return False
     if "pattern" in schema and not re.search(schema["pattern"], value):
         return False
@@ -52,7 +59,8 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
         return False
     if "properties" in schema:
         known = schema["properties"]
-        return all(key in known and accepts(known[key], below) for key, below in value.items())
+        closed = not schema.get("additionalProperties", True)
+        return all(accepts(known[k], below) if k in known else not closed for k, below in value.items())
     if "propertyNames" in schema:
         names, below = schema["propertyNames"], schema["additionalProperties"]
         return all(accepts(names, name) and accepts(below, entry) for name, entry in value.items())
@@ -61,7 +69,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
 
 def test_the_stored_schema_is_current() -> None:
     printed = CliRunner().invoke(command, ["schema"]).output
-    assert STORED.read_text() == printed, "run `staleflow config schema > docs/job.schema.json`"
+    assert STORED.read_text() == printed, "run `make generated`"
     assert json.loads(printed) == SCHEMA
 
 
@@ -75,19 +83,40 @@ def test_the_examples_name_the_schema_and_keep_it(path: Path) -> None:
     assert not accepts(SCHEMA, tree | {"rollout": {"top_p": 0.9}})
 
 
-def leaves(cls: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for declared in dataclasses.fields(cls):
-        here = (*path, declared.name)
-        if spec_of(declared) is None:
-            yield from leaves(declared.default, here)
+def leaves(cls: Any, path: tuple[str, ...] = (), name: str = "") -> Iterator[tuple[tuple[str, ...], Any, str]]:
+    """(path, knob, name of the entry that has it, if it is one's) of every key."""
+    for key, (hint, spec) in keys_of(cls).items():
+        here = (*path, key)
+        if spec is None:
+            yield from leaves(hint, here, name)
         else:
-            yield here, declared
+            yield here, spec, name
+        if isinstance(spec, Choice):
+            for entry in spec.registry.names:
+                yield from leaves(spec.registry.find(entry), here, entry)
+
+
+def job_with(path: tuple[str, ...], name: str, value: Any) -> Any:
+    """A job that sets one key. name: of the entry that has it, or the table above it."""
+    tree: Any = value
+    for depth, part in reversed(list(enumerate(path))):
+        tree = {part: tree}
+        if name and depth == CHOSEN_AT.get(path[:depth], -1):
+            tree["name"] = name
+    return tree
+
+
+CHOSEN_AT = {path: len(path) for path, spec, _ in leaves(RunConfig) if isinstance(spec, Choice)}
 
 
 def tried(spec: Any) -> list[Any]:
     """Values at and beyond the limits, and of every type."""
     values: list[Any] = [True, -1, 0, 1, 2.5, 10**12, "", "nonsense", "mine.py:Name", "module:Name", ":x", {}, {"a": 1}]
-    values += [[], [3], [[]], ["nonsense"], list(spec.choices)]
+    values += [[], [3], [[]], ["nonsense"], list(spec.choices), {"name": 3}, {"name": "nonsense"}]
+    values += [{"name": "mine.py:Name"}, {"name": "mine.py:Name", "a": 1}, {"name": "x", "a": 1}]
+    if isinstance(spec, Choice):
+        names = spec.registry.names
+        values += [*names, *({"name": name} for name in names), *({"name": name, "a": 1} for name in names)]
     for limit in (spec.low, spec.high, spec.above):
         if limit is not None:
             values += [limit, limit - 1e-6, limit + 1e-6, int(limit), int(limit) - 1, int(limit) + 1]
@@ -95,16 +124,14 @@ def tried(spec: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "declared"), tuple(leaves(RunConfig)), ids=lambda p: ".".join(p) if type(p) is tuple else ""
+    ("path", "spec", "name"), tuple(leaves(RunConfig)), ids=lambda p: ".".join(p) if type(p) is tuple else f"{p}"[:20]
 )
-def test_schema_and_reader_agree_on_every_key(path: tuple[str, ...], declared: Any) -> None:
+def test_schema_and_reader_agree_on_every_key(path: tuple[str, ...], spec: Any, name: str) -> None:
     agreed = set()
-    for value in tried(spec_of(declared)):
+    for value in tried(spec):
         if isinstance(value, float) and value.is_integer():
             continue  # 2.0 is an integer to JSON, and not to TOML
-        tree: Any = value
-        for name in reversed(path):
-            tree = {name: tree}
+        tree = job_with(path, name, value)
         try:
             build(RunConfig, tree, "job")
             read = True

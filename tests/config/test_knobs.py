@@ -11,7 +11,8 @@ import pytest
 from staleflow.pipeline.config.knob_tree import explained
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings.knobs import build, default_of, knob, knobs
+from staleflow.tasks.settings.knobs import PARAMETER, build, default_of, knob, knobs
+from staleflow.tasks.settings.registry import RegistryEntry
 
 
 @pytest.mark.parametrize(
@@ -34,12 +35,19 @@ def test_a_default_beyond_its_own_limits_fails_where_it_is_declared(default: Any
     assert fault in str(caught.value)
 
 
+def is_table(declared: dataclasses.Field[Any]) -> bool:
+    return PARAMETER not in declared.metadata
+
+
 def test_every_default_of_a_job_passes_the_check_that_a_set_value_passes() -> None:
     def check(node: Any) -> int:
         own = knobs(type(node))
-        below = [getattr(node, f.name) for f in dataclasses.fields(node) if f.name not in own]
-        assert build(type(node), {name: default_of(f) for name, f in own.items()}, "defaults") == type(node)()
-        return len(own) + sum(check(one) for one in below)
+        tables = {name: default_of(f) for name, f in own.items() if isinstance(default_of(f), RegistryEntry)}
+        set_values = {name: default_of(f) for name, f in own.items() if name not in tables}
+        chosen = {name: {"name": entry.name} for name, entry in tables.items()}
+        assert build(type(node), set_values | chosen, "defaults") == type(node)()
+        below = [getattr(node, f.name) for f in dataclasses.fields(node) if f.name not in own and is_table(f)]
+        return len(own) + sum(check(one) for one in (*below, *tables.values()))
 
     assert check(RunConfig()) >= len(explained(RunConfig())) > 100
 
@@ -47,7 +55,7 @@ def test_every_default_of_a_job_passes_the_check_that_a_set_value_passes() -> No
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     share: float = knob(0.5, "a share", low=0, high=1)
-    names: dict[str, int] = knob({}, "numbers by name", shown=False)
+    names: dict[str, int] = knob({}, "numbers by name")
     given: int = 3
 
 
@@ -58,8 +66,3 @@ def test_only_knobs_are_read_and_tables_are_not_shared() -> None:
         build(Sample, {"given": 4}, "x", "a.")
     with pytest.raises(ConfigError, match=r"x: a.names must be a table, not 3"):
         build(Sample, {"names": 3}, "x", "a.")
-
-
-def test_a_table_that_nobody_set_is_not_shown() -> None:
-    assert [row.key for row in explained(Sample())] == ["share"]
-    assert [row.key for row in explained(Sample(names={"a": 1}))] == ["share", "names"]

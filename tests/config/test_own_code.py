@@ -20,7 +20,7 @@ from staleflow.pipeline.recovery.run_folder import load_job, prepare_run_dir, wr
 from staleflow.pipeline.strategies.routing import Candidate, OwnRouting
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion
-from staleflow.tasks.training.advantage import advantages
+from staleflow.tasks.training.advantage import OwnAdvantage
 from staleflow.tasks.training.loss import LOSSES, Tokens
 
 MINE = '''
@@ -149,12 +149,12 @@ def job(*overrides: str) -> RunConfig:
 
 
 def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(mine: Path) -> None:
-    config = job(f"rollout.routing={mine}:Fullest", "rollout.routing_options.share=0.25")
+    config = job(f"rollout.routing={mine}:Fullest", "rollout.routing.share=0.25")
     rule = make_strategies(config).routing
     assert isinstance(rule, OwnRouting)
-    assert rule.rule.share == 0.25  # the user's class
-    other = make_strategies(config).routing.rule  # the same
-    assert other.rng.integers(2**60) == rule.rule.rng.integers(2**60)  # by the job's seed
+    assert rule.code.share == 0.25  # the user's class
+    other = make_strategies(config).routing.code  # the same
+    assert other.rng.integers(2**60) == rule.code.rng.integers(2**60)  # by the job's seed
     assert config.weighs_costs
 
 
@@ -169,23 +169,24 @@ def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(min
         ("rollout.routing={mine}:Greedy", "unknown parameter network; available: cost, eta, rng"),
         ("rollout.routing={mine}:Broken", "cannot be constructed: RuntimeError: not today"),
         (
-            "rollout.routing={mine}:Fullest rollout.routing_options.shre=1",
-            "you mean rollout.routing_options.share?",
+            "rollout.routing={mine}:Fullest rollout.routing.shre=1",
+            "you mean rollout.routing.share?",
         ),
         (
-            "rollout.routing={mine}:Fullest rollout.routing_options.share=2",
-            "routing_options.share = 2.0 is out",
+            "rollout.routing={mine}:Fullest rollout.routing.share=2",
+            "rollout.routing.share = 2.0 is out",
         ),
-        ("rollout.routing={mine}:First rollout.routing_options.a=2", "rollout.routing_options.a; known here: none"),
-        ("rollout.routing_options.share=1", "those of deadline are set in [rollout]: none"),
+        ("rollout.routing={mine}:First rollout.routing.a=2", "rollout.routing.a; known here: none"),
+        ("rollout.routing.share=1", "the routing rule deadline has no such knob; it has none"),
+        ("training.loss.a=1", "the loss decoupled_ppo has no such knob; it has clip_low, clip_high, weight_cap"),
         (
-            "training.loss.options.a=1",
-            "decoupled_ppo are set in [training.loss]: clip_low, clip_high, weight_cap",
+            "training.loss.tau=1",
+            "training.loss.tau: a knob of kimi; training.loss.name is decoupled_ppo, which has clip_low",
         ),
         ("training.loss.name={mine}:First", "it lacks needs_proximal, token_loss"),
         (
-            "training.loss.name={mine}:Linear training.loss.options.slope=0",
-            "options.slope = 0.0 is out of range",
+            "training.loss.name={mine}:Linear training.loss.slope=0",
+            "training.loss.slope = 0.0 is out of range",
         ),
         ("training.advantage={mine}:none", "has no function none"),
         ("training.advantage=gpro", "did you mean 'grpo'?"),
@@ -274,7 +275,7 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: P
         logprobs=logprobs, proximal=logprobs, behaviour=logprobs, advantage=torch.tensor([[2.0], [0.5]]), sampled=whole,
         lags=whole.long(),
     )  # fmt: skip
-    config = job(f"training.loss.name={mine}:Linear", "training.loss.options.slope=3").training.loss
+    config = job(f"training.loss.name={mine}:Linear", "training.loss.slope=3").training.loss
     result = LOSSES.make(config).token_loss(tokens)
     assert result.loss.tolist() == [[6.0] * 3, [1.5] * 3]
     sees = LOSSES.make(job(f"training.loss.name={mine}:Sees").training.loss)
@@ -291,18 +292,18 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: P
 
 def test_an_advantage_from_a_file_must_give_a_number_a_trajectory(mine: Path) -> None:
     rewards, valid = np.array([[1.0, 0.0], [3.0, 3.0]]), np.array([[True, True], [True, False]])
-    assert advantages(f"{mine}:best", rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
+    assert OwnAdvantage(name=f"{mine}:best").advantages(rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
     with pytest.raises(ConfigError, match=r"gave shape \(2,\); it must give \(2, 2\) finite numbers"):
-        advantages(f"{mine}:short", rewards, valid)
+        OwnAdvantage(name=f"{mine}:short").advantages(rewards, valid)
     with pytest.raises(ConfigError, match="gave a number that is not finite"):
-        advantages(f"{mine}:endless", rewards, valid)
+        OwnAdvantage(name=f"{mine}:endless").advantages(rewards, valid)
 
 
 OWN = (
     "rollout.routing=mine.py:Fullest",
     "training.advantage=mine.py:best",
     "training.loss.name=mine.py:Linear",
-    "training.loss.options.slope=2",
+    "training.loss.slope=2",
 )
 
 
@@ -311,11 +312,11 @@ def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytes
     monkeypatch.chdir(mine.parent)
     here = loading.load(examples / "dryrun.toml", (*OWN, f"runs_dir={tmp_path}/there"))
     config, code = user_files.with_code(user_files.located(here))
-    assert code == dict.fromkeys(("rollout_mine.py", "training_mine.py", "loss_mine.py"), MINE)
+    assert code == dict.fromkeys(("routing_mine.py", "advantage_mine.py", "loss_mine.py"), MINE)
     mine.unlink()
     there = on_this_cluster(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
     write_code(there.run_dir, code)
-    assert there.rollout.routing == f"{there.run_dir}/code/rollout_mine.py:Fullest"
+    assert there.rollout.routing.name == f"{there.run_dir}/code/routing_mine.py:Fullest"
     user_files.check(there)
     again, same = user_files.with_code(there)  # gone on with from its folder
     assert (again.rollout.routing, same) == (config.rollout.routing, code)

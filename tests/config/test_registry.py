@@ -1,122 +1,162 @@
-"""Registries: name, description, knobs and behaviour in one place; the table that chooses is composed from them."""
+"""Registries: a job holds what it selects by name, with the knobs of that class and no others."""
 
 from __future__ import annotations
 
-import dataclasses
+import tomllib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from staleflow.tasks.settings.knobs import build, default_of, knob, knobs
-from staleflow.tasks.settings.registry import Registry, choice, composed
+from staleflow.pipeline.config.knob_tree import explained, to_toml
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings.knobs import build, knob, parameter
+from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode, choice
 
 
-class Brush(Protocol):
+class Brush(RegistryEntry, ABC):
+    __slots__ = ()
+
     @property
+    @abstractmethod
     def colour(self) -> str: ...
 
+    @abstractmethod
     def paint(self) -> str: ...
 
 
-def brushes() -> Registry[Brush]:
-    """Two brushes, one with a knob and with something it is given."""
-    registry: Registry[Brush] = Registry("brush", "paint.brush", contract=Brush)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnBrush(UserCode, Brush):
+    @property
+    def colour(self) -> str:
+        return str(self.code.colour)
 
-    @registry.register("plain")
-    class Plain:
-        colour = "white"
-
-        def paint(self) -> str:
-            return self.colour
-
-    @registry.register("wide")
-    @dataclass(frozen=True)
-    class Wide:
-        ink: str
-        width: int = knob(3, "how wide", low=1)
-        other: str = "as declared"
-
-        colour = "blue"
-
-        def paint(self) -> str:
-            return self.ink * self.width + self.other
-
-    return registry
+    def paint(self) -> str:
+        return f"[{self.code.paint()}]"
 
 
-def table(registry: Registry[Any], **choosing: Any) -> type[Any]:
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    @composed
-    class Paint:
-        size: int = knob(1, "how much")
-        brush: str = choice(registry, "plain", "with what", **choosing)
-        wet: bool = knob(False, "whether it is wet")
-
-    return Paint
+BRUSHES: Registry[Brush] = Registry(
+    "brush", "brush", Brush, user_code=OwnBrush, removed={"dry": "it left no trace; use plain"}
+)
 
 
-def test_a_table_has_the_knobs_of_all_it_may_choose_behind_the_choice() -> None:
-    registry = brushes()
-    paint = table(registry)
-    assert list(knobs(paint)) == ["size", "brush", "width", "wet"]
-    assert list(knobs(table(registry, knobs_after="wet"))) == ["size", "brush", "wet", "width"]
-    assert default_of(knobs(paint)["width"]) == 3
-    with pytest.raises(ValueError, match=r"x: width = 0 is out of range; it must be >= 1"):
-        build(paint, {"width": 0}, "x")
+@BRUSHES.register("plain")
+@dataclass(frozen=True, slots=True)
+class Plain(Brush):
+    colour = "white"
+
+    def paint(self) -> str:
+        return self.colour
 
 
-def test_it_is_made_with_its_knobs_and_with_what_it_asks_for() -> None:
-    registry = brushes()
-    paint = table(registry)
-    assert registry.make(paint(), {"ink": "!"}).paint() == "white"
-    assert registry.make(paint(brush="wide", width=2), {"ink": "!", "unasked": 1}).paint() == "!!as declared"
-    assert registry.wants("wide", "ink") and not registry.wants("plain", "ink")
-    with pytest.raises(ValueError, match="no brush 'thin'; choose from plain, wide"):
-        registry.make(paint(brush="thin"))
+@BRUSHES.register("wide")
+@dataclass(frozen=True, slots=True)
+class Wide(Brush):
+    ink: str = parameter()
+    width: int = knob(3, "how wide", low=1)
+
+    colour = "blue"
+
+    def paint(self) -> str:
+        return self.ink * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paint:
+    size: int = knob(1, "how much")
+    brush: Brush = choice(BRUSHES, "plain", "with what")
+
+
+def painted(tree: Any) -> Paint:
+    return build(Paint, tree, "x")
+
+
+def test_a_name_is_short_for_a_table_with_that_name() -> None:
+    assert painted({"brush": "wide"}) == painted({"brush": {"name": "wide"}}) == Paint(brush=Wide())
+    assert painted({}) == painted({"brush": {}}) == Paint(brush=Plain())
+    assert painted({"brush": {"name": "wide", "width": 5}}).brush == Wide(width=5)
+    assert (Plain.name, Wide().name) == ("plain", "wide")
+
+
+@pytest.mark.parametrize(
+    ("brush", "message"),
+    [
+        ("wid", "x: brush must be one of plain, wide, or your own, file.py:NAME, not 'wid'; did you mean 'wide'?"),
+        ({"name": "wid"}, "x: brush.name must be one of plain, wide, or your own"),
+        ("dry", "x: brush = 'dry' is no more: it left no trace; use plain"),
+        (3, "x: brush must be a name, or a table with name, not 3"),
+        ({"width": 2}, "x: brush.width: a knob of wide; brush.name is plain, which has none"),
+        ({"name": "wide", "widht": 2}, "x: brush.widht: the brush wide has no such knob; did you mean brush.width?"),
+        ({"name": "wide", "colour": 2}, "x: brush.colour: the brush wide has no such knob; it has width"),
+        ({"name": "wide", "ink": "!"}, "x: brush.ink: the brush wide has no such knob; it has width"),
+        ({"name": "wide", "width": 0}, "x: brush.width = 0 is out of range; it must be >= 1"),
+        ({"name": "wide", "width": "2"}, "x: brush.width must be a whole number, not '2'"),
+        ({"name": "mine.py:X", "width": 2**64}, "x: brush.width = 18446744073709551616 is out of range"),
+    ],
+)
+def test_each_mistake_is_one_line(brush: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        painted({"brush": brush})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_knob_set_outside_of_its_table_names_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key width; did you mean brush.width\?"):
+        painted({"width": 2})
+
+
+def test_it_is_made_with_its_knobs_and_with_its_parameters() -> None:
+    wide = painted({"brush": {"name": "wide", "width": 2}}).brush
+    assert wide.needs("ink") and not wide.needs("width") and not Plain().needs("ink")
+    assert BRUSHES.make(wide, {"ink": "!", "other": 1}).paint() == "!!"
+    assert BRUSHES.make(Plain(), {"ink": "!"}).paint() == "white"
+    with pytest.raises(KeyError):
+        BRUSHES.make(wide, {})
+
+
+def test_user_code_has_its_knobs_in_the_same_table_and_is_loaded_when_it_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    table = {"name": f"{file}:Mine", "times": 2}
+    brush = painted({"brush": table}).brush  # no file is there yet
+    file.write_text(
+        "from dataclasses import dataclass\nfrom staleflow.tasks.settings.knobs import knob\n"
+        "@dataclass\nclass Mine:\n    ink: str\n    times: int = knob(1, 'how often', low=1)\n    colour = 'red'\n"
+        "    def paint(self): return self.ink * self.times\n"
+        "class Half:\n    colour = 'red'\n"
+    )
+    assert BRUSHES.make(brush, {"ink": "!"}).paint() == "[!!]"
+    assert BRUSHES.make(brush, {"ink": "!"}) != brush
+    with pytest.raises(ConfigError, match=r"unknown key brush.tmes; did you mean brush.times\?"):
+        BRUSHES.make(painted({"brush": {"name": f"{file}:Mine", "tmes": 2}}).brush, {"ink": "!"})
+    with pytest.raises(ConfigError, match="unknown parameter ink; available: nothing"):
+        BRUSHES.make(brush)
+    with pytest.raises(ConfigError, match=r"it lacks paint; docs/extending.md has an example"):
+        BRUSHES.make(painted({"brush": f"{file}:Half"}).brush)
+
+
+@pytest.mark.parametrize("brush", ["plain", {"name": "wide", "width": 5}, {"name": "mine.py:X", "a b": 1, "c": [2]}])
+def test_a_choice_is_written_and_explained_with_its_own_knobs(brush: Any) -> None:
+    paint = painted({"brush": brush})
+    table = {"name": brush} if isinstance(brush, str) else brush
+    assert tomllib.loads(to_toml(paint)) == {"size": 1, "brush": table}
+    assert {row.key: row.value for row in explained(paint)} == {
+        "size": 1, **{f"brush.{key}": value for key, value in table.items()}
+    }  # fmt: skip
 
 
 def test_what_cannot_be_registered_says_why() -> None:
-    registry = brushes()
-    with pytest.raises(TypeError, match="brush 'dry' lacks colour, paint"):
-        registry.register("dry")(object)
+    @dataclass(frozen=True)
+    class Handle(Brush):
+        pass
+
+    with pytest.raises(TypeError, match="brush 'handle' lacks colour, paint"):
+        BRUSHES.register("handle")(Handle)
+    with pytest.raises(TypeError, match="brush 'bare' must be a dataclass derived from Brush"):
+        BRUSHES.register("bare")(type("Bare", (Plain,), {}))
     with pytest.raises(ValueError, match="brush 'plain' is registered already"):
-        registry.register("plain")(registry.find("wide"))
-
-    def with_width(**limits: Any) -> type[Any]:
-        @dataclass
-        class Other:
-            width: int = knob(3, "how wide", **limits)
-
-            colour = "red"
-
-            def paint(self) -> str:
-                return ""
-
-        return Other
-
-    with pytest.raises(ValueError, match="knob width is declared differently by another brush"):
-        registry.register("other")(with_width(low=2))
-    registry.register("same")(with_width(low=1))
-    table(registry)
-    late = dataclasses.make_dataclass(
-        "Late", [("depth", int, knob(1, "how deep"))], namespace={"colour": "", "paint": lambda self: ""}
-    )
-    with pytest.raises(ValueError, match=r"the table of paint.brush is already built, without depth"):
-        registry.register("late")(late)
-
-
-def test_a_table_that_declares_a_knob_itself_is_refused() -> None:
-    registry = brushes()
-    with pytest.raises(ValueError, match="Twice declares width, and so does a brush"):
-
-        @composed
-        class Twice:
-            brush: str = choice(registry, "plain", "with what")
-            width: int = knob(3, "how wide", low=1)
-
-    with pytest.raises(ValueError, match="Thrice has no field nowhere to place knobs after"):
-
-        @composed
-        class Thrice:
-            brush: str = choice(registry, "plain", "with what", knobs_after="nowhere")
+        BRUSHES.register("plain")(Wide)
+    with pytest.raises(ValueError, match="no brush 'thin'; choose from plain, wide"):
+        BRUSHES.find("thin")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.pipeline.config.schema import BatchConfig, RolloutConfig, StalenessConfig
 from staleflow.pipeline.coordination.commands import (
     Abort,
     Command,
@@ -57,6 +56,7 @@ from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFl
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
+from tests.support.entries import entry
 
 A, B = InstanceId("a"), InstanceId("b")
 
@@ -86,15 +86,13 @@ class Bench:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002)
         given = {"cost": cost, "eta": eta, "rng": np.random.default_rng(0)}
-        rollout = RolloutConfig(routing=routing, synchronization=synchronization, migration=migration)
-        batch = BatchConfig(filtering=filtering, stragglers=stragglers, straggler_share=straggler_share)
         strategies = Strategies(
-            admission=ADMISSION.make(StalenessConfig(admission=admission, alpha=eta), given),
-            routing=ROUTING.make(rollout, given),
-            synchronization=SYNCHRONIZATION.make(rollout, given),
-            filtering=FILTERING.make(batch, given),
-            migration=MIGRATION.make(rollout, given),
-            stragglers=STRAGGLERS.make(batch, given),
+            admission=ADMISSION.make(entry(ADMISSION, admission, alpha=eta), given),
+            routing=ROUTING.make(entry(ROUTING, routing), given),
+            synchronization=SYNCHRONIZATION.make(entry(SYNCHRONIZATION, synchronization), given),
+            filtering=entry(FILTERING, filtering),
+            migration=MIGRATION.make(entry(MIGRATION, migration), given),
+            stragglers=entry(STRAGGLERS, stragglers, share=straggler_share),
             max_attempts=max_attempts,
             environments=environments,
             adapters=adapters,

@@ -109,7 +109,7 @@ def test_a_row_that_is_no_instance_is_refused_in_every_turn(turn: int) -> None:
             return 7 if self.turns >= turn else 0
 
     bench = Bench(eta=0, environments=True, max_attempts=3)
-    bench.coordinator._placement._routing = OwnRouting(Rule(), "mine.py:Rule")
+    bench.coordinator._placement._routing = OwnRouting(name="mine.py:Rule", code=Rule())
     bench.join()
     routes = only(bench.arrive(0), Route)
     assert len(routes) == turn - 1

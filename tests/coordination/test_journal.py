@@ -56,16 +56,16 @@ SHAPES = {
     "status": ("rollout.synchronization=status", "rollout.routing=throughput_optimal", "batch.extra_groups=2"),
     "synchronous": ("staleness.admission=synchronous", "batch.extra_members=2"),
     "one_step": ("staleness.admission=one_step", "rollout.routing=random"),
-    "credits": ("staleness.admission=credits", "staleness.alpha=1.5", "rollout.routing=round_robin"),
+    "credits": ("staleness.admission=credits", "staleness.admission.alpha=1.5", "rollout.routing=round_robin"),
     "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
-    "deadline_by_gain": ("rollout.routing=deadline@1", "rollout.pace_slack=1.0"),
+    "deadline_by_gain": ("rollout.routing=deadline@1", "rollout.routing.pace_slack=1.0"),
     "windowed_fifo": ("staleness.admission=windowed_fifo", "rollout.routing=random"),
-    "pipeline_depth": ("staleness.admission=pipeline_depth", "staleness.depth=1.5"),
+    "pipeline_depth": ("staleness.admission=pipeline_depth", "staleness.admission.depth=1.5"),
     "over_provision": ("staleness.admission=over_provision", "batch.extra_members=1"),
-    "retry": ("batch.stragglers=retry@1", "batch.straggler_patience=0.1", "batch.straggler_share=1"),
+    "retry": ("batch.stragglers=retry@1", "batch.stragglers.patience=0.1", "batch.stragglers.share=1"),
     "agents": ("task.environment=yes", "batch.extra_members=1", "rollout.routing=throughput_optimal"),
-    "agents_cut": ("task.environment=yes", "batch.stragglers=truncate", "batch.straggler_patience=0.1"),
-    "truncate": ("batch.stragglers=truncate", "batch.straggler_patience=0.1", "batch.straggler_share=1"),
+    "agents_cut": ("task.environment=yes", "batch.stragglers=truncate", "batch.stragglers.patience=0.1"),
+    "truncate": ("batch.stragglers=truncate", "batch.stragglers.patience=0.1", "batch.stragglers.share=1"),
 }
 
 

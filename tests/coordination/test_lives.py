@@ -32,6 +32,7 @@ from staleflow.pipeline.strategies.filtering import STRAGGLERS
 from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tests.support.entries import table
 
 NAMES = tuple(InstanceId(name) for name in "abcd")
 NUM_EVENTS = 400
@@ -141,6 +142,8 @@ class Life:
 def jobs(draw: st.DrawFn) -> dict[str, Any]:
     """Any combination of strategies and redundancy."""
     eta = draw(st.integers(0, 3))
+    stragglers = draw(st.sampled_from([*STRAGGLERS.names, *STRAGGLERS.unlisted]))
+    admission = draw(st.sampled_from([a for a in ADMISSION.names if eta or a != "windowed_fifo"]))
     return {
         "steps": 5,
         "batch": {
@@ -149,15 +152,11 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
             "extra_groups": draw(st.integers(0, 2)),
             "extra_members": draw(st.integers(0, 2)),
             "filtering": draw(st.sampled_from(["keep_all", "no_signal"])),
-            "stragglers": draw(st.sampled_from([*STRAGGLERS.names, *STRAGGLERS.unlisted])),
-            "straggler_patience": 0.1,
-            "straggler_share": 1.0,
+            "stragglers": table(STRAGGLERS, stragglers, patience=0.1, share=1.0),
         },
         "staleness": {
             "eta": eta,
-            "admission": draw(st.sampled_from([a for a in ADMISSION.names if eta or a != "windowed_fifo"])),
-            "alpha": float(eta),
-            "ahead": max(0, eta - 1),
+            "admission": table(ADMISSION, admission, alpha=float(eta), ahead=max(0, eta - 1)),
         },
         "rollout": {
             "max_new_tokens": 100,

@@ -101,7 +101,7 @@ def test_the_default_is_no_slower_than_plain_reservation_where_a_fixed_slack_is(
     if workload == "bimodal":
         setting = (*setting, "workload.median=1000", "simulation.train_s=65")
     plain = simulated_rate(*setting, "rollout.routing=least_requests")
-    fixed = simulated_rate(*setting, "rollout.routing=deadline@1", "rollout.pace_slack=1.0")
+    fixed = simulated_rate(*setting, "rollout.routing=deadline@1", "rollout.routing.pace_slack=1.0")
     assert fixed < (1 - loss) * plain, "else this tests nothing"
     assert simulated_rate(*setting, "rollout.routing=deadline") > 0.99 * plain
 

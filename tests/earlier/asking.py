@@ -7,11 +7,15 @@ import json
 import math
 import shutil
 import tarfile
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.job_conversion import convert_job
+from staleflow.pipeline.config.knob_tree import to_toml
 from tests.commands import command
 
 HERE = Path(__file__).parent
@@ -28,9 +32,15 @@ def unpack(name: str, folder: Path) -> Path:
     with tarfile.open(HERE / f"{name}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
     (run,) = (folder / "runs").iterdir()
-    for job in run.glob("config*.toml"):
-        job.write_text(job.read_text().replace(MADE_IN, str(folder)))
+    convert_jobs(run, folder)
     return run
+
+
+def convert_jobs(run: Path, folder: Path) -> None:
+    """Convert the job files of a fixture that was unpacked into a folder, as if its run was made there."""
+    for job in run.glob("config*.toml"):
+        tree = tomllib.loads(job.read_text().replace(MADE_IN, str(folder)))
+        job.write_text(to_toml(loading.from_tree(convert_job(tree), str(job))))
 
 
 def ask(run: Path) -> dict[str, Any]:

@@ -20,15 +20,15 @@ def test_a_run_goes_by_a_users_rule_loss_and_advantage_and_is_replayed_by_its_co
         (tmp_path / f"{name}.py").write_text(text)
     end = run(
         job, "steps=2", "task.eval_prompts=0", "rollout.instances=2",
-        f"rollout.routing={tmp_path}/rule.py:LeastTokens", "rollout.routing_options.most=300",
+        f"rollout.routing={tmp_path}/rule.py:LeastTokens", "rollout.routing.most=300",
         f"training.loss.name={tmp_path}/loss.py:Discard", f"training.advantage={tmp_path}/estimate.py:median",
     )  # fmt: skip
     assert end.summary["steps"] == 2
     code = {p.name: p.read_text() for p in (end.run_dir / "code").iterdir()}
     assert code == {
-        "rollout_rule.py": own["rule"],
+        "routing_rule.py": own["rule"],
         "loss_loss.py": own["loss"],
-        "training_estimate.py": own["estimate"],
+        "advantage_estimate.py": own["estimate"],
     }
     for name in own:
         (tmp_path / f"{name}.py").unlink()

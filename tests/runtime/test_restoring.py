@@ -279,7 +279,7 @@ LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
 SHAPES = {
     "draw": LONG,
     "payloads": LONG,
-    "deliver": (*LONG, "batch.stragglers=retry@1", "batch.straggler_patience=0.2", "batch.straggler_share=1"),
+    "deliver": (*LONG, "batch.stragglers=retry@1", "batch.stragglers.patience=0.2", "batch.stragglers.share=1"),
     "scoring_items": LONG,
     "rewarded": LONG,
     "batch": LONG,

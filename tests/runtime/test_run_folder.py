@@ -10,7 +10,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import threading
@@ -411,36 +410,9 @@ def test_store_ls_names_a_run_without_a_store(light: Path) -> None:
     assert (row["run"], row["state"]) == (str(folder), "no store")
 
 
-def test_an_earlier_runs_estimator_stays_what_it_was(tmp_path: Path) -> None:
-    """reinforce_plus_plus once stood for the form with a baseline, in runs whose job files have no training.epochs."""
-    (tmp_path / "job.toml").write_text(JOB.format(runs=tmp_path) + '[training]\nadvantage = "reinforce_plus_plus"\n')
-    config = loading.load(tmp_path / "job.toml")
-    prepare_run_dir(config, {})
-    file = config.run_dir / "config.toml"
-    assert load_job(config.run_dir).training.advantage == "reinforce_plus_plus"
-    file.write_text(re.sub(r"(?m)^epochs = .*\n", "", file.read_text()))
-    assert load_job(config.run_dir).training.advantage == "reinforce_plus_plus_baseline"
-
-
-def test_runs_of_before_evaluate_in_their_share_of_the_places_alone(light: Path) -> None:
-    """As their journals recorded it, and as they go on."""
+def test_a_run_folder_of_an_earlier_version_names_the_command_that_converts_it(light: Path) -> None:
     config = begun(light)
     path = config.run_dir / "config.toml"
-    assert load_job(config.run_dir).evaluation.fill
-    path.write_text(re.sub(r"(?m)^fill = .*\n", "", path.read_text()))
-    assert not load_job(config.run_dir).evaluation.fill
-
-
-def test_runs_of_before_keep_the_rules_that_decide_otherwise_now(light: Path) -> None:
-    """What a journal of theirs recorded was decided by these; job files get the present ones."""
-    config = begun(light, "rollout.routing=deadline", "batch.stragglers=truncate")
-    loaded = load_job(config.run_dir)
-    assert (loaded.rollout.routing, loaded.batch.stragglers) == ("deadline", "truncate")
-    path = config.run_dir / "config.toml"
-    before = re.sub(r"(?m)^window_share = .*\n", "", path.read_text())
-    for stragglers in ("truncate", "retry"):
-        path.write_text(before.replace('stragglers = "truncate"', f'stragglers = "{stragglers}"'))
-        loaded = load_job(config.run_dir)
-        assert (loaded.rollout.routing, loaded.batch.stragglers) == ("deadline@1", f"{stragglers}@1")
-    path.write_text(before.replace('routing = "deadline"', 'routing = "least_requests"'))
-    assert load_job(config.run_dir).rollout.routing == "least_requests"
+    path.write_text('[rollout]\nrouting = "deadline"\npace_slack = 0.0\n')
+    with pytest.raises(ConfigError, match=r"config.toml: written by an earlier version; `staleflow store convert /.*`"):
+        load_job(config.run_dir)

@@ -25,7 +25,7 @@ SHAPES = {
     "plain": BASE,
     "no signal": (*BASE, "batch.filtering=no_signal"),
     "redundancy": (*BASE, "batch.extra_groups=1", "batch.extra_members=1"),
-    "credits": (*BASE, "staleness.admission=credits", "staleness.alpha=2"),
+    "credits": (*BASE, "staleness.admission=credits", "staleness.admission.alpha=2"),
     "synchronous": (*BASE, "staleness.admission=synchronous"),
     "agents": (
         *BASE,
@@ -36,7 +36,7 @@ SHAPES = {
         "workload.tool_tokens=3",
         "simulation.failed_step_share=0.03",
     ),
-    "retry": (*BASE, "batch.stragglers=retry@1", "batch.straggler_patience=0.2", "batch.straggler_share=1"),
+    "retry": (*BASE, "batch.stragglers=retry@1", "batch.stragglers.patience=0.2", "batch.stragglers.share=1"),
 }
 
 

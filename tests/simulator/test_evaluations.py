@@ -113,7 +113,7 @@ def test_it_survives_lost_instances(seed: int, lost: float, eta: int) -> None:
 
 def test_a_trainer_that_loses_patience_meanwhile_cuts_off_what_it_trains_on_only() -> None:
     watch, trace = evaluated(
-        batch__stragglers="truncate", batch__straggler_patience=0.01, batch__straggler_share=1.0,
+        batch__stragglers="truncate", batch__stragglers__patience=0.01, batch__stragglers__share=1.0,
         simulation__report_s=0.05, rollout__instances=1, evaluation__every=1,
     )  # fmt: skip
     assert watch.concluded[-1].version == 8

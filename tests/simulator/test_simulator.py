@@ -25,7 +25,7 @@ from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted
 from staleflow.pipeline.simulator.analysis import bound_of, explanation, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
-from staleflow.pipeline.strategies.admission import ADMISSION, BOUNDLESS
+from staleflow.pipeline.strategies.admission import ADMISSION
 from staleflow.pipeline.strategies.filtering import STRAGGLERS
 from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
@@ -34,6 +34,7 @@ from staleflow.stores.trajectory import Fate
 from staleflow.tasks.emulation.batch_simulator import DecodingInstance
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import Turn
+from tests.support.entries import table
 
 BASE = {
     "rollout.engine.name": "emulated", "steps": 8, "batch.groups_per_step": 6, "batch.group_size": 3,
@@ -49,8 +50,10 @@ def job(**changes: Any) -> RunConfig:
     for key, value in (BASE | {k.replace("__", "."): v for k, v in changes.items()}).items():
         *tables, name = key.split(".")
         node = tree
-        for table in tables:
-            node = node.setdefault(table, {})
+        for below in tables:
+            if isinstance(node.get(below), str):
+                node[below] = {"name": node[below]}
+            node = node.setdefault(below, {})
         node[name] = value
     return loading.from_tree(tree)
 
@@ -280,7 +283,7 @@ def test_stragglers_are_cut_off_and_the_step_goes_on() -> None:
     }
     slow |= {"rollout__max_new_tokens": 3900, "staleness__eta": 0, "steps": 12}
     waits, cuts = (
-        run(job(batch__stragglers=action, batch__straggler_patience=0.5, **slow)) for action in ("wait", "truncate")
+        run(job(batch__stragglers=table(STRAGGLERS, action, patience=0.5), **slow)) for action in ("wait", "truncate")
     )
     assert cuts.finished_s < waits.finished_s
     assert max(s.longest_tokens for s in cuts.steps) < max(s.longest_tokens for s in waits.steps)
@@ -295,13 +298,15 @@ def test_the_rules_of_other_systems_sample_as_far_ahead_as_they_say() -> None:
 
     one_step, depth = stale(staleness__admission="one_step"), stale(staleness__admission="pipeline_depth")
     assert [s.ready_s for s in depth.steps] == [s.ready_s for s in one_step.steps]
-    deep = stale(staleness__admission="pipeline_depth", staleness__depth=4.0)
-    window = stale(staleness__admission="windowed_fifo", staleness__ahead=2)
-    strict = stale(staleness__admission="windowed_fifo", staleness__ahead=2, staleness__window_share=0.01)
+    deep = stale(staleness__admission="pipeline_depth", staleness__admission__depth=4.0)
+    window = stale(staleness__admission="windowed_fifo", staleness__admission__ahead=2)
+    strict = stale(
+        staleness__admission="windowed_fifo", staleness__admission__ahead=2, staleness__admission__window_share=0.01
+    )
     assert oldest(deep) <= 3
     assert oldest(window) <= 3
     assert oldest(strict) <= 2
-    excess = stale(staleness__admission="over_provision", staleness__excess=2.0)
+    excess = stale(staleness__admission="over_provision", staleness__admission__excess=2.0)
     in_turns = run(job(steps=24, workload__sigma=1.5, staleness__admission="synchronous", staleness__eta=0))
     for trace in (one_step, deep, window, excess):
         assert trace.finished_s < in_turns.finished_s
@@ -333,7 +338,7 @@ def cut_in(config: RunConfig) -> Cuts:
 CUT = {
     "batch__groups_per_step": 12,
     "batch__group_size": 4,
-    "batch__straggler_patience": 0.05,
+    "batch__stragglers__patience": 0.05,
     "rollout__max_new_tokens": 2000,
     "rollout__routing": "least_requests",
     "simulation__report_s": 0.1,
@@ -357,7 +362,7 @@ def test_no_more_responses_are_cut_than_their_share(
         seed=seed,
         staleness__eta=eta,
         batch__stragglers="truncate",
-        batch__straggler_share=share,
+        batch__stragglers__share=share,
         workload__kind=kind,
         workload__median=60.0,
         workload__tool_s=0.2,
@@ -373,7 +378,7 @@ def test_no_more_responses_are_cut_than_their_share(
 
 def test_a_larger_share_cuts_more() -> None:
     def count(share: float, rule: str = "truncate") -> int:
-        setting = {"batch__stragglers": rule, "batch__straggler_share": share, "workload__sigma": 1.5}
+        setting = {"batch__stragglers": rule, "batch__stragglers__share": share, "workload__sigma": 1.5}
         return cut_in(job(steps=16, workload__median=60.0, staleness__eta=1, **setting, **CUT)).count
 
     assert 0 < count(0.02) < count(0.2)
@@ -414,8 +419,9 @@ def jobs(draw: st.DrawFn) -> RunConfig:
     """Any combination of strategies, redundancy and faults."""
     on_pull = draw(st.sampled_from(["interrupt", "keep", "adapter"]))
     eta = draw(st.integers(0, 3))
-    keep = [a for a in ADMISSION.names if a not in BOUNDLESS and not (a == "windowed_fifo" and not eta)]
+    keep = [a for a in ADMISSION.names if ADMISSION.find(a)().keeps_bound and not (a == "windowed_fifo" and not eta)]
     admission = draw(st.sampled_from(keep))
+    stragglers = draw(st.sampled_from([*STRAGGLERS.names, *STRAGGLERS.unlisted]))
     return job(
         seed=draw(st.integers(0, 999)),
         steps=draw(st.integers(2, 7)),
@@ -424,14 +430,15 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         batch__extra_groups=draw(st.integers(0, 2)),
         batch__extra_members=draw(st.integers(0, 2)),
         batch__filtering=draw(st.sampled_from(["keep_all", "no_signal"])),
-        batch__stragglers=draw(st.sampled_from([*STRAGGLERS.names, *STRAGGLERS.unlisted])),
-        batch__straggler_patience=0.3,
-        batch__straggler_share=1.0,
+        batch__stragglers=table(STRAGGLERS, stragglers, patience=0.3, share=1.0),
         staleness__eta=eta,
-        staleness__admission=admission,
-        staleness__alpha=float(eta) * draw(st.sampled_from([0.5, 1.0])),
-        staleness__depth=draw(st.sampled_from([1.0, eta / 2 + 1.0, eta + 1.0])),
-        staleness__ahead=max(0, eta - 1),
+        staleness__admission=table(
+            ADMISSION,
+            admission,
+            alpha=float(eta) * draw(st.sampled_from([0.5, 1.0])),
+            depth=draw(st.sampled_from([1.0, eta / 2 + 1.0, eta + 1.0])),
+            ahead=max(0, eta - 1),
+        ),
         rollout__instances=draw(st.integers(1, 4)),
         rollout__routing=draw(st.sampled_from(ROUTING.names)),
         rollout__synchronization=draw(st.sampled_from(SYNCHRONIZATION.names)),
@@ -516,7 +523,7 @@ def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_sweep_are_named_by_their_whole_values() -> None:
-    rows = sweep_variants(("rollout.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule"))
+    rows = sweep_variants(("rollout.routing.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule"))
     assert [row.label for row in rows][1:3] == ["mu=0.1 routing=mine.py:Rule", "mu=0.25 routing=deadline"]
 
 

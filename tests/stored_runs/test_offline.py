@@ -387,7 +387,7 @@ def test_chosen_rows_and_other_rewards_give_another_policy(stored: Path, tmp_pat
     assert all(h["learning_rate"] == 2e-3 for h in history)
 
 
-@pytest.mark.parametrize("loss", ["topr", "decoupled_ppo_loglinear", "sequence_mis"])
+@pytest.mark.parametrize("loss", ["{name='topr', ratio_of='segment'}", "decoupled_ppo_loglinear", "sequence_mis"])
 def test_a_stored_run_is_trained_with_another_objective(
     loss: str, stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,7 +395,7 @@ def test_a_stored_run_is_trained_with_another_objective(
     monkeypatch.chdir(stored)
     (checkpoint,) = (stored / "checkpoints").iterdir()
     overrides = (
-        f"training.loss={{name='{loss}', ratio_of='segment', entropy_bonus=0.01}}", "training.epochs=2",
+        f"training.loss={loss}", "training.entropy_bonus=0.01", "training.epochs=2",
         f"training.kl={{coefficient=0.1, reference='checkpoints/{checkpoint.name}'}}", "training.schedule=linear",
         "training.minibatches=2", "task.eval_prompts=0",
     )  # fmt: skip

@@ -17,7 +17,7 @@ from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, GroupId
-from staleflow.tasks.training.advantage import advantages
+from staleflow.tasks.training.advantage import DrGrpo
 from staleflow.tasks.training.batches import batch_metrics
 from tests.stores.store_conformance import ended, record
 
@@ -50,7 +50,7 @@ def test_filter_metric_and_advantages_agree(rewards: list[float], valid: list[bo
     ]
     metrics = batch_metrics(rows, 3)
     assert metrics["groups_with_signal"] == float(expected)
-    estimate = advantages("dr_grpo", np.asarray([rewards]), np.asarray([valid]))
+    estimate = DrGrpo().advantages(np.asarray([rewards]), np.asarray([valid]))
     assert bool((np.abs(estimate) > 1e-9).any()) is expected
 
 

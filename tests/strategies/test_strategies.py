@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.pipeline.config.schema import StalenessConfig
 from staleflow.pipeline.strategies.admission import ADMISSION, Credits, Late
 from staleflow.pipeline.strategies.filtering import (
     FILTERING,
@@ -38,6 +37,7 @@ from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import EntryState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
+from tests.support.entries import entry
 
 COST = CostModel(k1=1e-5, k2=0.005, k3=0.0005, k4=0.001, b=0.002)
 
@@ -196,7 +196,7 @@ def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() ->
 
 def play(admission: str, *, eta: int, alpha: float = 0.0, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
     """Three rounds of: start what may start, finish half of it, train if a batch is there. Groups started each time."""
-    rule = ADMISSION.make(StalenessConfig(eta=eta, admission=admission, alpha=alpha), {"eta": eta})
+    rule = ADMISSION.make(entry(ADMISSION, admission, alpha=alpha), {"eta": eta})
     bound = num_steps if rule.late is Late.TRAIN else eta
     ledger = StalenessLedger(
         eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late is Late.WAIT
@@ -281,12 +281,12 @@ def test_unknown_names_say_what_there_is() -> None:
 
 
 def test_credits_must_not_let_work_lag_beyond_the_bound() -> None:
-    with pytest.raises(ConfigError, match=r"staleness.alpha = 1.5 lets trajectories lag 2 versions, .* allows 1"):
-        Credits(eta=1, alpha=1.5)
+    with pytest.raises(ConfigError, match=r"admission.alpha = 1.5 lets trajectories lag 2 versions, .* allows 1"):
+        Credits(alpha=1.5).check(1)
 
 
 def test_a_step_is_impatient_once_it_has_waited_long() -> None:
-    rule = Truncate(straggler_patience=1.0, straggler_share=0.1)
+    rule = Truncate(patience=1.0, share=0.1)
     assert not rule.impatient(waited_s=5.0, interval_s=10.0)
     assert rule.impatient(waited_s=11.0, interval_s=10.0)
     assert not rule.impatient(waited_s=99.0, interval_s=0.0), "the interval is not known yet"
@@ -307,7 +307,7 @@ def test_a_step_is_impatient_once_it_has_waited_long() -> None:
 def test_no_more_is_cut_than_its_share_of_the_step_and_of_the_run(
     unfinished: int, cut_in_step: int, trained: int, cut: int, may: bool
 ) -> None:
-    rule = Truncate(straggler_patience=1.0, straggler_share=0.1)
+    rule = Truncate(patience=1.0, share=0.1)
     assert rule.may_end(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut) is may
     assert not Stragglers().may_end(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut)
 
@@ -316,6 +316,6 @@ def test_no_more_is_cut_than_its_share_of_the_step_and_of_the_run(
 def test_in_runs_of_before_a_step_was_stuck_while_few_groups_of_any_version_were_missing(
     missing: int, stuck: bool
 ) -> None:
-    rule = TruncateAll(straggler_patience=1.0, straggler_share=0.1)
+    rule = TruncateAll(patience=1.0, share=0.1)
     assert rule.stuck(missing=missing, groups_per_step=30) is stuck
-    assert not Truncate(straggler_share=1.0).stuck(missing=missing, groups_per_step=30)
+    assert not Truncate(share=1.0).stuck(missing=missing, groups_per_step=30)

@@ -12,7 +12,7 @@ from tests.support.scripted import World
 
 # Some responses are long. With RETRY they are interrupted and go on elsewhere, with REDUNDANT they are aborted.
 LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
-RETRY = (*LONG, "batch.stragglers=retry@1", "batch.straggler_patience=0.2", "batch.straggler_share=1")
+RETRY = (*LONG, "batch.stragglers=retry@1", "batch.stragglers.patience=0.2", "batch.stragglers.share=1")
 REDUNDANT = (*LONG, "batch.extra_groups=1", "batch.extra_members=1")
 EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4")
 CALLS = {"route": RETRY, "interrupt": RETRY, "abort": REDUNDANT, "pull": RETRY, "next_events": RETRY, "report": RETRY}

@@ -48,7 +48,7 @@ from staleflow.tasks.engines.base import Engine, Request
 from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.reward_process import ScoredResponse
-from staleflow.tasks.training.advantage import Overlong
+from staleflow.tasks.training.advantage import DrGrpo, Overlong
 from tests.support.watched_engine import WatchedEngine, WatchedSettings
 
 MAX_TOKENS, TURN_TOKENS, MOST_PROMPT = 60, 14, 40
@@ -177,7 +177,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
     header = RunHeader(run="episodes", eta=0, groups_per_step=1, group_size=1, members_started=1)
     prompts: Any = PlayedPrompts(plan.prompts)
     settings = ServerSettings(
-        prompts=prompts, reward="none", group_size=1, members_started=1, advantage="group_mean",
+        prompts=prompts, reward="none", group_size=1, members_started=1, advantage=DrGrpo(),
         overlong=Overlong(tokens=0, penalty=0.0, longest=MAX_TOKENS), max_error_share=1.0,
         store=str(folder / "store"), header=header,
     )  # fmt: skip
@@ -239,7 +239,9 @@ class Table:
     async def play(self) -> None:
         self._server = server(self._plan, self._folder)
         self._instances = [
-            RolloutInstance(WatchedSettings(e), InstanceId(f"i{n}"), 1, MAX_TOKENS, TURN_TOKENS, 30.0, 0.0, acts=True)
+            RolloutInstance(
+                WatchedSettings(engine=e), InstanceId(f"i{n}"), 1, MAX_TOKENS, TURN_TOKENS, 30.0, 0.0, acts=True
+            )
             for n, e in enumerate(self._engines)
         ]
         self._told = asyncio.Condition()

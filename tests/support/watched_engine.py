@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.engine_settings import EngineSettings
+from staleflow.tasks.settings.knobs import parameter
 
 Ending = TypeVar("Ending", Sampled, Sampled | Failed)
 UNKNOWN = 2**31
@@ -117,15 +119,11 @@ class WatchedEngine:
         return endings
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedSettings:
-    """Settings that build a given engine."""
+@dataclass(frozen=True, kw_only=True)
+class WatchedSettings(EngineSettings):
+    """Settings that build an engine that is there already."""
 
-    module: ClassVar[str] = __name__
-    keeps: ClassVar[bool] = False
-    drafts: ClassVar[tuple[str, ...]] = ()
-    refused_options: ClassVar[Mapping[str, str]] = {}
-    engine: WatchedEngine
+    engine: WatchedEngine = parameter()
 
     def build(self, instance: InstanceId, threads: int) -> WatchedEngine:
         return self.engine

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.tasks.training.loss import TokenLoss, Tokens
+from staleflow.tasks.training.loss import Cispo, PpoClip, Tis, TokenLoss, Tokens
 from staleflow.tasks.training.step_metrics import ENTROPY_CAP, TokenSums
-from staleflow.tasks.training.trainer_settings import LossConfig
 from tests.tasks.test_numerics import rows, trainer
 
 
@@ -92,7 +91,7 @@ def test_figures_are_over_all_rows_not_only_those_with_an_advantage(tiny_model: 
     with torch.no_grad():
         found = one.logprob_model.rows(data, range(12))
     ratios = np.exp(np.concatenate([found[i] - data[i].behaviour for i in range(12)]).astype(np.float64))
-    loss = LossConfig(name="ppo_clip")
+    loss = PpoClip()
     for count in (8, 100):
         assert measured(tiny_model, data, loss=loss, measured_rows=count)["ratio_mean"] == pytest.approx(
             ratios.mean(), rel=1e-4
@@ -162,7 +161,7 @@ def test_measuring_changes_no_weights(tiny_model: Path) -> None:
 
 
 def test_clipped_tokens_are_told_apart_by_side(tiny_model: Path) -> None:
-    loss = LossConfig(name="cispo", clip_low=0.01, clip_high=0.01)
+    loss = Cispo(clip_low=0.01, clip_high=0.01)
     data = rows(12)
     near = trainer(tiny_model).logprob_model.rows(data, range(12))
     data = [replace(r, behaviour=near[i] + np.float32(0.2 if i % 3 else -0.2)) for i, r in enumerate(data)]
@@ -171,14 +170,14 @@ def test_clipped_tokens_are_told_apart_by_side(tiny_model: Path) -> None:
     assert found["clip_share_low"] == pytest.approx(low / sum(len(r.response) for r in data))
     assert found["clip_share_high"] > 0.01
     assert found["clip_share"] == pytest.approx(found["clip_share_low"] + found["clip_share_high"])
-    assert measured(tiny_model, rows(12), loss=LossConfig(name="ppo_clip", clip_low=1.0))["clip_share_low"] == 0
+    assert measured(tiny_model, rows(12), loss=PpoClip(clip_low=1.0))["clip_share_low"] == 0
 
 
 def test_dropped_updates_are_counted(tiny_model: Path) -> None:
     data = rows(6)
     assert measured(tiny_model, data, minibatches=3)["updates_dropped"] == 0
     poison = replace(data[0], advantage=float("inf"))
-    found = measured(tiny_model, [poison, *data[1:]], minibatches=3, loss=LossConfig(name="tis"))
+    found = measured(tiny_model, [poison, *data[1:]], minibatches=3, loss=Tis())
     assert found["updates_dropped"] == 1
     assert not np.isfinite(found["grad_norm"])
 

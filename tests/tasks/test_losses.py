@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.tasks.training.loss import LARGEST_RATIO, LOSSES, MOST_LOG_RATIO, Tokens
-from staleflow.tasks.training.trainer_settings import LossConfig
+from staleflow.tasks.training.loss import LARGEST_RATIO, LOSSES, MOST_LOG_RATIO, Loss, Tokens
+from tests.support.entries import entry
 from tests.tasks.test_numerics import rows, trainer
 
 TURNS = ("sssggs.", "sgggss.", "s......", "sgsgsgs", "ssss...")
@@ -48,33 +48,33 @@ def within(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def ppo(r: float, a: float, s: LossConfig) -> float:
+def ppo(r: float, a: float, s: Any) -> float:
     return min(r * a, within(r, 1 - s.clip_low, 1 + s.clip_high) * a)
 
 
-def ppo_clip(t: Told, s: LossConfig) -> list[float]:
+def ppo_clip(t: Told, s: Any) -> list[float]:
     return [-ppo(math.exp(n - b), t.a, s) for n, b in zip(t.new, t.sampled, strict=True)]
 
 
-def decoupled_ppo(t: Told, s: LossConfig) -> list[float]:
+def decoupled_ppo(t: Told, s: Any) -> list[float]:
     return [
         -min(math.exp(o - b), s.weight_cap) * ppo(math.exp(n - o), t.a, s)
         for n, o, b in zip(t.new, t.old, t.sampled, strict=True)
     ]
 
 
-def cispo(t: Told, s: LossConfig) -> list[float]:
+def cispo(t: Told, s: Any) -> list[float]:
     return [
         -within(math.exp(w - b), 1 - s.clip_low, 1 + s.clip_high) * t.a * n
         for n, w, b in zip(t.new, t.now, t.sampled, strict=True)
     ]
 
 
-def tis(t: Told, s: LossConfig) -> list[float]:
+def tis(t: Told, s: Any) -> list[float]:
     return [-min(math.exp(w - b), s.weight_cap) * t.a * n for n, w, b in zip(t.new, t.now, t.sampled, strict=True)]
 
 
-def dual_clip(t: Told, s: LossConfig) -> list[float]:
+def dual_clip(t: Told, s: Any) -> list[float]:
     found = []
     for n, b in zip(t.new, t.sampled, strict=True):
         usual = ppo(math.exp(n - b), t.a, s)
@@ -82,13 +82,13 @@ def dual_clip(t: Told, s: LossConfig) -> list[float]:
     return found
 
 
-def gspo(t: Told, s: LossConfig) -> list[float]:
+def gspo(t: Told, s: Any) -> list[float]:
     r = math.exp(sum(n - b for n, b in zip(t.new, t.sampled, strict=True)) / len(t.new))
     one = -min(r * t.a, within(r, 1 - s.sequence_clip_low, 1 + s.sequence_clip_high) * t.a)
     return [one] * len(t.new)
 
 
-def topr(t: Told, s: LossConfig) -> list[float]:
+def topr(t: Told, s: Any) -> list[float]:
     found = []
     for i, n in enumerate(t.new):
         if t.a > 0:
@@ -104,24 +104,24 @@ def topr(t: Told, s: LossConfig) -> list[float]:
     return found
 
 
-def kimi(t: Told, s: LossConfig) -> list[float]:
+def kimi(t: Told, s: Any) -> list[float]:
     return [-t.a * n + s.tau / 2 * (n - b) ** 2 for n, b in zip(t.new, t.sampled, strict=True)]
 
 
-def sequence_weighted(t: Told, s: LossConfig, weigh: Callable[[float], float]) -> list[float]:
+def sequence_weighted(t: Told, s: Any, weigh: Callable[[float], float]) -> list[float]:
     rho = math.prod(math.exp(o - b) for o, b in zip(t.old, t.sampled, strict=True))
     return [-weigh(rho) * ppo(math.exp(n - o), t.a, s) for n, o in zip(t.new, t.old, strict=True)]
 
 
-def sequence_tis(t: Told, s: LossConfig) -> list[float]:
+def sequence_tis(t: Told, s: Any) -> list[float]:
     return sequence_weighted(t, s, lambda rho: min(rho, s.sequence_cap))
 
 
-def sequence_mis(t: Told, s: LossConfig) -> list[float]:
+def sequence_mis(t: Told, s: Any) -> list[float]:
     return sequence_weighted(t, s, lambda rho: rho if rho <= s.sequence_cap else 0.0)
 
 
-def icepop(t: Told, s: LossConfig) -> list[float]:
+def icepop(t: Told, s: Any) -> list[float]:
     found = []
     for n, o, b in zip(t.new, t.old, t.sampled, strict=True):
         rho = math.exp(o - b)
@@ -129,7 +129,7 @@ def icepop(t: Told, s: LossConfig) -> list[float]:
     return found
 
 
-def decoupled_ppo_loglinear(t: Told, s: LossConfig) -> list[float]:
+def decoupled_ppo_loglinear(t: Told, s: Any) -> list[float]:
     found = []
     for n, w, b, lag in zip(t.new, t.now, t.sampled, t.lags, strict=True):
         version, before, made = 0, lag, lag + 1  # the token's own, the step's, and the one it makes
@@ -138,7 +138,7 @@ def decoupled_ppo_loglinear(t: Told, s: LossConfig) -> list[float]:
     return found
 
 
-SLOW: dict[str, Callable[[Told, LossConfig], list[float]]] = {
+SLOW: dict[str, Callable[[Told, Any], list[float]]] = {
     "ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo, "cispo": cispo, "tis": tis, "dual_clip": dual_clip,
     "gspo": gspo, "topr": topr, "kimi": kimi, "sequence_tis": sequence_tis, "sequence_mis": sequence_mis,
     "icepop": icepop, "decoupled_ppo_loglinear": decoupled_ppo_loglinear,
@@ -192,8 +192,8 @@ def told(tokens: Tokens, i: int, new: Sequence[float] | None = None) -> Told:
     )
 
 
-def config(name: str, ratio_of: str) -> LossConfig:
-    return LossConfig(name=name, ratio_of=ratio_of, **KNOBS)
+def loss_of(name: str, ratio_of: str) -> Loss:
+    return entry(LOSSES, name, ratio_of=ratio_of, **KNOBS)
 
 
 def test_every_loss_has_a_formula() -> None:
@@ -202,13 +202,13 @@ def test_every_loss_has_a_formula() -> None:
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
 def test_token_losses_equal_the_formulas(name: str, ratio_of: str) -> None:
-    settings, clipped = config(name, ratio_of), 0
+    loss, clipped = loss_of(name, ratio_of), 0
     for seed in range(20):
         tokens = drawn(seed)
-        result = LOSSES.make(settings).token_loss(tokens)
+        result = loss.token_loss(tokens)
         assert result.loss.shape == result.clipped.shape == tokens.logprobs.shape
         for i in range(len(TURNS)):
-            expected = SLOW[name](told(tokens, i), settings)
+            expected = SLOW[name](told(tokens, i), loss)
             found = result.loss[i][tokens.sampled[i]].detach().numpy()
             np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
         clipped += int(result.clipped[tokens.sampled].sum())
@@ -218,7 +218,7 @@ def test_token_losses_equal_the_formulas(name: str, ratio_of: str) -> None:
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
 def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
     """Of the slow loss, with what carries no gradient held fast; weighted by token as an aggregation does."""
-    settings, loss, step = config(name, ratio_of), LOSSES.make(config(name, ratio_of)), 1e-6
+    loss, step = loss_of(name, ratio_of), 1e-6
     for seed in range(5):
         tokens = drawn(seed)
         weight = torch.tensor(np.random.default_rng(seed).uniform(0.5, 2, tokens.sampled.shape))
@@ -234,7 +234,7 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
                 sides = []
                 for sign in (1, -1):
                     moved = [x + sign * step * (j == t) for j, x in enumerate(base)]
-                    sides.append(float(np.dot(by_token, SLOW[name](told(tokens, i, moved), settings))))
+                    sides.append(float(np.dot(by_token, SLOW[name](told(tokens, i, moved), loss))))
                 expected.append((sides[0] - sides[1]) / (2 * step))
             np.testing.assert_allclose(tokens.logprobs.grad[i][picked].numpy(), expected, rtol=1e-6, atol=1e-7)
         # Where clipping is said to have removed the gradient there is none; a weight that is cut keeps one.
@@ -245,13 +245,13 @@ def test_gradients_equal_finite_differences(name: str, ratio_of: str) -> None:
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
 def test_a_loss_by_token_is_the_same_of_a_part_of_a_row(name: str, ratio_of: str) -> None:
     """Those that do not say so depend on what is not there, or they would."""
-    loss, there, same = LOSSES.make(config(name, ratio_of)), slice(2, 5), True
+    loss, there, same = loss_of(name, ratio_of), slice(2, 5), True
     for seed in range(5):
         tokens = drawn(seed)
         cut = replace(tokens, **{f: getattr(tokens, f)[:, there] for f in BY_TOKEN})
         whole, part = loss.token_loss(tokens).loss[:, there], loss.token_loss(cut).loss
         same &= torch.allclose(whole[cut.sampled], part[cut.sampled], rtol=1e-12)
-    assert same == getattr(loss, "by_token", False)
+    assert same == loss.by_token
 
 
 @pytest.mark.parametrize("name", LOSSES.names)
@@ -262,9 +262,7 @@ def test_importance_weights_carry_no_gradient(name: str) -> None:
     same = new.detach()
     advantage = torch.tensor([[2.0]], dtype=torch.float64)
     tokens = Tokens(logprobs=new, proximal=same, behaviour=same, advantage=advantage, sampled=whole, lags=whole.long())
-    LOSSES.make(LossConfig(name=name, clip_low=0.2, clip_high=0.28, weight_cap=5.0)).token_loss(
-        tokens
-    ).loss.sum().backward()
+    entry(LOSSES, name).token_loss(tokens).loss.sum().backward()
     assert new.grad is not None
     np.testing.assert_allclose(new.grad.numpy(), -2.0 * np.ones((1, 3)))
 
@@ -281,7 +279,7 @@ def test_a_stored_logprob_far_off_overflows_no_gradient(name: str, advantage: fl
         logprobs=new, proximal=new.detach(), behaviour=behaviour, advantage=torch.tensor([[advantage]]), sampled=whole,
         lags=whole.long(),
     )  # fmt: skip
-    LOSSES.make(LossConfig(name=name)).token_loss(tokens).loss.sum().backward()
+    entry(LOSSES, name).token_loss(tokens).loss.sum().backward()
     assert new.grad is not None
     assert bool(new.grad.isfinite().all())
     # These two bring a ratio nearer to 1 and then cut it: it is large by their formulas, and bounded.
@@ -298,14 +296,14 @@ def test_a_ratio_beyond_the_cut_counts_as_clipped() -> None:
         logprobs=new, proximal=new, behaviour=torch.tensor([[-15.0, -40.0]]), advantage=torch.tensor([[-1.0]]),
         sampled=whole, lags=whole.long(),
     )  # fmt: skip
-    assert LOSSES.make(LossConfig(name="ppo_clip")).token_loss(tokens).clipped.tolist() == [[False, True]]
+    assert entry(LOSSES, "ppo_clip").token_loss(tokens).clipped.tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "decoupled_ppo"])
 def test_a_stored_logprob_far_off_drops_no_update(name: str, tiny_model: Path) -> None:
     data = [replace(r, advantage=1.0) for r in rows(3)]
     data[0].behaviour[0] = -95.0
-    one = trainer(tiny_model, loss=LossConfig(name=name))
+    one = trainer(tiny_model, loss=entry(LOSSES, name))
     before = [p.detach().clone() for p in one.model.parameters()]
     metrics = one.step(0, data)
     assert math.isfinite(metrics["grad_norm"])

@@ -13,9 +13,11 @@ import torch
 from staleflow.stores.weights.weight_hash import in_order
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.settings.knobs import values
-from staleflow.tasks.training.advantage import ADVANTAGES, NEED_NO_GROUP, advantages
+from staleflow.tasks.training.advantage import ADVANTAGES
+from staleflow.tasks.training.loss import LOSSES, DecoupledPpo
 from staleflow.tasks.training.microbatches import Row, microbatches, minibatches, token_weights
-from staleflow.tasks.training.trainer_settings import LossConfig, TrainingConfig
+from staleflow.tasks.training.trainer_settings import TrainingConfig
+from tests.support.entries import entry
 
 
 def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[bool]]) -> list[list[float]]:
@@ -52,6 +54,10 @@ def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[boo
     return result
 
 
+def advantages(name: str, rewards: Any, valid: Any) -> Any:
+    return entry(ADVANTAGES, name).advantages(rewards, valid)
+
+
 @pytest.mark.parametrize("name", ADVANTAGES.names)
 def test_advantages_equal_the_naive_ones(name: str) -> None:
     rng = np.random.default_rng(5)
@@ -73,8 +79,9 @@ def test_equal_rewards_give_no_advantage() -> None:
 
 
 def test_groups_of_one_train_where_the_estimator_needs_no_group() -> None:
-    assert NEED_NO_GROUP
-    for name in NEED_NO_GROUP:
+    alone = [name for name in ADVANTAGES.names if not ADVANTAGES.find(name).compares_members]
+    assert alone == ["reinforce_plus_plus"]
+    for name in alone:
         estimate = advantages(name, np.asarray([[1.0], [0.0], [0.0], [5.0]]), np.asarray([[True]] * 3 + [[False]]))
         assert estimate[0, 0] > 0 > estimate[1, 0] == estimate[2, 0]
         assert estimate[3, 0] == 0
@@ -255,7 +262,7 @@ def test_another_epoch_goes_over_the_batch_again_with_the_proximal_policy_of_the
     data = rows(8)
 
     def weights(name: str, epochs: int, steps: int, proximal: Any = None) -> torch.Tensor:
-        one = trainer(tiny_model, epochs=epochs, loss=LossConfig(name=name))
+        one = trainer(tiny_model, epochs=epochs, loss=entry(LOSSES, name))
         for _ in range(steps):
             if proximal is not None:
                 one._before = lambda *_, **__: proximal
@@ -263,7 +270,7 @@ def test_another_epoch_goes_over_the_batch_again_with_the_proximal_policy_of_the
         return torch.cat([p.detach().flatten() for p in one.model.parameters()])
 
     torch.testing.assert_close(weights("ppo_clip", 2, 1), weights("ppo_clip", 1, 2))
-    first = trainer(tiny_model, loss=LossConfig(name="decoupled_ppo"))._before(data, once=False)
+    first = trainer(tiny_model, loss=DecoupledPpo())._before(data, once=False)
     twice = weights("decoupled_ppo", 2, 1)
     torch.testing.assert_close(twice, weights("decoupled_ppo", 1, 2, first))
     assert not torch.allclose(twice, weights("decoupled_ppo", 1, 2))
@@ -274,7 +281,7 @@ def test_a_step_of_one_update_makes_no_pass_more_than_it_needs(tiny_model: Any, 
     """The pass that trains a row is one before the step: it gives the proximal policy, and what the stored logprobs are
     compared with. The step is the same as with a pass of its own."""
     data = [replace(row, advantage=0.0) if i in (2, 5) else row for i, row in enumerate(rows(8))]
-    one, other = (trainer(tiny_model, loss=LossConfig(name=name), measured_rows=0) for _ in range(2))
+    one, other = (trainer(tiny_model, loss=entry(LOSSES, name), measured_rows=0) for _ in range(2))
     computed: list[int] = []
     batch = one.logprob_model.layer._computed
 

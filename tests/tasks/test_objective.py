@@ -15,10 +15,11 @@ import torch
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights import weight_file
 from staleflow.tasks.training.lm_head import of_targets
-from staleflow.tasks.training.loss import Kimi, TokenLoss, Tokens
+from staleflow.tasks.training.loss import LOSSES, Kimi, Loss, PpoClip, TokenLoss, Tokens
 from staleflow.tasks.training.microbatches import microbatches
 from staleflow.tasks.training.objective import Objective, penalty
-from staleflow.tasks.training.trainer_settings import KlConfig, LossConfig, TrainingConfig
+from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
+from tests.support.entries import entry
 from tests.tasks.test_losses import drawn
 from tests.tasks.test_numerics import rows, trainer
 from tests.tasks.test_turns import flat_gradient
@@ -34,7 +35,7 @@ def k(estimator: str, new: float, reference: float) -> float:
 
 
 def objective(**kl: Any) -> Objective:
-    return Objective.of(TrainingConfig(loss=LossConfig(name="ppo_clip"), kl=KlConfig(**kl)))
+    return Objective.of(TrainingConfig(loss=PpoClip(), kl=KlConfig(**kl)))
 
 
 def reference_of(tokens: Tokens, seed: int) -> torch.Tensor:
@@ -65,7 +66,7 @@ def test_a_penalty_in_the_reward_is_paid_by_what_led_to_it(estimator: str, name:
     tokens = drawn(3)
     reference = reference_of(tokens, 4)
     kl = KlConfig(coefficient=0.3, estimator=estimator, place="reward")
-    paid = Objective.of(TrainingConfig(loss=LossConfig(name=name), kl=kl))
+    paid = Objective.of(TrainingConfig(loss=entry(LOSSES, name), kl=kl))
     old = tokens.proximal if name == "decoupled_ppo" else tokens.behaviour
     expected = torch.zeros(tokens.sampled.shape, dtype=torch.float64)
     for i, t in np.argwhere(tokens.sampled.numpy()):
@@ -123,7 +124,7 @@ def test_the_entropy_of_a_model_that_rules_tokens_out_is_a_number() -> None:
 def test_entropy_is_subtracted_with_its_gradient() -> None:
     tokens = drawn(5)
     entropy = torch.rand(tokens.sampled.shape, dtype=torch.float64).requires_grad_()
-    bonus = Objective.of(TrainingConfig(loss=LossConfig(name="ppo_clip", entropy_bonus=0.2)))
+    bonus = Objective.of(TrainingConfig(loss=PpoClip(), entropy_bonus=0.2))
     found = bonus.token_loss(tokens, None, entropy).loss
     torch.testing.assert_close(found, bonus.loss.token_loss(tokens).loss - 0.2 * entropy)
     found.sum().backward()
@@ -133,18 +134,18 @@ def test_entropy_is_subtracted_with_its_gradient() -> None:
 
 def test_what_is_not_proportional_to_the_advantage_trains_every_row_whose_reward_is_known() -> None:
     none, failed = (replace(r, advantage=0.0, trained=t) for r, t in zip(rows(2), (True, False), strict=True))
-    plain = TrainingConfig(loss=LossConfig(name="ppo_clip"))
+    plain = TrainingConfig(loss=PpoClip())
     assert not Objective.of(plain).trains(none)
     for training in (
-        TrainingConfig(loss=LossConfig(name="kimi")),
-        TrainingConfig(loss=LossConfig(name="ppo_clip", entropy_bonus=0.1)),
+        TrainingConfig(loss=Kimi()),
+        TrainingConfig(loss=PpoClip(), entropy_bonus=0.1),
         TrainingConfig(kl=KlConfig(coefficient=0.1)),
     ):
         assert Objective.of(training).trains(none)
         assert not Objective.of(training).trains(failed)
 
 
-class Nothing:
+class Nothing(Loss):
     """A loss of 0 everywhere."""
 
     needs_proximal = False
@@ -178,7 +179,7 @@ def by_hand(model: Any, data: Any, value: Any) -> torch.Tensor:
 
 def test_the_gradient_of_the_entropy_bonus_is_that_of_the_sampled_tokens_one_by_one(tiny_model: Path) -> None:
     data = rows_of_many_turns()
-    one = additions(tiny_model, data, loss=LossConfig(entropy_bonus=0.5))
+    one = additions(tiny_model, data, entropy_bonus=0.5)
     expected = by_hand(trainer(tiny_model).model, data, lambda every, *_: 0.5 * (every.exp() * every).sum())
     assert expected.abs().max() > 1e-4
     torch.testing.assert_close(flat_gradient(one.model), expected, rtol=1e-3, atol=2e-6)
@@ -261,7 +262,7 @@ def test_given_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) 
 
 def test_a_policy_that_is_its_reference_pays_nothing_and_the_reference_stays(tiny_model: Path) -> None:
     data = [replace(r, advantage=0.0) for r in rows(4)]
-    one = trainer(tiny_model, kl=KlConfig(coefficient=1.0), loss=LossConfig(name="ppo_clip"))
+    one = trainer(tiny_model, kl=KlConfig(coefficient=1.0), loss=PpoClip())
     before = [p.clone() for p in one.reference.model.parameters()]
     metrics = one.step(0, data)
     assert metrics["kl_reference"] == pytest.approx(0, abs=1e-9)

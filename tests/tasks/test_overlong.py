@@ -15,7 +15,7 @@ from staleflow.pipeline.stored_runs import reward_rescoring
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, Segment
 from staleflow.tasks.training import advantage
-from staleflow.tasks.training.advantage import Overlong, advantages
+from staleflow.tasks.training.advantage import DrGrpo, Overlong
 from staleflow.tasks.training.batches import batch_metrics, consumed_rows
 from tests.stores.store_conformance import ended, record
 
@@ -42,11 +42,11 @@ def test_long_responses_lose_advantage_and_keep_their_reward() -> None:
         first = next(s for s in t.spans if isinstance(s, Segment))
         segment = replace(first, tokens=np.zeros(length, np.int32), logprobs=np.zeros(length, np.float32))
         batch.append(replace(t, spans=(segment,), reward=1.0, error=""))
-    shaped = consumed_rows(1, batch, 4, "dr_grpo", Overlong(tokens=20, penalty=1.0, longest=50))
+    shaped = consumed_rows(1, batch, 4, DrGrpo(), Overlong(tokens=20, penalty=1.0, longest=50))
     np.testing.assert_allclose([e.advantage for e in shaped], np.array([1.0, 0.5, 0.25, 0.0]) - 1.75 / 4, atol=1e-6)
     assert {e.trajectory.reward for e in shaped} == {1.0}
     assert batch_metrics(shaped, 4)["advantage_std"] > 0 == batch_metrics(shaped, 4)["groups_with_signal"]
-    assert not any(e.advantage for e in consumed_rows(1, batch, 4, "dr_grpo", NONE))
+    assert not any(e.advantage for e in consumed_rows(1, batch, 4, DrGrpo(), NONE))
 
 
 def test_advantages_of_new_rewards_have_the_same_penalty(tmp_path: Path) -> None:
@@ -63,4 +63,4 @@ def test_advantages_of_new_rewards_have_the_same_penalty(tmp_path: Path) -> None
     lengths = np.asarray([r.trajectory.num_tokens for r in rows])
     assert len(set(lengths.tolist())) > 1
     shaped = (rewards - actor_settings.overlong(config).penalties(lengths)).reshape(2, 2)
-    np.testing.assert_allclose(found, advantages("dr_grpo", shaped, np.ones((2, 2), bool)).reshape(-1))
+    np.testing.assert_allclose(found, DrGrpo().advantages(shaped, np.ones((2, 2), bool)).reshape(-1))

@@ -35,7 +35,8 @@ from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.rank import ALONE, Rank
 from staleflow.tasks.training.rank_group import Group
-from staleflow.tasks.training.trainer_settings import KlConfig, LossConfig, TrainingConfig
+from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
+from tests.support.entries import entry
 from tests.support.rank_processes import in_group
 
 STEPS = 5
@@ -136,7 +137,8 @@ def training(model: Path, sizes: Sequence[int], loss: str, aggregation: str, **c
     rng = np.random.default_rng(7)
     config = TrainingConfig(
         microbatch_tokens=64,
-        loss=LossConfig(name=loss, aggregation=aggregation, entropy_bonus=changes.pop("entropy_bonus", 0.0)),
+        loss=entry(LOSSES, loss),
+        aggregation=aggregation,
         **{"minibatches": 2, "learning_rate": 1e-5, **changes},
     )
     settings = TrainerSettings(

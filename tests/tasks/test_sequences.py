@@ -12,7 +12,6 @@ import torch
 from staleflow.stores.context_branches import Branch, places
 from staleflow.tasks.training.branch_sequences import Sequences
 from staleflow.tasks.training.microbatches import PackedRows, Row
-from staleflow.tasks.training.trainer_settings import LossConfig
 from tests.tasks.branching import branching_row
 from tests.tasks.test_numerics import trainer
 
@@ -58,7 +57,7 @@ def test_nothing_sampled_leaves_the_row() -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_the_gradient_is_that_of_tokens_behind_their_own_contexts(tiny_model: Path, aggregation: str) -> None:
     """Against one pass for each token, behind its context alone. A row weighs the same whether it has branches."""
-    one = trainer(tiny_model, loss=LossConfig(aggregation=aggregation))
+    one = trainer(tiny_model, aggregation=aggregation)
     row = replace(Row.of(branching_row()), advantage=1.0)
     rows = [row, replace(row, branches=(), advantage=-0.5)]
     ids = np.concatenate([row.prompt, row.response]).astype(np.int64)

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training import microbatch_split_by_prompt, shared_prompts
 from staleflow.tasks.training.logprobs import LogprobModel
+from staleflow.tasks.training.loss import LOSSES
 from staleflow.tasks.training.microbatch_split_by_prompt import divided_by_prompt
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.rank import ALONE
 from staleflow.tasks.training.shared_prompts import Layout, alike, counted, pays
-from staleflow.tasks.training.trainer_settings import LossConfig, TrainingConfig
+from staleflow.tasks.training.trainer_settings import TrainingConfig
+from tests.support.entries import entry
 from tests.support.rank_processes import in_group
 from tests.tasks.test_ranks import Training, check_same, ragged, train
 from tests.tasks.test_row_attention import model
@@ -127,7 +129,7 @@ def test_a_model_of_padded_rows_computes_prompts_with_each() -> None:
 
 def job(path: Path, aggregation: str, loss: str = "decoupled_ppo", **changes: Any) -> Training:
     config = TrainingConfig(
-        microbatch_tokens=90, learning_rate=1e-5, loss=LossConfig(name=loss, aggregation=aggregation), **changes
+        microbatch_tokens=90, learning_rate=1e-5, loss=entry(LOSSES, loss), aggregation=aggregation, **changes
     )
     settings = TrainerSettings(
         model=str(path), dtype="float32", device="cpu", training=config, num_steps=2, temperature=1.0, max_length=40,

@@ -13,10 +13,10 @@ import torch
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectory import Given
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
-from staleflow.tasks.training.loss import LOSSES, TokenLoss, Tokens
+from staleflow.tasks.training.loss import LOSSES, Loss, TokenLoss, Tokens
 from staleflow.tasks.training.microbatches import Row
-from staleflow.tasks.training.trainer_settings import LossConfig
 from tests.stores.store_conformance import ended
+from tests.support.entries import entry
 from tests.tasks.test_numerics import trainer
 
 TURNS = ("sssggs", "sgggss", "s", "sgsgsgs", "ssss")
@@ -39,9 +39,8 @@ def rows() -> list[Row]:
     ]
 
 
-def slow_gradient(model: Any, data: list[Row], loss: LossConfig) -> torch.Tensor:
+def slow_gradient(model: Any, data: list[Row], loss: Loss, aggregation: str) -> torch.Tensor:
     """Each token with a forward pass of its own over all that comes before it; the loss sees the sampled ones alone."""
-    fn = LOSSES.make(loss)
     lengths = [sum(row.sampled) for row in data]
     model.zero_grad()
     for row, length in zip(data, lengths, strict=True):
@@ -50,7 +49,7 @@ def slow_gradient(model: Any, data: list[Row], loss: LossConfig) -> torch.Tensor
             "token_mean": 1 / sum(lengths),
             "sequence_mean": 1 / (len(data) * length),
             "constant_length": 1 / (len(data) * MAX_LENGTH),
-        }[loss.aggregation]
+        }[aggregation]
         places = [t for t in range(len(row.response)) if row.sampled[t]]
         found = []
         for t in places:
@@ -58,7 +57,7 @@ def slow_gradient(model: Any, data: list[Row], loss: LossConfig) -> torch.Tensor
             found.append(model(input_ids=before).logits[0, -1].log_softmax(-1)[int(row.response[t])])
         logprobs = torch.stack(found).reshape(1, -1)
         sampled = torch.ones(logprobs.shape, dtype=torch.bool)
-        result = fn.token_loss(
+        result = loss.token_loss(
             Tokens(
                 logprobs=logprobs,
                 proximal=logprobs.detach(),
@@ -79,9 +78,9 @@ def flat_gradient(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
 @pytest.mark.parametrize("name", LOSSES.names)
 def test_the_gradient_is_that_of_the_sampled_tokens_one_by_one(name: str, aggregation: str, tiny_model: Path) -> None:
-    loss = LossConfig(name=name, aggregation=aggregation)
-    one = trainer(tiny_model, loss=loss, max_length=MAX_LENGTH, microbatch_tokens=40)
-    expected = slow_gradient(trainer(tiny_model).model, rows(), loss)
+    loss = entry(LOSSES, name)
+    one = trainer(tiny_model, loss=loss, aggregation=aggregation, max_length=MAX_LENGTH, microbatch_tokens=40)
+    expected = slow_gradient(trainer(tiny_model).model, rows(), loss, aggregation)
     metrics = one.step(0, rows())
     assert metrics["tokens_trained"] == sum(turns.count("s") for turns in TURNS)
     assert expected.abs().max() > 1e-3
@@ -91,7 +90,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_by_one(name: str, aggreg
 def test_what_is_stored_for_given_tokens_changes_nothing(tiny_model: Path) -> None:
     found = []
     for value in (0.0, -1e4, 1e4, np.inf, np.nan):
-        one = trainer(tiny_model, loss=LossConfig(name="ppo_clip"))
+        one = trainer(tiny_model, loss=entry(LOSSES, "ppo_clip"))
         data = [replace(r, behaviour=np.where(r.sampled, r.behaviour, np.float32(value))) for r in rows()]
         found.append((one.step(0, data), flat_gradient(one.model)))
     for metrics, gradient in found[1:]:
@@ -99,7 +98,7 @@ def test_what_is_stored_for_given_tokens_changes_nothing(tiny_model: Path) -> No
         assert torch.equal(gradient, found[0][1])
 
 
-class Ratio:
+class Ratio(Loss):
     """A loss that has no number where the behaviour logprob is 0."""
 
     needs_proximal = True

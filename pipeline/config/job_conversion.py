@@ -1,0 +1,117 @@
+"""Conversion of job files that earlier versions wrote into runs' folders and stores' headers. Pure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from staleflow.pipeline.strategies.admission import ADMISSION
+from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
+from staleflow.pipeline.strategies.migration import MIGRATION
+from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
+from staleflow.tasks.engines.engine_settings import ENGINES
+from staleflow.tasks.settings.knobs import keys_of
+from staleflow.tasks.settings.registry import Registry
+from staleflow.tasks.training.advantage import ADVANTAGES
+from staleflow.tasks.training.loss import LOSSES
+
+MOVED = {
+    "batch.straggler_patience": "batch.stragglers.patience",
+    "batch.straggler_share": "batch.stragglers.share",
+    "staleness.depth": "staleness.admission.depth",
+    "staleness.ahead": "staleness.admission.ahead",
+    "staleness.window_share": "staleness.admission.window_share",
+    "staleness.alpha": "staleness.admission.alpha",
+    "staleness.excess": "staleness.admission.excess",
+    "rollout.mu": "rollout.routing.mu",
+    "rollout.pace_slack": "rollout.routing.pace_slack",
+    "rollout.load_threshold": "rollout.synchronization.load_threshold",
+    "rollout.migration_gain": "rollout.migration.gain",
+    "training.loss.aggregation": "training.aggregation",
+    "training.loss.entropy_bonus": "training.entropy_bonus",
+}
+"""Keys that were in the table that selects an entry, and where they are now."""
+CHOICES: tuple[tuple[str, Registry[Any]], ...] = (
+    ("batch.filtering", FILTERING),
+    ("batch.stragglers", STRAGGLERS),
+    ("staleness.admission", ADMISSION),
+    ("rollout.routing", ROUTING),
+    ("rollout.synchronization", SYNCHRONIZATION),
+    ("rollout.migration", MIGRATION),
+    ("rollout.engine", ENGINES),
+    ("training.advantage", ADVANTAGES),
+    ("training.loss", LOSSES),
+)
+"""Keys that select an entry of a registry."""
+BEFORE_WINDOWS = {
+    "rollout.routing": {"deadline": "deadline@1"},
+    "batch.stragglers": {"truncate": "truncate@1", "retry": "retry@1"},
+}
+"""Rules that decide otherwise now, and what they are called as they were in jobs that know no staleness.window_share:
+what those recorded replays to the same decisions, and if resumed they go on by the same."""
+BEFORE_EPOCHS = {"reinforce_plus_plus": "reinforce_plus_plus_baseline"}
+"""An estimator of advantages as it was called in jobs that know no training.epochs, and as it is called now."""
+
+
+def convert_job(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A job as nested plain values, converted from what earlier versions wrote. Knobs of entries that the job does not
+    select are dropped: they had no effect. Does not modify `tree`; one that needs no conversion is returned as it is.
+
+    Args:
+        tree: All of a job, as a version up to 976202a wrote it into config.toml or a store's header.
+    """
+    job = copy.deepcopy(dict(tree))
+    if not is_earlier_job(job):
+        return job
+    for key, names in BEFORE_WINDOWS.items() if "window_share" not in job.get("staleness", {}) else ():
+        _rename(job, key, names)
+    if "epochs" not in job.get("training", {}):
+        _rename(job, "training.advantage", BEFORE_EPOCHS)
+    job.setdefault("evaluation", {}).setdefault("fill", False)  # a run that does not know it decided so
+    options = {"rollout.routing": job["rollout"].pop("routing_options", {})}
+    for key, _ in CHOICES:
+        table, _, field = key.rpartition(".")
+        name = _table(job, table).get(field, {})
+        _table(job, table)[field] = {"name": name} if isinstance(name, str) else name
+    for old, new in MOVED.items():
+        table, _, name = old.rpartition(".")
+        if name in (values := _table(job, table)):
+            place, _, renamed = new.rpartition(".")
+            _table(job, place)[renamed] = values.pop(name)
+    for key, registry in CHOICES:
+        _keep_own_knobs(_table(job, key), registry, options.get(key))
+    return job
+
+
+def _keep_own_knobs(entry: dict[str, Any], registry: Registry[Any], options: Mapping[str, Any] | None) -> None:
+    """Remove the knobs of other entries from a table. options: knobs of user code; by default in its `options`."""
+    name = entry.get("name", "")
+    if name in registry:
+        kept = {knob: entry[knob] for knob in keys_of(registry.find(name)) if knob in entry}
+    else:
+        kept = dict(entry.get("options", {}) if options is None else options)
+        if entry.get("pace_slack"):
+            kept["pace_slack"] = entry["pace_slack"]
+    entry.clear()
+    entry.update({"name": name} | kept if name else kept)
+
+
+def is_earlier_job(tree: Mapping[str, Any]) -> bool:
+    """Whether all of a job was written by a version up to 976202a: its routing rule is a name, not a table."""
+    rollout = tree.get("rollout")
+    return isinstance(rollout, Mapping) and isinstance(rollout.get("routing"), str)
+
+
+def _rename(job: Mapping[str, Any], key: str, names: Mapping[str, str]) -> None:
+    table, _, field = key.rpartition(".")
+    if (name := job.get(table, {}).get(field)) in names:
+        job[table][field] = names[name]
+
+
+def _table(job: dict[str, Any], key: str) -> dict[str, Any]:
+    """The table at a dotted key of a job, which is created if it is not there."""
+    for name in key.split("."):
+        job = job.setdefault(name, {})
+    return job
