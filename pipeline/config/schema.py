@@ -433,6 +433,6 @@ def explain(config: RunConfig) -> list[Explained]:
     """Every value with its meaning and limits, then the derived numbers."""
     rows = explained(config)
     for name in DERIVED:
-        doc = (getattr(RunConfig, name).__doc__ or "").strip() or f"{name.replace('_', ' ')}"
+        doc = " ".join((getattr(RunConfig, name).__doc__ or "").split()) or f"{name.replace('_', ' ')}"
         rows.append(Explained(key=name, value=getattr(config, name), default="", limits="derived", doc=doc))
     return rows
