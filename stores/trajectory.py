@@ -92,6 +92,12 @@ class Segment:
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.logprobs.shape, "one logprob per token"
 
+    @property
+    def num_finite(self) -> int:
+        """The number of tokens before the first whose logprob is infinite or NaN; all of them if none is."""
+        finite = np.isfinite(self.logprobs)
+        return len(finite) if finite.all() else int(finite.argmin())
+
     def without(self, first: int) -> Segment:
         """This segment without its first tokens."""
         return replace(self, tokens=self.tokens[first:], logprobs=self.logprobs[first:]) if first else self

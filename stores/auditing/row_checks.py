@@ -230,7 +230,7 @@ def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: byt
 
 def _wrong_rows(block: RowBlock, eta: int | None) -> Iterator[Finding]:
     """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step; and
-    that tokens which were not sampled have no version, no logprob and no gradient."""
+    that tokens which were not sampled have no version, no logprob and no gradient, and the others a finite logprob."""
     ints, spans = block.ints, block.spans
     sampled = (spans.sizes > 0) & (spans.versions != NO_VERSION)
     rows, versions = spans.rows[sampled], spans.versions[sampled]
@@ -286,6 +286,7 @@ def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
         if (
             np.array_equal(block.mask[at], np.repeat(trained.astype(np.uint8), sizes) * sampled)
             and not block.logprobs[at][~sampled].any()
+            and np.isfinite(block.logprobs[at]).all()
             and not (sampled & np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)).any()
         ):
             return {}
@@ -314,6 +315,8 @@ def token_faults(
         yield f"{count} tokens of the prompt have a version"
     if count := int(np.count_nonzero(logprobs[~sampled])):
         yield f"{count} tokens that were not sampled have a logprob"
+    if count := int(np.count_nonzero(~np.isfinite(logprobs[sampled]))):
+        yield f"{count} sampled tokens have a logprob that is not finite"
     expected = sampled * np.uint8(trained != 0)
     expected[:prompt] = 0
     if count := int(np.count_nonzero(mask > expected)):

@@ -7,6 +7,7 @@ Invariants:
 - Tokens of a trajectory only grow, until it is restarted as a whole. A delivery names the position of its first token:
   what is there already is not taken again, and what would leave a gap is not taken at all. So entries may be repeated,
   and some may be missing.
+- Every sampled token has a finite logprob: a delivery with any other is not taken, since no loss could use it.
 - A turn that has ended is never continued without an environment's answer, and a reward belongs to exactly the tokens
   that were scored.
 - What is held of a trajectory is of one attempt of its episode. An entry of a later attempt shows that a restart is
@@ -321,6 +322,8 @@ class InFlight:
         # A turn has tokens: an end without any is that of the turn before an answer of none, come again.
         ends = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], Given))
         if entry.first > held or end < held or (end == held and not ends):
+            return False
+        if any(segment.num_finite < len(segment.tokens) for segment in entry.segments):
             return False
         spans = list(t.spans)
         skip = held - entry.first

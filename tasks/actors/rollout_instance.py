@@ -260,7 +260,7 @@ class RolloutInstance:
         for e in ended:
             tokens, error = totals.get(e.trajectory, 0), e.error if isinstance(e, Failed) else ""
             if isinstance(e, Sampled) and e.trajectory in totals and tokens < _end(e):
-                error = f"the trajectory server has {tokens} of its first {e.first} tokens"
+                error = _not_finite(e) or f"the trajectory server has {tokens} of its first {e.first} tokens"
             drafted, accepted = (e.drafted_tokens, e.accepted_tokens) if isinstance(e, Sampled) else (0, 0)
             outcome = Outcome(
                 trajectory=e.trajectory,
@@ -298,6 +298,19 @@ class RolloutInstance:
 def _end(sampled: Sampled) -> int:
     """Tokens of the response up to the last of these."""
     return sampled.first + sum(len(s.tokens) for s in sampled.segments)
+
+
+def _not_finite(sampled: Sampled) -> str:
+    """One line on the first token whose logprob is infinite or NaN; empty if there is none."""
+    begin = sampled.first
+    for segment in sampled.segments:
+        if (at := segment.num_finite) < len(segment.tokens):
+            return (
+                f"token {begin + at} of the response has a logprob of {segment.logprobs[at]} under version "
+                f"{segment.version} on {segment.instance}; every sampled token needs a finite one"
+            )
+        begin += len(segment.tokens)
+    return ""
 
 
 def _after(sampled: Sampled, delivered: tuple[int, int] | None) -> Sampled:

@@ -262,8 +262,8 @@ class TrajectoryServer:
 
     async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
         """Add tokens that an instance sampled; returns each trajectory's total. Ignores ended trajectories, what an
-        instance delivers after its trajectory was routed anew, tokens that are there already, and those that would
-        leave a gap, of which the total tells."""
+        instance delivers after its trajectory was routed anew, tokens that are there already, those that would leave a
+        gap, and deliveries with a logprob that is not finite; the total of these two is less than was delivered."""
         now = self._now()
         taken: list[Entry] = []
         totals = {}

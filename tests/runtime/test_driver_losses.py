@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.runtime.scoring import SCORE_BATCH
 from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.trajectory import AbortReason, Fate
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import CALLS, LONG, REDUNDANT, RETRY, first_call, long_ones, until
 from tests.support.in_process import CREATE_S, Fault
@@ -24,6 +25,21 @@ from tests.support.scripted import World
 
 async def no_nanny(run: Run) -> None:
     run.workers.nanny = False
+
+
+# -- an engine reports what cannot be stored ----------------------------------------------------------------------
+
+
+def test_a_response_with_a_logprob_that_is_not_finite_is_tried_again_and_ends_as_failed(body: Body) -> None:
+    run = body.run("steps=3", world=World(not_finite=lambda trajectory: trajectory == 3))
+    run.check()
+    failures = [event for _, event in run.events("TrajectoryFailed")]
+    assert {event.trajectory for event in failures} == {3}
+    assert len(failures) == run.config.rollout.max_attempts + 1
+    assert all("has a logprob of nan" in event.error for event in failures)
+    (row,) = (row for row in run.store.ended() if row.trajectory.id == 3)
+    assert (row.fate, row.reason) == (Fate.ABORTED, AbortReason.ENGINE_FAILED)
+    assert row.trajectory.num_tokens == 0
 
 
 # -- a rollout instance is lost ------------------------------------------------------------------------------------

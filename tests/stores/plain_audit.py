@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -118,12 +119,13 @@ def _rows(store: StoreReader, rows: list[Ended], turns: Any) -> Iterable[Finding
 
 
 def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float, int]]) -> Iterable[str]:
-    """Check token by token that those which were not sampled have no version, no logprob and no gradient. tokens:
-    version, logprob and mask of each."""
+    """Check token by token that those which were not sampled have no version, no logprob and no gradient, and
+    that the others have a finite logprob. tokens: version, logprob and mask of each."""
     counts: Counter[str] = Counter()
     for i, (version, logprob, mask) in enumerate(tokens):
         counts["tokens of the prompt have a version"] += i < prompt and version != -1
         counts["tokens that were not sampled have a logprob"] += version == -1 and logprob != 0
+        counts["sampled tokens have a logprob that is not finite"] += version != -1 and not math.isfinite(logprob)
         learnt = int(i >= prompt and version != -1 and trained)
         counts["tokens have a loss mask, and carry no gradient"] += mask > learnt
         counts["tokens that carry gradient have no loss mask"] += mask < learnt

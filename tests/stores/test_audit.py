@@ -151,7 +151,8 @@ def change_token(root: Any, rng: random.Random) -> None:
     row = root["rows/int"][rng.randrange(root["rows/int"].shape[0])]
     at = int(row[INT_COLUMNS.index("offset")]) + rng.randrange(20)
     if 0 <= at < array.shape[0]:
-        array[at] = rng.choice((-1, 0, 1, 2, 9) if array.dtype != np.uint8 else (0, 1, 2))
+        values = (0, 1, 2) if array.dtype == np.uint8 else (-1, 0, 1, 2, 9)
+        array[at] = rng.choice((*values, np.nan, -np.inf) if array.dtype == np.float32 else values)
 
 
 def change_turns(root: Any, rng: random.Random) -> None:

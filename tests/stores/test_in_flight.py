@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -124,6 +125,21 @@ def test_deliveries_in_any_order_never_double_a_token_and_never_leave_a_gap(seed
         check_tokens(t, switch)
     merged = [(s.version, s.instance) for s in t.segments]
     assert len(merged) == len(set(merged)), "what one instance sampled under one version is one segment"
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+def test_a_delivery_with_a_logprob_that_is_not_finite_is_not_taken(value: float) -> None:
+    """What is there stays, and the same tokens with finite ones are taken."""
+    state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 5))
+    entry = tokens(0, 1, 3, 6, finish=FinishReason.STOP)
+    (segment,) = entry.segments
+    logprobs = segment.logprobs.copy()
+    logprobs[4] = value
+    assert not state.apply(replace(entry, segments=(replace(segment, logprobs=logprobs),)))
+    t = state.live[TrajectoryId(0)]
+    assert (t.num_tokens, t.finish) == (5, FinishReason.UNFINISHED)
+    assert state.apply(entry)
+    check_tokens(state.live[TrajectoryId(0)])
 
 
 def test_an_end_is_not_taken_back_and_a_reward_is_of_the_tokens_that_were_scored() -> None:

@@ -89,6 +89,8 @@ class World:
     """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
     drift: float = 0.0
     """Error of the engines' logprobs of the probe, nats."""
+    not_finite: Callable[[int], bool] = lambda trajectory: False
+    """Whether engines report NaN as the logprob of the newest token of a trajectory."""
     figures: Callable[[int], dict[str, float]] = lambda step: {}
     """Metrics that training a step reports besides its times."""
 
@@ -319,9 +321,10 @@ class VirtualEngine:
         for (version, begin), end in zip(held.marks, ends, strict=True):
             if end > begin:
                 ids = words(key, begin, end - begin)
-                segments.append(
-                    Segment(version=version, instance=self._instance, tokens=ids, logprobs=word_logprobs(ids))
-                )
+                logprobs = word_logprobs(ids)
+                if self._world.not_finite(key):
+                    logprobs[-1] = np.nan
+                segments.append(Segment(version=version, instance=self._instance, tokens=ids, logprobs=logprobs))
         return Sampled(
             trajectory=key,
             epoch=held.request.epoch,

@@ -241,6 +241,36 @@ def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path:
     virtual_time.run(scenario())
 
 
+def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_held(tmp_path: Path) -> None:
+    """Such a token has no importance ratio. What was sampled before it stays, and others are not concerned."""
+
+    async def scenario() -> None:
+        poisoned = set[int]()
+        world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 0.0)
+        await server.draw(0, 1)
+        await one.route(server, (item(0, 1), item(1, 1)))
+        await asyncio.sleep(0.25)
+        await one.save(server)
+        poisoned.add(0)
+        await asyncio.sleep(0.25)
+        await one.save(server)
+        outcomes = {o.trajectory: o for o in await one.next_events(server, 5.0)}
+        assert (outcomes[TrajectoryId(1)].tokens, outcomes[TrajectoryId(1)].error) == (20, "")
+        assert (outcomes[TrajectoryId(0)].tokens, outcomes[TrajectoryId(0)].error) == (
+            5,
+            "token 19 of the response has a logprob of nan under version 0 on one; every sampled token needs a finite "
+            "one",
+        )
+        held = server._flight.live[TrajectoryId(0)]
+        assert (held.num_tokens, held.finish) == (5, FinishReason.UNFINISHED)
+        assert np.isfinite(held.logprobs).all()
+
+    virtual_time.run(scenario())
+
+
 def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> None:
     """Tokens, epochs, rewards, batches and endings, in the middle of a run whose other actors go on."""
 
