@@ -10,7 +10,7 @@ from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, record_of
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import Resetter
-from staleflow.tasks.rendering.task_source import Record, Task, TaskSource
+from staleflow.tasks.rendering.task_source import Record, Task, TaskSource, require_text
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.seeds import task_seed
 
@@ -43,10 +43,11 @@ class EnvironmentSource:
     def task(self, index: int, *, held_out: bool = False) -> Task:
         start = EpisodeStart(index=index, held_out=held_out, seed=task_seed(self._seed, index, held_out=held_out))
         try:
-            prompt = self._resetter.first_observation(start)
-        except EpisodeFailed as error:
+            prompt = require_text(self._resetter.first_observation(start))
+        except (EpisodeFailed, ValueError) as error:
             which = f"{'held-out ' if held_out else ''}task {index}"
-            raise ConfigError(f"{self._where}: {which}: {error}") from error
+            why = error if isinstance(error, EpisodeFailed) else f"its prompt {error}"
+            raise ConfigError(f"{self._where}: {which}: {why}") from error
         return Task(prompt=prompt, record=record_of(start, prompt), seed=start.seed)
 
     def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> EnvironmentSource:

@@ -52,6 +52,15 @@ def prompt_of(value: object) -> Prompt:
     return tuple(messages)
 
 
+def require_text(prompt: Prompt) -> Prompt:
+    """The prompt of a task. Raises ValueError, with a message as from `prompt_of`, for one of nothing but white
+    space: what a model answers to it says nothing about the task."""
+    texts = (prompt,) if isinstance(prompt, str) else (message.content for message in prompt)
+    if not any(text.strip() for text in texts):
+        raise ValueError("is empty; a prompt must have a text that the model answers")
+    return prompt
+
+
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.task_source import Prompt, Record, Task, TaskSource, prompt_of, set_apart
+from staleflow.tasks.rendering.task_source import (
+    Prompt,
+    Record,
+    Task,
+    TaskSource,
+    prompt_of,
+    require_text,
+    set_apart,
+)
 from staleflow.tasks.settings.columns import Columns
 
 HELD_OUT_SHARE = 0.1
@@ -214,7 +222,7 @@ class RowSource:
         named = {"prompt": prompt}
         if self._columns.answer:
             named["answer"] = _at(row, self._columns.answer)
-        return Task(prompt=prompt_of(prompt), record={**row, **named})
+        return Task(prompt=require_text(prompt_of(prompt)), record={**row, **named})
 
     def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
         prompts = set_apart(evaluation or self, num_held_out)
@@ -248,7 +256,7 @@ class RowSource:
         name = self._columns.prompt
         for index, value in enumerate(self._column(name, "prompt")):
             try:
-                yield prompt_of(value)
+                yield require_text(prompt_of(value))
             except ValueError as error:
                 raise ConfigError(f"{self._rows.place(index)}: {name} {error}") from error
 

@@ -15,7 +15,16 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_source import EnvironmentSource
 from staleflow.tasks.rendering.reward_values import WeightedSum
-from staleflow.tasks.rendering.task_source import Prompt, Record, Reward, Task, TaskSource, prompt_of, set_apart
+from staleflow.tasks.rendering.task_source import (
+    Prompt,
+    Record,
+    Reward,
+    Task,
+    TaskSource,
+    prompt_of,
+    require_text,
+    set_apart,
+)
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 from staleflow.tasks.settings.columns import Columns
@@ -60,7 +69,7 @@ class UserEnvironment:
         if not isinstance(record, Mapping) or "prompt" not in record:
             raise ConfigError(f"{self._where}: record {index} must be a dict with a `prompt`, not {record!r}")
         try:
-            task = Task(prompt=prompt_of(record["prompt"]), record=record)
+            task = Task(prompt=require_text(prompt_of(record["prompt"])), record=record)
         except ValueError as error:
             raise ConfigError(f"{self._where}: the prompt of record {index} {error}") from error
         if self._apart and not held_out:

@@ -169,6 +169,11 @@ class Unresettable(Unseeded):
         raise ValueError("no board")
 
 
+class Silent(Unseeded):
+    def reset(self, seed):
+        return " ", {}
+
+
 class Wordless(Unseeded):
     def reset(self, seed):
         return 7, {}

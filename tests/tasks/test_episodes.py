@@ -230,6 +230,7 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
     [
         ("Unseeded", [], "reset with the same seed gives another first observation"),
         ("Unresettable", [], "reset raised: ValueError: no board"),
+        ("Silent", [], "task 0: its prompt is empty; a prompt must have a text that the model answers"),
         ("Guess", ["task.chat=true"], "drops the <think> parts of earlier turns when a message of role user"),
         (
             "Guess",

@@ -111,6 +111,9 @@ def test_prompts_may_be_messages(write: Write, tmp_path: Path) -> None:
         ([{"role": "user", "content": "a"}, "b"], "has a message 2 without `role` and `content` as texts: 'b'"),
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with a message of the assi"),
         (None, "must be a text or a list of messages, not None"),
+        ("", "is empty; a prompt must have a text that the model answers"),
+        (" \n", "is empty; a prompt must have a text that the model answers"),
+        ([{"role": "system", "content": ""}, {"role": "user", "content": " "}], "is empty; a prompt must have a text"),
     ],
 )
 def test_a_prompt_that_is_neither_text_nor_messages_is_one_line(tmp_path: Path, prompt: Any, message: str) -> None:

@@ -243,6 +243,11 @@ def broken(options, seed):
     raise KeyError("first")
 
 
+class Silent(Doubles):
+    def record(self, index, held_out):
+        return {"prompt": "", "answer": "1"}
+
+
 class Speechless(Doubles):
     def record(self, index, held_out):
         return {"answer": "1"}
@@ -269,6 +274,7 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
     for name, message in (
         ("broken", "cannot be created: KeyError: 'first'"),
         ("Speechless", "record 0 must be a dict with a `prompt`"),
+        ("Silent", "the prompt of record 0 is empty; a prompt must have a text that the model answers"),
         ("Nothing", "has no function Nothing"),
     ):
         with pytest.raises(ConfigError, match=r"task\.source = ") as caught:
