@@ -23,7 +23,7 @@ from staleflow.pipeline.config.model_files import check_files, find_model, read_
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import Damaged
 from staleflow.stores.trajectories.selection import Selection
@@ -132,6 +132,11 @@ def rescore(
         require_all(done, int(chosen.sum()))
         snapshot = ""
         if kept is not None:
+            if errors:
+                raise StoreError(
+                    f"{path}: branch {branch!r} is not made: {len(errors)} responses have no logprobs to store, the "
+                    f"first is trajectory {min(errors)}: {errors[min(errors)]}"
+                )
             lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": settings.temperature}
             snapshot = derived_branches.derive_logprobs(store, path, branch, kept, lineage)
     return RescoreResult(
@@ -274,6 +279,9 @@ def read_rows(
         row = rows[i]
         assert isinstance(row, Ended)
         sampled = row.trajectory.sampled
+        if unusable := int(np.count_nonzero(~np.isfinite(row.trajectory.logprobs[sampled] + new[sampled]))):
+            errors[row.trajectory.id] = f"{unusable} of its tokens have a stored or computed logprob that is not finite"
+            continue
         sums[i] = _sums(row.trajectory.logprobs[sampled], new[sampled], settings)
         if table is not None:
             logprobs.append((int(table[i]), new))

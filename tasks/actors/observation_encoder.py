@@ -63,6 +63,8 @@ class GivenAnswers:
             earlier = replace(t, spans=t.spans[: _turn_end(t, after_turn)])
             return GivenTokens(self._bridge(earlier, messages), len(t.prompt_tokens) + earlier.num_tokens)
         ids = np.asarray(self._prompts.conversation(messages), np.int32)
+        if not len(ids):
+            raise ConfigError("the request's conversation has no tokens; send a message with a text")
         common, after = longest_common(t.branches, whole, ids)
         return GivenTokens(ids[common:].tolist(), None if after == len(whole) else after)
 

@@ -44,6 +44,9 @@ class Row:
     branches: tuple[Branch, ...] = ()
     """Where the response left what came before; a model computes a row with branches as several (sequences.py)."""
 
+    def __post_init__(self) -> None:
+        assert len(self.prompt), "the first token of a response is predicted from its prompt"
+
     @classmethod
     def of(cls, row: Ended) -> Row:
         """The row of a stored trajectory."""
@@ -63,6 +66,17 @@ class Row:
     def num_sampled(self) -> int:
         """Tokens that carry gradient, if the row does."""
         return int(np.count_nonzero(self.sampled))
+
+    @property
+    def usable(self) -> npt.NDArray[np.bool_]:
+        """[T] whether each token was sampled and has a finite stored logprob."""
+        found: npt.NDArray[np.bool_] = self.sampled & np.isfinite(self.behaviour)
+        return found
+
+    @property
+    def num_unusable(self) -> int:
+        """Sampled tokens without a finite stored logprob: no loss can correct for the policy that sampled them."""
+        return self.num_sampled - int(np.count_nonzero(self.usable))
 
     @property
     def has_gradient(self) -> bool:

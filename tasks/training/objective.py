@@ -74,6 +74,20 @@ class Objective:
         return tokens.advantage - self.kl.coefficient * to_come
 
 
+def with_finite_logprobs(tokens: Tokens) -> Tokens:
+    """The tokens of a micro-batch without those whose stored logprob is infinite or NaN, which have no importance
+    ratio. Like tokens that an environment gave they have logprobs of 0 and no loss; they still count in the number of
+    tokens that a mean is over."""
+    unusable = ~tokens.behaviour.isfinite()
+    return replace(
+        tokens,
+        logprobs=tokens.logprobs.masked_fill(unusable, 0),
+        proximal=tokens.proximal.masked_fill(unusable, 0),
+        behaviour=tokens.behaviour.masked_fill(unusable, 0),
+        sampled=tokens.sampled & ~unusable,
+    )
+
+
 def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     """[N, T] estimates of KL(pi || reference) at tokens sampled from pi (http://joschu.net/blog/kl-approx.html)."""
     distance = log_distance(logprobs, reference)

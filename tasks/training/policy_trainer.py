@@ -39,7 +39,7 @@ from staleflow.tasks.training.branch_sequences import Sequences
 from staleflow.tasks.training.logprobs import LogprobModel, by_row
 from staleflow.tasks.training.loss import MOST_LOG_RATIO, Tokens
 from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
-from staleflow.tasks.training.objective import Objective
+from staleflow.tasks.training.objective import Objective, with_finite_logprobs
 from staleflow.tasks.training.rank import ALONE, Rank
 from staleflow.tasks.training.rank_group import Group
 from staleflow.tasks.training.step_metrics import TokenSums
@@ -65,10 +65,10 @@ class Mismatch:
     @classmethod
     def of(cls, rows: Sequence[Row], before: ByRow) -> Mismatch:
         """Of the fresh rows. before: the trainer's logprobs, of these at least."""
-        fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.num_sampled]
+        fresh = [i for i, row in enumerate(rows) if row.staleness == 0 and row.usable.any()]
         if not fresh:
             return cls(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
-        difference = np.concatenate([(before[i] - rows[i].behaviour)[rows[i].sampled] for i in fresh])
+        difference = np.concatenate([(before[i] - rows[i].behaviour)[rows[i].usable] for i in fresh])
         bounded = np.clip(difference, -MOST_LOG_RATIO, MOST_LOG_RATIO)
         return cls(
             mean=float(np.abs(difference).mean()),
@@ -169,6 +169,7 @@ class PolicyTrainer:
             "loss": sums.loss / len(norms),
             "grad_norm": float(np.mean(norms)),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
+            "tokens_dropped": float(sum(row.num_unusable for row in whole if self.objective.trains(row))),
             **sums.metrics(s.epochs),
             "learning_rate": rate,
             "mismatch_mean": mismatch.mean,
@@ -376,10 +377,11 @@ class PolicyTrainer:
         )
 
     def _tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
-        """A micro-batch as losses see it, with zeros at padding and given tokens."""
+        """A micro-batch as losses see it, with zeros at padding, given tokens and those without a finite stored
+        logprob."""
         others = torch.from_numpy(batch.mask == 0).to(self.device)
         behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(self.device)
-        return Tokens(
+        tokens = Tokens(
             logprobs=logprobs.masked_fill(others, 0),
             proximal=(behaviour if proximal is None else proximal).masked_fill(others, 0),
             behaviour=behaviour.masked_fill(others, 0),
@@ -387,6 +389,7 @@ class PolicyTrainer:
             sampled=~others,
             lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(self.device),
         )
+        return with_finite_logprobs(tokens)
 
     def _load_model(self) -> Any:
         """The model to train. One that is divided is left in its file's type: each rank makes float32 of its part. Not

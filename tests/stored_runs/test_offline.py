@@ -25,7 +25,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, stored_trajectories, training, views
 from staleflow.pipeline.stored_runs import pool as pools
 from staleflow.pipeline.stored_runs.pool import Pool, local_pool
-from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation
+from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation, StoreError
 from staleflow.stores.trajectories import selection
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.selection import Selection
@@ -267,6 +267,24 @@ def test_the_figures_are_their_definitions(stored: Path, pool: Pool) -> None:
     assert found.clipped == pytest.approx(((tokens < 1 - loss.clip_low) | (tokens > 1 + loss.clip_high)).mean())
     (seen,) = views.view(stored, store, [rows[0].trajectory.id])
     assert [t.ratio for t in seen.tokens] == pytest.approx(ratios[0].tolist())
+
+
+def test_responses_with_logprobs_that_are_not_finite_are_named_and_left_out(
+    copy: Path, tiny_model: Path, pool: Pool
+) -> None:
+    """They made the figures of their staleness NaN."""
+
+    def spoil(root: Any) -> None:
+        change_a_logprob(root, np.nan)
+
+    edit(copy / "store", spoil)
+    found = logprob_recompute.rescore(copy, str(tiny_model), pool)
+    row = VersionedStore.open(copy / "store").table()["trajectory"].tolist()[5]
+    assert found.errors == {row: "1 of its tokens have a stored or computed logprob that is not finite"}
+    assert all(np.isfinite(of.kl) for of in found.by_staleness)
+    with pytest.raises(StoreError, match=rf"'one' is not made: 1 responses .* first is trajectory {row}: 1 of its tok"):
+        logprob_recompute.rescore(copy, str(tiny_model), pool, branch="one")
+    assert command("store", "audit", copy).returncode == 1
 
 
 # -- training again ----------------------------------------------------------------------------------------------------

@@ -248,10 +248,10 @@ def forge(root: Any) -> None:
     root["records"][:] = np.frombuffer(text.replace(b'"rollout-0":[2,"w2"]', b'"rollout-0":[2,"w9"]'), np.uint8)
 
 
-def change_a_logprob(root: Any) -> None:
+def change_a_logprob(root: Any, value: float = -9.0) -> None:
     offset = int(root["rows/int"][5, INT_COLUMNS.index("offset")])
     prompt = int(root["rows/int"][5, INT_COLUMNS.index("prompt_tokens")])
-    root["tokens/logprobs"][offset + prompt] = -9.0
+    root["tokens/logprobs"][offset + prompt] = value
 
 
 FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {

@@ -158,6 +158,43 @@ def test_empty_responses_train_like_rows_without_a_gradient(tiny_model: Any) -> 
     assert (only["loss"], only["grad_norm"]) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_a_token_without_a_finite_stored_logprob_is_dropped_and_counted(tiny_model: Any, name: str) -> None:
+    """It trains as if an environment had given it, whichever the loss."""
+    data = rows(6)
+    knobs = {"loss": entry(LOSSES, name), "aggregation": "constant_length"}
+    sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
+    sampled[1], behaviour[1] = False, 0.0
+    other = trainer(tiny_model, **knobs)
+    expected = other.step(0, [data[0], replace(data[1], sampled=sampled, behaviour=behaviour), *data[2:]])
+    assert expected.pop("tokens_dropped") == 0
+    for value in (-math.inf, math.inf, math.nan):
+        behaviour = data[1].behaviour.copy()
+        behaviour[1] = value
+        one = trainer(tiny_model, **knobs)
+        found = one.step(0, [data[0], replace(data[1], behaviour=behaviour), *data[2:]])
+        assert found.pop("tokens_dropped") == 1
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_a_dropped_token_counts_in_the_mean_over_tokens(tiny_model: Any) -> None:
+    data = rows(3)
+    sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
+    sampled[1], behaviour[1] = False, math.nan
+    dropped = trainer(tiny_model).step(0, [data[0], replace(data[1], behaviour=behaviour), data[2]])
+    given = trainer(tiny_model).step(0, [data[0], replace(data[1], behaviour=behaviour, sampled=sampled), data[2]])
+    count = sum(row.num_sampled for row in data)
+    assert dropped["loss"] == pytest.approx(given["loss"] * (count - 1) / count, rel=1e-5)
+
+
+def test_a_row_has_a_prompt() -> None:
+    """Without one its first token would be predicted from its last."""
+    with pytest.raises(AssertionError, match="predicted from its prompt"):
+        replace(rows(1)[0], prompt=np.zeros(0, np.int32))
+
+
 def trainer(tiny_model: Any, **changes: Any) -> Any:
     from staleflow.tasks.training.policy import TrainerSettings
     from staleflow.tasks.training.policy_trainer import PolicyTrainer

@@ -219,6 +219,14 @@ def test_messages_of_an_agent_that_the_template_refuses_concern_its_episode_alon
     assert "system comes first" in given.why
 
 
+def test_a_conversation_of_no_tokens_concerns_its_episode_alone(tmp_path: Path) -> None:
+    """A model has nothing to go on from."""
+    found = prompts(tmp_path, chat=False)
+    t = after_two_turns(found)
+    given = answers(found).to_give(t, said(t, Directions(after_turn=0), Message("user", "")), 1000)
+    assert given == NotRendered("the request's conversation has no tokens; send a message with a text")
+
+
 def test_without_a_template_a_conversation_is_its_texts(tmp_path: Path) -> None:
     found = prompts(tmp_path, chat=False)
     other = [Message("user", "the in"), Message("assistant", " a"), Message("user", " on")]
