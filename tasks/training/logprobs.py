@@ -18,7 +18,7 @@ import torch
 
 from staleflow.tasks.training.lm_head import Asked, OutputLayer, of_targets
 from staleflow.tasks.training.microbatches import MicroBatch, Row, microbatches
-from staleflow.tasks.training.packed_attention import RowLengths, takes_rows
+from staleflow.tasks.training.packed_attention import RowLengths, why_padded
 from staleflow.tasks.training.shared_prompts import Layout
 
 PartLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -71,13 +71,21 @@ class LogprobModel:
     rank: int = 0
     ranks: int = 1
     layer: OutputLayer = field(init=False, repr=False)
-    takes_rows: bool = field(init=False, repr=False)
-    """Whether the model computes rows without padding."""
+    padded_because: str = field(init=False, repr=False)
+    """Why rows are padded; empty if the model computes them without padding."""
 
     def __post_init__(self) -> None:
         with self._autocast():
             object.__setattr__(self, "layer", OutputLayer(self.model, self.device))
-            object.__setattr__(self, "takes_rows", self.layer.plain and takes_rows(self.model, self.device))
+            why = "its logits are not those of its output layer as they are"
+            if self.layer.plain:
+                why = why_padded(self.model, self.device, self.token_budget)
+            object.__setattr__(self, "padded_because", why)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the model computes rows without padding."""
+        return not self.padded_because
 
     def batch(self, batch: MicroBatch) -> torch.Tensor:
         """[N, T] log-probabilities of the sampled targets, nats, float32, elsewhere 0; with gradient unless torch has

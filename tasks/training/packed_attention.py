@@ -4,9 +4,11 @@ What a model does token by token then costs nothing for padding; only attention 
 share their prompt have it in the sequence once (tasks/training/shared_prompts.py), and each attends to it.
 
 Invariants:
-- A token attends to those before it in its own row, and to no others.
-- A model is given rows this way only if it was found, by trying, to compute for each what it does for that row alone:
-  one whose other parts mix tokens, or whose attention is not this one's, gets padded rows as ever.
+- A token attends to those before it in its own row, and to no others. A model whose layers have another attention, such
+  as windows or chunks, raises NotPacked, however short the rows are.
+- A model is given rows this way only if it computed for each row what it does for that row alone, in a trial as long as
+  its longest sequence: scales that grow with a token's place in it, say, begin at thousands of tokens. Any other model
+  gets padded rows.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from staleflow.tasks.training.blocks import one_layer_of_each_kind
 from staleflow.tasks.training.shared_prompts import PromptBlock
 
 NAME = "staleflow_rows"
@@ -30,8 +33,11 @@ NAME = "staleflow_rows"
 KNOWN = {"position_ids", "use_cache", "past_key_values", "cache_position", "is_causal", "output_attentions"}
 """Further arguments of an attention that change nothing here. One with a value that is not among them, such as a
 window or a cap, does."""
-TRIED = (PromptBlock(0, (3, 2)), PromptBlock(2, (1, 3)))
-"""What is tried: rows alone, and two that share their prompt."""
+COMPARED = (PromptBlock(0, (3, 2)), PromptBlock(2, (1, 3)))
+"""The rows of a trial that are compared with those rows alone: some by themselves, and two that share their prompt.
+They stand at the beginning of the sequence and at its end."""
+FILLER_TOKENS = 64
+"""Length of the rows between them: short, as attention takes time with the square of it."""
 MASKED = 256
 """Tokens after a prompt, or as many as it has, of which attention is computed on a processor with a mask that lets the
 first see all of the prompt. That leaves no pair out, as a causal kernel does, which works on blocks about this long. Of
@@ -40,12 +46,20 @@ longer ones, and on a GPU, where kernels that take a mask are slower ones, it is
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@dataclass(slots=True)
+class NotPacked(Exception):
+    """A model's attention cannot keep the rows of a sequence apart; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowLengths:
-    """Rows in a sequence, by their lengths. apart: whether every attention that was told of them keeps them apart."""
+    """Rows in a sequence, by their lengths."""
 
     blocks: tuple[PromptBlock, ...]
-    apart: bool = True
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one row, of which every attention is the model's own."""
+        return len(self.blocks) == 1 and len(self.blocks[0].rests) == 1
 
     def positions(self, device: str) -> torch.Tensor:
         """[1, T] the place of each token in its row.
@@ -54,6 +68,16 @@ class RowLengths:
         tensor([[0, 1, 2, 0, 1]])
         """
         return torch.from_numpy(np.concatenate([block.positions for block in self.blocks]))[None].to(device)
+
+
+def _mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> None:
+    """The mask that transformers makes for each kind of layer in a model: none, for causal attention within rows.
+    Raises NotPacked for any other. local_size: tokens of a window or a chunk. use_vmap: whether the model has changed
+    the mask by a function of its own."""
+    if local_size is not None:
+        raise NotPacked(f"layers attend to no more than {local_size} tokens")
+    if use_vmap:
+        raise NotPacked("the model's attention has a mask of its own")
 
 
 def _attention(
@@ -67,16 +91,19 @@ def _attention(
     row_lengths: RowLengths | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[1, T, heads, D] from [1, heads, T, D]; without rows, of a single one."""
-    plain = attention_mask is None and not dropout and getattr(module, "is_causal", True)
-    plain = plain and all(value is None for name, value in others.items() if name not in KNOWN)
-    if row_lengths is None or not plain:
-        if row_lengths is not None:
-            row_lengths.apart = False
+    """[1, T, heads, D] from [1, heads, T, D]; without row_lengths, of a single row. Raises NotPacked."""
+    if row_lengths is None or row_lengths.single:
         found: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **others
         )
         return found
+    if attention_mask is not None:
+        raise NotPacked(f"{type(module).__name__} has a mask of its own")
+    more = [name for name, given in others.items() if name not in KNOWN and given is not None]
+    more += ["dropout"] if dropout else []
+    more += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
+    if more:
+        raise NotPacked(f"{type(module).__name__} has {', '.join(more)}")
     attention = functools.partial(
         scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -107,35 +134,59 @@ def _of_block(
             yield attention(whole, key, value, is_causal=True)[:, :, block.prompt :]
 
 
-def takes_rows(model: Any, device: str) -> bool:
-    """Whether the model computes rows without padding, given `row_lengths` and `position_ids`. Its attention is changed
-    if so; a single row without them it computes as ever."""
+def why_padded(model: Any, device: str, most_tokens: int) -> str:
+    """Why the model does not compute rows without padding, given `row_lengths` and `position_ids`; empty if it does.
+    Its attention is changed then; a single row without them it computes as ever.
+
+    Args:
+        most_tokens: Of a sequence with more than one row.
+    """
     taken = inspect.signature(model.forward).parameters
     passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
     if not (passes_on and "position_ids" in taken and model._can_set_attn_implementation()):
-        return False
+        return f"{type(model).__name__} does not pass position_ids and row lengths on to its attention"
     AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
-    if _same(model, device):
-        return True
-    model.set_attn_implementation(before)
-    return False
+    try:
+        _try_packed(model, device, 0)
+        with one_layer_of_each_kind(model):
+            _try_packed(model, device, most_tokens)
+    except NotPacked as error:
+        model.set_attn_implementation(before)
+        return str(error)
+    return ""
 
 
-def _same(model: Any, device: str) -> bool:
-    """Whether rows one after another give what each gives alone."""
-    rows = RowLengths(TRIED)
-    tokens = torch.arange(sum(block.size for block in TRIED), device=device) % 5
-    wanted, begin = list[torch.Tensor](), 0
+def _try_packed(model: Any, device: str, most_tokens: int) -> None:
+    """Compare rows in a sequence with the same rows alone. Raises NotPacked if they differ.
+
+    Args:
+        most_tokens: Length of the sequence; at least that of the compared rows.
+    """
+    size = sum(block.size for block in COMPARED)
+    full, rest = divmod(max(0, most_tokens - 2 * size), FILLER_TOKENS)
+    filler = [PromptBlock(0, (count,)) for count in [*[FILLER_TOKENS] * full, rest] if count]
+    rows = RowLengths((*COMPARED, *filler, *COMPARED))
+    tokens = torch.arange(size, device=device) % 5
+    expected, begin = list[torch.Tensor](), 0
+    total = sum(block.size for block in rows.blocks)
+    keep = torch.cat([torch.arange(size), torch.arange(total - size, total)]).to(device)
+    whole = torch.cat([tokens, torch.arange(total - 2 * size, device=device) % 5, tokens])
     with torch.no_grad():
-        for block in TRIED:
+        for block in COMPARED:
             prompt, *rests = tokens[begin : begin + block.size].split([block.prompt, *block.rests])
             alone = [model(input_ids=torch.cat([prompt, rest])[None], use_cache=False).logits[0] for rest in rests]
-            wanted += [alone[0][: block.prompt], *(logits[block.prompt :] for logits in alone)]
+            expected += [alone[0][: block.prompt], *(logits[block.prompt :] for logits in alone)]
             begin += block.size
-        inputs = {"input_ids": tokens[None], "position_ids": rows.positions(device), "row_lengths": rows}
-        found = model(**inputs, use_cache=False).logits[0]
-    difference = (found - torch.cat(wanted)).abs().max()
+        inputs = {"input_ids": whole[None], "position_ids": rows.positions(device), "row_lengths": rows}
+        found = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
+    wanted = torch.cat([*expected, *expected])
+    difference = float((found - wanted).abs().max() / found.abs().max())
     rounding = 1e-4 if found.dtype in (torch.float32, torch.float64) else 2e-2
-    return rows.apart and bool(difference <= rounding * found.abs().max())
+    if not difference <= rounding:
+        raise NotPacked(
+            f"in a sequence of {total} tokens the logits of a row differ from those of the row alone, by "
+            f"{difference:.1g} of the largest"
+        )

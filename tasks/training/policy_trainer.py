@@ -114,6 +114,8 @@ class PolicyTrainer:
             rank=rank.number,
             ranks=rank.count,
         )
+        if rank.leads and self.logprob_model.padded_because:
+            logger.warning("micro-batches are not packed: %s", self.logprob_model.padded_because)
         self.reference = self._load_reference() if self.objective.needs_reference else None
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
         self._saving: Future[None] | None = None

@@ -120,7 +120,7 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole(
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
     assert under.takes_rows
-    object.__setattr__(under, "takes_rows", packed)
+    object.__setattr__(under, "padded_because", "" if packed else "of the test")
     model.zero_grad()
     found = under.backward(batch, loss, entropy=True, by_token=loss is by_token)
     torch.testing.assert_close(found.double(), expected[0].double(), rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from staleflow.tasks.training.blocks import one_layer_of_each_kind
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import microbatches
-from staleflow.tasks.training.packed_attention import NAME, takes_rows
+from staleflow.tasks.training.packed_attention import NAME, NotPacked, RowLengths, why_padded
+from staleflow.tasks.training.shared_prompts import PromptBlock
+from tests.tasks.test_numerics import trainer
 from tests.tasks.test_ranks import ragged
 
 SIZES: dict[str, Any] = {
@@ -32,7 +36,7 @@ def computed(found: Any, *, packed: bool) -> list[torch.Tensor]:
     """Logprobs and gradients of a ragged batch."""
     under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     if not packed:
-        object.__setattr__(under, "takes_rows", False)
+        object.__setattr__(under, "padded_because", "of the test")
     rows = ragged(9, np.random.default_rng(3))
     (batch,) = microbatches(rows, range(9), np.ones(9, np.float32), 10_000)
     found.zero_grad()
@@ -62,7 +66,7 @@ def test_rows_without_padding_have_the_numbers_of_padded_ones(kind: str, config:
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_usual_models_take_them(kind: str) -> None:
     found = model(f"{kind}ForCausalLM", f"{kind}Config")
-    assert takes_rows(found, "cpu")
+    assert not why_padded(found, "cpu", 1000)
     assert found.config._attn_implementation == NAME
 
 
@@ -71,7 +75,7 @@ def test_a_model_whose_attention_has_a_window_keeps_its_own() -> None:
     torch.manual_seed(0)
     found = MistralForCausalLM._from_config(MistralConfig(**SIZES, sliding_window=8), dtype=torch.float32).eval()
     before = found.config._attn_implementation
-    assert not takes_rows(found, "cpu")
+    assert why_padded(found, "cpu", 1000) == "layers attend to no more than 8 tokens"
     assert found.config._attn_implementation == before
 
 
@@ -81,11 +85,93 @@ def test_a_model_that_mixes_tokens_elsewhere_gets_padded_rows() -> None:
     layer = found.model.layers[1].mlp
     whole = layer.forward
     layer.forward = lambda hidden: whole(hidden.cumsum(1))
-    assert not takes_rows(found, "cpu")
+    assert "the logits of a row differ" in why_padded(found, "cpu", 1000)
+
+
+CHUNKED: dict[str, Any] = {
+    "intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 20,
+    "attn_temperature_tuning": False, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("no_rope_layers", [[1, 1], [0, 1]])
+@pytest.mark.parametrize("tokens", [0, 1000])
+def test_a_model_with_chunked_layers_gets_padded_rows_however_short_they_are(
+    no_rope_layers: list[int], tokens: int
+) -> None:
+    """Its rows were packed without a mask of chunks, since rows of a few tokens showed no difference: beyond a chunk
+    logprobs were off by 1.1 nats."""
+    found = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED, no_rope_layers=no_rope_layers)
+    before = found.config._attn_implementation
+    assert why_padded(found, "cpu", tokens) == "layers attend to no more than 20 tokens"
+    assert found.config._attn_implementation == before
+    ids = torch.arange(60)[None] % 7
+    with torch.no_grad():
+        whole, changed = (
+            found(input_ids=given).logits[0, -1] for given in (ids, torch.cat([ids[:, :1] + 9, ids[:, 1:]], 1))
+        )
+    assert torch.equal(whole, changed) == (0 not in no_rope_layers), "the first token is seen by layers without chunks"
+
+
+class GrowingScale(torch.nn.Module):
+    """Scales what it is given by its place in the sequence, from token 100 on, as some models do with queries."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * (1 + torch.arange(hidden.shape[1])[:, None] // 100)
+
+
+def test_what_differs_only_in_long_sequences_is_tried_in_long_ones() -> None:
+    found = model("LlamaForCausalLM", "LlamaConfig")
+    for layer in found.model.layers:
+        layer.mlp = torch.nn.Sequential(GrowingScale(), layer.mlp)
+    assert "in a sequence of 1000 tokens the logits of a row differ" in why_padded(found, "cpu", 1000)
+    assert not why_padded(found, "cpu", 90)
+
+
+def test_a_trial_computes_one_layer_of_each_kind_and_leaves_the_model_as_it_was() -> None:
+    found = model("Qwen3ForCausalLM", "Qwen3Config", num_hidden_layers=5, head_dim=16)
+    ids = torch.arange(9)[None]
+    before = found(input_ids=ids).logits
+    computed = list[int]()
+    for number, layer in enumerate(found.model.layers):
+        layer.mlp.register_forward_hook(lambda *args, number=number: computed.append(number))
+    assert not why_padded(found, "cpu", 1000)
+    assert len(computed) == 5 * 5 + 5, "the short trial's five passes, and those of the long one through one layer"
+    assert set(computed[25:]) == {0}
+    torch.testing.assert_close(found(input_ids=ids).logits, before)
+    assert not any("forward" in vars(layer) for layer in found.model.layers)
+
+
+def test_layers_of_other_settings_are_of_another_kind() -> None:
+    config = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 0, 1, 1, 0]}
+    found = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED | config)
+    with one_layer_of_each_kind(found):
+        passed = ["passes_over" in vars(layer)["forward"].__name__ for layer in found.model.layers]
+    assert passed == [False, True, False, True, True, True]
+
+
+def test_an_attention_with_more_than_the_rows_is_no_number() -> None:
+    """It is an error of ours, not a wrong logprob."""
+    found = model("LlamaForCausalLM", "LlamaConfig")
+    assert not why_padded(found, "cpu", 90)
+    ids, mask = torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    for rows, mixed in ((RowLengths((PromptBlock(0, (3, 3)),)), True), (RowLengths((PromptBlock(0, (6,)),)), False)):
+        with pytest.raises(NotPacked, match="LlamaAttention has a mask of its own") if mixed else nullcontext():
+            found(input_ids=ids, attention_mask=mask, position_ids=rows.positions("cpu"), row_lengths=rows)
+
+
+def test_a_trainer_reports_once_why_its_rows_are_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    made = MistralForCausalLM._from_config(MistralConfig(**SIZES, sliding_window=8), dtype=torch.float32)
+    made.save_pretrained(tmp_path)
+    trainer(tmp_path)
+    assert [record.message for record in caplog.records if record.name.endswith("policy_trainer")] == [
+        "micro-batches are not packed: layers attend to no more than 8 tokens"
+    ]
 
 
 def test_what_is_saved_of_a_model_does_not_name_the_attention(tmp_path: Path) -> None:
     found = model("LlamaForCausalLM", "LlamaConfig")
-    assert takes_rows(found, "cpu")
+    assert not why_padded(found, "cpu", 1000)
     found.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
