@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from staleflow.pipeline.config.model_files import find_model, read_context
+from staleflow.pipeline.config.model_files import context_of, find_model, read_context, shown_context
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 
@@ -51,11 +51,11 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     ends |= {declared} if isinstance(declared, int) else set(declared or ())
     if tokenizer.eos_token_id is not None:
         ends.add(int(tokenizer.eos_token_id))
-    context = int(getattr(architecture, "max_position_embeddings", 0) or 2**31)
+    context = context_of(architecture.to_dict())
     if config.rollout.max_new_tokens >= context:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: "
-            f"the model's context is {context} tokens"
+            f"the model's context is {shown_context(architecture.to_dict())}"
         )
     if (
         config.rollout.engine.kv_tokens < context

@@ -30,6 +30,8 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 LISTS = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers that list the kinds of models it knows."""
 HEADER = struct.Struct("<Q")
+UNLIMITED = 2**31
+"""Context of a model that states none, tokens."""
 LONGEST_HEADER = 100 * 2**20
 """Most bytes of a safetensors header; more is refused when the file is loaded, too."""
 
@@ -101,8 +103,44 @@ def read_architecture(folder: Path, what: str) -> dict[str, Any]:
 def read_context(folder: Path, what: str) -> int:
     """Tokens a model can attend to, by its config.json; practically unlimited if that does not say. what: names the
     model, for messages. Raises ConfigError."""
-    context = read_architecture(folder, what).get("max_position_embeddings")
-    return context if isinstance(context, int) and context > 0 else 2**31
+    return context_of(read_architecture(folder, what))
+
+
+def context_of(architecture: Mapping[str, Any]) -> int:
+    """Tokens that a model can attend to, by its configuration.
+
+    A rotary embedding with short and long factors (longrope, as in Phi-3) rotates all positions differently once the
+    longest row of a pass exceeds the length that the short ones are for. Logprobs of a row would depend on the rows
+    that are computed with it, and sampled ones on the moment when the limit was crossed: the context ends there.
+    """
+    stated = architecture.get("max_position_embeddings")
+    context = stated if isinstance(stated, int) and stated > 0 else UNLIMITED
+    for rope in _rotary_settings(architecture):
+        if rope.get("short_factor") and rope.get("long_factor"):
+            short = architecture.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+            context = min(context, short) if isinstance(short, int) else context
+    return context
+
+
+def shown_context(architecture: Mapping[str, Any]) -> str:
+    """The context of a model for messages, with the reason if it is less than the configuration states.
+
+    >>> shown_context({"max_position_embeddings": 4096})
+    '4096 tokens'
+    """
+    context, stated = context_of(architecture), architecture.get("max_position_embeddings")
+    if context == stated:
+        return f"{context} tokens"
+    return f"{context} tokens, not {stated}: beyond, longrope would make a row's logprobs depend on its micro-batch"
+
+
+def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The settings of rotary embeddings in a configuration; it may have several, by kind of layer."""
+    for name in ("rope_parameters", "rope_scaling"):
+        found = architecture.get(name)
+        if isinstance(found, Mapping):
+            yield found
+            yield from (inner for inner in found.values() if isinstance(inner, Mapping))
 
 
 def vocabulary_of(path: str) -> int:

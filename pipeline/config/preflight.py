@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from staleflow.pipeline.config import actor_settings, user_files
-from staleflow.pipeline.config.model_files import check_files, find_model, read_architecture, read_context
+from staleflow.pipeline.config.model_files import (
+    check_files,
+    find_model,
+    read_architecture,
+    read_context,
+    shown_context,
+)
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template
@@ -210,7 +216,7 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
     if context <= config.rollout.max_new_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
-            f"context is {context} tokens"
+            f"context is {shown_context(read_architecture(folder, what))}"
         )
     if config.task.chat and chat_template(folder) == "":
         raise ConfigError(

@@ -12,9 +12,10 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from staleflow.pipeline.config.model_files import context_of, read_context, shown_context
 from staleflow.tasks.training.blocks import one_layer_of_each_kind
 from staleflow.tasks.training.logprobs import LogprobModel
-from staleflow.tasks.training.microbatches import microbatches
+from staleflow.tasks.training.microbatches import Row, microbatches
 from staleflow.tasks.training.packed_attention import NAME, NotPacked, RowLengths, why_padded
 from staleflow.tasks.training.shared_prompts import PromptBlock
 from tests.tasks.test_numerics import trainer
@@ -158,6 +159,41 @@ def test_an_attention_with_more_than_the_rows_is_no_number() -> None:
     for rows, mixed in ((RowLengths((PromptBlock(0, (3, 3)),)), True), (RowLengths((PromptBlock(0, (6,)),)), False)):
         with pytest.raises(NotPacked, match="LlamaAttention has a mask of its own") if mixed else nullcontext():
             found(input_ids=ids, attention_mask=mask, position_ids=rows.positions("cpu"), row_lengths=rows)
+
+
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 80, "max_position_embeddings": 160, "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [5.0, 6.0, 7.0, 8.0]},
+}  # fmt: skip
+
+
+def test_a_context_ends_where_a_rows_logprobs_would_depend_on_its_micro_batch(tmp_path: Path) -> None:
+    """Phi-3's long form: packed or padded, a row was off by .4 nats beside one longer than the limit."""
+    found = model("Phi3ForCausalLM", "Phi3Config", **LONGROPE)
+    found.save_pretrained(tmp_path)
+    context = read_context(tmp_path, "of the test")
+    assert context == context_of(found.config.to_dict()) == 80
+    assert shown_context(found.config.to_dict()) == (
+        "80 tokens, not 160: beyond, longrope would make a row's logprobs depend on its micro-batch"
+    )
+    short, whole, longer = (row_of(count) for count in (12, context, context + 1))
+    under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    assert not under.padded_because
+    for padded in ("", "of the test"):
+        object.__setattr__(under, "padded_because", padded)
+        alone = under.rows([short], [0])[0]
+        np.testing.assert_allclose(under.rows([short, whole], [0, 1])[0], alone, atol=1e-5)
+        assert np.abs(under.rows([short, longer], [0, 1])[0] - alone).max() > 1e-4
+
+
+def row_of(tokens: int) -> Row:
+    """A row of so many tokens, five of them its prompt."""
+    ids = np.random.default_rng(tokens).integers(1, 32, tokens).astype(np.int32)
+    count = tokens - 5
+    return Row(
+        prompt=ids[:5], response=ids[5:], behaviour=np.zeros(count, np.float32), sampled=np.ones(count, bool),
+        advantage=1.0, staleness=0,
+    )  # fmt: skip
 
 
 def test_a_trainer_reports_once_why_its_rows_are_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
