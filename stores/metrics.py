@@ -91,12 +91,16 @@ METRICS = (
     Metric(name="ratio_mean", unit="", doc="mean importance ratio to the behaviour policy"),
     Metric(name="ess", unit="share", doc="effective sample size of the importance ratios to the behaviour policy over "
            "the number of tokens; 1 is on-policy", exported="effective_sample_size"),
+    Metric(name="ess_stderr", unit="share", doc="standard error of ess, from the sample that represents rows without a "
+           "gradient; 0 if all rows were computed"),
     Metric(name="entropy", unit="nats", doc="entropy of what a token is drawn from, at the sampling temperature; from "
            "the sampled tokens' logprobs"),
+    Metric(name="entropy_stderr", unit="nats", doc="standard error of entropy, as of ess"),
     Metric(name="kl_old", unit="nats", doc="k3 estimate of KL(pi_old || pi) as rows are trained on; pi_old as in the "
            "loss: pi before the step, or the behaviour policy", label="old"),
     Metric(name="kl_behaviour", unit="nats", doc="k3 estimate of KL(rollout || pi) as rows are trained on",
            label="behaviour"),
+    Metric(name="kl_behaviour_stderr", unit="nats", doc="standard error of kl_behaviour, as of ess"),
     Metric(name="kl_reference", unit="nats", doc="k3 estimate of KL(pi || reference) over tokens with gradient; 0 "
            "without a reference model", label="reference"),
     Metric(name="kl_rollout", unit="nats", doc="k3 estimate of KL(rollout || trainer), fresh tokens, before the step"),

@@ -15,6 +15,7 @@ from staleflow.pipeline.jobs.what_if import Expectation, confirmed
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import by_set, not_comparable
 from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.training_alarms import least_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
 from staleflow.stores.files import replace_file, replace_text
 from staleflow.stores.metrics import STEP, axis, tokens_per_s
@@ -95,7 +96,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
             "max": max((s["mismatch_max"] for s in mismatch), default=None),
         },
         "training": {
-            "ess_least": min((s["ess"] for s in outcomes.steps if "ess" in s), default=None),
+            "ess_least": least_average([s["ess"] for s in outcomes.steps if "ess" in s]),
             "entropy_first": next((s["entropy"] for s in outcomes.steps if "entropy" in s), None),
             "entropy_last": next((s["entropy"] for s in reversed(outcomes.steps) if "entropy" in s), None),
             "clip_share_mean": sum(clipped) / len(clipped) if clipped else None,

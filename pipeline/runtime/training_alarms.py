@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 LEAST_ESS = 0.3
 """Effective sample size, as a share of the tokens, below which a step counts as collapsed. Were log ratios normal,
 their standard deviation would be 1.1 there, and a token in twenty would weigh over three times as much as the mean."""
 STEPS = 3
-"""Steps in a row that must have collapsed: one token whose logprob is far off is enough for a single step."""
+"""Steps that the effective sample size is averaged over: one token whose logprob is far off is enough to change that of
+a single step, and a few rows may represent all those without a gradient."""
+ERRORS = 2.0
+"""Standard errors by which the average must be below the limit."""
+
+
+def least_average(values: Sequence[float]) -> float | None:
+    """The least mean of STEPS values in a row, or of all if there are fewer; None without any.
+
+    >>> least_average([0.9, 0.0, 0.9, 0.9])
+    0.6
+    """
+    means = [fmean(values[first : first + STEPS]) for first in range(max(1, len(values) - STEPS + 1)) if values]
+    return min(means, default=None)
 
 
 class TrainingWatch:
     """Watches one start of a run. Each kind of alarm is given once."""
 
     def __init__(self) -> None:
-        self._collapsed = 0
+        self._latest: deque[tuple[float, float]] = deque(maxlen=STEPS)
+        """(effective sample size, its standard error) of the latest steps."""
         self._given: set[str] = set()
 
     def heard(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """The alarms of a finished training step, each a line with value, limit and remedy."""
-        ess = metrics.get("ess", 1.0)
-        self._collapsed = self._collapsed + 1 if ess < LEAST_ESS else 0
+        self._latest.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
+        values, errors = zip(*self._latest, strict=True)
+        ess, error = sum(values) / STEPS, math.hypot(*errors) / STEPS
         alarms = []
-        if self._collapsed >= STEPS and self._once("ess"):
+        if len(values) == STEPS and ess + ERRORS * error < LEAST_ESS and self._once("ess"):
             alarms.append(
-                f"step {step}: the effective sample size of the importance ratios is {ess:.2g} of the tokens, for "
-                f"{STEPS} steps below {LEAST_ESS:g}: few tokens outweigh the batch; lower staleness.eta or "
-                "training.learning_rate, or choose a loss that bounds or masks them (docs/losses.md)"
+                f"step {step}: the effective sample size of the importance ratios is {ess:.2g} of the tokens, averaged "
+                f"over {STEPS} steps (standard error {error:.1g}), below {LEAST_ESS:g}: few tokens outweigh the batch; "
+                "lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
+                "(docs/losses.md)"
             )
         if (dropped := metrics.get("updates_dropped", 0.0)) and self._once("dropped"):
             alarms.append(

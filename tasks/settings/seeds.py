@@ -24,6 +24,7 @@ class Stream(IntEnum):
     FAULTS = 3
     SAMPLING = 4
     ENVIRONMENTS = 5
+    MEASURED_ROWS = 6
 
 
 def generator(seed: int, stream: Stream, *part: int) -> np.random.Generator:

@@ -42,12 +42,14 @@ from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, 
 from staleflow.tasks.training.objective import Objective, with_finite_logprobs
 from staleflow.tasks.training.rank import ALONE, Rank
 from staleflow.tasks.training.rank_group import Group
-from staleflow.tasks.training.step_metrics import TokenSums
+from staleflow.tasks.training.step_metrics import RowSample, TokenSums
 from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LEAST_SAMPLE = 2
+"""Rows of a sample, at least: one alone has no standard error."""
 ByRow = Mapping[int, npt.NDArray[np.float32]]
 """[T] logprobs of rows' responses, by row index."""
 
@@ -149,7 +151,7 @@ class PolicyTrainer:
         before = self._before(rows, once=len(updates) == 1)
         reference = self._under_reference(rows)
         sums, norms = TokenSums(), list[float]()
-        self._measure_others(rows, sums)
+        sample = self._measure_others(step, rows, before, sums)
         first: dict[int, npt.NDArray[np.float32]] = {}
         for chosen in updates:
             weights = token_weights(s.aggregation, [whole[i].num_sampled for i in chosen], self.settings.max_length)
@@ -172,7 +174,7 @@ class PolicyTrainer:
             "grad_norm": float(np.mean(norms)),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
             "tokens_dropped": float(sum(row.num_unusable for row in whole if self.objective.trains(row))),
-            **sums.metrics(s.epochs),
+            **sums.metrics(s.epochs, sample),
             "learning_rate": rate,
             "mismatch_mean": mismatch.mean,
             "mismatch_max": mismatch.max,
@@ -318,21 +320,46 @@ class PolicyTrainer:
         with lora.without_adapter(self.model) if own else nullcontext():
             return self.group.merged(self.reference.rows(rows, chosen))
 
-    def _measure_others(self, rows: Sequence[Row], sums: TokenSums) -> None:
-        """Measure some of the rows without a gradient, evenly spaced, as if they were all of them."""
+    def _measure_others(self, step: int, rows: Sequence[Row], before: ByRow, sums: TokenSums) -> RowSample | None:
+        """Measure rows without a gradient: all whose logprobs are in `before`, and of the others a random sample, which
+        represents them. Returns the sample; None if there is none."""
         others = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
+        self._measure([i for i in others if i in before], rows, before, sums)
+        others = [i for i in others if i not in before]
         count = min(self.settings.training.measured_rows, len(others))
-        chosen = [others[k * len(others) // count] for k in range(count)]
+        if count == 0:
+            return None
+        count = min(max(count, LEAST_SAMPLE), len(others))
+        rng = generator(self.settings.seed, Stream.MEASURED_ROWS, step)
+        chosen = sorted(others[k] for k in rng.choice(len(others), count, replace=False))
+        found = self.group.merged(self._measure(chosen, rows, {}, sums, len(others) / count))
+        return RowSample(rows=list(found.values()), population=len(others)) if len(found) == count else None
+
+    def _measure(
+        self, chosen: Sequence[int], rows: Sequence[Row], before: ByRow, sums: TokenSums, times: float = 1.0
+    ) -> dict[int, list[float]]:
+        """Add the figures of rows without a gradient; returns the sums over each row that is this rank's, by row index.
+
+        Args:
+            before: Logprobs of rows that need no pass through the model: of all chosen ones, or of none.
+            times: How many rows each stands for.
+        """
+        found: dict[int, list[float]] = {}
         with torch.no_grad():
-            for batch in self.logprob_model.microbatches(rows, chosen, np.ones(count, np.float32)):
-                tokens = self._tokens(batch, self.logprob_model.batch(batch))
+            for batch in self.logprob_model.microbatches(rows, chosen, np.ones(len(chosen), np.float32)):
+                known = torch.from_numpy(batch.laid_out(rows, before)).to(self.device) if before else None
+                tokens = self._tokens(batch, self.logprob_model.batch(batch) if known is None else known)
                 tokens = replace(tokens, proximal=tokens.logprobs)
                 # Those with a gradient are measured in each epoch.
-                times = self.settings.training.epochs * len(others) / count
+                counted = self.settings.training.epochs * times
                 try:
-                    sums.add(tokens, self.objective.loss.token_loss(tokens), self.objective.old(tokens), times)
+                    result = self.objective.loss.token_loss(tokens)
+                    found |= zip(
+                        batch.rows, sums.add(tokens, result, self.objective.old(tokens), counted), strict=False
+                    )
                 except Exception as error:  # noqa: BLE001  a user's; where it matters it is raised
                     self._tell_unmeasured(error)
+        return found
 
     def _tell_unmeasured(self, error: Exception) -> None:
         """Log, once, that a loss cannot measure rows that it does not train."""

@@ -1,9 +1,17 @@
-"""Figures of a training step, from sums over its tokens."""
+"""Figures of a training step, from sums over its tokens.
+
+Rows whose logprobs are computed anyway count with all of their tokens. The others are represented by a random sample of
+rows, each of which counts for several: the sums are unbiased then, and the figures that are ratios of them come with
+their standard errors.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from staleflow.tasks.training.loss import TokenLoss, Tokens, log_ratio
@@ -29,9 +37,13 @@ class TokenSums:
             distance = log_ratio(reference, tokens.logprobs.detach()).double()
             self._add(kl_reference=_k3(distance).masked_fill(~tokens.sampled, 0).sum())
 
-    def add(self, tokens: Tokens, result: TokenLoss, old: torch.Tensor, times: float = 1.0) -> None:
-        """Add a micro-batch. old: [N, T] logprobs under the policy that the loss takes as the old one. times: how many
-        such micro-batches it stands for."""
+    def add(self, tokens: Tokens, result: TokenLoss, old: torch.Tensor, times: float = 1.0) -> list[list[float]]:
+        """Add a micro-batch; returns the sums over each of its rows, in the order of SUMS.
+
+        Args:
+            old: [N, T] logprobs under the policy that the loss takes as the old one.
+            times: How many such micro-batches it stands for.
+        """
         logprobs = tokens.logprobs.detach()
         log_ratios = log_ratio(logprobs, tokens.behaviour).double()
         ratio = log_ratios.exp()
@@ -48,13 +60,22 @@ class TokenSums:
             "surprise": -weight * logprobs,
             "surprise_weight": weight,
         }
-        self._add(**{name: times * part.masked_fill(~tokens.sampled, 0).sum() for name, part in parts.items()})
+        by_row = {name: part.masked_fill(~tokens.sampled, 0).sum(1) for name, part in parts.items()}
+        self._add(**{name: times * row.sum() for name, row in by_row.items()})
+        none = torch.zeros(len(logprobs), dtype=torch.float64, device=logprobs.device)
+        rows: list[list[float]] = torch.stack([by_row.get(name, none).double() for name in SUMS], 1).tolist()
+        return rows
 
-    def metrics(self, epochs: int = 1) -> dict[str, float]:
-        """Means over the tokens, by name (see stores/metrics.py). epochs: how often each trained token was added."""
+    def metrics(self, epochs: int = 1, sample: RowSample | None = None) -> dict[str, float]:
+        """Means over the tokens, by name (see stores/metrics.py).
+
+        Args:
+            epochs: How often each token was added.
+            sample: The rows that others were represented by; None if all rows were added.
+        """
         sums = dict(zip(SUMS, self.values, strict=True))
         tokens = max(sums["tokens"], 1.0)
-        return {
+        found = {
             "clip_share": (sums["low"] + sums["high"]) / tokens,
             "clip_share_low": sums["low"] / tokens,
             "clip_share_high": sums["high"] / tokens,
@@ -66,6 +87,9 @@ class TokenSums:
             "kl_reference": sums["kl_reference"] / max(sums["trained"], 1.0),
             "tokens_trained": sums["trained"] / epochs,
         }
+        slopes = _slopes(found, sums)
+        errors = {f"{name}_stderr": epochs * sample.error(slopes[name]) if sample else 0.0 for name in slopes}
+        return found | errors
 
     @property
     def loss(self) -> float:
@@ -75,6 +99,44 @@ class TokenSums:
     def _add(self, **sums: torch.Tensor) -> None:
         for name, value in zip(sums, torch.stack([s.double() for s in sums.values()]).tolist(), strict=True):
             self.values[SUMS.index(name)] += value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSample:
+    """A random sample of rows, without replacement, that represents more rows. rows: the sums over each sampled row, in
+    the order of SUMS. population: how many rows they were drawn from."""
+
+    rows: Sequence[Sequence[float]]
+    population: int
+
+    def error(self, slopes: Mapping[str, float]) -> float:
+        """The standard error of a figure of which the sample is part, by linearization (the delta method): that of the
+        estimated total of slope x sum, with the correction for a finite population.
+
+        Args:
+            slopes: The figure's derivatives by the sums, by name.
+
+        >>> RowSample(rows=[[0.0] * 12] * 3, population=9).error({"tokens": 1.0})
+        0.0
+        """
+        count = len(self.rows)
+        if count == self.population or count < 2:
+            return 0.0
+        at = [SUMS.index(name) for name in slopes]
+        linear = np.asarray(self.rows)[:, at] @ np.asarray(list(slopes.values()))
+        share = 1 - count / self.population
+        return float(self.population * math.sqrt(share * linear.var(ddof=1) / count))
+
+
+def _slopes(found: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The derivatives of figures by sums, of those figures that have a standard error."""
+    tokens, ratio, squared = (sums[name] or 1.0 for name in ("tokens", "ratio", "ratio_squared"))
+    weight, ess = sums["surprise_weight"] or 1.0, found["ess"]
+    return {
+        "ess": {"ratio": 2 * ess / ratio, "tokens": -ess / tokens, "ratio_squared": -ess / squared},
+        "entropy": {"surprise": 1 / weight, "surprise_weight": -found["entropy"] / weight},
+        "kl_behaviour": {"kl_behaviour": 1 / tokens, "tokens": -found["kl_behaviour"] / tokens},
+    }
 
 
 def _k3(log_ratios: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from staleflow.tasks.training.loss import Cispo, PpoClip, Tis, TokenLoss, Tokens
-from staleflow.tasks.training.step_metrics import ENTROPY_CAP, TokenSums
+from staleflow.tasks.training.step_metrics import ENTROPY_CAP, RowSample, TokenSums
 from tests.tasks.test_numerics import rows, trainer
 
 
@@ -51,6 +52,9 @@ def test_figures_are_what_they_are_by_definition() -> None:
             "kl_behaviour": (r - np.log(r) - 1).mean(),
             "kl_reference": kl_reference,
             "tokens_trained": trained,
+            "ess_stderr": 0.0,
+            "entropy_stderr": 0.0,
+            "kl_behaviour_stderr": 0.0,
         }
     )
     assert sums.loss == 2.5
@@ -86,26 +90,80 @@ def measured(model: Path, data: list[Any], **changes: Any) -> dict[str, float]:
 
 
 def test_figures_are_over_all_rows_not_only_those_with_an_advantage(tiny_model: Path) -> None:
+    """A fresh row is computed anyway; of the others as many as the job says."""
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(12))]
     one = trainer(tiny_model)
     with torch.no_grad():
         found = one.logprob_model.rows(data, range(12))
-    ratios = np.exp(np.concatenate([found[i] - data[i].behaviour for i in range(12)]).astype(np.float64))
+    ratios = [np.exp((found[i] - data[i].behaviour).astype(np.float64)) for i in range(12)]
+    whole, computed = np.concatenate(ratios), np.concatenate([*ratios[:4], *ratios[4::2]])
     loss = PpoClip()
-    for count in (8, 100):
-        assert measured(tiny_model, data, loss=loss, measured_rows=count)["ratio_mean"] == pytest.approx(
-            ratios.mean(), rel=1e-4
-        )
-    alone = np.exp(np.concatenate([found[i] - data[i].behaviour for i in range(4)]).astype(np.float64))
+    for count in (4, 100):
+        every = measured(tiny_model, data, loss=loss, measured_rows=count)
+        assert every["ratio_mean"] == pytest.approx(whole.mean(), rel=1e-4)
+        assert every["ess"] == pytest.approx(whole.sum() ** 2 / (len(whole) * (whole**2).sum()), rel=1e-4)
+        assert every["ess_stderr"] == every["kl_behaviour_stderr"] == every["entropy_stderr"] == 0
     none = measured(tiny_model, data, loss=loss, measured_rows=0)
-    assert none["ratio_mean"] == pytest.approx(alone.mean(), rel=1e-4)
-    assert none["ess"] == pytest.approx(alone.sum() ** 2 / (len(alone) * (alone**2).sum()), rel=1e-4)
-    # A few stand for the others: 4 and 8 of these, each for four.
+    assert none["ratio_mean"] == pytest.approx(computed.mean(), rel=1e-4)
+    assert none["ess"] == pytest.approx(computed.sum() ** 2 / (len(computed) * (computed**2).sum()), rel=1e-4)
+    # Two of the four stale ones represent all four.
     few = measured(tiny_model, data, loss=loss, measured_rows=2)
-    stand = np.exp(np.concatenate([found[i] - data[i].behaviour for i in (4, 8)]).astype(np.float64))
-    expected = (alone.sum() + 4 * stand.sum()) / (len(alone) + 4 * len(stand))
-    assert few["ratio_mean"] == pytest.approx(expected, rel=1e-4)
+    expected = [
+        (computed.sum() + 2 * (ratios[a].sum() + ratios[b].sum()))
+        / (len(computed) + 2 * (len(ratios[a]) + len(ratios[b])))
+        for a, b in itertools.combinations((5, 7, 9, 11), 2)
+    ]
+    assert min(abs(few["ratio_mean"] - one) for one in expected) < 1e-4
+    assert few["ess_stderr"] > 0 and few["kl_behaviour_stderr"] > 0 and few["entropy_stderr"] > 0
+    assert measured(tiny_model, data, loss=loss, measured_rows=1) == few, "one alone has no standard error"
     assert {m["tokens_trained"] for m in (none, few)} == {sum(len(r.response) for r in data[:4])}
+
+
+def test_each_step_draws_other_rows(tiny_model: Path) -> None:
+    """Evenly spaced ones were always the same member of each group."""
+    data = [replace(r, advantage=0.0, staleness=1) for r in rows(12)]
+    one = trainer(tiny_model, measured_rows=3)
+    found = [one.step(step, data) for step in (0, 1, 2, 0)]
+    assert len({m["kl_behaviour"] for m in found}) == 3
+    assert found[0] == found[3]
+
+
+def drawn_tokens(rng: np.random.Generator, count: int) -> Tokens:
+    """Tokens of rows of different lengths, each row at its own distance from the policy that sampled it."""
+    sampled = np.arange(40) < rng.integers(3, 41, (count, 1))
+    new = rng.normal(-2, 0.5, (count, 40))
+    behaviour = new - rng.normal(0, 1, (count, 40)) * rng.uniform(0.2, 0.7, (count, 1))
+    return Tokens(
+        logprobs=torch.tensor(np.where(sampled, new, 0)), proximal=torch.tensor(np.where(sampled, new, 0)),
+        behaviour=torch.tensor(np.where(sampled, behaviour, 0)), advantage=torch.zeros(count, 1),
+        sampled=torch.tensor(sampled), lags=torch.zeros(count, 40),
+    )  # fmt: skip
+
+
+def added(sums: TokenSums, tokens: Tokens, rows: np.ndarray[Any, Any], times: float = 1.0) -> list[list[float]]:
+    part = Tokens(**{f.name: getattr(tokens, f.name)[rows] for f in fields(tokens)})
+    result = TokenLoss(loss=part.logprobs, clipped=~part.sampled)
+    return sums.add(part, result, part.proximal, times)
+
+
+def test_figures_of_a_sample_are_right_in_the_mean_and_as_far_off_as_they_say() -> None:
+    """Of 40 rows that are all measured and 160 of which 24 are, drawn anew many times."""
+    rng = np.random.default_rng(7)
+    tokens = drawn_tokens(rng, 200)
+    whole = TokenSums()
+    added(whole, tokens, np.arange(200))
+    truth = whole.metrics()
+    found = []
+    for _ in range(400):
+        sums = TokenSums()
+        added(sums, tokens, np.arange(40))
+        picked = 40 + rng.choice(160, 24, replace=False)
+        sample = RowSample(rows=added(sums, tokens, picked, 160 / 24), population=160)
+        found.append(sums.metrics(1, sample))
+    for name in ("ess", "entropy", "kl_behaviour"):
+        values, errors = (np.asarray([m[key] for m in found]) for key in (name, f"{name}_stderr"))
+        assert abs(values.mean() - truth[name]) < 0.35 * values.std(), name
+        assert 0.75 < np.sqrt((errors**2).mean()) / values.std() < 1.25, name
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
@@ -134,7 +192,7 @@ def test_a_loss_that_fails_on_rows_it_does_not_train_costs_their_figures(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And not the run. It is told once."""
-    data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(8))]
+    data = [replace(r, advantage=r.advantage if i < 4 else 0.0, staleness=1) for i, r in enumerate(rows(8))]
     expected = measured(tiny_model, data, measured_rows=0)
     one = trainer(tiny_model)
     one.objective = replace(one.objective, loss=Particular(one.objective.loss))
