@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from staleflow.stores.errors import ConfigError
 from staleflow.tasks.training.lm_head import Asked, OutputLayer, of_targets
 from staleflow.tasks.training.microbatches import MicroBatch, Row, microbatches
 from staleflow.tasks.training.packed_attention import RowLengths, why_padded
+from staleflow.tasks.training.rotary_limit import longest_row
 from staleflow.tasks.training.shared_prompts import Layout
 
 PartLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -73,6 +75,8 @@ class LogprobModel:
     layer: OutputLayer = field(init=False, repr=False)
     padded_because: str = field(init=False, repr=False)
     """Why rows are padded; empty if the model computes them without padding."""
+    longest_row: int | None = field(init=False, repr=False)
+    """Tokens of a row beyond which its logprobs would depend on its micro-batch; None if there is no limit."""
 
     def __post_init__(self) -> None:
         with self._autocast():
@@ -81,6 +85,7 @@ class LogprobModel:
             if self.layer.plain:
                 why = why_padded(self.model, self.device, self.token_budget)
             object.__setattr__(self, "padded_because", why)
+            object.__setattr__(self, "longest_row", longest_row(self.model, self.device))
 
     @property
     def takes_rows(self) -> bool:
@@ -174,7 +179,15 @@ class LogprobModel:
     def microbatches(
         self, rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32]
     ) -> list[MicroBatch]:
-        """This rank's micro-batches of the chosen rows. weights: [len(chosen)], of their tokens."""
+        """This rank's micro-batches of the chosen rows. weights: [len(chosen)], of their tokens. Raises ConfigError if
+        a row is longer than `longest_row`."""
+        most = max((len(rows[i].prompt) + len(rows[i].response) for i in chosen), default=0)
+        if self.longest_row is not None and most > self.longest_row:
+            raise ConfigError(
+                f"a prompt and its response have {most} tokens: beyond {self.longest_row} the model's rotary embedding "
+                "depends on the longest row of a micro-batch, and so would all logprobs; lower rollout.max_new_tokens, "
+                "or leave such rows out"
+            )
         return microbatches(rows, chosen, weights, self.token_budget, self.rank, self.ranks, unpadded=self.takes_rows)
 
     def rows(self, rows: Sequence[Row], chosen: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:

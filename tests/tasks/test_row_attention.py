@@ -13,10 +13,12 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from staleflow.pipeline.config.model_files import context_of, read_context, shown_context
+from staleflow.stores.errors import ConfigError
 from staleflow.tasks.training.blocks import one_layer_of_each_kind
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import Row, microbatches
 from staleflow.tasks.training.packed_attention import NAME, NotPacked, RowLengths, why_padded
+from staleflow.tasks.training.rotary_limit import longest_row
 from staleflow.tasks.training.shared_prompts import PromptBlock
 from tests.tasks.test_numerics import trainer
 from tests.tasks.test_ranks import ragged
@@ -179,11 +181,34 @@ def test_a_context_ends_where_a_rows_logprobs_would_depend_on_its_micro_batch(tm
     short, whole, longer = (row_of(count) for count in (12, context, context + 1))
     under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     assert not under.padded_because
+    assert under.longest_row == context
+    with pytest.raises(ConfigError, match=r"have 81 tokens: beyond 80 .* lower rollout\.max_new_tokens, or leave such"):
+        under.rows([short, longer], [0, 1])
+    object.__setattr__(under, "longest_row", None)
     for padded in ("", "of the test"):
         object.__setattr__(under, "padded_because", padded)
         alone = under.rows([short], [0])[0]
         np.testing.assert_allclose(under.rows([short, whole], [0, 1])[0], alone, atol=1e-5)
         assert np.abs(under.rows([short, longer], [0, 1])[0] - alone).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default"}, None),
+        ({"rope_type": "linear", "factor": 2.0}, None),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, None),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+    ],
+)
+def test_the_length_from_which_a_rotation_depends_on_the_micro_batch(
+    rope: dict[str, Any], expected: int | None
+) -> None:
+    found = model("LlamaForCausalLM", "LlamaConfig", max_position_embeddings=128, rope_parameters=rope)
+    ids = torch.arange(9)[None]
+    before = found(input_ids=ids).logits
+    assert longest_row(found, "cpu") == expected
+    assert torch.equal(found(input_ids=ids).logits, before)
 
 
 def row_of(tokens: int) -> Row:

@@ -1,0 +1,61 @@
+"""The length of a row from which on its rotary embedding depends on the rows that are computed with it.
+
+Some rotary embeddings (longrope, dynamic NTK) choose the frequencies of all positions by the largest position of a
+forward pass. Beyond their limit a row's logprobs are those of its micro-batch, not its own. The limit is found by
+trying the model's own modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+COMPARED = 8
+"""Positions whose rotation is compared."""
+BEYOND = 4
+"""How many times the model's stated context is looked for a limit."""
+
+
+def longest_row(model: Any, device: str) -> int | None:
+    """Tokens of a row up to which its positions are rotated alike in any micro-batch; None if there is no limit.
+    The embeddings are left as they were for short rows."""
+    found = [limit for module in model.modules() if _is_rotary(module) and (limit := _limit(module, device))]
+    return min(found, default=None)
+
+
+def _is_rotary(module: Any) -> bool:
+    """Whether a module is a rotary embedding of one kind that may change: transformers never changes a default one."""
+    kind = getattr(module, "rope_type", "default")
+    return (
+        isinstance(kind, str) and kind != "default" and "position_ids" in inspect.signature(module.forward).parameters
+    )
+
+
+def _limit(module: Any, device: str) -> int | None:
+    """Tokens up to which the first positions of a sequence are rotated alike; None if there is no limit."""
+    expected = _rotation(module, COMPARED, device)
+
+    def alike(tokens: int) -> bool:
+        _rotation(module, COMPARED, device)  # one that has grown keeps its frequencies until a short pass
+        return bool(torch.equal(_rotation(module, tokens - 1, device), expected))
+
+    low, high = COMPARED + 1, BEYOND * int(module.config.max_position_embeddings)
+    found = None
+    if not alike(high):
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if alike(middle) else (low, middle)
+        found = low
+    _rotation(module, COMPARED, device)
+    return found
+
+
+def _rotation(module: Any, last: int, device: str) -> torch.Tensor:
+    """[1, COMPARED, D] rotation of the first positions of a pass with another, `last`."""
+    positions = torch.tensor([[*range(COMPARED), last]], device=device)
+    with torch.no_grad():
+        given = module(torch.zeros(1, device=device), positions)
+    first: torch.Tensor = given[0] if isinstance(given, tuple) else given
+    return first[:, :COMPARED]
