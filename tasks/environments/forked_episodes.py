@@ -16,6 +16,7 @@ import weakref
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.environments.child_programs import ending_by_themselves
 from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said
 from staleflow.tasks.environments.fork_server import (
     BEGIN,
@@ -126,12 +127,13 @@ class ForkServer:
         if self._control is None:
             ours, theirs = socket.socketpair()
             threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
-            process = subprocess.Popen(
-                # -P: a module in the current folder must not shadow the standard library's.
-                [sys.executable, "-P", "-m", "staleflow.tasks.environments.fork_server"],
-                stdin=theirs.fileno(),
-                env={**os.environ, **threads},
-            )
+            with ending_by_themselves():
+                process = subprocess.Popen(
+                    # -P: a module in the current folder must not shadow the standard library's.
+                    [sys.executable, "-P", "-m", "staleflow.tasks.environments.fork_server"],
+                    stdin=theirs.fileno(),
+                    env={**os.environ, **threads},
+                )
             theirs.close()
             self._control, self._process = ours, process
             self._stop = weakref.finalize(self, _stopped, process, ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import threading
 from collections.abc import Callable, Mapping
@@ -111,7 +112,8 @@ async def in_thread(function: Callable[[], Any]) -> Any:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=run, name="environment", daemon=True).start()
+    # In this context: programs that it starts belong to this episode.
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), name="environment", daemon=True).start()
     return await done
 
 

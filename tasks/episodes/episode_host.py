@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.server import EndpointServer
+from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_loader import open_environment, traits_of
 from staleflow.tasks.environments.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
@@ -91,6 +92,8 @@ class _Held:
     """Turns that the environment has taken."""
     spent_s: float = 0.0
     said: list[tuple[Message, ...]] = field(default_factory=list)
+    programs: ChildPrograms = field(default_factory=ChildPrograms)
+    """That the environment has started, if it is on this event loop."""
 
 
 class Episodes:
@@ -124,14 +127,16 @@ class Episodes:
             start = {"index": 0, "held_out": held_out, "seed": seed}
             begun: list[Prompt] = []
             for _ in range(2):
-                episode = kind.make(start)
+                episode, programs = kind.make(start), ChildPrograms()
                 try:
-                    begun.append(await self._within(episode.begin(), self._limits.step_s, "reset", "step_s"))
-                    await self._within(episode.close(), self._limits.step_s, "close", "step_s")
+                    with programs.owning():
+                        begun.append(await self._within(episode.begin(), self._limits.step_s, "reset", "step_s"))
+                        await self._within(episode.close(), self._limits.step_s, "close", "step_s")
                 except EpisodeFailed as error:
                     raise ConfigError(f"{where}: {error}") from error
                 finally:
                     episode.abandon()
+                    programs.close()
             if begun[0] != begun[1]:
                 raise ConfigError(f"{where}: {_UNLIKE}")
 
@@ -219,6 +224,7 @@ class Episodes:
                 held.answer.cancel()
                 if held.episode is not None:
                     held.episode.abandon()
+                held.programs.close()
 
     async def close(self) -> None:
         """End all episodes. Agents that wait for a turn are told to try again before their keys are void."""
@@ -307,7 +313,8 @@ class Episodes:
         knob = "step_s" if self._limits.step_s <= left_s else "episode_s"
         begin = time.monotonic()
         try:
-            return await self._within(request, min(self._limits.step_s, left_s), what, knob)
+            with held.programs.owning():
+                return await self._within(request, min(self._limits.step_s, left_s), what, knob)
         finally:
             held.spent_s += time.monotonic() - begin
 
@@ -340,17 +347,18 @@ class Episodes:
         while len(self._ended) > KEPT_ENDED:
             del self._ended[next(iter(self._ended))]
         if held.episode is not None:
-            closing = asyncio.ensure_future(self._release(held.episode, gently=not answer.error))
+            closing = asyncio.ensure_future(self._release(held, held.episode, gently=not answer.error))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _release(self, episode: Episode, *, gently: bool) -> None:
+    async def _release(self, held: _Held, episode: Episode, *, gently: bool) -> None:
         try:
             if gently:
                 with contextlib.suppress(EpisodeFailed):
                     await self._within(episode.close(), self._limits.step_s, "close", "step_s")
         finally:
             episode.abandon()
+            held.programs.close()
 
     def _kind(self, held_out: bool) -> EpisodeMaker:
         """How episodes are made; held-out ones may be of another environment. Raises ConfigError."""

@@ -10,6 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
+from staleflow.tasks.environments.child_programs import ending_by_themselves
+
 MOST_OUTPUT = 2000
 """Bytes of output that are given back; what writes more is stopped."""
 INSIDE = Path(__file__).with_name("sandbox_child.py")
@@ -18,15 +20,16 @@ INSIDE = Path(__file__).with_name("sandbox_child.py")
 async def run_python(code: str, *, within_s: float, memory_mib: int) -> str:
     """What the code prints, or a line that begins with `error:`. The process, and all that it started, have ended when
     this returns or is cancelled. memory_mib: that it may take; 0: 1024."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-I", "-S", str(INSIDE), str(math.ceil(within_s)), str((memory_mib or 1024) * 2**20),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-        cwd="/",
-        env={"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    with ending_by_themselves():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", str(INSIDE), str(math.ceil(within_s)), str((memory_mib or 1024) * 2**20),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            cwd="/",
+            env={"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
     why = ""
     output = b""
     try:

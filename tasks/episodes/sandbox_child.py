@@ -42,6 +42,7 @@ def confine(libc: Any) -> None:
         return
     process = os.fork()
     if process:
+        libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)  # which the new namespace has unset
         status = os.waitpid(process, 0)[1]
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -119,6 +120,7 @@ def main() -> None:
     cpu_seconds, memory_bytes = map(int, sys.argv[1:])
     libc = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux":
+        libc.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         confine(libc)
         hide_files(libc)
     limit(cpu_seconds, memory_bytes)
