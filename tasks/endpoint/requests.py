@@ -110,7 +110,7 @@ class ChatRequest:
     """A request for a turn, of messages or of token ids. stop: what ends the turn, beside the model's own ends.
     with_stop: it is told with the stop string that ended it. auxiliary: of one that is not trained on. changed:
     sampling parameters that are overridden, by name. temperature: to sample this turn at, 0 for greedy; None: the
-    engine's own."""
+    engine's own. num_bytes: of its body."""
 
     model: str
     messages: tuple[ChatMessage, ...] = ()
@@ -125,6 +125,7 @@ class ChatRequest:
     with_logprobs: bool = False
     with_ids: bool = False
     auxiliary: bool = False
+    num_bytes: int = 0
     changed: Mapping[str, Any] = field(default_factory=dict)
     temperature: float | None = None
 

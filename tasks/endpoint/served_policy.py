@@ -46,6 +46,7 @@ class ServedPolicy:
         self._loop = asyncio.get_running_loop()
         self._closed = threading.Event()
         self._failed = False
+        self.pending_bytes = 0
         threading.Thread(target=self._hear, name="served", daemon=True).start()
 
     def __len__(self) -> int:

@@ -56,7 +56,9 @@ Read = Callable[..., ChatRequest]
 
 
 class TurnSource(Protocol):
-    """What answers the requests of one key."""
+    """What answers the requests of one key. pending_bytes: of its requests that are read or wait for answers."""
+
+    pending_bytes: int
 
     async def ask(self, request: ChatRequest) -> TurnReply: ...
 
@@ -185,14 +187,16 @@ class EndpointServer:
             # A session has one turn to wait for, and waits for it; whoever else waits is refused beyond the limit.
             with self._place(waits=self._served is None):
                 session = self._session(request)
-                async with self._bodies:
-                    body = await self._body(request)
-                    asked = read(read_json(body), temperature=self._settings.temperature, sampling=self._sampling)
-                    if request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true"):
-                        asked = replace(asked, auxiliary=True)
-                self._check_ids(asked)
-                begin = time.monotonic()
-                reply = await _unless_gone(request, session.ask(asked))
+                with _Pending(session, self._settings.config.max_session_kib) as pending:
+                    async with self._bodies:
+                        body = await self._body(request, pending)
+                        asked = read(read_json(body), temperature=self._settings.temperature, sampling=self._sampling)
+                    auxiliary = request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true")
+                    asked = replace(asked, num_bytes=len(body), auxiliary=asked.auxiliary or auxiliary)
+                    del body
+                    self._check_ids(asked)
+                    begin = time.monotonic()
+                    reply = await _unless_gone(request, session.ask(asked))
                 self._counts.answered(time.monotonic() - begin, len(reply.turn.tokens))
                 return told(asked, reply)
 
@@ -217,17 +221,20 @@ class EndpointServer:
             raise Refused(403, "X-Session-ID names another session than the key's", "invalid_session")
         return session
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, pending: _Pending) -> bytes:
         """A request's body, within the limits of its size and of its time. Raises Refused."""
         config = self._settings.config
         most = config.max_body_kib * 1024
         too_long = Refused(413, f"the body is longer than endpoint.max_body_kib = {config.max_body_kib}", "too_long")
-        if int(request.headers.get("content-length") or 0) > most:
+        length = int(request.headers.get("content-length") or 0)
+        if length > most:
             raise too_long
+        pending.check(length)
         body = bytearray()
         try:
             async with asyncio.timeout(config.body_s):
                 async for part in request.stream():
+                    pending.add(len(part))
                     body += part
                     if len(body) > most:
                         raise too_long
@@ -256,6 +263,36 @@ class EndpointServer:
 
     def count(self, status: int) -> None:
         self._counts.count(status)
+
+
+class _Pending:
+    """The bytes of one request of a session, from their arrival to its answer; most_kib: of all of the session's."""
+
+    def __init__(self, session: TurnSource, most_kib: int) -> None:
+        self._session, self._most_kib = session, most_kib
+        self._num_bytes = 0
+
+    def __enter__(self) -> _Pending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.pending_bytes -= self._num_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived. Raises Refused."""
+        self._session.pending_bytes += num_bytes
+        self._num_bytes += num_bytes
+        self.check(self._num_bytes)
+
+    def check(self, num_bytes: int) -> None:
+        """Raise Refused if there is no room for so many beside the session's other requests."""
+        others = self._session.pending_bytes - self._num_bytes
+        if others and others + num_bytes > self._most_kib * 1024:
+            why = (
+                f"the session's requests that wait have {others // 1024} KiB, and with this one more than "
+                f"endpoint.max_session_kib = {self._most_kib}; try again when one is answered"
+            )
+            raise Refused(429, why, "too_many", RETRY_S)
 
 
 class _Counted:

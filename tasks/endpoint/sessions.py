@@ -75,6 +75,8 @@ class AgentSession:
         self._asked: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
         self._refused: Refused | None = None
         """Why no further turn is sampled."""
+        self.pending_bytes = 0
+        """Bytes of its requests that are read, or wait for their turns."""
 
     @property
     def key(self) -> str:
@@ -109,7 +111,16 @@ class AgentSession:
         waiting = _Waiting(request)
         self._queue.append(waiting)
         self._ask_next()
-        return await asyncio.shield(waiting.reply)
+        try:
+            return await asyncio.shield(waiting.reply)
+        except asyncio.CancelledError:  # its client is gone, and it waits for whoever sends it again
+            if not waiting.reply.done():
+                self.pending_bytes += request.num_bytes
+                waiting.reply.add_done_callback(lambda _: self._release(request.num_bytes))
+            raise
+
+    def _release(self, num_bytes: int) -> None:
+        self.pending_bytes -= num_bytes
 
     def _ask_next(self) -> None:
         """Have the next turn sampled, if none is and one is waited for."""

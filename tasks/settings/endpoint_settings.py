@@ -26,6 +26,13 @@ class EndpointConfig:
         choices=("branch", "refuse"),
     )
     max_body_kib: int = knob(8192, "KiB of a request's body; a longer one is answered 413", low=1, high=1_048_576)
+    max_session_kib: int = knob(
+        32_768,
+        "KiB of all requests of one session that are read or wait for their turns; one that would exceed it is answered "
+        "429, but a session may always have one",
+        low=1,
+        high=1_048_576,
+    )
     body_s: float = knob(
         10.0, "seconds for a request's head to arrive, and for its body; a later one is answered 408", above=0
     )

@@ -19,6 +19,8 @@ from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, chat, keyed, raw
 class NeverAnswers:
     """A served policy that is asked and never answers."""
 
+    pending_bytes = 0
+
     def __init__(self) -> None:
         self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
 
@@ -120,6 +122,59 @@ def test_more_sessions_than_requests_may_be_in_flight_wait_for_their_turns() -> 
     running(work())
 
 
+def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> None:
+    async def work() -> None:
+        long = [[{"role": "user", "content": f"{number}{'x' * 7000}"}] for number in range(120)]
+        async with serving(max_session_kib=32, max_body_kib=64) as (server, client):
+            greedy, modest = server.sessions.open(), server.sessions.open()
+
+            async def fill() -> list[asyncio.Task[httpx.Response]]:
+                """Requests that wait, once there is no room for another."""
+                waiting: list[asyncio.Task[httpx.Response]] = []
+                for messages in long:
+                    asking = asyncio.ensure_future(chat(client, greedy, messages))
+                    while not asking.done() and greedy.waiting + greedy.asked.done() == len(waiting):
+                        await asyncio.sleep(0)
+                    if asking.done():
+                        found = asking.result()
+                        assert (found.status_code, found.headers["Retry-After"]) == (429, "1")
+                        assert "endpoint.max_session_kib = 32" in found.json()["error"]["message"]
+                        return waiting
+                    waiting.append(asking)
+                raise AssertionError("all of them wait")
+
+            waiting = await fill()
+            assert len(waiting) == 4
+            chunk = b"%x\r\n%s\r\n" % (9000, b"x" * 9000)
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {greedy.key}\r\n"
+            assert b" 429 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk)
+            other = asyncio.ensure_future(chat(client, modest, [{"role": "user", "content": "x" * 50_000}]))
+            await modest.asked
+            modest.answer(turn("hi"))
+            assert (await other).status_code == 200, "one alone may be larger"
+            # Requests whose clients have gone wait on, and count on.
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            while "in_flight 0.0" not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+            assert (await chat(client, greedy, long[5])).status_code == 429
+            for number in range(4):
+                await greedy.asked
+                greedy.answer(turn(str(number)))
+            while greedy.pending_bytes:
+                await asyncio.sleep(0)
+            assert greedy.waiting == 0
+            assert len(await fill()) == 4
+            server.sessions.close(greedy)
+            while "in_flight 0.0" not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+            while greedy.pending_bytes:
+                await asyncio.sleep(0)
+
+    running(work())
+
+
 def test_requests_for_health_and_metrics_are_not_counted() -> None:
     async def work() -> None:
         async with serving() as (_, client):
@@ -188,7 +243,8 @@ def test_a_client_that_is_still_sending_reads_why_it_found_no_place(size: int) -
     )
 
     async def work() -> None:
-        async with serving(max_connections=1) as (server, _):
+        # The idle one may be the only one for as long as the other process takes to start.
+        async with serving(max_connections=1, body_s=300.0) as (server, _):
             _, writer = await asyncio.open_connection(*address(server))
             process = await asyncio.create_subprocess_exec(sys.executable, "-c", asks, server.base_url)
             assert await process.wait() == 0
