@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staleflow.cli.stored import quiet_libraries
+from staleflow.stores.printable import printable
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -186,7 +187,7 @@ def print_trajectory(one: TrajectoryView) -> None:
     if one.error:
         console.print(Text(f"error: {printable(one.error)}", style="red"), soft_wrap=True)
     if one.reward_parts:
-        parts = ", ".join(f"{name} {value:g}" for name, value in one.reward_parts.items())
+        parts = ", ".join(f"{printable(name, 100)} {value:g}" for name, value in one.reward_parts.items())
         console.print(Text(f"reward parts: {parts}", style="dim"), soft_wrap=True)
     console.print(Text.assemble(("prompt   ", "dim"), printable(one.prompt)), soft_wrap=True)
     if len(one.passages) <= 1:
@@ -196,11 +197,6 @@ def print_trajectory(one: TrajectoryView) -> None:
         console.print(coloured(one, passage.first, passage.last), soft_wrap=True)
     console.print(legend(one), soft_wrap=True)
     console.print()
-
-
-def printable(text: str) -> str:
-    """Text with control characters made visible, since a response's could corrupt the terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def _short(value: object) -> str:

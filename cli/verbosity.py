@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from staleflow.stores.printable import printable
+
 
 class ConsoleHandler(logging.Handler):
     """A log handler that prints through a rich console, which keeps the live view below the records."""
@@ -18,7 +20,7 @@ class ConsoleHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(self.format(record)), highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

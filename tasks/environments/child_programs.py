@@ -19,9 +19,12 @@ import functools
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
+
+from staleflow.tasks.environments.terminal_output import LONGEST_LINE, RelayedOutput, shown_line
 
 LEADER = 'while read -r group; do groups="$groups -$group"; done; kill -9 $groups 0'
 """What the shell that leads a group does; it reads the ids of groups that are to end with its own."""
@@ -43,7 +46,7 @@ class ChildPrograms:
     @contextlib.contextmanager
     def owning(self) -> Iterator[None]:
         """What is started inside, and by tasks that are created inside, belongs to this episode."""
-        _replace_start()
+        _adopt_user_code()
         with _owned_by(self):
             yield
 
@@ -106,10 +109,42 @@ def _owned_by(owner: ChildPrograms | None) -> Iterator[None]:
         _current.reset(before)
 
 
+class _EpisodeStream:
+    """A standard stream of this process: what is written in an episode's context is shown as user code's."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._begun = ""
+        """Of a line of an episode that has not ended."""
+
+    def write(self, text: str) -> int:
+        if _current.get() is None:
+            return self._stream.write(text)
+        *lines, self._begun = (self._begun + text).split("\n")
+        self._begun = self._begun[:LONGEST_LINE]
+        if lines:
+            self._stream.write("".join(f"{shown_line(line)}\n" for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @functools.cache
-def _replace_start() -> None:
-    """From now on a program that is started in an episode's context is started in the episode's group. This is Popen's
-    constructor, since user code calls Popen by itself and asyncio does so too."""
+def _output() -> RelayedOutput:
+    """Where programs of episodes write to that are started without another output."""
+    return RelayedOutput()
+
+
+@functools.cache
+def _adopt_user_code() -> None:
+    """From now on a program that is started in an episode's context is started in the episode's group, and what is
+    printed there is shown as user code's. It is Popen's constructor that is replaced, since user code calls Popen by
+    itself and asyncio does so too."""
+    sys.stdout, sys.stderr = _EpisodeStream(sys.stdout), _EpisodeStream(sys.stderr)
     start = subprocess.Popen.__init__
 
     @functools.wraps(start)
@@ -118,6 +153,10 @@ def _replace_start() -> None:
         if owner is None:
             start(self, *args, **kwargs)
             return
+        # Positions of Popen's parameters: args, bufsize, executable, stdin, stdout, stderr.
+        for name, position in (("stdout", 3), ("stderr", 4)):
+            if len(args) <= position + 1 and kwargs.get(name) is None:
+                kwargs[name] = _output().fileno()
         own_group = bool(kwargs.get("start_new_session")) or kwargs.get("process_group") is not None
         owner.start(functools.partial(start, self, *args, **kwargs), self, own_group=own_group)
 

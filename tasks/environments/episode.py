@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from staleflow.stores.printable import printable
 from staleflow.tasks.rendering.reward_values import NoNumber, numbers_of
 from staleflow.tasks.rendering.task_source import Message, Prompt, prompt_of
 from staleflow.tasks.settings import user_code
@@ -111,8 +112,7 @@ def ended(reward: object, parts: object = None, *, what: str = "the reward") -> 
 
 def told(error: BaseException, *, line: bool = False) -> str:
     """An error of an environment, on one line. line: with the line of the user's code that it comes from."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    text = text if len(text) <= LONGEST_ERROR else f"{text[:LONGEST_ERROR]}..."
+    text = printable(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
     where = user_code.line_of(error) if line else ""
     return f"{text} ({where})" if where else text
 

@@ -32,6 +32,7 @@ from staleflow.tasks.environments.fork_server import (
     read_value,
     receive,
 )
+from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.task_source import Prompt
 
 LOAD_S = 120.0
@@ -127,16 +128,21 @@ class ForkServer:
         if self._control is None:
             ours, theirs = socket.socketpair()
             threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if name not in os.environ}
-            with ending_by_themselves():
-                process = subprocess.Popen(
-                    # -P: a module in the current folder must not shadow the standard library's.
-                    [sys.executable, "-P", "-m", "staleflow.tasks.environments.fork_server"],
-                    stdin=theirs.fileno(),
-                    env={**os.environ, **threads},
-                )
+            output = RelayedOutput()
+            try:
+                with ending_by_themselves():
+                    process = subprocess.Popen(
+                        # -P: a module in the current folder must not shadow the standard library's.
+                        [sys.executable, "-P", "-m", "staleflow.tasks.environments.fork_server"],
+                        stdin=theirs.fileno(),
+                        stderr=output.fileno(),
+                        env={**os.environ, **threads},
+                    )
+            finally:
+                output.close()
             theirs.close()
             self._control, self._process = ours, process
-            self._stop = weakref.finalize(self, _stopped, process, ours)
+            self._stop = weakref.finalize(self, _stopped, process, ours, output)
             ours.settimeout(LOAD_S)
             try:
                 ours.sendall(packed(self.settings))
@@ -163,7 +169,7 @@ class ForkServer:
         self._part = b""
 
 
-def _stopped(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+def _stopped(process: subprocess.Popen[bytes], control: socket.socket, output: RelayedOutput) -> None:
     """Stop a server. It kills its processes and what these have started, which would outlive it if it were killed
     before; what hangs is."""
     control.close()
@@ -172,6 +178,7 @@ def _stopped(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    output.wait()
 
 
 class ForkedEpisode:

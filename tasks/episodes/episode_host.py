@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.printable import printable
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
@@ -37,6 +38,8 @@ from staleflow.tasks.settings.source_kinds import SourceType, is_agent, open_sou
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
 
+LONGEST_FAILURE = 1000
+"""Characters of the reason why an episode failed."""
 KEPT_ENDED = 10_000
 """Episodes that have ended whose last answer is kept for whoever asks again."""
 
@@ -459,7 +462,7 @@ def tool_episodes(scoring: ScoringSettings, limits: EnvironmentConfig) -> Episod
 
 
 def _failed(error: str) -> Answer:
-    return Answer(ended=True, error=error)
+    return Answer(ended=True, error=" ".join(printable(error, LONGEST_FAILURE).split()))
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

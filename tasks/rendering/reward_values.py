@@ -12,12 +12,15 @@ from staleflow.tasks.rendering.task_source import Record, Reward
 
 LARGEST = 3.4e38
 """Stores keep rewards in 32 bits."""
+LONGEST_NAME = 200
+"""Characters of the name of a reward's part, which is a name of metrics and columns."""
+MOST_PARTS = 200
 PACKAGE = Path(__file__).parents[2]
 """The folder of staleflow."""
 
 
 class NoNumber(ValueError):
-    """A reward function returned something that is no number. The message says what."""
+    """A reward function returned something that is no number, or parts without proper names. The message says what."""
 
 
 def numbers_of(result: Any) -> tuple[float, dict[str, float]]:
@@ -32,7 +35,12 @@ def numbers_of(result: Any) -> tuple[float, dict[str, float]]:
         if len(result) != 2 or not isinstance(result[1], Mapping):
             raise NoNumber(f"the reward is {_short(result)}; it must be a number, or (number, its parts by name)")
         reward, parts = result
-    named = {str(name): _number(part, f"part {name} of the reward") for name, part in parts.items()}
+    if len(parts) > MOST_PARTS:
+        raise NoNumber(f"the reward has {len(parts)} parts; at most {MOST_PARTS} are kept")
+    names = [_name(name) for name in parts]
+    named = {
+        name: _number(part, f"part {name} of the reward") for name, part in zip(names, parts.values(), strict=True)
+    }
     return _number(reward, "the reward"), named
 
 
@@ -65,6 +73,17 @@ class WeightedSum:
                 raise NoNumber(f"part {name}: {described(error)}") from error
             parts |= {f"{name}.{key}": value for key, value in below.items()}
         return sum(weight * parts[name] for name, weight in self._weights.items()), parts
+
+
+def _name(value: object) -> str:
+    """The name of a reward's part, one short line: it is shown in terminals and logs."""
+    name = str(value)
+    if not name or len(name) > LONGEST_NAME or not name.isprintable():
+        raise NoNumber(
+            f"a part of the reward is named {_short(name[:LONGEST_NAME])}, {len(name)} characters; a name must have 1 "
+            f"to {LONGEST_NAME} characters and no control characters"
+        )
+    return name
 
 
 def _number(value: Any, what: str) -> float:

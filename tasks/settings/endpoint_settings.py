@@ -28,8 +28,8 @@ class EndpointConfig:
     max_body_kib: int = knob(8192, "KiB of a request's body; a longer one is answered 413", low=1, high=1_048_576)
     max_session_kib: int = knob(
         32_768,
-        "KiB of all requests of one session that are read or wait for their turns; one that would exceed it is answered "
-        "429, but a session may always have one",
+        "KiB of all requests of one session that are read or wait for their turns; one that would exceed it is "
+        "answered 429, but a session may always have one",
         low=1,
         high=1_048_576,
     )

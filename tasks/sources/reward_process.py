@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.printable import printable
+from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.reward_values import NoNumber, described, numbers_of
 from staleflow.tasks.settings.reward_part import RewardPart
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
@@ -146,16 +148,22 @@ class Scorer:
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):  # requests that it never read
                         pipe.close()
+            self._output.wait()
             self._process = None
 
     def _ensure_process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            self._process = subprocess.Popen(
-                # -P: a module in the current folder must not shadow the standard library's.
-                [sys.executable, "-P", "-m", "staleflow.tasks.sources.reward_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
+            self._output = RelayedOutput()
+            try:
+                self._process = subprocess.Popen(
+                    # -P: a module in the current folder must not shadow the standard library's.
+                    [sys.executable, "-P", "-m", "staleflow.tasks.sources.reward_process"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._output.fileno(),
+                )
+            finally:
+                self._output.close()
             self._refuse_if_closed()
             assert self._process.stdin is not None and self._process.stdout is not None
             _write(self._process.stdin, self._settings)
@@ -221,7 +229,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             reward, parts, problem = 0.0, {}, str(refused)
         except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
             reward, parts, problem = 0.0, {}, described(raised)
-        _write(answers, (number, 0.0 if problem else reward, parts, problem[:500]))
+        _write(answers, (number, 0.0 if problem else reward, parts, " ".join(printable(problem, 500).split())))
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.cli.show import printable
 from staleflow.pipeline.api import branch_code, overrides
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, stored_trajectories, training, views
 from staleflow.pipeline.stored_runs import pool as pools
 from staleflow.pipeline.stored_runs.pool import Pool, local_pool
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation, StoreError
+from staleflow.stores.printable import printable
 from staleflow.stores.trajectories import selection
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.selection import Selection

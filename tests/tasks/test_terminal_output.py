@@ -1,0 +1,119 @@
+"""What user code prints or names, as terminals are shown it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from staleflow.stores.printable import printable
+from staleflow.tasks.environments.terminal_output import LONGEST_LINE, RelayedOutput
+from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.rendering.reward_values import LONGEST_NAME, MOST_PARTS, NoNumber, numbers_of
+from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
+from staleflow.tasks.sources.task_sources import SourceSettings
+from tests.tasks.test_agents import acted, running, settings
+
+CLEAR = "\\x1b[2J\\x07"
+AGENT = f"""
+import subprocess, sys
+import httpx
+
+
+async def run(base_url, key, task):
+    print("begin{CLEAR}")
+    sys.stderr.write("part {CLEAR}")
+    print("end", file=sys.stderr)
+    subprocess.run([sys.executable, "-c", "print('child{CLEAR}')"], check=True)
+    async with httpx.AsyncClient(timeout=60) as client:
+        messages = [{{"role": "user", "content": "what now?"}}]
+        for does in ("go on", "raise"):
+            answer = await client.post(
+                base_url + "/chat/completions", headers={{"Authorization": "Bearer " + key}},
+                json={{"model": "policy", "messages": messages}},
+            )
+            messages += [{{"role": "assistant", "content": "a"}}, {{"role": "user", "content": does}}]
+    raise ValueError("it is {CLEAR} broken")
+
+
+def score(answer, record):
+    print("scoring{CLEAR}")
+    if answer == "raise":
+        raise ValueError("bad {CLEAR}\\n" + "x" * 10_000)
+    return 1.0, {{"a{CLEAR}": 2.0}}
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    (tmp_path / "code.py").write_text(AGENT)
+    return tmp_path / "code.py"
+
+
+@pytest.mark.parametrize("isolation", ["auto", "process"])
+def test_what_agents_and_their_programs_print_reaches_no_terminal_as_it_is(
+    code: Path, isolation: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = settings(f"agent:{code}:run", isolation=isolation, step_s=60.0)
+    task = made.source.build().task(0)
+    capfd.readouterr()
+    said = ""
+
+    async def work() -> None:
+        nonlocal said
+        episodes = Episodes(made)
+        await acted(episodes, task, "a")
+        answer = await acted(episodes, task, "a", "b")
+        assert "ValueError: it is \\x1b[2J\\x07 broken" in answer.error
+        await episodes.close()
+        while any(line not in said for line in ("begin\\x1b[2J", "part \\x1b[2J\\x07end", "child\\x1b[2J\\x07")):
+            said += "".join(capfd.readouterr())
+            await asyncio.sleep(0.01)
+
+    running(work())
+    assert "\x1b" not in said
+    assert "\x07" not in said
+
+
+def test_what_a_reward_function_prints_raises_and_names_is_shown_without_control_characters(
+    code: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = code.with_name("rows.jsonl")
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n')
+    source = SourceSettings(source=f"jsonl:{rows}", options={}, seed=1)
+    scorer = Scorer(ScoringSettings(source=source, function=f"{code}:score", answer_pattern="", timeout_s=60.0))
+    record = source.build().task(0).record
+    named, raised = scorer.score([("good", record), ("raise", record)])
+    scorer.close()
+    assert named.error.startswith("a part of the reward is named 'a\\x1b[2J\\x07', 6 characters; a name must have ")
+    assert raised.error.startswith("ValueError: bad \\x1b[2J\\x07 xxx")
+    assert len(raised.error) < 600
+    said = "".join(capfd.readouterr())
+    assert said.count("scoring\\x1b[2J\\x07") == 2
+    assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "a\x1b[2J", "x" * 100_000, "\u202e"])
+def test_a_part_of_a_reward_has_a_short_name_that_can_be_shown(name: str) -> None:
+    with pytest.raises(NoNumber) as refused:
+        numbers_of((1.0, {name: 2.0}))
+    assert len(str(refused.value)) < 500
+    assert printable(str(refused.value)) == str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert numbers_of((1.0, {"\u00fcber\u4f60" * (LONGEST_NAME // 6): 2.0}))[0] == 1.0
+
+
+def test_a_reward_has_a_limited_number_of_parts() -> None:
+    with pytest.raises(NoNumber, match=f"at most {MOST_PARTS} are kept"):
+        numbers_of((1.0, {str(i): 0.0 for i in range(MOST_PARTS + 1)}))
+
+
+def test_long_lines_are_cut_and_carriage_returns_leave_the_last_text(capfd: pytest.CaptureFixture[str]) -> None:
+    output = RelayedOutput()
+    with open(output.fileno(), "wb", closefd=False) as stream:
+        stream.write(b"x" * 100_000 + b"\n10 %\r20 %\r\n\xff\n")
+    output.close()
+    output.wait()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["x" * LONGEST_LINE + "...", "20 %", "\ufffd"]
