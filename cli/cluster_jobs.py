@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from staleflow.cli.job import check, load_new, store_option
+from staleflow.stores.printable import printable
 
 if TYPE_CHECKING:
     from staleflow.pipeline.cluster.connection import Where
@@ -110,10 +111,14 @@ def list_jobs(show_all: bool, as_json: bool, where: Where) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_options
 def status(id: str, as_json: bool, where: Where) -> None:
-    """Show a job's progress: step, reward, staleness, throughput, instances, and what it waits for."""
+    """Show a job's progress: step, reward, staleness, throughput, instances, and what it waits for. ID may also be a
+    run's folder, which needs no cluster."""
     from staleflow.pipeline.cluster import job_lookup, job_registry
+    from staleflow.pipeline.recovery import job_record
 
     async def ask() -> job_lookup.Match:
+        if job_record.is_there(Path(id)):
+            return job_lookup.Match(job_record.read(Path(id)))
         async with where.connected() as client:
             return job_lookup.matching(await job_registry.ask(client, "jobs"), id)
 
@@ -136,18 +141,26 @@ def status(id: str, as_json: bool, where: Where) -> None:
 @cluster_options
 def logs(id: str, follow: bool, as_json: bool, where: Where) -> None:
     """Print a job's log. Of several with that name it is that of the one that has not ended, or of the newest. Exit
-    code 1 if a followed job fails."""
+    code 1 if a followed job fails. ID may also be a run's folder, which needs no cluster."""
     from staleflow.pipeline.cluster import job_lookup, job_registry
+    from staleflow.pipeline.recovery import job_record
+
+    def print_line(job: str, line: str) -> None:
+        clock, _, text = line.partition("  ")
+        click.echo(json.dumps({"id": job, "time": clock, "text": text}) if as_json else printable(line))
 
     async def show() -> str:
+        if job_record.is_there(Path(id)):
+            async for line in job_record.followed(Path(id), forever=follow):
+                print_line(job_record.read(Path(id))["id"], line)
+            return str(job_record.read(Path(id))["state"])
         async with where.connected() as client:
             found = job_lookup.matching(await job_registry.ask(client, "jobs"), id)
             if found.note:
                 click.echo(found.note, err=True)
             job = found.job["id"]
             async for line in job_lookup.follow(client, job, forever=follow):
-                clock, _, text = line.partition("  ")
-                click.echo(json.dumps({"id": job, "time": clock, "text": text}) if as_json else line)
+                print_line(job, line)
             return str((await job_lookup.find(client, job))["state"])
 
     if asyncio.run(show()) == "failed" and follow:

@@ -55,8 +55,21 @@ def _all_matching(jobs: Sequence[dict[str, Any]], word: str) -> list[dict[str, A
         or [j for j in jobs if word and j["id"].startswith(word)]
     )
     if not found:
-        raise ConfigError(f"{word!r} is not a job of this cluster; `staleflow jobs --all` lists them")
+        raise ConfigError(
+            f"{word!r} is not a job of this cluster; `staleflow jobs --all` lists them; one that an earlier scheduler "
+            "had is known by its run's folder, as in `staleflow status runs/NAME`"
+        )
     return found
+
+
+def refuse_second(other: dict[str, Any]) -> None:
+    """Raise ConfigError if another job has the run folder of one that is submitted, which two would write to. other:
+    what the board answers to a submission."""
+    if other:
+        raise ConfigError(
+            f"{other['run_dir']}: {other['id']} is {other['state']} and has this folder; wait until it ends, or "
+            f"`staleflow cancel {other['id']}` it first"
+        )
 
 
 def recent(jobs: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:

@@ -275,10 +275,14 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
         by: str = "",
         needs: Mapping[str, Any] | None = None,
         wait_s: float = 0.0,
-    ) -> None:
+    ) -> Plain:
         """Add a job. Idempotent; replaces an ended job with the same id. by: Dask's id of the client that asks: should
         it end before the job has a task or a place in the queue, so does the job. needs: arguments of `Needs`, of a job
-        that a task will drive; it waits for workers once that has arrived. wait_s: seconds it may wait; 0: no limit."""
+        that a task will drive; it waits for workers once that has arrived. wait_s: seconds it may wait; 0: no limit.
+        Returns another job that has this run folder and has not ended, if there is one: then nothing is added."""
+        for other in self.jobs.values():
+            if other.id != id and other.run_dir == run_dir and other.state not in ENDED:
+                return other.plain()
         if id not in self.jobs or self.jobs[id].state in ENDED:
             self.jobs.pop(id, None)
             self.jobs[id] = Job(
@@ -288,6 +292,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             ended = [one.id for one in self.jobs.values() if one.state in ENDED]
             for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
                 del self.jobs[old]
+        return {}
 
     def arrived(self, id: str) -> Plain:
         """A submitted job, and whether its task is there, with which it is in the queue."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import PATIENT_S
+from staleflow.pipeline.cluster.job_lookup import refuse_second
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
 from staleflow.pipeline.config.schema import RunConfig
@@ -91,7 +92,7 @@ async def _execute(
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
     cluster = await (connect(config) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
-    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, config.eta)
+    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir, config.eta)
     cluster.job = reporter.id
     ended = "failed", ""
     try:
@@ -99,7 +100,7 @@ async def _execute(
             announce(f"Dask dashboard: {cluster.dashboard}")
         own = str(cluster.client.id)
         about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
-        await job_registry.ask(cluster.client, "submit", **about, by=own)
+        refuse_second(await job_registry.ask(cluster.client, "submit", **about, by=own))
         stopped = await cluster.settle(config, announce, "" if slot is None else slot.address)
         if stopped:
             ended = "stopped", stopped

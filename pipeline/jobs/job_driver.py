@@ -89,7 +89,7 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
                 logging.getLogger(__name__).exception("job %s failed", submission.id)
             told = isinstance(error, StaleflowError)
             state, why = "failed", str(error) if told else f"{type(error).__name__}: {error}"
-        await reporter.report_state(client, submission.id, state, why)
+        await reporter.report_state(client, job, state, why)
         await job_registry.ask(client, "end", id=submission.id)
         return state
 
@@ -114,7 +114,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
         steps, ended = committed_steps(config.run_dir) if exists else (0, False)
         if ended and steps >= config.steps:
             return "done", ""
-        if stop := (await find(client, submission.id))["stop"]:
+        if stop := (job := await find(client, submission.id))["stop"]:
             return "stopped", stop
         if steps > trained:
             trained, resumes = steps, 0
@@ -132,7 +132,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
             resumes += 1
             if resumes > MAX_RESUMES:
                 raise
-            await reporter.report_state(client, submission.id, "waiting", f"lost: {lost}; resuming")
+            await reporter.report_state(client, job, "waiting", f"lost: {lost}; resuming")
             continue
         return ("stopped", end.stopped) if end.stopped else ("done", "")
 

@@ -1,4 +1,5 @@
-"""Reporting a run's progress and log to the board on its scheduler, and receiving requests to stop.
+"""Reporting a run's progress and log to the board on its scheduler and to the run's folder, and receiving requests to
+stop.
 
 All runs report, on any cluster: the dashboard page, `staleflow status` and `staleflow logs` show it.
 """
@@ -9,16 +10,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.summary import step_line
 from staleflow.pipeline.processes.dask_workers import DaskWorkers
+from staleflow.pipeline.recovery import job_record
+from staleflow.pipeline.recovery.run_folder import job_id
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import by_set, evaluating
 from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.serialization import Codec
 
 logger = logging.getLogger(__name__)
@@ -33,11 +38,14 @@ CODEC = Codec()
 
 
 class Reporter:
-    """Sends one run's progress and log lines to the board. planned: training steps of the run. eta: the bound it keeps;
-    None if it keeps none."""
+    """Sends one run's progress and log lines to the board. planned: training steps of the run. run_dir: its folder,
+    which keeps them, too. eta: the bound it keeps; None if it keeps none."""
 
-    def __init__(self, id: str, planned: int, eta: int | None = None) -> None:
+    def __init__(self, id: str, planned: int, run_dir: Path, eta: int | None = None) -> None:
         self.id = id
+        self._run_dir = run_dir
+        self._recorded = ""
+        """State and reason in the folder."""
         self._eta = eta
         self._planned = planned
         self._lines: list[str] = []
@@ -120,18 +128,34 @@ class Reporter:
             await asyncio.sleep(REPORT_S)
 
     async def report(self, client: Any, state: str, why: str, more: dict[str, Any] | None = None) -> str:
-        """Send what is new to the board; returns why the run must stop, empty if it need not."""
+        """Send what is new to the board, and keep it in the folder; returns why the run must stop, empty if it need
+        not."""
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
         status = {**self._status, **(more or {})} if self._status else {}
+        if lines or steps or self._recorded != f"{state} {why}":
+            self._recorded = f"{state} {why}"
+            changes: dict[str, Any] = {"id": self.id, "steps": self._planned, "state": state, "why": why}
+            changes |= ({"status": status} if status else {}) | ({"last": steps[-1]} if steps else {})
+            await record(self._run_dir, changes, lines)
         answer = await job_registry.ask(
             client, "report", id=self.id, state=state, why=why, status=status, steps=steps, lines=lines
         )
         return str(answer)
 
 
-async def report_state(client: Any, id: str, state: str, why: str) -> None:
-    """Report a run's state and the reason for it."""
-    reporter = Reporter(id, 0)
-    reporter.say(f"{state}: {why}" if why else state)
-    await reporter.report(client, state, why)
+async def record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> None:
+    """Keep in a run's folder how its job stands. What cannot be written is on the board all the same."""
+    try:
+        await asyncio.to_thread(job_record.write, run_dir, changes, lines)
+    except (StoreError, ConfigError) as error:
+        logger.debug("the record of the job is not kept: %s", error)
+
+
+async def report_state(client: Any, job: Mapping[str, Any], state: str, why: str) -> None:
+    """Report a run's state and the reason for it. job: what the board has of it."""
+    line = f"{time.strftime('%H:%M:%S')}  {state}: {why}" if why else f"{time.strftime('%H:%M:%S')}  {state}"
+    run_dir = Path(job["run_dir"])
+    if job_id(run_dir) == job["id"]:  # else the folder is another's
+        await record(run_dir, {"id": job["id"], "state": state, "why": why}, [line])
+    await job_registry.ask(client, "report", id=job["id"], state=state, why=why, status={}, steps=[], lines=[line])

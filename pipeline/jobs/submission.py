@@ -14,10 +14,12 @@ from typing import Any
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import Where
 from staleflow.pipeline.cluster.gang import Needs
+from staleflow.pipeline.cluster.job_lookup import refuse_second
 from staleflow.pipeline.config import knob_tree, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code
 from staleflow.pipeline.jobs.job_driver import Submission, drive
+from staleflow.pipeline.recovery.run_folder import refuse_locked
 from staleflow.stores.errors import ConfigError
 
 ARRIVED_POLL_S = 0.02
@@ -26,7 +28,9 @@ ARRIVED_POLL_S = 0.02
 
 async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> dict[str, Any]:
     """Submit a job, with absolute paths, to a cluster; returns what the board on its scheduler knows of it, as soon as
-    the job has its place in the queue."""
+    the job has its place in the queue. Raises ConfigError if another process or job has the run's folder."""
+    if resume:
+        refuse_locked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
     user_files.check(config)
     config, code = with_code(config)
@@ -34,7 +38,7 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> di
     needs = Needs.of(config, driver=True)
     async with where.connected() as client:
         # The board has the job wait for workers as soon as it has its task, so that nothing is left to do then.
-        await job_registry.ask(
+        other = await job_registry.ask(
             client,
             "submit",
             id=id,
@@ -45,6 +49,7 @@ async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> di
             needs=asdict(needs),
             wait_s=config.deadlines.wait_s,
         )
+        refuse_second(other)
         # On no worker until the board gives the job some.
         future = client.submit(drive, submission, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE])
         while not (job := await job_registry.ask(client, "arrived", id=id))["arrived"]:

@@ -2,7 +2,8 @@
 
 runs/NAME/ holds config.toml (resolved), fingerprints.json, code/ (user code that decides or trains, and all user code
 of a submitted job), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest resume points),
-tensorboard/, summary.json and summary.png; a submitted job's also job.txt (its id). A resumed run keeps the job file
+tensorboard/, summary.json, summary.png, job.json and job.log (its
+state and log); a submitted job's also job.txt (its id). A resumed run keeps the job file
 and the events of each earlier start as config.N.toml and events.N.jsonl.
 
 Two guarantees. Nothing in the folder is written before its lock is held. And a run uses the folder it is given, even
@@ -54,9 +55,23 @@ def refuse_taken(run_dir: Path) -> None:
 def refuse_used(run_dir: Path) -> None:
     """Raise ConfigError if another process is using the folder, or as `refuse_taken`. For commands that have no lock on
     the folder yet."""
+    refuse_locked(run_dir)
+    refuse_taken(run_dir)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether another process is using the folder."""
+    try:
+        refuse_locked(run_dir)
+    except FolderInUse:
+        return True
+    return False
+
+
+def refuse_locked(run_dir: Path) -> None:
+    """Raise FolderInUse if another process is using the folder."""
     if (run_dir / LOCK).is_file():
         _locked(run_dir).close()
-    refuse_taken(run_dir)
 
 
 def require_run(run_dir: Path) -> None:

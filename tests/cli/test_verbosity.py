@@ -44,7 +44,7 @@ async def short_run(
     **_: Any,
 ) -> RunEnd:
     """A run as the command sees it, told and logged by the same means, without a cluster."""
-    reporter, outcomes = Reporter("a-job", 2), Outcomes()
+    reporter, outcomes = Reporter("a-job", 2, Path("runs/none")), Outcomes()
     snapshot = make_coordinator(config).snapshot()
 
     def tell(doing: str) -> None:
@@ -157,7 +157,7 @@ def test_log_lines_stand_whole_above_a_live_view() -> None:
 def printed(outcomes: Outcomes) -> tuple[list[str], list[str]]:
     """(lines of the view in a pipe, lines of the job's log) after these outcomes."""
     config, written = loading.load(JOB), io.StringIO()
-    display, reporter = Display(config, quiet=False), Reporter("a-job", 4)
+    display, reporter = Display(config, quiet=False), Reporter("a-job", 4, Path("runs/none"))
     display.console = Console(file=written, width=200)
     snapshot = make_coordinator(config).snapshot()
     for _ in range(2):

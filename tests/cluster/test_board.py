@@ -242,14 +242,14 @@ def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
     """Its own process drives it: no task."""
 
     async def script(jobs: Jobs) -> None:
-        runs = {"steps": 1, "run_dir": "/runs/x"}
         async with Client(jobs.client.scheduler.address, asynchronous=True, set_as_default=False) as theirs:
             for id in ("run", "waits"):
-                await job_registry.ask(theirs, "submit", id=id, name=id, **runs)
+                await job_registry.ask(theirs, "submit", id=id, name=id, steps=1, run_dir=f"/runs/{id}")
                 await job_registry.ask(theirs, "queue", id=id, needs=NEEDS, wait_s=0.0, driver=theirs.id)
             assert (await job_registry.ask(theirs, "admitted", id="run"))["admitted"]
             assert not (await job_registry.ask(theirs, "admitted", id="waits"))["admitted"]
-            await job_registry.ask(theirs, "submit", id="told", name="told", **runs, by=theirs.id)  # and nothing more
+            told = {"name": "told", "steps": 1, "run_dir": "/runs/told", "by": theirs.id}
+            await job_registry.ask(theirs, "submit", id="told", **told)  # and nothing more
         for id in ("run", "waits", "told"):
             assert (await jobs.until(id, "failed"))["why"] == "the process that ran it is gone"
         async with asyncio.timeout(60):

@@ -197,6 +197,10 @@ def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
     cluster.add(1)
     cluster.until(two, "running", steps=2)
 
+    again = cluster("resume", tmp_path / "runs" / "one")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "in use by process" in again.stderr
+
     tasks = where_is(cluster)
     of = {name: {pid for key, pid in tasks.items() if f"-{name}-" in key} for name in ("one", "two")}
     assert len(of["one"]) == 3
@@ -217,6 +221,30 @@ def test_a_cancelled_job_is_gone_on_with_and_two_jobs_share_no_worker(
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stderr
     check(tmp_path / "runs" / "one", trained + 2)
+
+
+def test_a_jobs_log_and_record_are_in_its_folder_when_the_scheduler_is_gone(
+    job: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.add(3)
+    id = cluster("submit", job, "--set", "task.eval_prompts=0", "--set", "steps=1000").stdout.strip()
+    before = cluster.until(id, "running", steps=2)
+    folder = tmp_path / "runs" / before["name"]
+    os.killpg(cluster._started[0].pid, signal.SIGKILL)
+    for process in cluster._started:  # workers do not outlive their scheduler
+        process.wait(PATIENCE_S)
+
+    shown = command("status", folder, "--json")
+    assert shown.returncode == 0, shown.stderr
+    after = json.loads(shown.stdout)
+    assert (after["id"], after["state"], after["steps"]) == (id, "running", 1000)
+    assert after["last"]["step"] >= before["last"]["step"]
+    assert after["status"]["instances"]
+    assert f"step {int(after['last']['step']) + 1}/1000" in command("status", folder).stdout
+    logged = command("logs", folder, "-f")
+    assert logged.returncode == 0, logged.stderr
+    assert "  step 0/1000" in logged.stdout
+    assert command("logs", folder, "--json").stdout.count("\n") == logged.stdout.count("\n")
 
 
 DRY = """
@@ -305,7 +333,8 @@ def test_wrong_input_to_each_command_is_one_line(job: Path, cluster: Cluster, tm
         assert (answer.returncode, answer.stdout) == (2, "")
         assert (
             answer.stderr
-            == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs --all` lists them\n"
+            == "staleflow: 'no-such-job' is not a job of this cluster; `staleflow jobs --all` lists them; one that an "
+            "earlier scheduler had is known by its run's folder, as in `staleflow status runs/NAME`\n"
         )
     assert "no jobs" in cluster("jobs").stdout
     nowhere = command("submit", job, "--scheduler", "tcp://127.0.0.1:9")

@@ -13,6 +13,8 @@ from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import Where
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import submission
+from staleflow.pipeline.recovery.run_folder import claimed
+from staleflow.stores.errors import ConfigError
 from tests.cluster.test_board import Jobs, on
 from tests.runtime.test_run_folder import JOB
 
@@ -21,9 +23,9 @@ class KilledError(BaseException):
     """The submitter is gone; its connection closes."""
 
 
-async def submit(jobs: Jobs, job: Path) -> dict[str, Any]:
+async def submit(jobs: Jobs, job: Path, *, resume: bool = False) -> dict[str, Any]:
     where = Where(address=jobs.cluster.scheduler_address)
-    return await submission.submit(loading.load(job), where)
+    return await submission.submit(loading.load(job), where, resume=resume)
 
 
 @pytest.fixture
@@ -89,6 +91,29 @@ def test_a_job_whose_submitter_is_killed_once_it_has_sent_the_driver_waits_in_th
             await submit(jobs, job)
         for left in await only(jobs):
             assert left["state"] == "failed" or await jobs.runs(left["id"]) == "no-worker"
+
+    on(0, script)
+
+
+def test_a_folder_has_one_job_that_has_not_ended(job: Path) -> None:
+    async def script(jobs: Jobs) -> None:
+        first = await submit(jobs, job)
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=f"{first['id']} is waiting and has this folder"):
+                await submit(jobs, job, resume=resume)
+        assert [one["id"] for one in await only(jobs)] == [first["id"]]
+        assert await job_registry.ask(jobs.client, "stop", id=first["id"], why="cancelled") == "waiting"
+        second = await submit(jobs, job)
+        assert second["why"].startswith("needs 3 worker processes")
+
+    on(0, script)
+
+
+def test_a_run_that_is_live_is_not_resumed(job: Path) -> None:
+    async def script(jobs: Jobs) -> None:
+        with claimed(loading.load(job).run_dir), pytest.raises(ConfigError, match="in use by process"):
+            await submit(jobs, job, resume=True)
+        assert await job_registry.ask(jobs.client, "jobs") == []
 
     on(0, script)
 
