@@ -23,6 +23,10 @@ class ActorLost(StaleflowError, ConnectionError):
         self.who = who
 
 
+class ActorSilent(ActorLost):
+    """An actor did not answer within its deadline: its process was stopped, or is too slow. who: as of ActorLost."""
+
+
 class ActorFailed(StaleflowError, RuntimeError):
     """An actor is there and failed by an error of its own, which the message names. who: as of ActorLost."""
 

@@ -27,7 +27,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, Placed
-from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
+from staleflow.stores.errors import ActorLost, ActorSilent, ConfigError, StaleflowError
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class DaskWorkers:
         except TimeoutError:
             self.slots[worker].remove(role)
             self.lost.add(address)
-            raise ActorLost(
+            raise ActorSilent(
                 f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}", name
             ) from None
         except BaseException:

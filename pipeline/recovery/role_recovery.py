@@ -26,7 +26,7 @@ from staleflow.pipeline.processes.background import side_by_side
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.trainer_group import unit
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker, Placed
-from staleflow.stores.errors import ActorLost
+from staleflow.stores.errors import ActorLost, ActorSilent
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 
@@ -58,7 +58,7 @@ class Roles(Protocol):
 
 
 class Restoring:
-    """Restores the roles of one run that hold state of their own, once the run has started. points: the folder of its
+    """Restores the roles of one run that hold state of their own. points: the folder of its
     resume points."""
 
     def __init__(self, actors: Roles, points: Path, every: int, ranks: Sequence[str] = ()) -> None:
@@ -75,8 +75,7 @@ class Restoring:
         """Why a role could not be restored, which ends the run."""
 
     def begin(self, elapsed_s: Callable[[], float]) -> None:
-        """From now on losses are restored; before, they end a run that could not start. elapsed_s: seconds of the run
-        so far."""
+        """From now on losses are restored. elapsed_s: seconds of the run so far."""
         self._elapsed_s = elapsed_s
 
     @property
@@ -106,9 +105,12 @@ class Restoring:
 
     async def restored(self, lost: ActorLost, asked_s: float) -> None:
         """Wait until the actor that a call found lost is there again. asked_s: when the call was made. Raises `lost` if
-        it is none that can be restored, and ActorLost if that fails."""
+        it is none that can be restored, and ActorLost if that fails. While the run starts, whoever misses a deadline
+        would miss it again."""
         role = unit(lost.who)
         if role not in ("trainer", "server") or self._elapsed_s is None:
+            raise lost
+        if isinstance(lost, ActorSilent) and not self._actors.trained:
             raise lost
         if role in self._failed:
             raise self._failed[role]
@@ -132,7 +134,7 @@ class Restoring:
     async def _restore(self, role: str, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
         """Place a role again until it comes back. lost: the actor of it that was lost. Raises ActorLost."""
         while True:
-            point = self._newest_point(max(self._actors.trained))
+            point = self._newest_point(max(self._actors.trained, default=PolicyVersion(0)))
             if role == "trainer" and point is None:
                 raise lost
             self._actors.lose(role, lost, elapsed_s())
@@ -159,9 +161,14 @@ class Restoring:
         return max((v for v in self._points.whole() if v <= version), default=PolicyVersion(0))
 
     async def _bring_trainer_back(self, point: PolicyVersion) -> None:
-        """Place a trainer, and have it train again what was trained after the point."""
-        actors, version = self._actors, max(self._actors.trained)
+        """Place a trainer, and have it train again what was trained after the point. If nothing was published yet, the
+        start of the run goes on with it."""
+        actors = self._actors
         placed = await actors.place_trainer()
+        if not actors.trained:
+            logger.warning("the trainer starts again, on %s", placed.address)
+            return
+        version = max(actors.trained)
         logger.warning(
             "the trainer is back on %s with version %d from its resume point%s",
             placed.address,

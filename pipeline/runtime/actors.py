@@ -18,9 +18,10 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.model_facts import ModelFacts
@@ -33,7 +34,14 @@ from staleflow.pipeline.processes.worker_protocol import NamedActor, Placed, Wor
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.role_recovery import Restoring
 from staleflow.pipeline.weights.weight_transfers import Transfers
-from staleflow.stores.errors import ActorFailed, ActorLost, ProtocolViolation, StoreError, TransferFailed
+from staleflow.stores.errors import (
+    ActorFailed,
+    ActorLost,
+    ActorSilent,
+    ProtocolViolation,
+    StoreError,
+    TransferFailed,
+)
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_folder import FOLDER_PREFIX
 from staleflow.tasks.actors.actor_calls import call
@@ -46,6 +54,8 @@ from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import Loaded
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REPLACEMENTS, WITHIN_S = 3, 3600.0
 """How often one instance or reward worker is replaced within so many seconds before the run stops: more losses are no
@@ -176,21 +186,72 @@ class Actors:
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
         self._resumed = resumption is not None
-        stored = resumption is not None and (self._run_dir / "store").exists()
+        judge = self.place_environment if config.acts else self.place_reward
+
+        def stored() -> bool:  # also by a server that was lost as soon as it had created it
+            return (resumption is not None or "server" in self._lost_at) and (self._run_dir / "store").exists()
+
         await side_by_side(
-            self.place_server(begin_s, resumed=stored),
-            self.place_trainer(),
-            *(self.place_environment(name) if config.acts else self.place_reward(name) for name in config.judges),
-            *(self.place_instance(i) for i in range(config.rollout.instances)),
+            self._start("server", begin_s, lambda: self.place_server(begin_s, resumed=stored())),
+            self._start("trainer", begin_s, self.place_trainer),
+            *(self._start(name, begin_s, partial(judge, name)) for name in config.judges),
+            *(self._start_instance(i, begin_s) for i in range(config.rollout.instances)),
         )
         heavy = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
-        await side_by_side(*(self._place_parameters(placed) for placed in heavy))
+        await side_by_side(*(self._place_first_parameters(placed) for placed in heavy))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
-        await self.publish_initial(version, "" if resumption is None else resumption.fingerprint)
+        await self._publish_first(version, "" if resumption is None else resumption.fingerprint)
         pulling = [i for i in self.instances.values() if version or i.has_weights]
-        await side_by_side(*(self.pull(instance, version) for instance in pulling))
+        await side_by_side(*(self._pull_first(instance, version, begin_s) for instance in pulling))
+
+    async def _start(self, name: str, begin_s: float, place: Callable[[], Awaitable[T]]) -> T:
+        """Place an actor as the run starts; one whose process is lost meanwhile is placed again. Raises ActorLost if
+        that happens too often, and ActorSilent if it misses its deadline, as it would again."""
+        while True:
+            try:
+                return await place()
+            except ActorSilent:
+                raise
+            except ActorLost as lost:
+                who = trainer_group.unit(lost.who)
+                if who.partition(".")[0] != name:
+                    raise
+                self.lose(who, lost, begin_s)
+
+    async def _start_instance(self, index: int, begin_s: float) -> None:
+        await self._start(f"rollout-{index}", begin_s, lambda: self.place_instance(index))
+
+    async def _place_first_parameters(self, neighbour: Placed) -> None:
+        """Place a host's parameter server. If its process is lost, whose it is will be found out by its own calls, and
+        the next fetch places another."""
+        try:
+            await self._place_parameters(neighbour)
+        except ActorLost as lost:
+            logger.warning("%s", lost)
+
+    async def _publish_first(self, version: PolicyVersion, fingerprint: str) -> None:
+        """`publish_initial`, by another trainer if it is lost meanwhile."""
+        while True:
+            asked_s = now_s()
+            try:
+                await self.publish_initial(version, fingerprint)
+                return
+            except ActorLost as lost:
+                await self.restoring.restored(lost, asked_s)
+
+    async def _pull_first(self, instance: InstanceHandle, version: PolicyVersion, begin_s: float) -> None:
+        """`pull`, by another instance if it is lost meanwhile."""
+        try:
+            await self.pull(instance, version)
+        except ActorSilent:
+            raise
+        except ActorLost as lost:
+            if lost.who != instance.id:
+                raise
+            self.lose(instance.id, lost, begin_s)
+            await self._start_instance(instance.index, begin_s)
 
     @property
     def starting(self) -> str:

@@ -164,6 +164,7 @@ class Driver:
             self._note(line)
         self._say("starting actors")
         starting = asyncio.ensure_future(self._tell_starting())
+        self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
         try:
             await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
         finally:
@@ -182,7 +183,6 @@ class Driver:
             self._background.spawn(work, "scoring")
         for work in self._acting.work():
             self._background.spawn(work, "acting")
-        self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
         self._membership.join_all()
         await self._evaluating.begin(self._coordinator.ledger.version)
         self.training = True

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from distributed import Actor, get_worker
 from distributed.comm.addressing import parse_host_port
 
-from staleflow.stores.errors import ActorFailed, ActorLost, StaleflowError
+from staleflow.stores.errors import ActorFailed, ActorLost, ActorSilent, StaleflowError
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +209,8 @@ async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, l
     except StaleflowError:
         raise
     except TimeoutError:
-        raise ActorLost(f"{who} did not answer within {within_s:g} s" + (f" ({limit})" if limit else ""), who) from None
+        raise ActorSilent(
+            f"{who} did not answer within {within_s:g} s" + (f" ({limit})" if limit else ""), who
+        ) from None
     except (OSError, RuntimeError) as error:
         raise ActorLost(f"{who} is gone: {error}", who) from error

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from staleflow.pipeline.processes.worker_protocol import Placed
-from staleflow.stores.errors import ActorLost
+from staleflow.stores.errors import ActorLost, ActorSilent
 
 TRAVEL_S = 0.001
 """Seconds a call takes to arrive, and its result to come back."""
@@ -215,7 +215,7 @@ class InProcessWorkers:
         await asyncio.sleep(CREATE_S + fault.late_s)
         if process.stopped:
             await asyncio.sleep(START_S)
-            raise ActorLost(f"{name} was not ready on {process.address}", name)
+            raise ActorSilent(f"{name} was not ready on {process.address}", name)
         if fault.act is not None:
             fault.act()
         if fault.error is not None:

@@ -1,0 +1,50 @@
+"""Actors whose processes die while the run starts: each is replaced like any other loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from staleflow.stores.errors import ActorFailed, ActorLost
+from tests.support.bodies import Body
+from tests.support.in_process import Fault
+
+RANKS = ("steps=2", "training.ranks=2")
+CALLS = [
+    ("trainer", "__init__"), ("trainer", "lead"), ("trainer", "publish_initial"), ("trainer-1", "__init__"),
+    ("trainer-1", "join"), ("trainer-1", "follow"), ("server", "__init__"), ("server", "held_out"),
+    ("server", "held_out_notice"), ("server", "keep_time"), ("reward-0", "__init__"), ("reward-0", "check"),
+    ("rollout-0", "__init__"), ("rollout-1", "__init__"), ("parameters-one", "__init__"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(("actor", "method"), CALLS)
+def test_an_actor_that_dies_while_the_run_starts_is_replaced(body: Body, actor: str, method: str, moment: Any) -> None:
+    run = body.run(*RANKS, faults=[Fault(actor=actor, method=method, dies=moment)])
+    run.check()
+    role = "trainer" if actor.startswith("trainer") else actor
+    expected = 0 if actor.startswith("parameters") else 1
+    assert len(run.outcomes.losses) == expected
+    assert all(role in loss for loss in run.outcomes.losses)
+    assert run.losses_said[-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("actor", "method"), [("trainer", "publish_initial"), ("trainer-1", "join"), ("reward-0", "check")]
+)
+def test_an_actor_that_dies_at_each_start_ends_the_run(body: Body, actor: str, method: str) -> None:
+    run = body.run(*RANKS, faults=[Fault(actor=actor, method=method, nth=0, dies="before")])
+    error = run.raised()
+    assert isinstance(error, ActorLost)
+    role = "trainer" if actor.startswith("trainer") else actor
+    assert str(error).startswith(f"{role} was lost 4 times within an hour, last: {actor}")
+
+
+@pytest.mark.parametrize(("actor", "method"), [("trainer", "publish_initial"), ("trainer-1", "join")])
+def test_an_error_of_its_own_while_the_run_starts_ends_the_run_at_once(body: Body, actor: str, method: str) -> None:
+    failed = ActorFailed("RuntimeError: CUDA out of memory")
+    run = body.run(*RANKS, faults=[Fault(actor=actor, method=method, error=failed)])
+    assert str(run.raised()) == f"{actor} failed: RuntimeError: CUDA out of memory"
+    assert run.outcomes.losses == []
