@@ -38,9 +38,10 @@ def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
                 self._late = self.loop.call_later(head_s, self._too_late)
 
         def data_received(self, data: bytes) -> None:
+            if not self._ended:
+                super().data_received(data)
             if self._ended:
                 return
-            super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 self._in_time()
             elif self._late is None and not self.transport.is_closing():
@@ -54,6 +55,14 @@ def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             self._in_time()
             super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            """Refuse what is no HTTP, with a line as JSON like all that is refused."""
+            self._in_time()
+            if self.cycle is not None and not self.cycle.response_complete:  # of a request whose body it was to be
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self._end(400, "this is no HTTP/1.1: the head or the chunks of a request cannot be read", "invalid_http")
 
         def _in_time(self) -> None:
             if self._late is not None:

@@ -33,7 +33,7 @@ _KEY = re.compile(r"[0-9a-f]{16}\.[\w-]{32}", re.ASCII)
 RETRY_S = 1.0
 """Seconds after which a client is told to try again."""
 KEPT_CLOSED = 10_000
-"""Closed sessions of which is remembered why they ended."""
+"""Closed sessions whose keys are remembered, and why they ended."""
 
 
 class _Waiting:
@@ -255,7 +255,8 @@ class Sessions:
         self._now = now
         self._unsure_until = -math.inf
         self._open: dict[str, AgentSession] = {}
-        self._closed: OrderedDict[str, str] = OrderedDict()
+        self._closed: OrderedDict[str, Refused] = OrderedDict()
+        """What the clients of closed sessions are told, by their keys."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -269,8 +270,9 @@ class Sessions:
     def close(self, session: AgentSession, why: str = "the episode has ended") -> None:
         """Make a session's key void."""
         if self._open.pop(session.id, None) is not None:
-            session.refuse(Refused(410, f"{why}; its key is void", "session_ended"))
-            self._closed[session.id] = why
+            void = Refused(410, f"{why}; its key is void", "session_ended")
+            session.refuse(void)
+            self._closed[session.key] = void
             while len(self._closed) > KEPT_CLOSED:
                 self._closed.popitem(last=False)
 
@@ -291,8 +293,8 @@ class Sessions:
         session = self._open.get(id)
         if session is not None and session.holds(secret):
             return session
-        if id in self._closed:
-            raise Refused(401, f"{self._closed[id]}; its key is void", "session_ended")
+        if (void := self._closed.get(key)) is not None:
+            raise void
         if self._now() < self._unsure_until and _KEY.fullmatch(key):
             why = "this endpoint has just taken the place of one that was lost, and does not know this key; try again"
             raise Refused(503, why, "replaced", RETRY_S)

@@ -343,7 +343,7 @@ def test_a_key_is_its_session_alone_and_void_when_that_ends() -> None:
             assert (await waiting).status_code == 410
             void = await chat(client, other, HELLO)
             assert (void.status_code, void.json()["error"]["message"]) == (
-                401, "the episode has ended; its key is void",
+                410, "the episode has ended; its key is void",
             )  # fmt: skip
             assert (await chat(client, mine, HELLO)).status_code == 200
 

@@ -130,6 +130,54 @@ def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
     running(work())
 
 
+@pytest.mark.parametrize("data", [
+    b"nonsense\r\n\r\n", b"GET\r\n\r\n", b"GET /health\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
+    b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /health HTTP/1.1\r\nHost x\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\x00b\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n",
+    b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 100_000,
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %KEY\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nnonsense\r\n\r\n",
+])  # fmt: skip
+def test_what_is_no_http_is_answered_with_a_line_as_json_too(data: bytes) -> None:
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            found = await raw(server, data.replace(b"%KEY", session.key.encode()), wait_s=20.0)
+            *_, head, body = found.split(b"\r\n\r\n")
+            assert b"HTTP/1.1 400 " in head
+            assert b"Content-Type: application/json" in head
+            error = json.loads(body)["error"]
+            assert (error["code"], "\n" in error["message"]) == ("invalid_http", False)
+            assert (await client.get("/health")).status_code == 200
+            assert "in_flight 0.0" in (await client.get("/metrics")).text
+
+    running(work())
+
+
+def test_a_late_request_to_an_ended_episode_is_told_that_it_has_ended() -> None:
+    async def work() -> None:
+        async with serving() as (server, client):
+            session = server.sessions.open()
+            waiting = asyncio.ensure_future(chat(client, session, HELLO))
+            await session.asked
+            session.answer(turn("hi"))
+            assert (await waiting).status_code == 200
+            server.sessions.close(session)
+            late = [
+                await chat(client, session, HELLO),
+                await client.get("/v1/models", headers=keyed(session)),
+                await client.get(f"/session/{session.key}/v1/models"),
+                await client.post(GENERATE, headers={"X-Session-ID": session.key}, content=b"nonsense"),
+            ]
+            assert [(one.status_code, one.json()["error"]["code"]) for one in late] == [(410, "session_ended")] * 4
+
+    running(work())
+
+
 def test_an_error_of_ours_shows_a_client_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(self: AgentSession, request: object) -> None:
         raise RuntimeError("a secret of ours")
@@ -216,7 +264,9 @@ def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_have_b
         for wrong in ("", "none", "a.b", f"{lost.key}x", lost.id):
             assert status(sessions, wrong) == 401, "it is no key of any endpoint"
         sessions.close(ended)
-        assert status(sessions, ended.key) == 401, "it is known"
+        assert status(sessions, ended.key) == 410, "it is known"
+        for wrong in (ended.id, f"{ended.id}.", f"{ended.id}.{mine.key.partition('.')[2]}"):
+            assert status(sessions, wrong) in (401, 503), "only its secret shows that it was there"
         seconds = 130.0
         assert status(sessions, lost.key) == 401
         assert sessions.find(mine.key) is mine

@@ -90,7 +90,7 @@ def test_a_program_that_is_killed_while_it_waits_ends_its_episode_with_the_reaso
         assert answer.ended
         assert answer.error == "the agent's command ended with exit code -9"
         async with httpx.AsyncClient() as client:  # its key is void
-            assert (await client.send(request)).status_code == 401
+            assert (await client.send(request)).status_code == 410
         # The episode begins again, with an agent and a key of its own.
         assert not (await acted(episodes, task, "a", member=1)).ended
         assert (await waiting(asking, 1))[1].headers["Authorization"] != request.headers["Authorization"]
