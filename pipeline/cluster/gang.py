@@ -3,7 +3,7 @@
 Each rollout instance and each rank of the trainer need a worker of their own; the light roles (the driver of a
 submitted job, the trajectory server, the reward workers) share one. Once any worker of the cluster declares a role as a
 resource, a role goes only to workers that declare it. Then the light roles may need several workers, and each reward
-worker is given one of its own if one is free that declares neither rollout nor trainer.
+worker is given one of its own if one is free that declares neither rollout nor trainer and that no job waits for.
 """
 
 from __future__ import annotations
@@ -57,11 +57,18 @@ class Needs:
 
 
 def choose(
-    needs: Needs, kinds: Kinds, free: Iterable[str], driver_at: str = "", engines: Sequence[str] = ()
+    needs: Needs,
+    kinds: Kinds,
+    free: Iterable[str],
+    driver_at: str = "",
+    engines: Sequence[str] = (),
+    *,
+    surplus: bool = True,
 ) -> Gang | None:
     """The workers for a job, out of the free ones, earlier ones preferred; None if they do not suffice. kinds: of all
     workers. driver_at: one of the free ones, on which the job's driver is already. engines: further ones that have the
-    job's engines, preferred for rollout instances; they get another role only if the free ones do not suffice."""
+    job's engines, preferred for rollout instances; they get another role only if the free ones do not suffice. surplus:
+    whether reward workers get workers of their own that the job can do without."""
     of_kind: dict[Kind, list[str]] = defaultdict(list)
     for address in (*free, *engines):
         if address != driver_at:
@@ -77,6 +84,8 @@ def choose(
     unused = [address for kind in rest if "rollout" in kind for address in waiting[kind]]
     unused.sort(key=lambda address: address not in engines)
     gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
+    if not surplus:
+        return gang
     spare = [address for kind in rest if "reward" in kind and not kind & set(HEAVY_ROLES) for address in waiting[kind]]
     return gang | dict.fromkeys(spare[: needs.rewards], ("reward",))
 
@@ -84,6 +93,21 @@ def choose(
 def suffice(needs: Needs, kinds: Kinds) -> bool:
     """Whether a job could run if it had all these workers."""
     return _assigned(needs, Counter(kinds.values())) is not None
+
+
+def missing(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
+    """Which workers a job waits for, for messages: the roles of which one more would do, or how many of each are free
+    where workers declare roles; empty if they are all alike."""
+    if len(set(kinds.values())) < 2:
+        return ""
+    enough = [
+        role
+        for role in ROLES
+        if choose(needs, kinds | {role: frozenset((role,))}, [*free, role], surplus=False) is not None
+    ]
+    if enough:
+        return f"one more with resource {' or '.join(f'{role}=1' for role in enough)} would do"
+    return "of these " + ", ".join(f"{role} {sum(role in kinds[address] for address in free)}" for role in ROLES)
 
 
 def kinds_of(workers: Resources) -> Kinds:

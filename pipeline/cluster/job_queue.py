@@ -5,6 +5,8 @@ Invariants:
 - Jobs are admitted in the order in which they came. None goes past an earlier one that the cluster's workers would
   suffice for, however few it needs itself: so each is served once the jobs before it have ended. One that they would
   not suffice for keeps its place, waits, and holds nobody up.
+- Workers that a job has beyond what it needs, for reward workers of its own, are taken while nobody waits, and asked
+  back for a job that could start with them (`wanted`). They stay the job's until it has left them (`give_back`).
 - A running job that loses a worker keeps its claim to one: nobody is admitted until it has replaced it. It lacks a
   worker for `RETURN_S` at most before a driver that resumes gives up all of them and waits again, at its old place.
 - Workers whose job's driver is gone may still hold its actors (engines that decode, a server that may commit). They
@@ -30,6 +32,7 @@ from staleflow.pipeline.cluster.gang import (
     choose,
     existing,
     kinds_of,
+    missing,
     suffice,
 )
 
@@ -79,6 +82,8 @@ class JobQueue:
         """Workers with an engine that a waiting job is to take over, and since when."""
         self._engines: set[str] = set()
         """Workers that were kept and given to their job again: it may not have taken the engine over yet."""
+        self.wanted: dict[str, list[str]] = {}
+        """Workers that running jobs have beyond what they need, and are to give back, by job."""
         self._unwanted: list[str] = []
         """Dirty workers that nobody was told of yet."""
         self._gone: dict[str, tuple[Mapping[str, float], float]] = {}
@@ -177,6 +182,7 @@ class JobQueue:
         held = Counter(claim.job for claim in self.claims.values())
         owed = any(held[entry.id] < entry.num_workers for entry in self.entries.values())
         admitted: dict[str, Gang] = {}
+        self.wanted = {}
         expired: list[str] = []
         ahead = 0
         for entry in self.entries.values():
@@ -187,7 +193,8 @@ class JobQueue:
                 entry.why = RESTARTS
                 continue
             kept = self._kept_for(entry.id)
-            gang = None if ahead or owed else choose(entry.needs, kinds, free, engines=kept)
+            alone = self._waits_alone(entry.id)
+            gang = None if ahead or owed else choose(entry.needs, kinds, free, engines=kept, surplus=alone)
             if gang is not None and any(gang.get(address) not in ((ROLLOUT,), None) for address in kept):
                 for address in kept:
                     self._drop_kept(address)
@@ -200,7 +207,12 @@ class JobQueue:
                 free = self.free
             elif suffice(entry.needs, kinds):
                 turn = f"{ahead} job{'s' if ahead > 1 else ''} before it" if ahead else "next in line"
-                entry.why = f"needs {entry.needs}; free {len(free)} of {len(self.workers)}; {turn}"
+                lacks = "" if ahead else missing(entry.needs, kinds, free)
+                entry.why = f"needs {entry.needs}; free {len(free)} of {len(self.workers)}; {turn}" + (
+                    f"; {lacks}" if lacks else ""
+                )
+                if not ahead and not owed:
+                    self._ask_back(entry.needs, kinds, free)
                 ahead += 1
             else:
                 entry.why = f"needs {entry.needs}; {existing(self.workers)}; starts once there are enough"
@@ -218,7 +230,8 @@ class JobQueue:
             return False
         engines = [address for address in held if address in self._engines]
         others = [address for address in held if address not in self._engines]
-        gang = choose(entry.needs, self._known_kinds(), [*others, *self.free], driver_at, engines)
+        alone = self._waits_alone(id)
+        gang = choose(entry.needs, self._known_kinds(), [*others, *self.free], driver_at, engines, surplus=alone)
         if gang is not None and (misused := [a for a in engines if gang.get(a) != (ROLLOUT,)]):
             for address in misused:
                 self._dirty(address)
@@ -246,6 +259,32 @@ class JobQueue:
             self.claims[address] = replace(held, roles=tuple(dict.fromkeys((*held.roles, role))))
             entry.num_workers -= len(self.held(id)) < entry.num_workers
         return True
+
+    def give_back(self, id: str, address: str) -> bool:
+        """Take a worker back that a running job has beyond what it needs. It must have left no actors there. False if
+        it needs the worker."""
+        if address not in self._surplus(id):
+            return False
+        del self.claims[address]
+        self.entries[id].num_workers -= 1
+        return True
+
+    def _surplus(self, id: str) -> list[str]:
+        """Workers of a job that hold nothing but a reward worker, which another of its workers can take as well."""
+        light = [address for address, roles in self.held(id).items() if "reward" in roles]
+        alone = [address for address in light if self.claims[address].roles == ("reward",)]
+        return alone[1:] if len(alone) == len(light) else alone
+
+    def _ask_back(self, needs: Needs, kinds: Kinds, free: list[str]) -> None:
+        """Ask for what running jobs have beyond what they need, if a job could start with it."""
+        surplus = {address: id for id in self.entries for address in self._surplus(id)}
+        for address in choose(needs, kinds, [*free, *surplus], surplus=False) or ():
+            if address in surplus:
+                self.wanted.setdefault(surplus[address], []).append(address)
+
+    def _waits_alone(self, id: str) -> bool:
+        """Whether no job but this one waits."""
+        return not any(self.waits(other) for other in self.entries if other != id)
 
     def _give(self, entry: QueueEntry, gang: Gang) -> None:
         entry.num_workers, entry.short_since_s, entry.why = len(gang), None, ""

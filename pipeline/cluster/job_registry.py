@@ -133,7 +133,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             "admitted": self.admitted, "end": self.end,
             "claim": self.claim, "held": self.held, "taken": self.taken,
             "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
-            "retire": self.ask_to_retire, "leaving": self.leaving,
+            "retire": self.ask_to_retire, "leaving": self.leaving, "wanted": self.wanted, "give_back": self.give_back,
         }  # fmt: skip
         if verb not in verbs:
             raise ValueError(f"the scheduler's staleflow has no call {verb!r}; install the same version everywhere")
@@ -486,6 +486,16 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
             return []
         asked, job.leaving = job.leaving, []
         return asked
+
+    def wanted(self, id: str) -> list[str]:
+        """The workers that a job has beyond what it needs, and another could start with."""
+        return self.job_queue.wanted.get(id, [])
+
+    def give_back(self, id: str, address: str) -> bool:
+        """Take back a worker that a running job was asked for and has left. False if it needs the worker."""
+        given = self.job_queue.give_back(id, address)
+        self._serve()
+        return given
 
     def all_jobs(self) -> list[Plain]:
         return [job.plain() for job in self.jobs.values()]

@@ -121,6 +121,9 @@ class Reporter:
             }
             for worker in await job_registry.ask(cluster.client, "leaving", id=self.id):
                 self._log(driver.retire(worker) or f"retiring {worker}")
+            if cluster.shared:
+                for worker in await job_registry.ask(cluster.client, "wanted", id=self.id):
+                    driver.give_back(worker)
             stop = await self.report(cluster.client, state, why, more)
             if stop:
                 driver.stop(stop)

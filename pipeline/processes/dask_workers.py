@@ -171,6 +171,13 @@ class DaskWorkers:
             self.slots[placed.worker].remove(placed.role)
             placed.future.release()
 
+    async def give_back(self, name: str) -> None:
+        """Give up a light actor that has closed, and let other runs have its process if nothing else is there."""
+        address = self.placed[name].address
+        self.forget(name)
+        if self.shared and not any(placed.address == address for placed in self.placed.values()):
+            await job_registry.ask(self.client, "give_back", id=self.job, address=address)
+
     def lose(self, name: str) -> None:
         """Give up an actor that is gone. Its process is not used again: it may hang, or still hold the memory of what
         failed. Unless an actor that cannot be replaced runs there too, its nanny is asked to restart it."""

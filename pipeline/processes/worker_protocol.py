@@ -71,6 +71,10 @@ class Workers(Protocol):
         """Give up a light actor alone: its process, and what runs there, are left as they are."""
         ...
 
+    async def give_back(self, name: str) -> None:
+        """Give up a reward worker or environment host that has closed, and let other runs have its process."""
+        ...
+
     async def spare(self, role: str) -> bool:
         """Whether a worker could take `role` at once that nobody else waits for."""
         ...

@@ -280,6 +280,20 @@ class Actors:
         await self._workers.place(name, "reward", EnvironmentHost, settings, self._config.deadlines.call_s)
         await self.ask(name, "check", deadline="start_s")
 
+    async def move_light(self, name: str) -> None:
+        """Place a reward worker or environment host on a worker that the run shares, and give back its own."""
+        with contextlib.suppress(Exception):
+            await self.ask_once(name, "close", within_s=CLOSE_S)
+        if name in self._workers.placed:
+            logger.info("%s leaves %s, which another job waits for", name, self._workers.placed[name].address)
+            await self._workers.give_back(name)
+        await (self.place_environment(name) if self._config.acts else self.place_reward(name))
+
+    def light_at(self, address: str) -> str:
+        """The reward worker or environment host that is at an address; empty if there is none."""
+        placed = self._workers.placed.values()
+        return next((one.name for one in placed if one.address == address and one.role == "reward"), "")
+
     async def place_trainer(self) -> Placed:
         """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
         placed = await trainer_group.place(

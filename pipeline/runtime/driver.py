@@ -257,6 +257,13 @@ class Driver:
         """Have the rollout instance on a worker go; see Membership.retire."""
         return self._membership.retire(worker)
 
+    def give_back(self, worker: str) -> None:
+        """Leave a worker that the run can do without and another job waits for. Idempotent. worker: its address."""
+        name = self._actors.light_at(worker)
+        if name and self.training:
+            move = self._acting.move(name) if self._config.acts else self._scoring.move(name)
+            self._background.spawn(move, "give back")
+
     async def close(self) -> None:
         """Stop all tasks, close all actors; never raises."""
         while tasks := [t for t in self._tasks() if not t.done()]:  # an ending one may have spawned another

@@ -158,10 +158,28 @@ class Acting:
                 return
             self._actors.lose(host.name, lost, self._elapsed_s())
             await self._actors.place_environment(host.name)
-            host.number += 1
-            host.num_doubts = 0
-            for act in host.pending.values():
-                host.outbox.put_nowait(act)
+            self._ask_again(host)
+
+    async def move(self, name: str) -> None:
+        """Move a host to a process that the run shares; does nothing if it is being moved. It is asked again for all
+        that is pending: repeatable environments are set back, the episodes of others begin again."""
+        host = next(host for host in self._hosts if host.name == name)
+        if host.replacing.locked():
+            return
+        async with host.replacing:
+            try:
+                await self._actors.move_light(name)
+            except errors.ActorLost as lost:  # its next call finds it gone, and replaces it
+                logger.warning("%s", lost)
+                return
+            self._ask_again(host)
+
+    def _ask_again(self, host: _Host) -> None:
+        """Ask a host that was placed anew for all that is pending."""
+        host.number += 1
+        host.num_doubts = 0
+        for act in host.pending.values():
+            host.outbox.put_nowait(act)
 
     def _check_failures(self, outcome: Acted) -> None:
         """Raise EnvironmentsFail if too many of the latest outcomes are failures: nothing could be trained on."""

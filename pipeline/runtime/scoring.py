@@ -57,6 +57,23 @@ class Scoring:
         self._releasing: asyncio.TimerHandle | None = None
         self._num_sampled: dict[GroupId, int] = {}
         self._failure_said = False
+        self._moving: set[str] = set()
+        self._busy = {name: asyncio.Lock() for name in config.judges}
+        """Held while a reward worker scores a batch, or is moved."""
+
+    async def move(self, name: str) -> None:
+        """Move a reward worker to a process that the run shares, between two batches. Does nothing if it is on its
+        way."""
+        if name in self._moving:
+            return
+        self._moving.add(name)
+        try:
+            async with self._busy[name]:
+                await self._actors.move_light(name)
+        except errors.ActorLost as lost:  # its next batch finds it gone, and replaces it
+            logger.warning("%s", lost)
+        finally:
+            self._moving.discard(name)
 
     def put(self, trajectory: TrajectoryId) -> None:
         """Queue a sampled response, with those held back if its group is complete with it."""
@@ -122,8 +139,11 @@ class Scoring:
             batch = await self._batch()
             allowed_s = self._config.deadlines.call_s + len(batch) * self._config.reward.timeout_s
             try:
-                asking = self._actors.ask(name, "score", SERVER, tuple(batch), deadline="call_s", within_s=allowed_s)
-                scored = await self._watched(name, asking)
+                async with self._busy[name]:
+                    asking = self._actors.ask(
+                        name, "score", SERVER, tuple(batch), deadline="call_s", within_s=allowed_s
+                    )
+                    scored = await self._watched(name, asking)
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.who != name:
                     raise

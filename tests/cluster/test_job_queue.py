@@ -278,6 +278,53 @@ def test_a_role_that_shares_a_worker_after_a_loss_is_owed_none() -> None:
     assert admitted(one, 1.0) == ["second"]
 
 
+def declared(**workers: str) -> JobQueue:
+    """Workers with the roles that they declare."""
+    one = JobQueue()
+    for address, roles in workers.items():
+        one.joined(address, dict.fromkeys(roles.split(), 1.0))
+    return one
+
+
+def test_reward_workers_beyond_need_are_given_back_to_a_job_that_could_start_with_them() -> None:
+    one = declared(t="trainer", r="rollout", s="server", x="reward", y="reward", z="reward")
+    needs = Needs(instances=1, rewards=3, driver=True)
+    one.enter("first", "/runs/first", needs, 0.0, 0.0)
+    assert admitted(one) == ["first"]
+    assert {a for a, roles in one.held("first").items() if roles == ("reward",)} == {"x", "y", "z"}
+    one.enter("second", "/runs/second", needs, 0.0, 1.0)
+    assert admitted(one, 1.0) == []
+    assert one.wanted == {}, "it would not be enough"
+    for address, role in (("t2", "trainer"), ("r2", "rollout"), ("s2", "server")):
+        one.joined(address, {role: 1.0})
+    assert admitted(one, 2.0) == []
+    assert one.entries["second"].why.endswith("; next in line; one more with resource reward=1 would do")
+    ((wanted,),) = one.wanted.values()
+    assert wanted in {"x", "y", "z"}
+    assert not one.give_back("first", "s")
+    assert not one.give_back("second", wanted)
+    assert one.give_back("first", wanted)
+    assert admitted(one, 3.0) == ["second"]
+    assert one.held("second")[wanted] == ("reward",)
+    assert one.wanted == {}
+    assert one.whole("first", 3.0), "it lacks none"
+    kept, other = (a for a, roles in one.held("first").items() if roles == ("reward",))
+    assert one.give_back("first", other)
+    assert not one.give_back("first", kept), "it needs one"
+
+
+def test_no_worker_beyond_need_is_taken_while_another_job_waits() -> None:
+    one = declared(t="trainer", r="rollout", s="server", x="reward", y="reward")
+    needs = Needs(instances=1, rewards=2, driver=True)
+    for id in ("first", "second"):
+        one.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
+    assert admitted(one) == ["first"]
+    assert len([a for a, roles in one.held("first").items() if roles == ("reward",)]) == 1
+    assert one.entries["second"].why.endswith(
+        "free 1 of 5; next in line; of these server 0, reward 1, rollout 0, trainer 0"
+    )
+
+
 def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() -> None:
     one = on("abcd", ("first", 3), ("second", 3))
     (gang,) = one.serve(0.0)[0].values()

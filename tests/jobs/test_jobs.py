@@ -272,6 +272,24 @@ pull_s = 0.02
 """
 
 
+def test_a_job_gives_reward_workers_beyond_its_need_back_to_one_that_waits(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "dry.toml"
+    path.write_text(DRY.format(runs=tmp_path / "runs"))
+    for role in ("trainer", "rollout", "server", "reward"):
+        cluster.add(2, "--resources", f"{role}=1")
+    sets = ("--set", "reward.workers=2", "--set", "rollout.instances=1", "--set", "steps=100000")
+    one = cluster("submit", path, *sets, "--name", "one").stdout.strip()
+    cluster.until(one, "running", steps=2)
+    two = cluster("submit", path, *sets, "--name", "two").stdout.strip()
+    cluster.until(two, "running", steps=2)
+    tasks = where_is(cluster)
+    of = {name: {pid for key, pid in tasks.items() if f"-{name}-reward-" in key} for name in ("one", "two")}
+    assert len(of["one"]) == len(of["two"]) == 1, tasks
+    assert not of["one"] & of["two"]
+    before = int(cluster.job(one)["last"]["step"])
+    assert not cluster.until(one, "running", steps=before + 3)["status"]["losses"]
+
+
 def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside: int) -> tuple[float, float]:
     """Run a job alone for some steps, and for more while another waits, which has to run afterwards. Returns the
     tokens/s of the first one's steps alone, and of those beside the other."""

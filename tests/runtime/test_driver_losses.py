@@ -236,6 +236,26 @@ def test_a_reward_that_takes_long_is_waited_for(body: Body) -> None:
     assert run.outcomes.losses == []
 
 
+def test_a_reward_worker_that_another_job_needs_moves_between_two_batches_and_is_no_loss(body: Body) -> None:
+    async def give_back(run: Run) -> None:
+        await until(run, lambda: run.workers.methods("reward-1").count("score") == 1)
+        address = run.workers.placed["reward-1"].address
+        for _ in range(3):  # the scheduler asks until it has the worker
+            run.driver.give_back(address)
+        run.driver.give_back(run.workers.placed["server"].address)
+
+    run = body.run("reward.workers=2", "steps=4", world=World(reward_s=0.5), meanwhile=give_back)
+    run.check()
+    assert run.outcomes.losses == []
+    assert run.workers.names.count("reward-1") == 2
+    methods = run.workers.methods("reward-1")
+    assert methods.index("close") < methods.index("check", 1), "it has left before another takes its place"
+    assert methods.count("score") >= 2
+    scored = [t for c in run.workers.calls if c.method == "score" for t in c.args[1]]
+    assert len(scored) == len(set(scored)), "none is scored twice"
+    assert run.workers.names.count("server") == 1
+
+
 def test_a_reward_worker_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
     run = body.run(faults=[Fault(actor="reward-0", method="score", nth=0, dies="before")])
     assert str(run.raised()).startswith("reward-0 was lost 4 times within an hour, last: reward-0 is gone")

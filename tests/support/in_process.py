@@ -158,6 +158,9 @@ class InProcessWorkers:
     def forget(self, name: str) -> None:
         del self.placed[name]
 
+    async def give_back(self, name: str) -> None:
+        self.placed.pop(name).future.die()
+
     async def spare(self, role: str) -> bool:
         return self.num_spare > 0
 
