@@ -98,9 +98,12 @@ def test_a_run_trains_stores_and_explains_itself(job: Path, memory_folder: Path)
 
 
 async def interfered(
-    job: Path, overrides: tuple[str, ...], interfere: Callable[[Driver, DaskWorkers], Awaitable[None]]
+    job: Path,
+    overrides: tuple[str, ...],
+    interfere: Callable[[Driver, DaskWorkers], Awaitable[None]],
+    once_placed: str = "",
 ) -> Driver:
-    """Run a job; once a step is done, `interfere`."""
+    """Run a job; once a step is done, or as soon as an actor has its process if one is named, `interfere`."""
     config = loading.load(job, overrides)
     facts = inspect_model(config)
     cluster = await connect(config)
@@ -108,7 +111,7 @@ async def interfered(
     driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, lambda *_: None)
 
     async def interfering() -> None:
-        while not driver.outcomes.steps:
+        while not (once_placed in cluster.placed if once_placed else driver.outcomes.steps):
             await asyncio.sleep(0.05)
         await interfere(driver, cluster)
 
@@ -130,13 +133,16 @@ async def process_of(cluster: DaskWorkers, actor: str) -> int:
     return found
 
 
-async def sabotaged(job: Path, overrides: tuple[str, ...], victim: str, strike: Callable[[int], None]) -> Driver:
-    """Run a job; once a step is done, `strike` the worker process that holds the actor `victim`."""
+async def sabotaged(
+    job: Path, overrides: tuple[str, ...], victim: str, strike: Callable[[int], None], *, at_start: bool = False
+) -> Driver:
+    """Run a job; once a step is done, or as soon as it is there, `strike` the worker process that holds the actor
+    `victim`."""
 
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
         strike(await process_of(cluster, victim))
 
-    return await interfered(job, overrides, interfere)
+    return await interfered(job, overrides, interfere, victim if at_start else "")
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])

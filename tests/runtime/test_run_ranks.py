@@ -38,6 +38,14 @@ def test_a_group_that_loses_a_rank_goes_on_and_is_resumed_with_one(job: Path) ->
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.parametrize("victim", ["trainer-1", pytest.param("trainer", marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_while_it_starts_is_replaced(job: Path, victim: str) -> None:
+    driver = asyncio.run(sabotaged(job, RANKS, victim, lambda pid: os.kill(pid, signal.SIGKILL), at_start=True))
+    assert len(driver.outcomes.losses) == 1
+    store = check(job.parent / "runs" / "job", 5)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 @pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
