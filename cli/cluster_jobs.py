@@ -225,7 +225,7 @@ def _row(job: dict[str, Any]) -> str:
         if status.get("evaluating"):
             parts.append(status["evaluating"])
     elif job["why"]:
-        parts.append(job["why"])
+        parts.append(printable(job["why"]))
     if job["state"] in ("running", "waiting") and job["reported_at"]:
         since_report_s = time.time() - job["reported_at"]
         if since_report_s > 10:

@@ -100,7 +100,9 @@ def told(error: Exception) -> tuple[str, int, str]:
 
 def fail(message: str, code: int, where: str = "staleflow") -> None:
     """Print one line to standard error, and exit."""
-    click.echo(f"{where}: {message}", err=True)
+    from staleflow.stores.printable import printable
+
+    click.echo(f"{where}: {printable(message)}", err=True)
     sys.exit(code)
 
 

@@ -128,9 +128,8 @@ def show_steps(run: Run, as_json: bool) -> None:
         ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in commit.ledger.num_ended.items())
         figures = ""
         if commit.kind == "step":
-            parts = "".join(
-                f"{name.removeprefix(REWARD_PART)} {m[name]:.3f}  " for name in m if name.startswith(REWARD_PART)
-            )
+            named = {name.removeprefix(REWARD_PART): m[name] for name in m if name.startswith(REWARD_PART)}
+            parts = "".join(f"{printable(name, 100)} {value:.3f}  " for name, value in named.items())
             turns = f"turns {m['turns_mean']:.1f}  " if m.get("given_tokens") else ""
             figures = (
                 f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  {turns}"
