@@ -41,7 +41,7 @@ from staleflow.stores.in_flight.spool_entries import (
     TrajectoriesRetired,
     TrajectoriesRouted,
 )
-from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.trajectories.records import LedgerState
 from staleflow.stores.trajectory import (
     AUXILIARY,

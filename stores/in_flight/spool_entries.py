@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.trajectory import (
     AbortReason,
     Fate,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
-from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.trajectories.records import LedgerState
 from staleflow.stores.trajectory import FinishReason, GroupId, PolicyVersion, Trajectory, TrajectoryId
 from staleflow.tasks.rendering.task_source import Message, Record

@@ -38,8 +38,8 @@ from staleflow.stores.in_flight.spool_entries import (
     TrajectoriesRetired,
     TrajectoriesRouted,
 )
+from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.stop_criteria import NO_STOP
 from staleflow.stores.trajectories.records import LedgerState, StepRecord, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluated

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.stores.stop_criteria import find_stop
+from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.tasks.endpoint.requests import CalledFunction, ChatMessage, ChatRequest, Refused
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 

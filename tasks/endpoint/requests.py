@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import Directions
 

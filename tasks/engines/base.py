@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 
 

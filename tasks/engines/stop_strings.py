@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from staleflow.stores.stop_criteria import find_stop
+from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.tasks.engines.base import Request
 from staleflow.tasks.rendering.chat_tokenizer import Texts, file_texts, tokenizer_texts
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from staleflow.stores.stop_criteria import NO_STOP, StopCriteria
+from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.tasks.rendering.task_source import Message, Prompt, Record
 
 ROLE = "directions"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.endpoint import Told, stored_turns
-from staleflow.stores.stop_criteria import find_stop
+from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.stores.trajectory import Fate
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 from tests.runtime.test_run import check, run

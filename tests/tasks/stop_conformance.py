@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from staleflow.stores.stop_criteria import StopCriteria, find_stop
+from staleflow.stores.in_flight.stop_criteria import StopCriteria, find_stop
 from staleflow.stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import Engine, Sampled
 from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, tokenizer_texts

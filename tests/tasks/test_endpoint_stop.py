@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from staleflow.stores.in_flight.spool_entries import AnswerGiven, decode, encode
-from staleflow.stores.stop_criteria import NO_STOP, StopCriteria, find_stop
+from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
 from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_chat, read_generate
 from staleflow.tasks.engines.stop_strings import StopCheck
 from staleflow.tasks.rendering.chat_tokenizer import FileTexts, TokenizerTexts
