@@ -84,13 +84,13 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
     from staleflow.cli.interrupts import end_at_once
     from staleflow.cli.verbosity import logging_to
     from staleflow.pipeline.jobs.execution import execute
-    from staleflow.pipeline.jobs.stopping import Interrupted, Signals
+    from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
 
     display = Display(config, quiet=quiet, verbosity=verbose)
 
     async def run() -> RunEnd:
-        with Signals(display.announce, end_at_once) as signals:
-            return await execute(config, display.progress, display.announce, resume=resume, signals=signals)
+        with StopRequest() as stop, stopped_by_signals(stop, display.announce, end_at_once):
+            return await execute(config, display.progress, display.announce, resume=resume, stop=stop)
 
     try:
         with display, logging_to(display.console, verbose):

@@ -54,19 +54,18 @@ class Where:
         self,
         *,
         direct_to_workers: bool = False,
-        as_default: bool = True,
         file_within_s: float = 0.0,
         within_s: float = CONNECT_S,
     ) -> Any:
-        """An asynchronous client with the board on its scheduler. as_default: whether Dask's functions in this process
-        use it from now on. file_within_s: how long a scheduler file may take to appear. within_s: how long the
-        scheduler may take to answer. Raises ConfigError with a one-line message if it does not."""
+        """An asynchronous client with the board on its scheduler, which does not become the default client of this
+        process. file_within_s: how long a scheduler file may take to appear. within_s: how long the scheduler may take
+        to answer. Raises ConfigError with a one-line message if it does not."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + file_within_s
         while self.scheduler_file and not Path(self.scheduler_file).is_file() and loop.time() < deadline:
             await asyncio.sleep(FILE_POLL_S)
         address = self._address()
-        options = {"direct_to_workers": direct_to_workers, "set_as_default": as_default, "security": self.security}
+        options = {"direct_to_workers": direct_to_workers, "set_as_default": False, "security": self.security}
         try:
             return await _connect(address, within_s, options)
         except ConfigError:
@@ -77,8 +76,8 @@ class Where:
 
     @contextlib.asynccontextmanager
     async def connected(self, within_s: float = CONNECT_S) -> AsyncIterator[Any]:
-        """`client` for the duration of a block, without becoming the default client of this process."""
-        client = await self.client(as_default=False, within_s=within_s)
+        """`client` for the duration of a block."""
+        client = await self.client(within_s=within_s)
         try:
             yield client
         finally:

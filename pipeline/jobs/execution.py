@@ -17,7 +17,7 @@ from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.starts import Starts
-from staleflow.pipeline.jobs.stopping import Signals
+from staleflow.pipeline.jobs.stopping import StopRequest
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import claimed, prepare_run_dir
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
@@ -59,18 +59,21 @@ async def execute(
     held: bool = False,
     slot: DriverSlot | None = None,
     job: str = "",
-    signals: Signals | None = None,
+    stop: StopRequest | None = None,
+    security: Any = None,
 ) -> RunEnd:
     """Run a job on the cluster it names, or resume it from its folder. `announce` receives lines for the user, such as
     the dashboard's address. held: the caller has locked the run folder. job: id of a submitted job, whose task reports
-    how it ended. signals: by which the run is stopped."""
+    how it ended. stop: by which the run is stopped. security: Dask's, for the cluster that the job names."""
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
     facts = inspect_model(config)
     config = user_files.located(config)
     user_files.check(config)
     with contextlib.nullcontext() if held else claimed(config.run_dir):
-        return await _execute(config, facts, progress, announce, resume=resume, slot=slot, job=job, signals=signals)
+        return await _execute(
+            config, facts, progress, announce, resume=resume, slot=slot, job=job, stop=stop, security=security
+        )
 
 
 async def _execute(
@@ -82,7 +85,8 @@ async def _execute(
     resume: bool,
     slot: DriverSlot | None,
     job: str,
-    signals: Signals | None,
+    stop: StopRequest | None,
+    security: Any,
 ) -> RunEnd:
     """`execute` with the run folder locked."""
     from staleflow.pipeline.jobs.reporter import Reporter
@@ -91,7 +95,7 @@ async def _execute(
 
     run_dir = config.run_dir
     config, found, changed = _folder_ready(config, resume=resume)
-    cluster = await (connect(config) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
+    cluster = await (connect(config, security) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir, config.eta)
     cluster.job = reporter.id
     ended = "failed", ""
@@ -109,7 +113,7 @@ async def _execute(
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
             outcomes = await _train(
-                config, actors, cluster, reporter, (progress, announce), (found, changed), signals, resume=resume
+                config, actors, cluster, reporter, (progress, announce), (found, changed), stop, resume=resume
             )
         ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
     except BaseException as error:
@@ -129,7 +133,7 @@ async def _train(
     reporter: Reporter,
     told: tuple[Callable[[Snapshot, Outcomes, str], None], Callable[[str], None]],
     prints: tuple[Fingerprints, list[str]],
-    signals: Signals | None,
+    stop: StopRequest | None,
     *,
     resume: bool,
 ) -> Outcomes:
@@ -160,7 +164,7 @@ async def _train(
     with contextlib.closing(Tracking(config, run_dir, num_steps, earlier)) as tracking:
         driver = Driver(config, actors, run_dir, show, resumption, announce=say, fingerprints=found, changed=changed)
         with starts.ending(driver.outcomes):
-            outcomes = await _run_driver(driver, reporter.attend(driver, cluster), signals)
+            outcomes = await _run_driver(driver, reporter.attend(driver, cluster), stop)
     if resumption is not None and not outcomes.steps:  # stopped before the run was taken up again
         outcomes.steps += resumption.steps
         outcomes.evaluations += read_evaluations(run_dir)
@@ -181,17 +185,17 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
         then = source_fingerprints.read(config.run_dir)
         found = found.like(then)
         return config, found, source_fingerprints.changes(then, found)
-    config, code = user_files.with_code(config, user_files.RULES)
+    config, code = user_files.with_code(config, user_files.kept_keys(config))
     config = user_files.with_code_in(config, config.run_dir / "code", code)
     source_fingerprints.write(prepare_run_dir(config, code), found)
     return config, found, []
 
 
-async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], signals: Signals | None) -> Outcomes:
-    """Run the driver until it ends or a signal stops it, then close it. reporting: runs meanwhile."""
+async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop: StopRequest | None) -> Outcomes:
+    """Run the driver until it ends or is stopped, then close it. reporting: runs meanwhile."""
     reports = asyncio.ensure_future(reporting)
-    if signals is not None:
-        signals.attend(driver.stop)
+    if stop is not None:
+        stop.attend(driver.stop)
     try:
         return await driver.run()
     except asyncio.CancelledError:
@@ -201,8 +205,8 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], sign
         task.uncancel()
         return driver.outcomes  # stopped at once: only committed steps count
     finally:
-        if signals is not None:
-            signals.attend(_ending)
+        if stop is not None:
+            stop.attend(_ending)
         reports.cancel()
         await asyncio.gather(reports, return_exceptions=True)
         await driver.close()

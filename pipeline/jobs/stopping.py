@@ -1,13 +1,15 @@
-"""Stopping a run from where it was started: a first signal asks it to stop, a second ends the process at once.
+"""Stopping a run from where it was started: by a signal, or by a call from any thread.
 
-Nothing is lost by the second: what is committed is on disk, and a run may be killed at any moment.
+Nothing is lost when a process is ended at once: what is committed is on disk, and a run may be killed at any moment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 
@@ -15,49 +17,88 @@ class Interrupted(Exception):
     """The run was stopped before it began."""
 
 
-class Signals:
-    """SIGINT and SIGTERM, heard from construction to `close`, in the loop of the task that constructs it.
+class StopRequest:
+    """A request to stop one run. A context, entered by the task that executes the run.
 
     Until `attend` names what stops the run, the task is cancelled, and the context ends with Interrupted.
     """
 
-    def __init__(self, announce: Callable[[str], None], at_once: Callable[[], None]) -> None:
-        """announce: receives a line for the user at the first signal. at_once: ends the process at the second."""
-        self.why = ""
-        self._announce = announce
-        self._at_once = at_once
-        self._task = asyncio.current_task()
-        self._loop = asyncio.get_running_loop()
+    def __init__(self) -> None:
+        self.reason = ""
+        self._lock = threading.Lock()
+        self._task: asyncio.Task[object] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: Callable[[str], None] = self._cancel
-        for number, why in {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}.items():
-            self._loop.add_signal_handler(number, self._hear, why)
+        self._undelivered = 0
+
+    def ask(self, reason: str) -> None:
+        """Stop the run. From any thread, also before the run begins; a second request stops it at once,
+        without waiting for the training step in flight."""
+        with self._lock:
+            self.reason = self.reason or reason
+            self._undelivered += 1
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._deliver)
 
     def attend(self, stop: Callable[[str], None]) -> None:
-        """Call `stop` with the reason at the first signal; now, if it came already and what was awaited then ignored
-        the cancellation."""
+        """Call `stop` with the reason for each request; now, if one came already and what was awaited then ignored the
+        cancellation."""
         self._stop = stop
-        if self.why:
-            stop(self.why)
+        self._undelivered = 1 if self.reason else 0
+        self._deliver()
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> StopRequest:
+        with self._lock:
+            self._task, self._loop = asyncio.current_task(), asyncio.get_running_loop()
+            if self._undelivered:
+                self._loop.call_soon(self._deliver)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.remove_signal_handler(number)
-        if kind is asyncio.CancelledError and self.why and self._task is not None:
+        with self._lock:
+            self._loop = None
+        if kind is asyncio.CancelledError and self.reason and self._task is not None:
             self._task.uncancel()
-            raise Interrupted(self.why) from None
+            raise Interrupted(self.reason) from None
 
-    def _hear(self, why: str) -> None:
-        if self.why:
-            self._at_once()
-        self.why = why
-        self._announce(f"{why}: stopping; Ctrl-C again ends at once")
-        self._stop(why)
+    def _deliver(self) -> None:
+        while self._undelivered:
+            self._undelivered -= 1
+            self._stop(self.reason)
 
     def _cancel(self, _: str) -> None:
         if self._task is not None:
             self._task.cancel()
+
+
+@contextlib.contextmanager
+def stopped_by_signals(
+    request: StopRequest, announce: Callable[[str], None], at_once: Callable[[], None]
+) -> Iterator[None]:
+    """Within: a first SIGINT or SIGTERM asks the run to stop. In the main thread, inside of the request's context.
+
+    Args:
+        request: The run's request to stop.
+        announce: Receives a line for the user at the first signal.
+        at_once: Ends the process at the second.
+    """
+    loop = asyncio.get_running_loop()
+    heard: list[str] = []
+
+    def hear(reason: str) -> None:
+        if heard:
+            at_once()
+        heard.append(reason)
+        announce(f"{reason}: stopping; Ctrl-C again ends at once")
+        request.ask(reason)
+
+    numbers = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+    for number, reason in numbers.items():
+        loop.add_signal_handler(number, hear, reason)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

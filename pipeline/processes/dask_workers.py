@@ -140,8 +140,10 @@ class DaskWorkers:
             pure=False,
         )
         try:
-            async with asyncio.timeout(within_s):
-                actor = await self._made(future, name, address)
+            # The handle belongs to the client that is current where it arrives; a process may have several.
+            with self.client.as_current():
+                async with asyncio.timeout(within_s):
+                    actor = await self._made(future, name, address)
         except (StaleflowError, TimeoutError):
             raise
         except Exception as error:
@@ -356,7 +358,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
             dashboard=cluster.dashboard,
         )
         try:
-            client = await Client(local, asynchronous=True, direct_to_workers=True)
+            client = await Client(local, asynchronous=True, direct_to_workers=True, set_as_default=False)
             await ensure(client)
         except BaseException:
             await local.close()

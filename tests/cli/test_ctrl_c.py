@@ -194,10 +194,10 @@ def test_a_signal_before_a_run_listens_reaches_it_while_it_imports(tmp_path: Pat
 import asyncio, sys
 import click
 from staleflow.cli import main
-from staleflow.pipeline.jobs.stopping import Interrupted, Signals
+from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
 
 async def run():
-    with Signals(print, lambda: print("at once")):
+    with StopRequest() as stop, stopped_by_signals(stop, print, lambda: print("at once")):
         import importing
         await asyncio.sleep(60)
 

@@ -1,13 +1,14 @@
-"""Signals by which a run is stopped from where it was started."""
+"""Requests to stop a run from where it was started: signals, and calls from other threads."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 
 import pytest
 
-from staleflow.pipeline.jobs.stopping import Interrupted, Signals
+from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest, stopped_by_signals
 
 
 async def swallowing() -> None:
@@ -29,9 +30,9 @@ def test_a_signal_whose_cancellation_was_ignored_stops_the_run_once_there_is_one
     async def run() -> tuple[list[str], list[str]]:
         told: list[str] = []
         stopped: list[str] = []
-        with Signals(told.append, at_once) as signals:
+        with StopRequest() as request, stopped_by_signals(request, told.append, at_once):
             await swallowing()
-            signals.attend(stopped.append)
+            request.attend(stopped.append)
         return told, stopped
 
     told, stopped = asyncio.run(run())
@@ -41,7 +42,7 @@ def test_a_signal_whose_cancellation_was_ignored_stops_the_run_once_there_is_one
 
 def test_a_signal_before_there_is_a_run_ends_the_context() -> None:
     async def run() -> None:
-        with Signals(lambda _: None, at_once):
+        with StopRequest() as request, stopped_by_signals(request, lambda _: None, at_once):
             signal.raise_signal(signal.SIGTERM)
             await asyncio.sleep(60)
 
@@ -51,10 +52,47 @@ def test_a_signal_before_there_is_a_run_ends_the_context() -> None:
 
 def test_a_signal_in_a_run_stops_it() -> None:
     async def run() -> str:
-        with Signals(lambda _: None, at_once) as signals:
+        with StopRequest() as request, stopped_by_signals(request, lambda _: None, at_once):
             stopped = asyncio.get_running_loop().create_future()
-            signals.attend(stopped.set_result)
+            request.attend(stopped.set_result)
             signal.raise_signal(signal.SIGINT)
             return str(await stopped)
 
     assert asyncio.run(run()) == "interrupted"
+
+
+def test_a_request_from_another_thread_stops_the_run_and_a_second_one_does_so_at_once() -> None:
+    request = StopRequest()
+
+    async def run() -> list[str]:
+        with request:
+            asked: list[str] = []
+            twice = asyncio.Event()
+
+            def stop(reason: str) -> None:
+                asked.append(reason)
+                if len(asked) == 2:
+                    twice.set()
+
+            request.attend(stop)
+            thread = threading.Thread(target=lambda: (request.ask("enough"), request.ask("now")))
+            thread.start()
+            await twice.wait()
+            thread.join()
+            return asked
+
+    assert asyncio.run(run()) == ["enough", "enough"]
+
+
+def test_a_request_that_comes_before_the_run_ends_it_and_one_that_comes_after_it_changes_nothing() -> None:
+    request = StopRequest()
+    request.ask("never mind")
+
+    async def run() -> None:
+        with request:
+            await asyncio.sleep(60)
+
+    with pytest.raises(Interrupted, match="never mind"):
+        asyncio.run(run())
+    request.ask("too late")
+    assert request.reason == "never mind"
