@@ -50,18 +50,12 @@ def check(config: RunConfig, *, here: bool = True) -> bool:
 def warm_up(config: RunConfig, verbose: int) -> None:
     """Set the environment that libraries read when they are imported, and have them imported for the workers while this
     process still checks the job. Called before anything heavy is imported. verbose: see cli/verbosity.py."""
-    # Before torch is loaded anywhere: its thread pools spin on shared cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # Dask's routine messages would be written across the live view. It reads this variable when it is imported, here
-    # and in workers.
-    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info" if verbose > 1 else "critical")
+    from staleflow.pipeline.processes import local_cluster
 
+    if verbose > 1:
+        os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info")
+    local_cluster.quiet_process(config.cluster.threads)
     if config.cluster.kind == "local":
-        from staleflow.pipeline.processes import local_cluster
-
         local_cluster.prepare(config.cluster.threads, local_cluster.modules(emulated=config.emulated))
 
 

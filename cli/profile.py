@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.config.schema import RunConfig
     from staleflow.pipeline.profiling.engine_profile import Profile
 
 
@@ -31,6 +28,7 @@ def command(
     real load, including the latencies of everything but decoding; written to profiles/NAME-run.json.
     """
     from staleflow.pipeline.config import loading
+    from staleflow.pipeline.processes import local_cluster
     from staleflow.pipeline.profiling import engine_profile as profiling
     from staleflow.pipeline.recovery.run_folder import require_run
 
@@ -41,7 +39,11 @@ def command(
     else:
         config = loading.load(source, overrides)
         path = output_path(out, config.name)
-        profile = measure_engine(config, steps, max_running, quiet=as_json)
+        local_cluster.quiet_process(config.cluster.threads)
+        from staleflow.pipeline.profiling.engine_measurement import measure_engine
+
+        progress = (lambda _: None) if as_json else (lambda what: click.echo(f"  {what}", err=True))
+        profile = measure_engine(config, steps, max_running, progress)
     profiling.write_profile(path, profile)
     if as_json:
         click.echo(json.dumps({**profile.as_dict(), "path": str(path)}, indent=2))
@@ -56,54 +58,6 @@ def output_path(out: str | None, name: str) -> Path:
     path = Path(out or f"profiles/{name}.json")
     claim_folder(path.parent, "--out")
     return path
-
-
-def measure_engine(config: RunConfig, steps: int, max_running: int | None, *, quiet: bool) -> Profile:
-    """Build the job's engine in this process and time it."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.cluster.threads))
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-    from staleflow.pipeline.config import actor_settings
-    from staleflow.pipeline.config.model_facts import inspect_model
-    from staleflow.pipeline.profiling import engine_profile as profiling
-    from staleflow.pipeline.profiling.draft_profile import measure_drafted
-    from staleflow.pipeline.profiling.fit import fit_verified
-    from staleflow.stores.trajectory import InstanceId
-    from staleflow.tasks.engines.engine_builder import build_engine
-
-    facts = inspect_model(config)
-    rollout = config.rollout
-    longest = min(rollout.engine.kv_tokens, facts.context) - steps - 16
-    most = min(max_running or rollout.engine.max_running, rollout.engine.max_running)
-    # No id ends a response: a batch must stay complete while it is timed.
-    asked = rollout.engine.speculation.length
-    settings = actor_settings.engine_settings(without_drafts(config), 0, ())
-    engine = build_engine(settings, InstanceId("profile"), config.cluster.threads)
-    try:
-        grid = profiling.make_grid(most, max(8, min(longest, 4 * rollout.max_new_tokens)), steps)
-        progress = (lambda _: None) if quiet else (lambda what: click.echo(f"  {what}", err=True))
-        fit, points = profiling.profile_engine(engine, grid, rollout.engine.kv_tokens, progress)
-        drafted = measure_drafted(engine, grid, asked, rollout.engine.kv_tokens, progress) if asked else []
-    finally:
-        engine.close()
-    if drafted:
-        verified, _ = fit_verified(fit.model, drafted)
-        fit = replace(fit, model=replace(fit.model, verified=verified))
-    return profiling.Profile(
-        source=rollout.engine.name,
-        fit=fit,
-        hardware=profiling.hardware(),
-        points=tuple(points),
-        drafted=tuple(drafted),
-    )
-
-
-def without_drafts(config: RunConfig) -> RunConfig:
-    """The job with an engine that drafts nothing until it is told to, if it drafts at all."""
-    engine = config.rollout.engine
-    engine = replace(engine, speculation=replace(engine.speculation, most_running=0))
-    return replace(config, rollout=replace(config.rollout, engine=engine))
 
 
 def print_profile(profile: Profile, path: Path) -> None:

@@ -10,6 +10,8 @@ Invariants:
 - What is imported comes from where the caller imports it, never from the current folder: a random.py or datasets.py
   of the user there must not stand for a library.
 - No two workers draw the same random numbers from a generator that is seeded by an import.
+- No worker executes the caller's script again, as multiprocessing has processes do: a script that starts a run needs no
+  `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any
 
 WORKER = ("distributed.nanny", "staleflow.stores.trajectories.versioned")
@@ -39,9 +42,17 @@ ACTORS = (
 """Modules that a run's actors need besides."""
 MODELS = ("staleflow.tasks.engines.transformers", "staleflow.tasks.training.policy_trainer", "safetensors.torch")
 """Modules that workers need besides if there is a model."""
-QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment variables with which libraries print nothing from worker processes; those that are set already count."""
 METHOD = "distributed.worker.multiprocessing-method"
+QUIET = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "DASK_LOGGING__DISTRIBUTED": "critical",
+}
+"""Environment variables by which libraries keep silent, if they are set before a process imports them. Dask's routine
+messages would be written across a live view."""
+OWN = ("Dask Worker process", "staleflow")
+"""How the names of processes begin that do not execute the caller's script: Dask's workers, and simulations."""
 
 
 def worker_environment(threads: int) -> dict[str, str]:
@@ -51,7 +62,18 @@ def worker_environment(threads: int) -> dict[str, str]:
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     quiet = {name: os.environ.get(name, value) for name, value in QUIET.items()}
-    return {**dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads)), **quiet}
+    return {**quiet, **dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
+
+
+def quiet_process(threads: int) -> None:
+    """Set the environment that libraries read when they are imported, for this process, which is a command's. Called
+    before anything heavy is imported.
+
+    Args:
+        threads: Threads of torch: its pools spin on shared cores.
+    """
+    for name, value in {"OMP_NUM_THREADS": str(threads), **QUIET}.items():
+        os.environ.setdefault(name, value)
 
 
 def modules(*, emulated: bool) -> tuple[str, ...]:
@@ -62,6 +84,7 @@ def modules(*, emulated: bool) -> tuple[str, ...]:
 def prepare(threads: int, modules: Sequence[str]) -> None:
     """Start the server process that worker processes are forked from, unless it runs. Returns at once; the server goes
     on importing. modules: what it imports for the workers. threads: of each worker's pools."""
+    _leave_out_script()
     forkserver.set_forkserver_preload(["staleflow.pipeline.processes.preloading"])
     named = {"STALEFLOW_PRELOAD": ",".join((*WORKER, *modules)), "PYTHONSAFEPATH": "1"}
     resource_tracker.ensure_running()  # which the server needs, and which lets signals through once it has started
@@ -70,6 +93,33 @@ def prepare(threads: int, modules: Sequence[str]) -> None:
     if (server := _server()) is not None:
         atexit.unregister(_end)  # of an earlier server
         atexit.register(_end, os.getpid(), server)
+
+
+def without_script(context: Any) -> Any:
+    """A context of multiprocessing whose processes do not execute the caller's script again."""
+    _leave_out_script()
+
+    class WithoutScript(type(context)):  # type: ignore[misc]
+        @staticmethod
+        def Process(*args: Any, **kwargs: Any) -> Any:
+            return context.Process(*args, name="staleflow process", **kwargs)
+
+    return WithoutScript()
+
+
+def _leave_out_script() -> None:
+    """Have multiprocessing tell its processes of the caller's script only if they are not ours: what ours get of it is
+    pickled by value. It has no option for that."""
+    prepare = spawn.get_preparation_data
+    if hasattr(prepare, "__wrapped__"):
+        return
+
+    @functools.wraps(prepare)
+    def data(name: str) -> dict[str, Any]:
+        told = prepare(name)
+        return {k: v for k, v in told.items() if not (name.startswith(OWN) and k.startswith("init_main_from"))}
+
+    spawn.get_preparation_data = data
 
 
 def _server() -> int | None:
