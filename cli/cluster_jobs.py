@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from staleflow.cli.job import check, load_new, store_option
+from staleflow.cli.job import check, store_option
 from staleflow.stores.printable import printable
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ def submit(config_path: str, overrides: tuple[str, ...], name: str, store: str, 
         overrides = (*overrides, f"name={name}")
     if store:
         overrides = (*overrides, f"store={store}")
-    config = load_new(config_path, overrides)
-    check(config, here=False)
+    from staleflow.pipeline.api.job_loading import load_job, new_job
     from staleflow.pipeline.jobs import submission
 
+    config = new_job(load_job(config_path, overrides))
+    check(config, here=False)
     print_submitted(asyncio.run(submission.submit(config, where)), as_json=as_json)
 
 
@@ -86,14 +87,9 @@ def print_submitted(job: dict[str, Any], *, as_json: bool) -> None:
 @cluster_options
 def list_jobs(show_all: bool, as_json: bool, where: Where) -> None:
     """List the jobs of a cluster: those that wait or run, and those that ended within the last day."""
-    from staleflow.pipeline.cluster import job_lookup, job_registry
+    from staleflow.pipeline.cluster import job_lookup
 
-    async def ask() -> list[dict[str, Any]]:
-        async with where.connected() as client:
-            jobs: list[dict[str, Any]] = await job_registry.ask(client, "jobs")
-            return jobs
-
-    found = asyncio.run(ask())
+    found = asyncio.run(job_lookup.all_jobs(where))
     jobs = found if show_all else job_lookup.recent(found, time.time())
     if as_json:
         click.echo(json.dumps(jobs, indent=2))
@@ -113,16 +109,13 @@ def list_jobs(show_all: bool, as_json: bool, where: Where) -> None:
 def status(id: str, as_json: bool, where: Where) -> None:
     """Show a job's progress: step, reward, staleness, throughput, instances, and what it waits for. ID may also be a
     run's folder, which needs no cluster."""
-    from staleflow.pipeline.cluster import job_lookup, job_registry
+    from staleflow.pipeline.cluster import job_lookup
     from staleflow.pipeline.recovery import job_record
 
-    async def ask() -> job_lookup.Match:
-        if job_record.is_there(Path(id)):
-            return job_lookup.Match(job_record.read(Path(id)))
-        async with where.connected() as client:
-            return job_lookup.matching(await job_registry.ask(client, "jobs"), id)
-
-    found = asyncio.run(ask())
+    if job_record.is_there(Path(id)):
+        found = job_lookup.Match(job_record.read(Path(id)))
+    else:
+        found = job_lookup.matching(asyncio.run(job_lookup.all_jobs(where)), id)
     job = found.job
     if found.note:
         click.echo(found.note, err=True)
@@ -142,7 +135,7 @@ def status(id: str, as_json: bool, where: Where) -> None:
 def logs(id: str, follow: bool, as_json: bool, where: Where) -> None:
     """Print a job's log. Of several with that name it is that of the one that has not ended, or of the newest. Exit
     code 1 if a followed job fails. ID may also be a run's folder, which needs no cluster."""
-    from staleflow.pipeline.cluster import job_lookup, job_registry
+    from staleflow.pipeline.cluster import job_lookup
     from staleflow.pipeline.recovery import job_record
 
     def print_line(job: str, line: str) -> None:
@@ -154,14 +147,13 @@ def logs(id: str, follow: bool, as_json: bool, where: Where) -> None:
             async for line in job_record.followed(Path(id), forever=follow):
                 print_line(job_record.read(Path(id))["id"], line)
             return str(job_record.read(Path(id))["state"])
-        async with where.connected() as client:
-            found = job_lookup.matching(await job_registry.ask(client, "jobs"), id)
-            if found.note:
-                click.echo(found.note, err=True)
-            job = found.job["id"]
-            async for line in job_lookup.follow(client, job, forever=follow):
-                print_line(job, line)
-            return str((await job_lookup.find(client, job))["state"])
+        found = job_lookup.matching(await job_lookup.all_jobs(where), id)
+        if found.note:
+            click.echo(found.note, err=True)
+        job = found.job["id"]
+        async for line in job_lookup.log_lines(where, job, follow=follow):
+            print_line(job, line)
+        return str(job_lookup.matching(await job_lookup.all_jobs(where), job).job["state"])
 
     if asyncio.run(show()) == "failed" and follow:
         sys.exit(1)
@@ -176,13 +168,7 @@ def cancel(id: str, as_json: bool, where: Where) -> None:
     from there."""
     from staleflow.pipeline.cluster import job_lookup, job_registry
 
-    async def ask() -> tuple[dict[str, Any], str]:
-        async with where.connected() as client:
-            job = job_lookup.the_one(await job_registry.ask(client, "jobs"), id)
-            state = await job_registry.ask(client, "stop", id=job["id"], why="cancelled")
-            return await job_lookup.find(client, job["id"]), state
-
-    job, state = asyncio.run(ask())
+    job, state = asyncio.run(job_lookup.cancel(where, id))
     if as_json:
         click.echo(json.dumps(job | {"state_before": state}, indent=2))
     elif state in job_registry.ENDED:
@@ -200,17 +186,9 @@ def cancel(id: str, as_json: bool, where: Where) -> None:
 def retire(id: str, worker: str, where: Where) -> None:
     """Have a job give up one of its rollout instances: WORKER is its name, or the name or address of its worker. What
     it samples goes on elsewhere from the tokens it has; then the worker leaves the cluster. Nothing is lost."""
-    from staleflow.pipeline.cluster import job_lookup, job_registry
-    from staleflow.stores.errors import ConfigError
+    from staleflow.pipeline.cluster import job_lookup
 
-    async def ask() -> tuple[str, str]:
-        async with where.connected() as client:
-            job = job_lookup.the_one(await job_registry.ask(client, "jobs"), id)["id"]
-            return job, str(await job_registry.ask(client, "retire", id=job, worker=worker))
-
-    job, state = asyncio.run(ask())
-    if state != "running":
-        raise ConfigError(f"{job} is {state}: only a running job can give up a worker")
+    job = asyncio.run(job_lookup.retire(where, id, worker))
     click.echo(f"{job} gives up {worker}; `staleflow logs {job} -f` says when it has left")
 
 

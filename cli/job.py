@@ -24,18 +24,6 @@ store_option = click.option(
 )
 
 
-def load_new(config_path: str, overrides: tuple[str, ...]) -> RunConfig:
-    """The job of a file, with absolute paths. Raises ConfigError, also if its run's name is taken."""
-    from staleflow.pipeline.config import loading, preflight, user_files
-    from staleflow.pipeline.recovery.run_folder import refuse_used
-
-    config = loading.load(config_path, overrides)
-    preflight.check_names(config)
-    config = user_files.located(config)
-    refuse_used(config.run_dir)
-    return config
-
-
 def check(config: RunConfig, *, here: bool = True) -> bool:
     """Check what a job names, and print what could not be checked. here: whether it runs on this machine. Returns
     whether there was nothing to print. Raises ConfigError."""

@@ -24,20 +24,15 @@ if TYPE_CHECKING:
 def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, where: Where) -> None:
     """Resume a stopped, killed or finished run from its newest resume point. If a cluster is named, it is submitted
     there."""
-    from staleflow.pipeline.recovery import resumption
+    from staleflow.pipeline.api.job_loading import resumable_job
 
-    config = resumption.load(Path(run), overrides)
-    if note := resumption.schedule_note(config):
-        click.echo(note, err=True)
-    resumption.reached(config)
+    config = resumable_job(Path(run), overrides)
     if not where.named:
         warm_up(config, verbose)
     check(config, here=not where.named)
     if not where.named:
         execute_job(config, as_json=as_json, verbose=verbose, resume=True)
         return
-    from staleflow.pipeline.config import user_files
     from staleflow.pipeline.jobs import submission
 
-    job = asyncio.run(submission.submit(user_files.located(config), where, resume=True))
-    print_submitted(job, as_json=as_json)
+    print_submitted(asyncio.run(submission.submit(config, where, resume=True)), as_json=as_json)

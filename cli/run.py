@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from staleflow.cli.dry_run import try_job
-from staleflow.cli.job import check, execute_job, load_new, store_option, warm_up
+from staleflow.cli.job import check, execute_job, store_option, warm_up
 
 
 @click.command("run")
@@ -24,7 +24,9 @@ def command(config_path: str, overrides: tuple[str, ...], store: str, dry: bool,
     if dry:
         try_job(config_path, overrides, as_json=as_json, verbose=verbose)
         return
-    config = load_new(config_path, overrides)
+    from staleflow.pipeline.api.job_loading import load_job, new_job
+
+    config = new_job(load_job(config_path, overrides))
     warm_up(config, verbose)
     check(config)
     execute_job(config, as_json=as_json, verbose=verbose, resume=False)

@@ -2,6 +2,8 @@
 
     import staleflow
 
+    handle = staleflow.start("job.toml", reward=lambda response, row: float(response == row["answer"]))
+    handle.status(), handle.stop(), handle.result()
     run = staleflow.open_run("runs/demo")
     print(run.metrics().reward.tail(), run.audit().clean)
 
@@ -17,9 +19,22 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from staleflow.pipeline.api.job_loading import Job as Job
+    from staleflow.pipeline.api.job_loading import load_job as load_job
+    from staleflow.pipeline.api.run_handle import RunHandle as RunHandle
+    from staleflow.pipeline.api.run_status import RunResult as RunResult
+    from staleflow.pipeline.api.run_status import RunStatus as RunStatus
+    from staleflow.pipeline.api.running import resume as resume
+    from staleflow.pipeline.api.running import run as run
+    from staleflow.pipeline.api.running import run_async as run_async
+    from staleflow.pipeline.api.running import start as start
     from staleflow.pipeline.api.stored_run import Run as Run
     from staleflow.pipeline.api.stored_run import list_runs as list_runs
     from staleflow.pipeline.api.stored_run import open_run as open_run
+    from staleflow.pipeline.api.submitting import SubmittedJob as SubmittedJob
+    from staleflow.pipeline.api.submitting import submit as submit
+    from staleflow.pipeline.api.submitting import submit_resumed as submit_resumed
+    from staleflow.pipeline.api.submitting import submitted_jobs as submitted_jobs
     from staleflow.pipeline.jobs.replaying import ReplayResult as ReplayResult
     from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
@@ -37,6 +52,7 @@ if TYPE_CHECKING:
     from staleflow.stores.auditing.drop_bias import DropBias as DropBias
     from staleflow.stores.auditing.findings import Finding as Finding
     from staleflow.stores.errors import ConfigError as ConfigError
+    from staleflow.stores.errors import JobFailed as JobFailed
     from staleflow.stores.errors import StaleflowError as StaleflowError
     from staleflow.stores.errors import StoreError as StoreError
     from staleflow.stores.trajectories.reader import Summary as Summary
@@ -46,6 +62,15 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
+    "Job": "staleflow.pipeline.api.job_loading",
+    "load_job": "staleflow.pipeline.api.job_loading",
+    "RunResult": "staleflow.pipeline.api.run_status",
+    "RunStatus": "staleflow.pipeline.api.run_status",
+    "RunHandle": "staleflow.pipeline.api.run_handle",
+    "resume": "staleflow.pipeline.api.running",
+    "run": "staleflow.pipeline.api.running",
+    "run_async": "staleflow.pipeline.api.running",
+    "start": "staleflow.pipeline.api.running",
     "Run": "staleflow.pipeline.api.stored_run",
     "list_runs": "staleflow.pipeline.api.stored_run",
     "open_run": "staleflow.pipeline.api.stored_run",
@@ -65,7 +90,12 @@ _MODULES = {
     "AuditReport": "staleflow.stores.auditing.audit",
     "DropBias": "staleflow.stores.auditing.drop_bias",
     "Finding": "staleflow.stores.auditing.findings",
+    "SubmittedJob": "staleflow.pipeline.api.submitting",
+    "submit": "staleflow.pipeline.api.submitting",
+    "submit_resumed": "staleflow.pipeline.api.submitting",
+    "submitted_jobs": "staleflow.pipeline.api.submitting",
     "ConfigError": "staleflow.stores.errors",
+    "JobFailed": "staleflow.stores.errors",
     "StaleflowError": "staleflow.stores.errors",
     "StoreError": "staleflow.stores.errors",
     "Summary": "staleflow.stores.trajectories.reader",

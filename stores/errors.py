@@ -47,6 +47,10 @@ class ProtocolViolation(StaleflowError, AssertionError):
     """An invariant was about to be broken: a bug in staleflow. The message lists the events that led to it."""
 
 
+class JobFailed(StaleflowError, RuntimeError):
+    """A job that was submitted to a cluster failed; the message says why."""
+
+
 class EnvironmentsFail(StaleflowError, RuntimeError):
     """So many environments fail that a run makes no sense."""
 

@@ -30,6 +30,8 @@ HEAVIEST = (
     "test_soak.py",
     "runtime/test_run.py",
     "jobs/test_jobs.py",
+    "api/test_running.py",
+    "api/test_submitting.py",
     "stores/test_audit.py",
     "jobs/test_resume.py",
     "jobs/test_bucket.py",

@@ -38,6 +38,7 @@ MOST_SOURCES = 20
 FILE = """\
 # {name}, {kind} that a job was given as a Python object.
 # What is loaded is the pickle below, made by Python {python}. {about}
+#
 {sources}
 import base64
 import pickle
@@ -75,7 +76,7 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
         pickled = _pickled(obj, called, own)
         sources = list(_sources(obj, own))[:MOST_SOURCES]
     about = "Its source text, for readers:" if sources else "Its source text is not known."
-    comments = textwrap.indent("\n\n".join(sources), "#     ", lambda _: True) if sources else "#"
+    comments = textwrap.indent("\n\n".join(sources), "#     ", lambda _: True) if sources else ""
     text = FILE.format(
         name=called,
         kind="a class" if isinstance(obj, type) else "a function",

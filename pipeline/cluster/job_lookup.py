@@ -1,4 +1,4 @@
-"""Looking up a cluster's jobs and following their logs."""
+"""Looking up a cluster's jobs, following their logs, and stopping them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.connection import Where
 from staleflow.stores.errors import ConfigError
 
 POLL_S = 0.5
-"""Seconds between polls of a followed log."""
+"""Seconds between polls of a followed log, or of a job until it has ended."""
 DAY_S = 24 * 3600.0
 
 
@@ -82,13 +83,48 @@ async def find(client: Any, word: str) -> dict[str, Any]:
     return matching(await job_registry.ask(client, "jobs"), word).job
 
 
-async def follow(client: Any, id: str, *, after: int = 0, forever: bool = False) -> AsyncIterator[str]:
-    """Yield a job's log lines; with `forever`, until the job has ended."""
-    while True:
-        state = (await find(client, id))["state"]
-        after, lines = await job_registry.ask(client, "lines", id=id, after=after)
-        for line in lines:
-            yield line
-        if not forever or state in job_registry.ENDED:
-            return
-        await asyncio.sleep(POLL_S)
+async def all_jobs(where: Where) -> list[dict[str, Any]]:
+    """The jobs of a cluster, in the order of their submission. Raises ConfigError if it cannot be reached."""
+    async with where.connected() as client:
+        jobs: list[dict[str, Any]] = await job_registry.ask(client, "jobs")
+        return jobs
+
+
+async def log_lines(where: Where, id: str, *, follow: bool = False) -> AsyncIterator[str]:
+    """Yield a job's log lines; with `follow`, until the job has ended. Raises ConfigError."""
+    after = 0
+    async with where.connected() as client:
+        while True:
+            state = (await find(client, id))["state"]
+            after, lines = await job_registry.ask(client, "lines", id=id, after=after)
+            for line in lines:
+                yield line
+            if not follow or state in job_registry.ENDED:
+                return
+            await asyncio.sleep(POLL_S)
+
+
+async def ended(where: Where, id: str) -> dict[str, Any]:
+    """Wait until a job has ended; returns what the cluster knows of it. Raises ConfigError."""
+    async with where.connected() as client:
+        while (job := await find(client, id))["state"] not in job_registry.ENDED:
+            await asyncio.sleep(POLL_S)
+        return job
+
+
+async def cancel(where: Where, word: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
+    """Stop a job at its next step, or at once if it waits; returns it, and its state before. Raises ConfigError."""
+    async with where.connected() as client:
+        job = the_one(await job_registry.ask(client, "jobs"), word)
+        state = await job_registry.ask(client, "stop", id=job["id"], why=reason)
+        return await find(client, job["id"]), str(state)
+
+
+async def retire(where: Where, word: str, worker: str) -> str:
+    """Have a running job give up one of its workers; returns the job's id. Raises ConfigError if it does not run."""
+    async with where.connected() as client:
+        job = the_one(await job_registry.ask(client, "jobs"), word)["id"]
+        state = await job_registry.ask(client, "retire", id=job, worker=worker)
+    if state != "running":
+        raise ConfigError(f"{job} is {state}: only a running job can give up a worker")
+    return str(job)

@@ -9,6 +9,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from staleflow.pipeline.config import session_files
 from staleflow.pipeline.config.factories import make_strategies
 from staleflow.pipeline.config.schema import TRACKERS, RunConfig
 from staleflow.stores.errors import ConfigError
@@ -51,6 +52,13 @@ def _code_keys(config: RunConfig) -> tuple[str, ...]:
 def scoring_keys(config: RunConfig) -> tuple[str, ...]:
     """Those of a job's whose code scores responses."""
     return tuple(key for key in _code_keys(config) if key.startswith(("task.", "reward.", "evaluation.")))
+
+
+def kept_keys(config: RunConfig) -> tuple[str, ...]:
+    """Those whose code a run copies into its folder: rules, and what was given as a Python object."""
+    return tuple(
+        key for key in _code_keys(config) if key in RULES or session_files.is_temporary(Path(_named(config, key)[0]))
+    )
 
 
 def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
@@ -139,7 +147,7 @@ def check_tracker(named: str) -> None:
 
 def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[RunConfig, dict[str, str]]:
     """The job with the user code of these keys, by default of all, referenced by file name only, and that code by file
-    name. Raises ConfigError for an unreadable file."""
+    name; so, too, rows that were given as Python objects. Raises ConfigError for an unreadable file."""
     code: dict[str, str] = {}
     for key in _code_keys(config) if keys is None else keys:
         file, name = _named(config, key)
@@ -153,16 +161,28 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
             while code.setdefault(sent_as, text) != text:  # files of one name, from two folders
                 sent_as = f"{prefix}{sent_as}"
             config = _set_named(config, key, sent_as, name)
+    for key, kind, path in data_files(config):
+        if session_files.is_temporary(path):
+            code[path.name] = path.read_text("utf-8")
+            config = _set(config, key, f"{kind}{path.name}")
     return config, code
 
 
 def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> RunConfig:
-    """The job with that code referenced by its path in `folder`."""
+    """The job with that code referenced by its path in `folder`, and its rows by theirs."""
     for key in _code_keys(config):
         file, name = _named(config, key)
         if file in code:
-            config = _set_named(config, key, str(folder / file), name)
+            config = _set_named(config, key, str(kept_path(folder, file)), name)
+    for key, kind, path in data_files(config):
+        if str(path) in code:
+            config = _set(config, key, f"{kind}{kept_path(folder, str(path))}")
     return config
+
+
+def kept_path(folder: Path, name: str) -> Path:
+    """Where a run keeps a file of its job: code in `folder`, its folder of code, and rows beside that."""
+    return folder / name if name.endswith(".py") else folder.parent / name
 
 
 def _named(config: RunConfig, key: str) -> tuple[str, str]:

@@ -1,10 +1,10 @@
 """A run's folder: self-contained, and used by one process at a time.
 
-runs/NAME/ holds config.toml (resolved), fingerprints.json, code/ (user code that decides or trains, and all user code
-of a submitted job), store/, events.jsonl, evaluations.json, checkpoints/, resume/ (the latest resume points),
-tensorboard/, summary.json, summary.png, job.json and job.log (its
-state and log); a submitted job's also job.txt (its id). A resumed run keeps the job file
-and the events of each earlier start as config.N.toml and events.N.jsonl.
+runs/NAME/ holds config.toml (resolved), fingerprints.json, code/ (user code that decides or trains, all that was given
+as a Python object, and all user code of a submitted job), rows.jsonl (rows that were given as Python objects), store/,
+events.jsonl, evaluations.json, checkpoints/, resume/ (the latest resume points), tensorboard/, summary.json,
+summary.png, job.json and job.log (its state and log); a submitted job's also job.txt (its id). A resumed run keeps the
+job file and the events of each earlier start as config.N.toml and events.N.jsonl.
 
 Two guarantees. Nothing in the folder is written before its lock is held. And a run uses the folder it is given, even
 after a move: paths in config.toml that point into the folder's place at the time of writing are read as paths into its
@@ -237,9 +237,9 @@ def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
 
 
 def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
-    """Store user code, by file name, in the run's folder. Raises StoreError."""
+    """Store user code and rows, by file name, in the run's folder. Raises StoreError."""
     for name, text in code.items():
-        replace_text(run_dir / "code" / name, text, ELSEWHERE)
+        replace_text(user_files.kept_path(run_dir / "code", name), text, ELSEWHERE)
 
 
 def list_runs(runs_dir: Path) -> list[Path]:

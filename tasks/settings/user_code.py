@@ -16,6 +16,8 @@ from staleflow.stores.errors import ConfigError
 
 MODULES = "staleflow_user_"
 """How the names of modules begin that are user code."""
+PICKLED = "<dynamic-code>"
+"""What cloudpickle calls the file of code that it pickled by value."""
 
 
 def load(named: str, key: str, kind: str = "function") -> Any:
@@ -50,12 +52,14 @@ def said(error: BaseException) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line of user code that an error went through, as file.py:LINE; empty if it went through none."""
-    lines = [
-        f"{Path(frame.f_code.co_filename).name}:{line}"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__", "")).startswith(MODULES)
-    ]
+    """The innermost line of user code that an error went through, as file.py:LINE, or function:LINE of a function that
+    was pickled by value; empty if it went through none."""
+    lines = []
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == PICKLED:
+            lines.append(f"{frame.f_code.co_name}:{line}")
+        elif str(frame.f_globals.get("__name__", "")).startswith(MODULES):
+            lines.append(f"{Path(frame.f_code.co_filename).name}:{line}")
     return lines[-1] if lines else ""
 
 

@@ -140,3 +140,12 @@ def test_another_python_is_told_in_one_line(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(f"!= {sys.version_info[:2]}", "!= (3, 9)"))
     with pytest.raises(ConfigError, match=r"cannot be loaded: it was pickled by Python .*, and this is Python"):
         user_code.load(f"{path}:reward", "reward.function")
+
+
+def test_the_line_of_an_error_in_it_is_found(tmp_path: Path) -> None:
+    loaded = user_code.load(write_code(reward, tmp_path, "reward"), "reward.function")
+    with pytest.raises(ValueError, match="could not convert") as error:
+        loaded("abc", "x")
+    function, _, line = user_code.line_of(error.value).partition(":")
+    assert function == "reward"
+    assert "float(row)" in Path(__file__).read_text().splitlines()[int(line) - 1]

@@ -77,3 +77,25 @@ def main() -> None:
     errors: list[type[staleflow.StaleflowError]] = [staleflow.ConfigError, staleflow.StoreError]
     runs: list[staleflow.Run] = [*staleflow.list_runs(), staleflow.open_run("s3://bucket/runs/demo", at_step=3)]
     print(version, errors, runs)
+
+
+def start(client: Client) -> staleflow.RunResult:
+    """Start runs, in all ways."""
+    job: staleflow.Job = staleflow.load_job("job.toml", {"steps": 20})
+    handle: staleflow.RunHandle = staleflow.start(job, rows=[{"prompt": "1+1=", "answer": "2"}], reward=length)
+    status: staleflow.RunStatus = handle.status()
+    left: float | None = status.remaining_s
+    handle.stop("enough")
+    if handle.wait(timeout_s=left) and not handle.done:
+        return handle.result(timeout_s=60.0)
+    submitted: staleflow.SubmittedJob = staleflow.submit({"steps": 3}, client=client, loss="gspo")
+    lines: list[str] = list(submitted.logs(follow=True))
+    result = staleflow.run(job, client=client, progress=lambda status: print(status.reward))
+    named: staleflow.RunStatus = submitted.wait()
+    return result if lines or named else staleflow.resume(result.run_dir, ["steps=9"])
+
+
+async def start_in_a_coroutine() -> staleflow.Run:
+    """Start a run where an event loop runs."""
+    result = await staleflow.run_async("job.toml", progress=False)
+    return result.run

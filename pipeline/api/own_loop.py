@@ -1,0 +1,51 @@
+"""Coroutines called from plain code: in a thread with an event loop of its own, since a notebook's is running."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def call(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end; returns what it returns, and raises what it raises."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def iterate(items: AsyncIterator[T]) -> Iterator[T]:
+    """Yield what an asynchronous iterator yields; it is cancelled when the iteration is left."""
+    ready: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
+    loop = asyncio.new_event_loop()
+
+    async def pump() -> None:
+        async for item in items:
+            ready.put((item,))
+
+    def work() -> None:
+        try:
+            loop.run_until_complete(task)
+            ready.put(None)
+        except BaseException as error:  # noqa: BLE001  raised where the items are read
+            ready.put(error)
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    task = loop.create_task(pump())
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+    finally:
+        if thread.is_alive():
+            loop.call_soon_threadsafe(task.cancel)
+            thread.join()

@@ -1,0 +1,241 @@
+"""A run that is under way: its driver in a thread of this process, and the handle that watches and stops it.
+
+The thread has an event loop of its own, so that the run goes on beside a notebook's event loop, beside other runs of
+this process, and in a plain script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.api.job_loading import Job
+from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
+from staleflow.pipeline.api.stored_run import Run, open_run
+from staleflow.pipeline.config import preflight
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest
+from staleflow.pipeline.jobs.summary import step_line
+from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.metrics import tokens_per_s
+
+logger = logging.getLogger(__name__)
+
+Progress = bool | Callable[[RunStatus], object]
+"""Whether to print a line for each step; or a function that is called with the status after each step."""
+
+
+class RunHandle:
+    """A run whose driver works in the background of this process.
+
+    The run goes on while the handle is dropped; when Python exits, it is stopped at its next step.
+    """
+
+    def __init__(self, job: Job, *, resume: bool, security: Any, progress: Progress) -> None:
+        self._job = job
+        self._resume = resume
+        self._security = security
+        self._progress = progress
+        self._stop = StopRequest()
+        self._checked, self._ended = threading.Event(), threading.Event()
+        self._doing, self._outcomes, self._version = "checking the job", Outcomes(), 0
+        self._waiting = False
+        self._num_shown = -1
+        self._result: RunResult | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._drive, name=f"staleflow {job.name}", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    @property
+    def job(self) -> Job:
+        """The job, with absolute paths."""
+        return self._job
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return self._job.run_dir
+
+    @property
+    def run(self) -> Run:
+        """The stored run, live or finished. Raises ConfigError before there is one."""
+        return open_run(self.run_dir)
+
+    @property
+    def done(self) -> bool:
+        """Whether the run has ended: with all its steps, stopped, or failed."""
+        return self._ended.is_set()
+
+    def status(self) -> RunStatus:
+        """The run at this moment. Returns at once."""
+        steps = list(self._outcomes.steps)
+        last = steps[-1] if steps else {}
+        elapsed_s = last.get("elapsed_s", 0.0)
+        left = self._job.steps - self._version
+        return RunStatus(
+            state=self._state(),
+            step=self._version,
+            steps=self._job.steps,
+            reward=last.get("reward"),
+            staleness=last.get("staleness_mean"),
+            tokens_per_s=tokens_per_s(steps),
+            elapsed_s=elapsed_s,
+            remaining_s=left * elapsed_s / len(steps) if steps and left > 0 and not self.done else None,
+            message=self._message(),
+        )
+
+    def stop(self, reason: str = "stopped by the caller") -> None:
+        """Ask the run to stop once no training step is in flight; what is stored can be resumed. A second call stops
+        it at once. Returns at once; does nothing if the run has ended."""
+        self._stop.ask(reason)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the run has ended.
+
+        Args:
+            timeout_s: Most seconds to wait; None waits as long as it takes.
+
+        Returns:
+            Whether the run has ended.
+        """
+        return self._ended.wait(timeout_s)
+
+    def result(self, timeout_s: float | None = None) -> RunResult:
+        """Wait until the run has ended, and return its result.
+
+        Args:
+            timeout_s: Most seconds to wait; None waits as long as it takes.
+
+        Raises:
+            TimeoutError: The run has not ended by then; it goes on.
+            ConfigError, StaleflowError: What ended the run, if it failed.
+        """
+        if not self.wait(timeout_s):
+            raise TimeoutError(f"the run has not ended after {timeout_s:g} s; it goes on: {self.status()}")
+        if self._result is None:
+            assert self._error is not None
+            raise self._error
+        return self._result
+
+    def __repr__(self) -> str:
+        return f"<RunHandle {self._job.name}, {self.status()}>"
+
+    def _repr_html_(self) -> str:
+        return f"<b>{html.escape(str(self.run_dir))}</b><br>{self.status()._repr_html_()}"
+
+    # -- the caller's thread: the beginning and the end ---------------------------------------------------------------
+
+    def require_checked(self) -> None:
+        """Wait until the job is checked. Raises what is wrong with it."""
+        self._checked.wait()
+        if self._ended.is_set() and isinstance(self._error, ConfigError):
+            raise self._error
+
+    def interrupted_result(self) -> RunResult:
+        """`result`, but a KeyboardInterrupt stops the run, and a second one stops it at once. Raises KeyboardInterrupt
+        if the run was stopped before it began."""
+        while True:
+            try:
+                return self.result()
+            except KeyboardInterrupt:
+                self.stop("interrupted")
+            except Interrupted as error:
+                raise KeyboardInterrupt from error
+
+    # -- the driver's thread ------------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        try:
+            for line in preflight.check_job(self._job):
+                logger.warning(line)
+            self._doing = "starting"
+            self._checked.set()
+            self._result = asyncio.run(self._execute())
+            self._doing = self._result.stopped
+        except BaseException as error:  # noqa: BLE001  raised by `result`
+            self._error = error
+        finally:
+            self._ended.set()
+            self._checked.set()
+            _running.discard(self)
+            if self._progress is True:
+                self._print(str(self._result if self._result is not None else self._error))
+
+    async def _execute(self) -> RunResult:
+        with self._stop:
+            end = await execute(
+                self._job,
+                self._show,
+                self._announce,
+                resume=self._resume,
+                stop=self._stop,
+                security=self._security,
+            )
+        return RunResult(run_dir=end.run_dir, stopped=end.stopped, summary=end.summary)
+
+    def _announce(self, line: str) -> None:
+        """Receive a line for the user, such as what the run waits for."""
+        self._doing, self._waiting = line, line.startswith("waiting: ")
+        if self._progress is True:
+            self._print(line)
+
+    def _show(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+        """Receive the driver's state, twice a second and at each step."""
+        self._waiting = False
+        self._doing = doing or self._doing
+        self._version, self._outcomes = snapshot.version, outcomes
+        if self._num_shown < 0:
+            self._num_shown = outcomes.earlier_steps
+        new = outcomes.steps[self._num_shown :]
+        self._num_shown += len(new)
+        for step in new:
+            self._doing = "training"
+            if self._progress is True:
+                self._print(step_line(step, self._job.steps, outcomes.limits.get(int(step["step"]), "")))
+        if new and callable(self._progress):
+            self._progress(self.status())
+
+    def _print(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # an output that is closed ends no run
+            print(line, flush=True)  # noqa: T201
+
+    def _state(self) -> RunState:
+        if self._result is not None:
+            return "stopped" if self._result.stopped else "done"
+        if self.done:
+            return "stopped" if isinstance(self._error, Interrupted) else "failed"
+        if self._stop.reason:
+            return "stopping"
+        if self._waiting:
+            return "waiting"
+        return "running" if self._outcomes.snapshot is not None or self._num_shown >= 0 else "starting"
+
+    def _message(self) -> str:
+        if self._error is not None:
+            return str(self._error) or type(self._error).__name__
+        return self._doing if self._result is None else self._result.stopped
+
+
+_running: weakref.WeakSet[RunHandle] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    """Stop the runs that this process drives, and wait for them."""
+    for handle in tuple(_running):
+        handle.stop("Python exits")
+    for handle in tuple(_running):
+        handle.wait()
+
+
+# Not atexit, which comes when threads cannot begin work any more: the driver's own could not end a run in order then.
+getattr(threading, "_register_atexit")(_stop_all)  # noqa: B009  mypy does not know it

@@ -1,0 +1,101 @@
+"""What a run is doing and how it ended, as values that a notebook shows."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from staleflow.pipeline.api.stored_run import Run, open_run
+
+RunState = Literal["starting", "waiting", "running", "stopping", "done", "stopped", "failed"]
+"""waiting: for workers of a cluster. done: with all its steps. stopped: before that, by request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """A run at one moment."""
+
+    state: RunState
+    step: int
+    """Training steps that are finished."""
+    steps: int
+    """Training steps of the job."""
+    reward: float | None = None
+    """Mean reward of the newest step; None before the first one."""
+    staleness: float | None = None
+    """Mean staleness of the newest step, versions; None before the first one."""
+    tokens_per_s: float = 0.0
+    """Trained response tokens per second since the run began."""
+    elapsed_s: float = 0.0
+    """Seconds since the run began, as of the newest step."""
+    remaining_s: float | None = None
+    """Seconds that the remaining steps take at this rate; None before the first step and after the last."""
+    message: str = ""
+    """What the run is doing, what it waits for, or why it ended."""
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}/{self.steps}"]
+        if self.reward is not None:
+            parts.append(f"reward {self.reward:.3f}")
+        if self.staleness is not None:
+            parts.append(f"staleness {self.staleness:.2f}")
+        if self.tokens_per_s:
+            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        if self.remaining_s is not None:
+            parts.append(f"{self.remaining_s:,.0f} s left")
+        why = f": {self.message}" if self.message and self.message != self.state else ""
+        return f"{self.state}: {', '.join(parts)}{why}"
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<progress value="{self.step}" max="{self.steps}" style="vertical-align: middle"></progress> '
+            f"{html.escape(str(self))}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """A finished or stopped run."""
+
+    run_dir: Path
+    """Folder of the run."""
+    stopped: str
+    """Why the run ended before its last step; empty if it did all of them."""
+    summary: Mapping[str, Any]
+    """What summary.json in the run's folder holds: steps, evaluations, rewards, seconds, staleness."""
+
+    @property
+    def run(self) -> Run:
+        """The stored run."""
+        return open_run(self.run_dir)
+
+    def __str__(self) -> str:
+        return f"{self.run_dir}: {', '.join(f'{name} {value}' for name, value in self._shown())}"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><th style="text-align: left">{name}</th><td style="text-align: left">{html.escape(value)}</td></tr>'
+            for name, value in (("run", str(self.run_dir)), *self._shown())
+        )
+        return f"<table>{rows}</table>"
+
+    def _shown(self) -> list[tuple[str, str]]:
+        """The most important numbers, by name."""
+        summary = self.summary
+        rows = [("steps", str(summary["steps"]))]
+        if summary["reward_first"] is not None:
+            rows.append(("reward", f"{summary['reward_first']:.3f} at first, {summary['reward_last']:.3f} at last"))
+        for evaluation in summary["evaluations"]:
+            mean = evaluation["greedy"] if evaluation["sampled"] is None else evaluation["sampled"]
+            if mean is not None:
+                rows.append((f"{evaluation['name']}, version {evaluation['version']}", f"{mean:.3f}"))
+        if summary["staleness_histogram"]:
+            counts = ", ".join(f"{lag}: {count}" for lag, count in summary["staleness_histogram"].items())
+            rows.append(("staleness", f"{counts} (bound {summary['staleness_bound']})"))
+        rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}"))
+        if self.stopped:
+            rows.append(("stopped", self.stopped))
+        return rows

@@ -1,0 +1,167 @@
+"""Running a job from Python: in the background of this process, or until it ends.
+
+The run's actors are processes: those of a local cluster that begins and ends with the run, or workers of a cluster that
+the caller passes in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.api.job_loading import Job, JobSource, new_job, resumable_job, with_objects
+from staleflow.pipeline.api.overrides import Overrides
+from staleflow.pipeline.api.run_handle import Progress, RunHandle
+from staleflow.pipeline.api.run_status import RunResult
+from staleflow.pipeline.processes import local_cluster
+from staleflow.stores.errors import ConfigError
+
+
+def start(
+    job: JobSource,
+    *,
+    overrides: Overrides | None = None,
+    client: Any = None,
+    progress: Progress = False,
+    rows: Any = None,
+    reward: Any = None,
+    **objects: Any,
+) -> RunHandle:
+    """Start a run in the background of this process. Returns once the job is checked, after a second or two.
+
+    Args:
+        job: The path of a job file, a nested mapping as in a job file, or a Job.
+        overrides: Values that replace the job's, as in `load_job`.
+        client: A distributed.Client; the run's actors are placed on its cluster's workers. By default on local worker
+            processes, which end with the run, or where the job's `cluster` says.
+        progress: Whether to print a line for each step; or a function, which is called with the RunStatus after each.
+        rows: Rows to train on in place of `task.source`: mappings, a pandas.DataFrame or a datasets.Dataset, with the
+            columns that `task.columns` names. They are kept with the run.
+        reward: A function `(response, row) -> float`, or a mapping from names of parts to functions, which are added.
+        objects: `loss`, `advantage`, `routing`, `source`, `agent`, `tools`, `tracker`: a function or class in place of
+            what the job names; `eval_rows`: rows of the evaluation before and after training.
+
+    Returns:
+        A handle: `handle.status()`, `handle.stop()`, `handle.result()`, `handle.run`.
+
+    Raises:
+        ConfigError: The job has a mistake, its run's name is taken, or an object cannot be sent to workers.
+    """
+    config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
+    return _started(config, client=client, progress=progress, resume=False)
+
+
+def run(
+    job: JobSource,
+    *,
+    overrides: Overrides | None = None,
+    client: Any = None,
+    progress: Progress = True,
+    rows: Any = None,
+    reward: Any = None,
+    **objects: Any,
+) -> RunResult:
+    """Run a job from start to end, with a printed line for each step. Ctrl-C, or a notebook's interrupt, stops the run
+    in order at its next step; the result then says `stopped = "interrupted"`.
+
+    Args:
+        job, overrides, client, progress, rows, reward, objects: As in `start`.
+
+    Returns:
+        The result; `result.run` is the stored run.
+
+    Raises:
+        ConfigError: As in `start`.
+        StaleflowError: The run failed; what is stored can be resumed.
+    """
+    return start(
+        job, overrides=overrides, client=client, progress=progress, rows=rows, reward=reward, **objects
+    ).interrupted_result()
+
+
+async def run_async(
+    job: JobSource,
+    *,
+    overrides: Overrides | None = None,
+    client: Any = None,
+    progress: Progress = True,
+    rows: Any = None,
+    reward: Any = None,
+    **objects: Any,
+) -> RunResult:
+    """`run` for a coroutine: the caller's event loop goes on meanwhile. Cancelling it stops the run in order, and
+    raises CancelledError once the run has ended.
+
+    Args:
+        job, overrides, client, progress, rows, reward, objects: As in `start`.
+
+    Returns:
+        The result; `result.run` is the stored run.
+
+    Raises:
+        ConfigError, StaleflowError: As in `run`.
+    """
+    config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
+    handle = _begun(config, client=client, progress=progress, resume=False)
+    ended = asyncio.ensure_future(asyncio.to_thread(handle.wait))
+    try:
+        await asyncio.shield(ended)
+    except asyncio.CancelledError:
+        handle.stop("cancelled")
+        await ended
+        raise
+    return handle.result()
+
+
+def resume(
+    run_dir: str | Path,
+    overrides: Overrides | None = None,
+    *,
+    client: Any = None,
+    progress: Progress = True,
+) -> RunResult:
+    """Resume a stopped, killed or finished run from its newest resume point, and run it to its end.
+
+    Args:
+        run_dir: Folder of the run.
+        overrides: Values of `cluster`, `deadlines`, `steps` and others that do not change what the run computes.
+        client: As in `start`.
+        progress: As in `start`.
+
+    Raises:
+        ConfigError: There is no such run, nothing is left to do, or a value cannot be changed.
+        StaleflowError: The run failed; what is stored can be resumed.
+    """
+    return _started(
+        resumable_job(Path(run_dir), overrides), client=client, progress=progress, resume=True
+    ).interrupted_result()
+
+
+def _started(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:
+    handle = _begun(job, client=client, progress=progress, resume=resume)
+    handle.require_checked()
+    return handle
+
+
+def _begun(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:
+    """The handle of a run whose job is being checked."""
+    security = None
+    if client is not None:
+        job, security = _on_cluster_of(client, job)
+    elif job.cluster.kind == "local":
+        local_cluster.prepare(job.cluster.threads, local_cluster.modules(emulated=job.emulated))
+    return RunHandle(job, resume=resume, security=security, progress=progress)
+
+
+def _on_cluster_of(client: Any, job: Job) -> tuple[Job, Any]:
+    """A job on the cluster of a Dask client, and the client's security. Raises ConfigError."""
+    address = str(client.scheduler.address)
+    if address.startswith("inproc"):
+        raise ConfigError(
+            f"client: the workers at {address} are threads of this process, and each actor needs a process; use "
+            "LocalCluster(processes=True, threads_per_worker=1)"
+        )
+    cluster = replace(job.cluster, kind="address", address=address, scheduler_file="")
+    return replace(job, cluster=cluster), client.security

@@ -1,0 +1,202 @@
+"""Submitting jobs to a Dask cluster from Python: their drivers run there, and the caller may go away."""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.api import own_loop
+from staleflow.pipeline.api.job_loading import JobSource, new_job, resumable_job, with_objects
+from staleflow.pipeline.api.overrides import Overrides
+from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
+from staleflow.pipeline.api.stored_run import Run, open_run
+from staleflow.pipeline.cluster import job_lookup
+from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.job_registry import ENDED
+from staleflow.pipeline.config import preflight
+from staleflow.pipeline.jobs import submission
+from staleflow.stores.errors import ConfigError, JobFailed
+
+logger = logging.getLogger(__name__)
+
+STATES: Mapping[str, RunState] = {
+    "waiting": "waiting",
+    "running": "running",
+    "done": "done",
+    "stopped": "stopped",
+    "failed": "failed",
+}
+"""What a cluster calls a job's state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedJob:
+    """A job on a Dask cluster."""
+
+    id: str
+    """Its id there, which `staleflow logs` and the other commands take, too."""
+    name: str
+    """Name of its run."""
+    run_dir: Path
+    """Folder of its run, as the cluster's workers see it."""
+    cluster: Where
+    """The cluster."""
+
+    @property
+    def run(self) -> Run:
+        """The stored run, live or finished; where this process sees its folder. Raises ConfigError."""
+        return open_run(self.run_dir)
+
+    def status(self) -> RunStatus:
+        """The job at this moment. Raises ConfigError if the cluster cannot be reached or does not know the job."""
+        return _status_of(self._now())
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Iterate over the lines of the job's log.
+
+        Args:
+            follow: Whether to wait for further lines until the job has ended.
+        """
+        return own_loop.iterate(job_lookup.log_lines(self.cluster, self.id, follow=follow))
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Stop the job at its next step, or at once if it waits. What it has done is stored, and can be resumed."""
+        own_loop.call(job_lookup.cancel(self.cluster, self.id, reason))
+
+    def wait(self) -> RunStatus:
+        """Wait until the job has ended; returns its last status."""
+        return _status_of(own_loop.call(job_lookup.ended(self.cluster, self.id)))
+
+    def result(self) -> RunResult:
+        """Wait until the job has ended, and return its result, where this process sees the run's folder.
+
+        Raises:
+            JobFailed: The job failed.
+            ConfigError: The cluster cannot be reached, or the run's folder is not on this machine.
+        """
+        status = self.wait()
+        if status.state == "failed":
+            raise JobFailed(f"{self.id} failed: {status.message}")
+        path = self.run_dir / "summary.json"
+        if not path.is_file():
+            raise ConfigError(f"{self.run_dir}: no summary.json; the job is {status}, and its folder is not seen here")
+        stopped = status.message if status.state == "stopped" else ""
+        return RunResult(run_dir=self.run_dir, stopped=stopped, summary=json.loads(path.read_text()))
+
+    def _now(self) -> dict[str, Any]:
+        return job_lookup.matching(own_loop.call(job_lookup.all_jobs(self.cluster)), self.id).job
+
+    def __repr__(self) -> str:
+        return f"<SubmittedJob {self.id}, {self.run_dir}>"
+
+    def _repr_html_(self) -> str:
+        return f"<b>{html.escape(self.id)}</b> {html.escape(str(self.run_dir))}<br>{self.status()._repr_html_()}"
+
+
+def submit(
+    job: JobSource,
+    *,
+    client: Any = None,
+    scheduler: str = "",
+    scheduler_file: str | Path = "",
+    overrides: Overrides | None = None,
+    rows: Any = None,
+    reward: Any = None,
+    **objects: Any,
+) -> SubmittedJob:
+    """Submit a job to a Dask cluster, whose workers run its driver, too. It goes on when the caller ends.
+
+    Args:
+        job: The path of a job file, a nested mapping as in a job file, or a Job.
+        client: A distributed.Client of the cluster.
+        scheduler: In place of a client: the scheduler's address, such as tcp://host:8786.
+        scheduler_file: In place of both: the file that `dask scheduler --scheduler-file` writes. By default the cluster
+            is the one that Dask's configuration names.
+        overrides, rows, reward, objects: As in `start`.
+
+    Returns:
+        The job: `job.status()`, `job.logs()`, `job.cancel()`, `job.result()`.
+
+    Raises:
+        ConfigError: The job has a mistake, its run's name is taken, or the cluster cannot be reached.
+    """
+    where = _cluster_of(client, scheduler, scheduler_file)
+    config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
+    for line in preflight.check_job(config, here=False):
+        logger.warning(line)
+    return _submitted(own_loop.call(submission.submit(config, where)), where)
+
+
+def submit_resumed(
+    run_dir: str | Path,
+    overrides: Overrides | None = None,
+    *,
+    client: Any = None,
+    scheduler: str = "",
+    scheduler_file: str | Path = "",
+) -> SubmittedJob:
+    """Submit a stored run to a Dask cluster, where it is resumed from its newest resume point.
+
+    Args:
+        run_dir: Folder of the run.
+        overrides: As in `resume`.
+        client, scheduler, scheduler_file: As in `submit`.
+
+    Raises:
+        ConfigError: There is no such run, nothing is left to do, or the cluster cannot be reached.
+    """
+    where = _cluster_of(client, scheduler, scheduler_file)
+    config = resumable_job(Path(run_dir), overrides)
+    return _submitted(own_loop.call(submission.submit(config, where, resume=True)), where)
+
+
+def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: str | Path = "") -> list[SubmittedJob]:
+    """The jobs of a cluster, in the order of their submission.
+
+    Args:
+        client, scheduler, scheduler_file: As in `submit`.
+
+    Raises:
+        ConfigError: The cluster cannot be reached.
+    """
+    where = _cluster_of(client, scheduler, scheduler_file)
+    return [_submitted(job, where) for job in own_loop.call(job_lookup.all_jobs(where))]
+
+
+def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> Where:
+    if client is not None and (scheduler or scheduler_file):
+        raise ConfigError("both a client and a scheduler are given; name the cluster by one of them")
+    if client is not None:
+        return Where(address=str(client.scheduler.address), security=client.security)
+    return Where(address=scheduler, scheduler_file=str(scheduler_file or ""))
+
+
+def _submitted(job: Mapping[str, Any], where: Where) -> SubmittedJob:
+    return SubmittedJob(id=job["id"], name=job["name"], run_dir=Path(job["run_dir"]), cluster=where)
+
+
+def _status_of(job: Mapping[str, Any]) -> RunStatus:
+    """What a cluster knows of a job, as its status."""
+    last, told = job["last"] or {}, job["status"] or {}
+    done = int(last["step"]) + 1 if last else 0
+    elapsed_s = last.get("elapsed_s", 0.0)
+    left = job["steps"] - done
+    state = STATES[job["state"]]
+    if job["stop"] and state not in ENDED:
+        state = "stopping"
+    return RunStatus(
+        state=state,
+        step=done,
+        steps=job["steps"],
+        reward=last.get("reward"),
+        staleness=last.get("staleness_mean"),
+        tokens_per_s=last.get("tokens_per_s", 0.0),
+        elapsed_s=elapsed_s,
+        remaining_s=left * elapsed_s / done if done and left > 0 and state not in ENDED else None,
+        message=job["why"] or (told.get("doing", "") if state == "running" else ""),
+    )

@@ -1,0 +1,325 @@
+"""Jobs that are run from Python: in the background, until their end, in a coroutine, on a cluster that is passed in."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+import staleflow
+from staleflow.pipeline.jobs.stopping import Interrupted
+from staleflow.stores.errors import ConfigError, RunStuck
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
+from staleflow.tasks.sources import reward_process
+from tests.support import forking
+
+ROWS = [{"prompt": f"{i}+{k}=", "answer": str(i + k)} for i in range(10) for k in range(4)]
+LENGTH = 3
+
+
+def near(text: str) -> float:
+    return float(len(text) % LENGTH)
+
+
+def reward(text: str, row: Mapping[str, Any]) -> float:
+    return near(text) + 0.5 * ("answer" in row)
+
+
+def emulated(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A job without a model, as a notebook describes it."""
+    return {
+        "name": "emulated",
+        "runs_dir": folder / "runs",
+        "steps": 4,
+        "batch": {"groups_per_step": 4, "group_size": 2},
+        "rollout": {"engine": {"name": "emulated", "time_scale": 100.0}},
+        "cluster": {"dashboard": False},
+    } | changes
+
+
+@pytest.fixture(autouse=True)
+def forked_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have reward processes forked from one that has imported what they need."""
+    monkeypatch.setenv(forking.ADDRESS, forking.served())
+    monkeypatch.setattr(reward_process, "subprocess", forking.SUBPROCESS)
+
+
+def test_rows_and_a_function_of_this_module_train_a_model(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = staleflow.run(job, overrides={"steps": 3, "task.eval_prompts": 4}, rows=ROWS, reward=reward)
+    assert result.stopped == ""
+    assert result.summary["steps"] == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["0/3", "1/3", "2/3"]
+    stored = VersionedStore.open(result.run_dir / "store")
+    rows = [row.trajectory for row in stored.ended() if row.fate is Fate.CONSUMED]
+    assert len(rows) == 3 * 16
+    assert {row.reward % 1 for row in rows} == {0.5}
+    assert [json.loads(line) for line in (result.run_dir / "rows.jsonl").read_text().splitlines()] == ROWS
+    code = result.run_dir / "code" / "reward_reward.py"
+    assert "return near(text)" in code.read_text()
+    kept = result.run.job
+    assert kept.reward.function == f"{code}:reward"
+    assert kept.task.source == f"jsonl:{result.run_dir}/rows.jsonl"
+    assert result.run.audit().clean
+    assert "steps 3" in str(result)
+    assert "<table>" in result._repr_html_()
+
+
+def test_a_started_run_is_watched_stopped_and_resumed(tmp_path: Path) -> None:
+    third = threading.Event()
+
+    def watch(status: staleflow.RunStatus) -> None:
+        if status.step >= 3:
+            third.set()
+
+    handle = staleflow.start(emulated(tmp_path, steps=200), progress=watch)
+    assert third.wait(120)
+    status = handle.status()
+    assert status.state == "running"
+    assert status.step >= 3
+    assert status.steps == 200
+    assert status.remaining_s is not None and status.remaining_s > 0
+    assert f"step {status.step}/200" in str(status)
+    assert 'max="200"' in handle._repr_html_()
+    with pytest.raises(TimeoutError, match="it goes on: running"):
+        handle.result(timeout_s=0)
+    handle.stop("seen enough")
+    result = handle.result()
+    assert result.stopped == "seen enough"
+    assert handle.done
+    done = handle.status()
+    assert (done.state, done.message, done.remaining_s) == ("stopped", "seen enough", None)
+    steps = len(handle.run.steps())
+    assert 3 <= steps < 200
+    with pytest.raises(ConfigError, match="eta=3: cannot be changed when resuming"):
+        staleflow.resume(handle.run_dir, ["staleness.eta=3"])
+    resumed = staleflow.resume(handle.run_dir, {"steps": steps + 2}, progress=False)
+    assert resumed.stopped == ""
+    assert len(resumed.run.steps()) == steps + 2
+
+
+def test_two_runs_of_one_process_go_on_side_by_side(tmp_path: Path) -> None:
+    handles = [staleflow.start(emulated(tmp_path), overrides=[f"name={name}"]) for name in ("one", "two")]
+    assert [handle.result().summary["steps"] for handle in handles] == [4, 4]
+    assert all(handle.run.audit().clean for handle in handles)
+
+
+def test_an_interrupt_stops_the_run_in_order(tmp_path: Path) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    interrupted: list[staleflow.RunStatus] = []
+
+    def interrupt(status: staleflow.RunStatus) -> None:
+        if status.step >= 2 and not interrupted:
+            interrupted.append(status)
+            signal.pthread_kill(main, signal.SIGINT)
+
+    result = staleflow.run(emulated(tmp_path, steps=500), progress=interrupt)
+    assert result.stopped == "interrupted"
+    assert 2 <= result.summary["steps"] < 500
+
+
+class LastInstance:
+    """A routing rule of a notebook."""
+
+    knows_urgency = False
+
+    def choose(self, work: Any, loads: Any, fitting: Any) -> int | None:
+        rows = fitting.nonzero()[0]
+        return int(rows[-1]) if len(rows) else None
+
+    def takes(self, work: Any, running: Any, kv_tokens: Any) -> bool:
+        return True
+
+
+def test_a_rule_of_this_module_routes_and_replays(tmp_path: Path) -> None:
+    result = staleflow.run(emulated(tmp_path), routing=LastInstance, progress=False)
+    named = result.run.job.rollout.routing
+    assert named == f"{result.run_dir}/code/rollout_LastInstance.py:LastInstance"
+    assert result.run.replay().difference == ""
+
+
+def test_a_name_that_is_taken_is_refused_at_once(tmp_path: Path) -> None:
+    handle = staleflow.start(emulated(tmp_path, steps=100))
+    first = handle.run_dir
+    handle.stop()
+    handle.wait()
+    (first / "events.jsonl").write_text("something\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        staleflow.start(emulated(tmp_path))
+
+
+def test_stopped_before_it_begins(tmp_path: Path) -> None:
+    handle = staleflow.start(emulated(tmp_path, steps=100))
+    handle.stop("never mind")
+    with pytest.raises(Interrupted, match="never mind"):
+        handle.result()
+    assert handle.status().state == "stopped"
+
+
+def test_a_cancelled_coroutine_stops_its_run_in_order(tmp_path: Path) -> None:
+    async def cancelled() -> None:
+        first = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        running = asyncio.ensure_future(
+            staleflow.run_async(emulated(tmp_path, steps=200), progress=lambda _: loop.call_soon_threadsafe(first.set))
+        )
+        await first.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancelled())
+    run = staleflow.open_run(tmp_path / "runs" / "emulated")
+    assert 1 <= len(run.steps()) < 200
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert summary["stopped"] == "cancelled"
+
+
+def test_a_coroutine_returns_the_result(tmp_path: Path) -> None:
+    result = asyncio.run(staleflow.run_async(emulated(tmp_path), progress=False))
+    assert result.summary["steps"] == 4
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """A client of a local cluster as a notebook starts one."""
+    with (
+        LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def test_a_run_on_the_cluster_of_a_client(tmp_path: Path, client: Client) -> None:
+    before = client.submit(lambda: 1).result()
+    result = staleflow.run(emulated(tmp_path), client=client, progress=False)
+    assert result.summary["steps"] == 4
+    assert result.run.job.cluster.address == client.scheduler.address
+    assert client.submit(lambda: 2).result() == before + 1
+    assert len(client.scheduler_info(n_workers=-1)["workers"]) == 4
+
+
+def test_a_cluster_of_threads_is_refused(tmp_path: Path) -> None:
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        pytest.raises(ConfigError, match=r"threads of this process.*processes=True"),
+    ):
+        staleflow.start(emulated(tmp_path), client=client)
+
+
+def test_a_reward_that_fails_on_the_first_prompt_is_told_before_anything_starts(job: Path) -> None:
+    def fails(text: str, row: Mapping[str, Any]) -> float:
+        return float(row["no such column"])
+
+    with pytest.raises(ConfigError, match=r"fails on the first prompt: KeyError: 'no such column'"):
+        staleflow.start(job, rows=ROWS, reward=fails)
+
+
+def test_an_error_of_the_run_is_raised_by_its_result(tmp_path: Path) -> None:
+    handle = staleflow.start(
+        emulated(tmp_path, deadlines={"stuck_s": 1.0}, steps=3)
+        | {"rollout": {"engine": {"name": "emulated", "time_scale": 0.001}}}
+    )
+    with pytest.raises(RunStuck):
+        handle.result()
+    assert handle.status().state == "failed"
+    assert "no progress" in handle.status().message
+
+
+@functools.cache
+def cached(text: str, row: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"reward": cached}, "functools.cache"),
+        ({"rewards": near}, "rewards: no such argument; there are reward, loss"),
+        ({"rows": []}, "rows: there are none"),
+        ({"rows": ["1+1="]}, "row 0 is a str; each must be a mapping"),
+        ({"rows": {"prompt": "1+1="}}, "rows: a dict; expected a list of mappings"),
+        ({"rows": [{"prompt": object()}]}, "row 0 cannot be written as JSON"),
+        ({"rows": ROWS, "source": near}, "source and another argument both set task.source"),
+        ({"overrides": "steps=3"}, "pass a mapping or a list"),
+        ({"overrides": {"step": 3}}, "did you mean steps"),
+        ({"overrides": {"steps": None}}, "leave it out"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        staleflow.start(emulated(tmp_path), **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_rows_without_the_columns_of_the_job_name_those_there_are(job: Path) -> None:
+    rows = [{"question": "1+1=", "solution": "2"}]
+    with pytest.raises(ConfigError, match=r"question, solution"):
+        staleflow.start(job, rows=rows)
+
+
+def test_a_table_of_pandas_is_written_as_rows(job: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"prompt": ["1+1=", "2+2="], "answer": ["2", "4"], "hint": [1.5, float("nan")]})
+    job_of_table = staleflow.load_job(job, {"task.eval_prompts": 0})
+    handle = staleflow.start(job_of_table, rows=table, reward=reward)
+    handle.stop()
+    handle.wait()
+    written = handle.job.task.source.removeprefix("jsonl:")
+    assert [json.loads(line) for line in Path(written).read_text().splitlines()] == [
+        {"prompt": "1+1=", "answer": "2", "hint": 1.5},
+        {"prompt": "2+2=", "answer": "4"},
+    ]
+
+
+SCRIPT = """
+import staleflow
+print("executed")
+def longest(text, row):
+    return float(len(text))
+result = staleflow.run({job}, reward=longest, progress=False)
+print(result.summary["steps"])
+handle = staleflow.start({job}, overrides=dict(name="left", steps=1000), progress=lambda _: None)
+while not handle.status().step:
+    handle.wait(0.1)
+"""
+
+
+def test_a_script_needs_no_guard_and_stops_at_its_end_what_it_has_started(tmp_path: Path) -> None:
+    job = emulated(tmp_path) | {"runs_dir": str(tmp_path / "runs")}
+    (tmp_path / "script.py").write_text(SCRIPT.format(job=job))
+    run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (run.stdout.splitlines(), run.stderr) == (["executed", "4"], "")
+    starts = json.loads((tmp_path / "runs" / "left" / "starts.json").read_text())
+    assert [start["end"] for start in starts] == ["stopped: Python exits"]
+
+
+def test_a_job_is_loaded_from_a_file_a_mapping_and_a_job(job: Path, tmp_path: Path) -> None:
+    from_file = staleflow.load_job(job, {"training.learning_rate": 1e-4, "rollout.engine.max_running": 8})
+    assert (from_file.training.learning_rate, from_file.rollout.engine.max_running) == (1e-4, 8)
+    assert staleflow.load_job(from_file) == from_file
+    assert staleflow.load_job(from_file, ["steps=7"]).steps == 7
+    assert staleflow.load_job(emulated(tmp_path)).run_dir == tmp_path / "runs" / "emulated"
+    with pytest.raises(ConfigError, match="no such job file"):
+        staleflow.load_job(tmp_path / "other.toml")
+
+
+def test_functions_stand_wherever_a_mapping_names_code() -> None:
+    parts = {"near": {"function": reward, "weight": 0.5}}
+    job = staleflow.load_job({"model": {"path": "tiny"}, "reward": {"parts": parts}, "training": {"advantage": near}})
+    assert job.reward.parts["near"].function.endswith("reward.py:reward")
+    assert job.reward.parts["near"].weight == 0.5
+    assert job.training.advantage.endswith("near.py:near")

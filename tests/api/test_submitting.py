@@ -1,0 +1,113 @@
+"""Jobs that Python submits to a cluster, with functions and rows in them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, LocalCluster
+
+import staleflow
+from staleflow.pipeline.api import own_loop
+from staleflow.pipeline.processes import local_cluster
+from staleflow.stores.errors import ConfigError, JobFailed
+from staleflow.stores.trajectories.versioned import VersionedStore
+from tests.api.test_running import ROWS, emulated, reward
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """A client of a local cluster whose workers have imported what a run needs."""
+    with (
+        dask.config.set(local_cluster.forked(1, local_cluster.modules(emulated=False))),
+        LocalCluster(n_workers=4, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def test_a_job_with_a_function_and_rows_runs_on_the_cluster(job: Path, client: Client) -> None:
+    changes = {"steps": 2, "task.eval_prompts": 4}
+    submitted = staleflow.submit(job, client=client, overrides=changes, rows=ROWS, reward=reward)
+    lines = list(submitted.logs(follow=True))
+    assert sum("step " in line and "reward" in line for line in lines) >= 2
+    result = submitted.result()
+    assert (result.stopped, result.summary["steps"]) == ("", 2)
+    status = submitted.status()
+    assert (status.state, status.step, status.steps) == ("done", 2, 2)
+    stored = VersionedStore.open(result.run_dir / "store")
+    assert {row.trajectory.reward % 1 for row in stored.ended() if not row.trajectory.error} == {0.5}
+    assert (result.run_dir / "rows.jsonl").is_file()
+    assert (result.run_dir / "code" / "reward_reward.py").is_file()
+    assert submitted.id in {known.id for known in staleflow.submitted_jobs(client=client)}
+
+
+def test_a_job_is_cancelled_and_resumed_there(tmp_path: Path, client: Client) -> None:
+    submitted = staleflow.submit(emulated(tmp_path, steps=500), scheduler=client.scheduler.address)
+    for line in submitted.logs(follow=True):
+        if "step 2/" in line:
+            break
+    submitted.cancel("seen enough")
+    status = submitted.wait()
+    assert (status.state, status.message) == ("stopped", "seen enough")
+    steps = len(submitted.run.steps())
+    assert 2 < steps < 500
+    resumed = staleflow.submit_resumed(submitted.run_dir, {"steps": steps + 2}, client=client)
+    assert resumed.result().summary["steps"] == steps + 2
+
+
+def test_a_job_that_fails_raises_when_its_result_is_asked_for(job: Path, client: Client) -> None:
+    def fails(text: str, row: Mapping[str, Any]) -> float:
+        if text not in ("", row["answer"]):
+            raise ValueError("not today")
+        return 1.0
+
+    submitted = staleflow.submit(job, client=client, rows=ROWS, reward=fails, overrides=["name=fails"])
+    with pytest.raises(JobFailed, match=r"fails-.* failed: .*not today"):
+        submitted.result()
+
+
+def test_a_cluster_that_is_not_there_and_one_named_twice_are_told_in_one_line(tmp_path: Path, client: Client) -> None:
+    with pytest.raises(ConfigError, match="no cluster given"):
+        staleflow.submit(emulated(tmp_path))
+    with pytest.raises(ConfigError, match="both a client and a scheduler"):
+        staleflow.submitted_jobs(client=client, scheduler="tcp://127.0.0.1:1")
+
+
+def test_a_coroutine_is_called_where_a_loop_runs() -> None:
+    async def one() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    async def notebook() -> int:
+        return own_loop.call(one())
+
+    assert asyncio.run(notebook()) == 1
+
+
+def test_an_iteration_that_is_left_ends_the_asynchronous_one() -> None:
+    ended: list[str] = []
+
+    async def numbers() -> Any:
+        try:
+            for number in range(1_000_000):
+                yield number
+                await asyncio.sleep(0)
+        finally:
+            ended.append("ended")
+
+    for number in own_loop.iterate(numbers()):
+        if number == 3:
+            break
+    assert ended == ["ended"]
+
+    async def broken() -> Any:
+        yield 1
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        list(own_loop.iterate(broken()))
