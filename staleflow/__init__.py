@@ -19,6 +19,8 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from staleflow.pipeline.api.dry_running import DryRunResult as DryRunResult
+    from staleflow.pipeline.api.dry_running import dry_run as dry_run
     from staleflow.pipeline.api.job_loading import Job as Job
     from staleflow.pipeline.api.job_loading import load_job as load_job
     from staleflow.pipeline.api.run_handle import RunHandle as RunHandle
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from staleflow.pipeline.api.running import run as run
     from staleflow.pipeline.api.running import run_async as run_async
     from staleflow.pipeline.api.running import start as start
+    from staleflow.pipeline.api.simulating import SimulationResult as SimulationResult
+    from staleflow.pipeline.api.simulating import simulate as simulate
     from staleflow.pipeline.api.stored_run import Run as Run
     from staleflow.pipeline.api.stored_run import list_runs as list_runs
     from staleflow.pipeline.api.stored_run import open_run as open_run
@@ -62,6 +66,8 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
+    "DryRunResult": "staleflow.pipeline.api.dry_running",
+    "dry_run": "staleflow.pipeline.api.dry_running",
     "Job": "staleflow.pipeline.api.job_loading",
     "load_job": "staleflow.pipeline.api.job_loading",
     "RunResult": "staleflow.pipeline.api.run_status",
@@ -90,6 +96,8 @@ _MODULES = {
     "AuditReport": "staleflow.stores.auditing.audit",
     "DropBias": "staleflow.stores.auditing.drop_bias",
     "Finding": "staleflow.stores.auditing.findings",
+    "SimulationResult": "staleflow.pipeline.api.simulating",
+    "simulate": "staleflow.pipeline.api.simulating",
     "SubmittedJob": "staleflow.pipeline.api.submitting",
     "submit": "staleflow.pipeline.api.submitting",
     "submit_resumed": "staleflow.pipeline.api.submitting",

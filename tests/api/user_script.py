@@ -90,9 +90,11 @@ def start(client: Client) -> staleflow.RunResult:
         return handle.result(timeout_s=60.0)
     submitted: staleflow.SubmittedJob = staleflow.submit({"steps": 3}, client=client, loss="gspo")
     lines: list[str] = list(submitted.logs(follow=True))
+    simulations: list[staleflow.SimulationResult] = staleflow.simulate(handle.run, sweep={"staleness.eta": [0, 1]})
+    tried: staleflow.DryRunResult = staleflow.dry_run(job, reward={"length": length})
     result = staleflow.run(job, client=client, progress=lambda status: print(status.reward))
     named: staleflow.RunStatus = submitted.wait()
-    return result if lines or named else staleflow.resume(result.run_dir, ["steps=9"])
+    return result if lines or simulations or tried.findings or named else staleflow.resume(result.run_dir, ["steps=9"])
 
 
 async def start_in_a_coroutine() -> staleflow.Run:

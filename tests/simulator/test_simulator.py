@@ -17,7 +17,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.cli.simulate import command, sweep_variants
+from staleflow.cli.simulate import command, parse_sweeps
+from staleflow.pipeline.api.simulating import SimulatedVariant, sweep_rows
 from staleflow.pipeline.config import actor_settings, factories, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Act, Command, Retire, Route, Score, Train
@@ -523,8 +524,8 @@ def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_sweep_are_named_by_their_whole_values() -> None:
-    rows = sweep_variants(("rollout.routing.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule"))
-    assert [row.label for row in rows][1:3] == ["mu=0.1 routing=mine.py:Rule", "mu=0.25 routing=deadline"]
+    rows = sweep_rows(parse_sweeps(("rollout.routing.mu=0.1,0.25", "rollout.routing=deadline,mine.py:Rule")))
+    assert [label for label, _ in rows][1:3] == ["mu=0.1 routing=mine.py:Rule", "mu=0.25 routing=deadline"]
 
 
 def test_a_wrong_sweep_is_one_line(tmp_path: Path) -> None:
@@ -542,13 +543,13 @@ def test_a_killed_simulation_and_an_unwritable_folder_are_one_line(
     path, file = tmp_path / "job.toml", tmp_path / "file"
     path.write_text(knob_tree.to_toml(job()))
     file.write_text("")
-    monkeypatch.setattr("staleflow.cli.simulate.simulate_one", killed)
+    monkeypatch.setattr("staleflow.pipeline.api.simulating._simulated", killed)
     with pytest.raises(ConfigError, match="choose another folder with --out"):
         CliRunner().invoke(command, [str(path), "--out", str(file / "out")], catch_exceptions=False)
     with pytest.raises(ActorLost, match="a simulation process was killed"):
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)
 
 
-def killed(config: RunConfig) -> None:
+def killed(variant: SimulatedVariant) -> None:
     """What the system's memory killer does to a simulation."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,99 @@
+"""Trying a job: a few small steps on responses drawn at random, without a model, and an audit of what they store."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.api.job_loading import Job, JobSource, with_objects
+from staleflow.pipeline.api.overrides import Overrides
+from staleflow.pipeline.api.run_handle import RunHandle
+from staleflow.pipeline.config import preflight, user_files
+from staleflow.pipeline.config.dry_run_settings import dry_run as dry_settings
+from staleflow.pipeline.processes import local_cluster
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.versioned import VersionedStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunResult:
+    """What a dry run drew, scored and stored."""
+
+    steps: int
+    prompt_tokens: tuple[int, int]
+    """Tokens of the shortest and of the longest prompt."""
+    rewards: int
+    """Random responses that were scored."""
+    reward: tuple[float, float]
+    """The least and the greatest reward."""
+    reward_errors: Mapping[str, int]
+    """Errors of the reward, the most frequent first, and how often each came."""
+    findings: tuple[str, ...]
+    """What an audit of the store found; empty if all holds."""
+
+    @property
+    def lines(self) -> list[str]:
+        """A line for each part of the job, for people."""
+        lines = [
+            "prompts  drawn and encoded, {} to {} tokens".format(*self.prompt_tokens),
+            "reward   computed for {} random responses, {:g} to {:g}".format(self.rewards, *self.reward),
+        ]
+        if self.reward_errors:
+            failed, first = sum(self.reward_errors.values()), next(iter(self.reward_errors))
+            lines.append(f"         failed for {failed} more; most often: {first}")
+        findings = self.findings
+        audited = f"{len(findings)} FINDINGS: {findings[0]}" if findings else "audited, all holds"
+        return [*lines, f"store    {audited}"]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+
+def dry_run(
+    job: JobSource, *, overrides: Overrides | None = None, rows: Any = None, reward: Any = None, **objects: Any
+) -> DryRunResult:
+    """Try a job in seconds: its prompts, reward, coordination and store, on responses drawn at random. No model samples
+    or is trained, and nothing is kept.
+
+    Args:
+        job, overrides, rows, reward, objects: As in `start`.
+
+    Raises:
+        ConfigError: The job has a mistake, or an object cannot be sent to workers.
+        StaleflowError: The dry run failed.
+    """
+    config = with_objects(job, overrides, {"rows": rows, "reward": reward, **objects})
+    with tempfile.TemporaryDirectory(prefix="staleflow-dry-") as folder:
+        small = dry_job(config, Path(folder))
+        local_cluster.prepare(small.cluster.threads, local_cluster.modules(emulated=True))
+        preflight.check_job(replace(small, reward=config.reward))
+        handle = RunHandle(small, resume=False, security=None, progress=False)
+        return dry_run_result(handle.interrupted_result().run_dir)
+
+
+def dry_job(job: Job, folder: Path) -> Job:
+    """The job of a dry run, whose run is in a folder. Raises ConfigError."""
+    preflight.check_names(job)
+    return dry_settings(user_files.located(job), folder)
+
+
+def dry_run_result(run_dir: Path) -> DryRunResult:
+    """What a dry run stored, and what an audit says of it. Raises StoreError."""
+    store = VersionedStore.open(run_dir / "store")
+    audited = audit(store)
+    scored = [row.trajectory for row in store.ended() if row.trajectory.timings.rewarded_s]
+    errors = Counter(t.error for t in scored if t.error)
+    rewards = [t.reward for t in scored if not t.error]
+    prompts = [len(t.prompt_tokens) for t in scored]
+    return DryRunResult(
+        steps=audited.num_steps,
+        prompt_tokens=(min(prompts, default=0), max(prompts, default=0)),
+        rewards=len(rewards),
+        reward=(min(rewards, default=0.0), max(rewards, default=0.0)),
+        reward_errors=dict(errors.most_common()),
+        findings=tuple(finding.what for finding in audited.findings),
+    )

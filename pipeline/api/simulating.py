@@ -1,0 +1,216 @@
+"""Simulating jobs in virtual time: one job, variants of it, and other systems' admission rules."""
+
+from __future__ import annotations
+
+import functools
+import html
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.api.job_loading import Job, JobSource, load_job, override_texts
+from staleflow.pipeline.api.overrides import Overrides
+from staleflow.pipeline.api.simulation_inputs import recorded_run
+from staleflow.pipeline.api.stored_run import Run
+from staleflow.pipeline.config import actor_settings, knob_tree
+from staleflow.pipeline.processes.local_cluster import without_script
+from staleflow.pipeline.recovery.run_folder import load_job as stored_job
+from staleflow.pipeline.simulator.analysis import Measures, explanation, measure
+from staleflow.pipeline.simulator.plots import draw_run
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.pipeline.simulator.trace import Trace
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.files import replace_file, replace_text
+
+BASELINES = (
+    ("synchronous", ("staleness.admission=synchronous", "rollout.synchronization=greedy")),
+    ("one step ahead", ("staleness.admission=one_step", "rollout.synchronization=greedy")),
+    ("credits (ROLL Flash)", ("staleness.admission={{name='credits', alpha={eta}}}", "rollout.synchronization=greedy")),
+    ("backlog (AReaL)", ("staleness.admission=backlog", "rollout.synchronization=greedy")),
+)
+PICTURE_STEPS = 12
+"""Most steps in a picture; with more, pulls would be too thin to see."""
+ELSEWHERE = "choose another folder with --out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedVariant:
+    """A variant of a job that is simulated."""
+
+    label: str
+    overrides: tuple[str, ...]
+    """What distinguishes it from the job: texts `key=value`."""
+    job: Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult:
+    """A simulated variant of a job."""
+
+    variant: SimulatedVariant
+    measures: Measures
+    """Times, idle shares, staleness and drops."""
+    trace: Trace
+    """Everything that happened, in virtual time."""
+
+    @property
+    def label(self) -> str:
+        """Name of the variant."""
+        return self.variant.label
+
+    def explanation(self) -> list[str]:
+        """Lines that say where the time of a step went, compared with the lower bound on step time."""
+        return explanation(self.variant.job, self.measures)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the trainer, the instances and the staleness buffers over time, as a PNG file. Raises StoreError."""
+        measures = self.measures
+        speed = f"{measures.steady_tokens_per_s:,.0f} tokens/s, {measures.of_bound:.0%} of the bound"
+        title = f"{self.variant.job.name}, {self.label}: {speed}"
+        drawn = functools.partial(draw_run, self.trace, title, span_s=PICTURE_STEPS * measures.step_s)
+        replace_file(Path(path), drawn, ELSEWHERE)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as plain values, without the trace."""
+        measures = self.measures
+        return {
+            "row": self.label,
+            "overrides": list(self.variant.overrides),
+            **asdict(measures),
+            "bound_s": measures.bound.step_s,
+            "of_bound": measures.of_bound,
+            "diagnosis": None if measures.diagnosis is None else measures.diagnosis.as_dict(),
+        }
+
+    def __str__(self) -> str:
+        m = self.measures
+        return (
+            f"{self.label}: {m.steady_tokens_per_s:,.0f} tokens/s, {m.step_s:.1f} s a step, {m.of_bound:.0%} of the "
+            f"bound, trainer idle {m.trainer_idle:.0%}, rollout idle {m.rollout_idle:.0%}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<SimulationResult {self}>"
+
+    def _repr_html_(self) -> str:
+        return "<br>".join(html.escape(line) for line in (str(self), *self.explanation()))
+
+
+def simulate(
+    job: JobSource | Run,
+    *,
+    overrides: Overrides | None = None,
+    sweep: Mapping[str, Sequence[Any]] | None = None,
+    baselines: bool = False,
+) -> list[SimulationResult]:
+    """Run a job in virtual time: how long it would take, without using a GPU.
+
+    Args:
+        job: The path of a job file, a nested mapping or a Job; or a stored Run, whose responses and measured times the
+            simulation repeats.
+        overrides: Values that replace the job's, as in `load_job`.
+        sweep: Values to try, by key with dots, such as `{"staleness.eta": [0, 1, 2]}`; of several keys all
+            combinations.
+        baselines: Whether to add other systems' admission rules, at the same bound.
+
+    Returns:
+        One result for each variant, in order; the first is the job itself if nothing is swept.
+
+    Raises:
+        ConfigError: The job has a mistake.
+        ActorLost: A simulation's process was killed.
+    """
+    changes = override_texts(overrides)
+    if isinstance(job, Run):
+        path = job.path
+        rows = variants(
+            functools.partial(stored_job, path), (*recorded_run(path).overrides, *changes), sweep, baselines
+        )
+    else:
+        rows = variants(functools.partial(load_job, job), changes, sweep, baselines)
+    return list(simulated(rows))
+
+
+def variants(
+    load: Callable[[tuple[str, ...]], Job],
+    overrides: tuple[str, ...],
+    sweep: Mapping[str, Sequence[Any]] | None,
+    baselines: bool,
+) -> list[SimulatedVariant]:
+    """The variants of a job that are simulated.
+
+    Args:
+        load: Loads the job with overrides.
+        overrides: Those of all variants.
+        sweep: As in `simulate`.
+        baselines: As in `simulate`.
+
+    Raises:
+        ConfigError: The job has a mistake.
+    """
+    rows = sweep_rows(sweep or {})
+    if baselines:
+        eta = load(overrides).staleness.eta
+        rows += [(label, tuple(change.format(eta=eta) for change in changes)) for label, changes in BASELINES]
+    return [
+        SimulatedVariant(label=label, overrides=changes, job=load((*overrides, *changes))) for label, changes in rows
+    ]
+
+
+def sweep_rows(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Label and overrides of each combination of swept values; of the unchanged job if nothing is swept.
+
+    >>> sweep_rows({"staleness.eta": [0, 1]})
+    [('eta=0', ('staleness.eta=0',)), ('eta=1', ('staleness.eta=1',))]
+    """
+    axes = [
+        [f"{key}={value if isinstance(value, str) else knob_tree.toml_value(value)}" for value in values]
+        for key, values in sweep.items()
+    ]
+    if not axes:
+        return [("the job", ())]
+    return [(" ".join(map(_short, chosen)), chosen) for chosen in itertools.product(*axes)]
+
+
+def _short(override: str) -> str:
+    """`key=value` without the table names of the key."""
+    key, _, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
+
+
+def simulated(rows: Sequence[SimulatedVariant]) -> Iterator[SimulationResult]:
+    """Simulate variants, one process per core; yields their results in order. Raises ActorLost."""
+    if len(rows) == 1:
+        yield _simulated(rows[0])
+        return
+    # Not forked: a store opened here has threads, whose locks would stay locked forever in a fork.
+    context = without_script(multiprocessing.get_context("spawn"))
+    with ProcessPoolExecutor(min(len(rows), os.cpu_count() or 1), context) as pool:
+        try:
+            yield from pool.map(_simulated, rows)
+        except BrokenProcessPool as error:
+            raise ActorLost(
+                "a simulation process was killed, perhaps for its memory; sweep fewer values or simulate fewer steps"
+            ) from error
+
+
+def _simulated(variant: SimulatedVariant) -> SimulationResult:
+    """Simulate one variant. Picklable, to run in a worker process."""
+    trace = SimulatedRun(variant.job, actor_settings.make_workload(variant.job)).run()
+    return SimulationResult(variant=variant, measures=measure(variant.job, trace), trace=trace)
+
+
+def write_results(folder: Path, results: Iterable[SimulationResult]) -> None:
+    """Write simulate.json and a picture per result. Raises StoreError if the folder cannot be written."""
+    results = list(results)
+    text = json.dumps([result.as_dict() for result in results], indent=2) + "\n"
+    replace_text(folder / "simulate.json", text, ELSEWHERE)
+    for number, result in enumerate(results):
+        result.draw(folder / f"row-{number:02d}.png")

@@ -1,0 +1,41 @@
+"""Simulations from Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import staleflow
+from tests.api.test_running import emulated
+
+
+def test_a_sweep_with_baselines_gives_a_result_for_each_variant(tmp_path: Path) -> None:
+    job = emulated(tmp_path, steps=6)
+    results = staleflow.simulate(job, sweep={"staleness.eta": [0, 2]}, baselines=True)
+    assert [result.label for result in results][:3] == ["eta=0", "eta=2", "synchronous"]
+    assert len(results) == 6
+    assert all(result.measures.tokens_per_s > 0 for result in results)
+    assert [result.variant.job.staleness.eta for result in results[:2]] == [0, 2]
+    assert "eta=2: " in str(results[1])
+    assert results[1].explanation()[0] in results[1]._repr_html_()
+    results[0].draw(tmp_path / "simulation.png")
+    assert (tmp_path / "simulation.png").stat().st_size > 10_000
+
+
+def test_a_stored_run_is_simulated_with_what_it_recorded(tmp_path: Path, stored: Path) -> None:
+    run = staleflow.open_run(stored)
+    (result,) = staleflow.simulate(run, overrides={"staleness.eta": 2})
+    workload: Any = result.variant.job.workload
+    assert (workload.kind, workload.run) == ("recorded", str(stored))
+    assert result.variant.job.staleness.eta == 2
+
+
+def test_a_script_without_a_guard_may_sweep(tmp_path: Path) -> None:
+    job = emulated(tmp_path) | {"runs_dir": str(tmp_path / "runs")}
+    (tmp_path / "sweep.py").write_text(
+        f"import staleflow\nprint('executed')\nprint(len(staleflow.simulate({job}, sweep=dict(seed=[1, 2]))))\n"
+    )
+    run = subprocess.run([sys.executable, "sweep.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (run.stdout.splitlines(), run.stderr) == (["executed", "2"], "")
