@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.api.running import run as run
     from staleflow.pipeline.api.running import run_async as run_async
     from staleflow.pipeline.api.running import start as start
+    from staleflow.pipeline.api.running import start_resumed as start_resumed
     from staleflow.pipeline.api.simulating import SimulationResult as SimulationResult
     from staleflow.pipeline.api.simulating import simulate as simulate
     from staleflow.pipeline.api.stored_run import Run as Run
@@ -76,6 +77,7 @@ _MODULES = {
     "resume": "staleflow.pipeline.api.running",
     "run": "staleflow.pipeline.api.running",
     "run_async": "staleflow.pipeline.api.running",
+    "start_resumed": "staleflow.pipeline.api.running",
     "start": "staleflow.pipeline.api.running",
     "Run": "staleflow.pipeline.api.stored_run",
     "list_runs": "staleflow.pipeline.api.stored_run",

@@ -30,6 +30,8 @@ from staleflow.stores.metrics import tokens_per_s
 
 logger = logging.getLogger(__name__)
 
+WAITING = "waiting: "
+"""How the lines begin that say what a run waits for."""
 Progress = bool | Callable[[RunStatus], object]
 """Whether to print a line for each step; or a function that is called with the status after each step."""
 
@@ -118,7 +120,7 @@ class RunHandle:
 
         Raises:
             TimeoutError: The run has not ended by then; it goes on.
-            ConfigError, StaleflowError: What ended the run, if it failed.
+            StaleflowError: What ended the run, if it failed, or was stopped before it began.
         """
         if not self.wait(timeout_s):
             raise TimeoutError(f"the run has not ended after {timeout_s:g} s; it goes on: {self.status()}")
@@ -185,7 +187,7 @@ class RunHandle:
 
     def _announce(self, line: str) -> None:
         """Receive a line for the user, such as what the run waits for."""
-        self._doing, self._waiting = line, line.startswith("waiting: ")
+        self._doing, self._waiting = line.removeprefix(WAITING), line.startswith(WAITING)
         if self._progress is True:
             self._print(line)
 

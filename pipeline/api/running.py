@@ -115,14 +115,14 @@ async def run_async(
     return handle.result()
 
 
-def resume(
+def start_resumed(
     run_dir: str | Path,
     overrides: Overrides | None = None,
     *,
     client: Any = None,
-    progress: Progress = True,
-) -> RunResult:
-    """Resume a stopped, killed or finished run from its newest resume point, and run it to its end.
+    progress: Progress = False,
+) -> RunHandle:
+    """Resume a stopped, killed or finished run from its newest resume point, in the background of this process.
 
     Args:
         run_dir: Folder of the run.
@@ -132,11 +132,27 @@ def resume(
 
     Raises:
         ConfigError: There is no such run, nothing is left to do, or a value cannot be changed.
+    """
+    return _started(resumable_job(Path(run_dir), overrides), client=client, progress=progress, resume=True)
+
+
+def resume(
+    run_dir: str | Path,
+    overrides: Overrides | None = None,
+    *,
+    client: Any = None,
+    progress: Progress = True,
+) -> RunResult:
+    """Resume a stopped, killed or finished run from its newest resume point, and run it to its end, as `run` does.
+
+    Args:
+        run_dir, overrides, client, progress: As in `start_resumed`.
+
+    Raises:
+        ConfigError: As in `start_resumed`.
         StaleflowError: The run failed; what is stored can be resumed.
     """
-    return _started(
-        resumable_job(Path(run_dir), overrides), client=client, progress=progress, resume=True
-    ).interrupted_result()
+    return start_resumed(run_dir, overrides, client=client, progress=progress).interrupted_result()
 
 
 def _started(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHandle:

@@ -12,8 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+from staleflow.stores.errors import StaleflowError
 
-class Interrupted(Exception):
+
+class Interrupted(StaleflowError):
     """The run was stopped before it began."""
 
 

@@ -104,7 +104,7 @@ def test_a_started_run_is_watched_stopped_and_resumed(tmp_path: Path) -> None:
     assert 3 <= steps < 200
     with pytest.raises(ConfigError, match="eta=3: cannot be changed when resuming"):
         staleflow.resume(handle.run_dir, ["staleness.eta=3"])
-    resumed = staleflow.resume(handle.run_dir, {"steps": steps + 2}, progress=False)
+    resumed = staleflow.start_resumed(handle.run_dir, {"steps": steps + 2}).result()
     assert resumed.stopped == ""
     assert len(resumed.run.steps()) == steps + 2
 
@@ -209,6 +209,19 @@ def test_a_run_on_the_cluster_of_a_client(tmp_path: Path, client: Client) -> Non
     assert result.run.job.cluster.address == client.scheduler.address
     assert client.submit(lambda: 2).result() == before + 1
     assert len(client.scheduler_info(n_workers=-1)["workers"]) == 4
+
+
+def test_a_run_waits_for_workers_says_for_which_and_can_be_stopped(tmp_path: Path, client: Client) -> None:
+    job = emulated(tmp_path, steps=500)
+    handle = staleflow.start(job, overrides={"rollout.instances": 8}, client=client)
+    while handle.status().state == "starting":
+        handle.wait(0.1)
+    status = handle.status()
+    assert status.state == "waiting"
+    assert status.message.startswith("needs 10 worker processes")
+    handle.stop("no patience")
+    with pytest.raises(staleflow.StaleflowError, match="no patience"):
+        handle.result()
 
 
 def test_a_cluster_of_threads_is_refused(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def start(client: Client) -> staleflow.RunResult:
     status: staleflow.RunStatus = handle.status()
     left: float | None = status.remaining_s
     handle.stop("enough")
+    handle = staleflow.start_resumed(handle.run_dir, {"steps": 30}, progress=True)
     if handle.wait(timeout_s=left) and not handle.done:
         return handle.result(timeout_s=60.0)
     submitted: staleflow.SubmittedJob = staleflow.submit({"steps": 3}, client=client, loss="gspo")
