@@ -122,7 +122,7 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
         else:
             changes[key] = _plain(name, value)
             if name == "agent" and callable(value):
-                changes[key] = f"{user_files.AGENTS}{changes[key]}"
+                changes[key] = f"agent:{changes[key]}"
             if name == "reward":
                 changes["reward.parts"] = {}
     return load_job(source, (*override_texts(changes), *override_texts(overrides)))

@@ -164,7 +164,7 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
     for key, kind, path in data_files(config):
         if session_files.is_temporary(path):
             code[path.name] = path.read_text("utf-8")
-            config = _set(config, key, f"{kind}{path.name}")
+            config = _set(config, key, f"{kind}:{path.name}")
     return config, code
 
 
@@ -176,7 +176,7 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
             config = _set_named(config, key, str(kept_path(folder, file)), name)
     for key, kind, path in data_files(config):
         if str(path) in code:
-            config = _set(config, key, f"{kind}{kept_path(folder, str(path))}")
+            config = _set(config, key, f"{kind}:{kept_path(folder, str(path))}")
     return config
 
 
