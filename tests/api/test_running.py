@@ -146,7 +146,7 @@ class LastInstance:
 def test_a_rule_of_this_module_routes_and_replays(tmp_path: Path) -> None:
     result = staleflow.run(emulated(tmp_path), routing=LastInstance, progress=False)
     named = result.run.job.rollout.routing
-    assert named == f"{result.run_dir}/code/rollout_LastInstance.py:LastInstance"
+    assert named.name == f"{result.run_dir}/code/routing_LastInstance.py:LastInstance"
     assert result.run.replay().difference == ""
 
 
@@ -335,4 +335,4 @@ def test_functions_stand_wherever_a_mapping_names_code() -> None:
     job = staleflow.load_job({"model": {"path": "tiny"}, "reward": {"parts": parts}, "training": {"advantage": near}})
     assert job.reward.parts["near"].function.endswith("reward.py:reward")
     assert job.reward.parts["near"].weight == 0.5
-    assert job.training.advantage.endswith("near.py:near")
+    assert job.training.advantage.name.endswith("near.py:near")
