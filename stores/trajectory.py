@@ -158,6 +158,8 @@ class Trajectory:
     error: str = ""
     """The reward function's error, empty if none. A trajectory with an error carries no gradient."""
     timings: Timings = Timings()
+    dataset_row: int = -1
+    """The row of the data set, or the index of the generated task, that the prompt came from; -1 if unknown."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -37,7 +37,7 @@ HEAVIEST = (
     "jobs/test_bucket.py",
     "cli/test_ctrl_c.py",
     "runtime/test_run_ranks.py",
-    "test_earlier_versions.py",
+    "stored_runs/test_conversion.py",
     "stored_runs/test_offline.py",
     "run_page/test_browser.py",
     "tasks/test_engine_transformers.py",

@@ -39,8 +39,8 @@ def shown_texts(config: RunConfig) -> Texts:
 
 
 def row_texts(trajectory: Trajectory, texts: Texts) -> RowTexts:
-    """Texts without special tokens, but for what the model was given: there they are the marks of the template, and
-    tell who speaks."""
+    """The texts of a trajectory, without special tokens, but for what the model was given: there they are the marks of
+    the template, and tell who speaks."""
 
     def plain(tokens: IntArray) -> str:
         return texts.text(tokens.tolist())

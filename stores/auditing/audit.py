@@ -13,15 +13,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from staleflow.stores.auditing.conservation import Conservation
+from staleflow.stores.auditing import conservation, single_consumption
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.row_checks import CHECK, RowRange, RowsChecked, check_rows_at, hash_batches
-from staleflow.stores.auditing.single_consumption import ConsumedRows
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.layout import AT
-from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.columns import Rows
+from staleflow.stores.trajectories.reader import NUM_ROWS, PLACES, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest, StepRecord
 from staleflow.stores.weights.weight_hash import comparable
 
@@ -37,7 +35,6 @@ MOST_TOKENS = 2**21
 TASK_TOKENS, TASK_COMMITS = 2**23, 256
 """Most tokens and commits of a task, if it has several commits: seconds of work."""
 
-Ints = npt.NDArray[np.int64]
 Runner = Callable[[Callable[..., RowsChecked], Iterable[tuple[Any, ...]]], Iterable[RowsChecked]]
 """Yields function(*call) for all calls, in any order."""
 
@@ -91,9 +88,9 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
     findings = list(_array_findings(store))
     try:
         commits = [_Commit.of(record) for record in _records(store)]
-        conservation = list(_conservation(store))
-        consumption = ConsumedRows()
-        for rows in _all_rows(store):
+        lost = list(_conservation(store))
+        consumption = single_consumption.ConsumedRows()
+        for rows in _all_rows(store, single_consumption.READ):
             consumption.add(rows)
         bound, digests = _read_tokens(store, commits, consumption, run, most_tokens)
     except StoreError as error:
@@ -111,8 +108,8 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
         )
     trained = [c.step for c in commits if c.kind == "step"]
     findings += bound
-    findings += consumption.findings(store.header, trained, _all_rows(store))
-    findings += conservation
+    findings += consumption.findings(store.header, trained, _all_rows(store, single_consumption.READ))
+    findings += lost
     findings += _fingerprints(commits, digests)
     return AuditReport(
         num_steps=len(trained),
@@ -157,23 +154,23 @@ def _records(store: StoreReader) -> Iterator[StepRecord]:
         first += len(records)
 
 
-def _rows(store: StoreReader, first: int, last: int) -> Iterator[Ints]:
+def _rows(store: StoreReader, first: int, last: int, names: Sequence[str]) -> Iterator[Rows]:
     for begin in range(first, last, ROWS_AT_ONCE):
-        yield store.integers(begin, min(begin + ROWS_AT_ONCE, last))
+        yield store.numbers(begin, min(begin + ROWS_AT_ONCE, last), names)
 
 
-def _all_rows(store: StoreReader) -> Iterator[Ints]:
-    return _rows(store, 0, store.array_lengths()["rows/int"])
+def _all_rows(store: StoreReader, names: Sequence[str]) -> Iterator[Rows]:
+    return _rows(store, 0, store.array_lengths()[NUM_ROWS], names)
 
 
 def _damage(store: StoreReader) -> Iterator[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
     held = [0] * len(damage)
-    num_rows = store.array_lengths()["rows/int"]
+    num_rows = store.array_lengths()[NUM_ROWS]
     try:
         for first in range(0, num_rows, ROWS_AT_ONCE):
-            table = store.table(first, first + ROWS_AT_ONCE)
+            table = store.table(first, first + ROWS_AT_ONCE, (*PLACES, "text_offset", "text_bytes"))
             for i, chunk in enumerate(damage):
                 begins, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
                 if chunk.array == "text":
@@ -195,8 +192,7 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
     try:
         num_rows = sum(r.num_rows for r in _records(store))
     except (StoreError, ValueError) as error:
-        where = "records" if "records" in lengths else "text"
-        yield Finding(check="arrays", where=where, what=f"step records cannot be read: {error}")
+        yield Finding(check="arrays", where="records", what=f"step records cannot be read: {error}")
         return
     for name in (n for n in lengths if n.startswith("rows/")):
         if lengths[name] != num_rows:
@@ -206,8 +202,8 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
         yield Finding(check="arrays", where="tokens", what=f"arrays of different lengths {sorted(token_lengths)}")
     need = 0
     try:
-        for rows in _all_rows(store):
-            ends = rows[:, AT["offset"]] + rows[:, AT["prompt_tokens"]] + rows[:, AT["response_tokens"]]
+        for rows in _all_rows(store, PLACES):
+            ends = rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]
             need = max(need, int(ends.max()))
     except StoreError:
         return  # the damaged chunk is reported elsewhere
@@ -217,19 +213,23 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
 
 
 def _conservation(store: StoreReader) -> Iterator[Finding]:
-    num_rows = store.array_lengths()["rows/int"]
-    conservation = Conservation()
+    num_rows = store.array_lengths()[NUM_ROWS]
+    counted = conservation.Conservation()
     at = 0
     for record in _records(store):
-        for rows in _rows(store, *slice(at, at + record.num_rows).indices(num_rows)[:2]):
-            conservation.add(rows)
+        for rows in _rows(store, *slice(at, at + record.num_rows).indices(num_rows)[:2], conservation.READ):
+            counted.add(rows)
         at += record.num_rows
-        yield from conservation.ends(record)
-    yield from conservation.rest(num_rows, at)
+        yield from counted.ends(record)
+    yield from counted.rest(num_rows, at)
 
 
 def _read_tokens(
-    store: StoreReader, commits: Sequence[_Commit], consumption: ConsumedRows, run: Runner, most_tokens: int
+    store: StoreReader,
+    commits: Sequence[_Commit],
+    consumption: single_consumption.ConsumedRows,
+    run: Runner,
+    most_tokens: int,
 ) -> tuple[list[Finding], dict[int, str]]:
     """Violations of the bound, and the hash of each step's batch. Raises StoreError at the first row that cannot be
     read."""

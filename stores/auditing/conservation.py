@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.id_sets import HIGHEST, LOWEST, IdSet, merged
-from staleflow.stores.trajectories.layout import AT, FATES, REASONS
+from staleflow.stores.trajectories.columns import FATES, REASONS, Rows
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import ended_as
 
 CHECK = "conservation"
+READ = ("trajectory", "fate", "reason")
+"""Columns that are read of each row."""
 Ints = npt.NDArray[np.int64]
 
 
@@ -28,10 +30,10 @@ class Conservation:
         self._counts: Counter[str] = Counter()
         self._last: StepRecord | None = None
 
-    def add(self, rows: Ints) -> None:
-        """Rows of the commit that `ends` is told of next. rows: [R, INT_COLUMNS]."""
-        self._stored.add(rows[:, AT["trajectory"]])
-        pairs = rows[:, [AT["fate"], AT["reason"]]]
+    def add(self, rows: Rows) -> None:
+        """Rows of the commit that `ends` is told of next, with the columns of READ."""
+        self._stored.add(rows["trajectory"])
+        pairs = np.stack([rows["fate"], rows["reason"]], axis=1)
         kinds, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
         for i in np.argsort(first):  # a counter keeps the order of first occurrence
             fate, reason = kinds[i].tolist()

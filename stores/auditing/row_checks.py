@@ -18,12 +18,15 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import is_consumed
 from staleflow.stores.context_branches import Branch
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.layout import AT, FATES, FINISHES, FLOAT_AT, REASONS, stored_span
-from staleflow.stores.trajectories.reader import BLOCK_ROWS, StoreReader
+from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
+from staleflow.stores.trajectories.layout import stored_span
+from staleflow.stores.trajectories.reader import BLOCK_ROWS, PLACES, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest
 from staleflow.stores.trajectory import NO_VERSION, Given, Span
 
 CHECK = "bound"
+TURNS = ("turns", "given_tokens", "tool_s")
+"""Columns that a row's spans must agree with."""
 CLOSE_S = 1e-6
 """Seconds that sums of the same times may differ by."""
 Ints = npt.NDArray[np.int64]
@@ -83,16 +86,14 @@ def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
     """Rows that were read, and found to agree with the spans in their texts. begin: where the tokens begin in the
-    store; spans: of all rows, in order; turns: TURN_COLUMNS, None if the store has none."""
+    store; spans: of all rows, in order."""
 
-    ints: Ints
-    floats: npt.NDArray[np.float32]
+    rows: Rows
     begin: int
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     mask: npt.NDArray[np.uint8]
-    turns: npt.NDArray[np.float64] | None
     spans: Spans
 
 
@@ -127,7 +128,7 @@ class Spans:
         return found
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
-        """[count, 3] TURN_COLUMNS of the rows."""
+        """[count, 3] the columns TURNS of the rows."""
         given = self.versions == NO_VERSION
         begins = ~given  # a turn begins where a sampled span comes first in its row, or after a given one
         begins[1:] &= given[:-1] | (self.rows[1:] != self.rows[:-1])
@@ -139,45 +140,40 @@ class Spans:
 def read_blocks(store: StoreReader, first: int, last: int, most_tokens: int) -> Iterator[RowBlock]:
     """The rows at first <= row < last in blocks. Raises StoreError at the first row that cannot be read."""
     for begin in range(first, last, BLOCK_ROWS):
-        ints, floats = store.numbers(begin, min(begin + BLOCK_ROWS, last))
-        for a, b in _cuts(ints, most_tokens):
-            turns = store.turns(begin + a, begin + b)
-            yield _read(store, ints[a:b], floats[a:b], turns)
+        rows = store.numbers(begin, min(begin + BLOCK_ROWS, last))
+        for a, b in _cuts(rows, most_tokens):
+            yield _read(store, rows[a:b])
 
 
-def _cuts(ints: Ints, most_tokens: int) -> Iterator[tuple[int, int]]:
+def _cuts(rows: Rows, most_tokens: int) -> Iterator[tuple[int, int]]:
     """Rows that are read together: no more than `most_tokens`, and without gaps."""
-    begins = ints[:, AT["offset"]]
-    ends = begins + ints[:, AT["prompt_tokens"]] + ints[:, AT["response_tokens"]]
+    begins = rows["offset"]
+    ends = begins + rows["prompt_tokens"] + rows["response_tokens"]
     a = 0
-    while a < len(ints):
+    while a < len(rows):
         extent = np.maximum.accumulate(ends[a:]) - np.minimum.accumulate(begins[a:])
         apart = np.abs(begins[a + 1 :] - ends[a:-1]) > GAP
         stops = (extent[1:] > most_tokens) | apart
-        b = a + 1 + int(np.argmax(stops)) if stops.any() else len(ints)
+        b = a + 1 + int(np.argmax(stops)) if stops.any() else len(rows)
         yield a, b
         a = b
 
 
-def _read(
-    store: StoreReader, ints: Ints, floats: npt.NDArray[np.float32], turns: npt.NDArray[np.float64] | None
-) -> RowBlock:
-    tokens, begin, text, text_begin = store.extent(ints)
+def _read(store: StoreReader, rows: Rows) -> RowBlock:
+    tokens, begin, text, text_begin = store.extent(rows)
     mask = store.masks(begin, begin + len(tokens["ids"]))
-    spans = _agreeing(ints, tokens["versions"], begin, text, text_begin)
+    spans = _agreeing(rows, tokens["versions"], begin, text, text_begin)
     if spans is None:
         # Something contradicts something: the reader of single rows says what, if it is of consequence.
-        rows = list(store.unpacked(ints, floats, tokens, begin, text, text_begin))
-        spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(rows) for s in r.trajectory.spans])
+        ended = store.unpacked(rows, tokens, begin, text, text_begin)
+        spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(ended) for s in r.trajectory.spans])
     return RowBlock(
-        ints=ints,
-        floats=floats,
+        rows=rows,
         begin=begin,
         ids=tokens["ids"],
         logprobs=tokens["logprobs"],
         versions=tokens["versions"],
         mask=mask,
-        turns=turns,
         spans=spans,
     )
 
@@ -189,39 +185,38 @@ def _of_span(span: Span) -> tuple[int, int, float, int]:
     return span.version, len(span.tokens), 0.0, -1
 
 
-def _lie_in_order(ints: Ints) -> bool:
+def _lie_in_order(rows: Rows) -> bool:
     """Whether rows lie one after another."""
-    offsets, prompts, responses = (ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens"))
+    offsets, prompts, responses = (rows[name] for name in PLACES)
     return (
         bool((offsets[1:] == (offsets + prompts + responses)[:-1]).all()) and min(prompts.min(), responses.min()) >= 0
     )
 
 
-def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: bytes, text_begin: int) -> Spans | None:
+def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], begin: int, text: bytes, text_begin: int) -> Spans | None:
     """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
     or if they lie otherwise."""
-    offsets, prompts, responses = (ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens"))
-    in_place = _lie_in_order(ints)
+    offsets, prompts, responses = (rows[name] for name in PLACES)
+    in_place = _lie_in_order(rows)
     for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
-        in_place &= bool(((ints[:, AT[name]] >= 0) & (ints[:, AT[name]] < len(members))).all())
-    places = (ints[:, AT["text_offset"]] - text_begin).tolist()
-    sizes = ints[:, AT["text_bytes"]].tolist()
+        in_place &= bool(((rows[name] >= 0) & (rows[name] < len(members))).all())
+    places = (rows["text_offset"] - text_begin).tolist()
+    sizes = rows["text_bytes"].tolist()
     try:
         extras = json.loads(b"[%s]" % b",".join(text[a : a + size] for a, size in zip(places, sizes, strict=True)))
         spans = Spans.of([(i, *stored_span(*span)[1:]) for i, extra in enumerate(extras) for span in extra["segments"]])
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None
-    if not in_place or len(extras) != len(ints) or (spans.sizes < 0).any():
+    if not in_place or len(extras) != len(rows) or (spans.sizes < 0).any():
         return None
-    if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(ints)), responses):
+    if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(rows)), responses):
         return None
     if any(branch.after >= branch.at for found in spans.branches(prompts).values() for branch in found):
         return None
     # Prompts, of version -1, and spans in the order in which they are stored.
-    rows = np.concatenate([np.arange(len(ints)), spans.rows])
-    order = np.argsort(rows, kind="stable")
+    order = np.argsort(np.concatenate([np.arange(len(rows)), spans.rows]), kind="stable")
     expected = np.repeat(
-        np.concatenate([np.full(len(ints), NO_VERSION), spans.versions])[order].astype(np.int32),
+        np.concatenate([np.full(len(rows), NO_VERSION), spans.versions])[order].astype(np.int32),
         np.concatenate([prompts, spans.sizes])[order],
     )
     at = int(offsets[0]) - begin
@@ -231,25 +226,22 @@ def _agreeing(ints: Ints, versions: npt.NDArray[np.int32], begin: int, text: byt
 def _wrong_rows(block: RowBlock, eta: int | None) -> Iterator[Finding]:
     """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step; and
     that tokens which were not sampled have no version, no logprob and no gradient, and the others a finite logprob."""
-    ints, spans = block.ints, block.spans
+    rows, spans = block.rows, block.spans
     sampled = (spans.sizes > 0) & (spans.versions != NO_VERSION)
-    rows, versions = spans.rows[sampled], spans.versions[sampled]
-    v_traj, step, consumed = ints[:, AT["v_traj"]], ints[:, AT["step"]], is_consumed(ints)
-    oldest, newest = np.full(len(ints), np.iinfo(np.int64).max), np.full(len(ints), np.iinfo(np.int64).min)
-    np.minimum.at(oldest, rows, versions)
-    np.maximum.at(newest, rows, versions)
+    of, versions = spans.rows[sampled], spans.versions[sampled]
+    v_traj, step, consumed = rows["v_traj"], rows["step"], is_consumed(rows)
+    oldest, newest = np.full(len(rows), np.iinfo(np.int64).max), np.full(len(rows), np.iinfo(np.int64).min)
+    np.minimum.at(oldest, of, versions)
+    np.maximum.at(newest, of, versions)
     older = oldest < v_traj
     outside = consumed & ((v_traj > step) | (eta is not None and step > v_traj + eta))
     newer = consumed & (newest > step)
     not_as_sampled = _not_as_sampled(block)
-    turns = spans.turns(len(ints))
-    other = np.zeros(len(ints), bool)
-    if block.turns is not None:
-        other |= ~(np.abs(block.turns - turns) <= (0, 0, CLOSE_S)).all(axis=1)
-    elif len(spans.rows):
-        np.logical_or.at(other, spans.rows, spans.versions == NO_VERSION)
-    for i in np.flatnonzero(older | outside | newer | other | np.isin(range(len(ints)), [*not_as_sampled])).tolist():
-        where = f"trajectory {ints[i, AT['trajectory']]}"
+    turns = spans.turns(len(rows))
+    stored = np.stack([rows[name] for name in TURNS], axis=1).astype(np.float64)
+    other = np.logical_not(np.isclose(stored, turns, rtol=0, atol=(0, 0, CLOSE_S))).any(axis=1)
+    for i in np.flatnonzero(older | outside | newer | other | np.isin(range(len(rows)), [*not_as_sampled])).tolist():
+        where = f"trajectory {rows['trajectory'][i]}"
         if older[i]:
             what = f"a token of version {oldest[i]}, v_traj is {v_traj[i]}"
             yield Finding(check=CHECK, where=where, what=what)
@@ -262,26 +254,22 @@ def _wrong_rows(block: RowBlock, eta: int | None) -> Iterator[Finding]:
         for what in not_as_sampled.get(i, ()):
             yield Finding(check="arrays", where=where, what=what)
         if other[i]:
-            yield Finding(check="arrays", where=where, what=other_turns(turns[i], block.turns, i))
+            yield Finding(check="arrays", where=where, what=other_turns(turns[i], stored[i]))
 
 
-def other_turns(spans: Iterable[float], stored: npt.NDArray[np.float64] | None, row: int) -> str:
-    """What is wrong with a row whose spans have other turns than those stored for it, in TURN_COLUMNS."""
-    if stored is None:
-        return "an environment answered it, and the store has no numbers of turns"
-    numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored[row])]
+def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:
+    """What is wrong with a row whose spans have other turns than those stored for it, both in TURNS."""
+    numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored)]
     return f"its spans have{numbers[0]}; stored are{numbers[1]}"
 
 
 def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
     """By row: which of its tokens' numbers are not those of tokens that were sampled, or given."""
-    if _lie_in_order(block.ints):  # all at once, which is seldom more than a glance
-        offsets, prompts, responses = (
-            block.ints[:, AT[name]] for name in ("offset", "prompt_tokens", "response_tokens")
-        )
+    if _lie_in_order(block.rows):  # all at once, which is seldom more than a glance
+        offsets, prompts, responses = (block.rows[name] for name in PLACES)
         at = slice(int(offsets[0]) - block.begin, int((offsets + prompts + responses)[-1]) - block.begin)
         sizes = np.stack([prompts, responses], axis=1).ravel()
-        trained = np.stack([np.zeros(len(prompts), np.uint8), (block.ints[:, AT["loss_mask"]] != 0)], axis=1).ravel()
+        trained = np.stack([np.zeros(len(prompts), np.uint8), block.rows["loss_mask"]], axis=1).ravel()
         sampled = block.versions[at] != NO_VERSION
         if (
             np.array_equal(block.mask[at], np.repeat(trained.astype(np.uint8), sizes) * sampled)
@@ -291,8 +279,7 @@ def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
         ):
             return {}
     found: dict[int, list[str]] = {}
-    names = ("offset", "prompt_tokens", "response_tokens", "loss_mask")
-    for i, (offset, prompt, response, trained) in enumerate(block.ints[:, [AT[n] for n in names]].tolist()):
+    for i, (offset, prompt, response, trained) in enumerate(block.rows[[*PLACES, "loss_mask"]].tolist()):
         a = offset - block.begin
         if min(offset, prompt, response) < 0:
             continue
@@ -327,13 +314,11 @@ def token_faults(
 
 def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]) -> None:
     """Go on hashing the batches of these steps with the rows of a block."""
-    consumed = is_consumed(block.ints) & np.isin(block.ints[:, AT["step"]], sorted(steps))
-    columns = [AT[name] for name in ("trajectory", "v_traj", "step", "offset", "prompt_tokens", "response_tokens")]
-    numbers = block.floats[:, [FLOAT_AT["reward"], FLOAT_AT["advantage"]]]
-    branches = block.spans.branches(block.ints[:, AT["prompt_tokens"]])
+    consumed = is_consumed(block.rows) & np.isin(block.rows["step"], sorted(steps))
+    names = ["trajectory", "v_traj", "step", *PLACES, "reward", "advantage"]
+    branches = block.spans.branches(block.rows["prompt_tokens"])
     for number in np.flatnonzero(consumed).tolist():
-        id, v_traj, step, offset, prompt, response = block.ints[number, columns].tolist()
-        reward, advantage = numbers[number].tolist()
+        id, v_traj, step, offset, prompt, response, reward, advantage = block.rows[names][number].item()
         a = offset - block.begin
         b, c = a + prompt, a + prompt + response
         versions, logprobs = block.versions[b:c], block.logprobs[b:c]

@@ -13,18 +13,20 @@ import numpy.typing as npt
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.id_sets import IdSet
-from staleflow.stores.trajectories.layout import AT, FATES
+from staleflow.stores.trajectories.columns import FATES, Rows
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import Fate
 
 CHECK = "once"
+READ = ("trajectory", "group", "fate", "step", "v_traj")
+"""Columns that are read of each row."""
 Ints = npt.NDArray[np.int64]
 CONSUMED = FATES.index(Fate.CONSUMED)
 
 
-def is_consumed(rows: Ints) -> npt.NDArray[np.bool_]:
-    """Which rows a training step consumed. rows: [R, INT_COLUMNS]."""
-    return np.asarray(np.isin(rows[:, AT["fate"]], (CONSUMED, CONSUMED - len(FATES))), bool)
+def is_consumed(rows: Rows) -> npt.NDArray[np.bool_]:
+    """[R] which rows a training step consumed."""
+    return np.asarray(np.isin(rows["fate"], (CONSUMED, CONSUMED - len(FATES))), bool)
 
 
 class ConsumedRows:
@@ -38,17 +40,17 @@ class ConsumedRows:
         self._pairs: list[Ints] = []
         """[N, 5]: step, group, trajectories of it, first and last row of them."""
 
-    def add(self, rows: Ints) -> None:
-        """Add the next rows. rows: [R, INT_COLUMNS]."""
-        self._twice.update(self._stored.add(rows[:, AT["trajectory"]]).tolist())
+    def add(self, rows: Rows) -> None:
+        """Add the next rows, with the columns of READ."""
+        self._twice.update(self._stored.add(rows["trajectory"]).tolist())
         consumed = is_consumed(rows)
         (at,) = np.nonzero(consumed)
         taken = rows[at]
         if len(taken):
-            self.max_staleness = max(self.max_staleness, int((taken[:, AT["step"]] - taken[:, AT["v_traj"]]).max()))
+            self.max_staleness = max(self.max_staleness, int((taken["step"] - taken["v_traj"]).max()))
         ones = np.ones(len(at), np.int64)
         places = at + self.num_rows
-        pairs = np.stack([taken[:, AT["step"]], taken[:, AT["group"]], ones, places, places], axis=1)
+        pairs = np.stack([taken["step"], taken["group"], ones, places, places], axis=1)
         self._pairs.append(_summed(pairs))
         self.num_rows += len(rows)
 
@@ -59,7 +61,7 @@ class ConsumedRows:
             int(step): (int(pairs[a:b, 3].min()), int(pairs[a:b, 4].max()) + 1) for step, a, b in _runs(pairs[:, 0])
         }
 
-    def findings(self, header: RunHeader, trained: Sequence[int], rows: Iterable[Ints]) -> Iterator[Finding]:
+    def findings(self, header: RunHeader, trained: Sequence[int], rows: Iterable[Rows]) -> Iterator[Finding]:
         """What is wrong. trained: the steps in the order of their commits. rows: those of the whole store again, read
         only if some trajectory is stored more than once."""
         yield from self._repeated(rows)
@@ -81,13 +83,13 @@ class ConsumedRows:
             what = f"consumed by steps {by_group[a:b, 0].tolist()}"
             yield Finding(check=CHECK, where=f"group {group}", what=what)
 
-    def _repeated(self, rows: Iterable[Ints]) -> Iterator[Finding]:
+    def _repeated(self, rows: Iterable[Rows]) -> Iterator[Finding]:
         if not self._twice:
             return
         counts: dict[int, int] = {}
         wanted = np.asarray(sorted(self._twice), np.int64)
         for block in rows:
-            ids = block[:, AT["trajectory"]]
+            ids = block["trajectory"]
             for id in ids[np.isin(ids, wanted)].tolist():
                 counts[id] = counts.get(id, 0) + 1
         for id, count in counts.items():

@@ -6,26 +6,22 @@ No run needs these libraries; `pip install 'staleflow[offline]'` installs them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories.columns import shown_columns
 from staleflow.stores.trajectory import Ended
 
 TOKEN_CHUNKS = 16
 """Chunks of the store per dask chunk: one task per MiB of tokens costs less than one per chunk."""
 
-COLUMNS = {
-    "trajectory": "int64", "group": "int64", "step": "int64", "fate": "str", "reason": "str", "finish": "str",
-    "v_traj": "int64", "staleness": "int64", "reward": "float32", "advantage": "float32", "loss_mask": "bool",
-    "error": "str", "prompt_tokens": "int64", "response_tokens": "int64", "turns": "int64", "given_tokens": "int64",
-    "tool_s": "float64",
-}  # fmt: skip
-"""Scalar columns and their types; counts are in tokens. response_tokens: the sampled ones; given_tokens: those given
-between turns; tool_s: seconds that environments took."""
+COLUMNS = {**{column.name: column.shown_dtype for column in shown_columns()}, "error": "str"}
+"""Scalar columns and their types: those of stores/trajectories/columns.py, and the reward function's error."""
 ARRAYS = {
     "prompt_ids": "int32", "response_ids": "int32", "logprobs": "float32", "versions": "int32", "sampled": "bool",
 }  # fmt: skip
@@ -47,23 +43,8 @@ def record(row: Ended) -> dict[str, Any]:
     """A row as plain values and numpy arrays, by the names of COLUMNS and ARRAYS."""
     t = row.trajectory
     return {
-        "trajectory": int(t.id),
-        "group": int(t.group),
-        "step": row.step,
-        "fate": row.fate.value,
-        "reason": row.reason.value,
-        "finish": t.finish.value,
-        "v_traj": int(t.v_traj),
-        "staleness": row.staleness,
-        "reward": np.float32(t.reward),
-        "advantage": np.float32(row.advantage),
-        "loss_mask": row.loss_mask,
+        **{column.name: column.shown_value(row) for column in shown_columns()},
         "error": t.error,
-        "prompt_tokens": len(t.prompt_tokens),
-        "response_tokens": t.num_sampled,
-        "turns": len(t.turns),
-        "given_tokens": t.num_given,
-        "tool_s": t.tool_s,
         "prompt_ids": t.prompt_tokens,
         "response_ids": t.response_tokens,
         "logprobs": t.logprobs,
@@ -72,21 +53,61 @@ def record(row: Ended) -> dict[str, Any]:
     }
 
 
-def to_pandas(rows: Iterable[Ended]) -> Any:
-    """A pandas.DataFrame with one row per trajectory; token columns hold numpy arrays."""
+@dataclass(frozen=True, slots=True)
+class RowTexts:
+    """A row's texts. messages: what was said after the prompt, by the names role, content, tokens, seconds."""
+
+    prompt: str
+    response: str
+    messages: list[dict[str, Any]]
+
+
+ReadTexts = Callable[[Sequence[Ended]], list[RowTexts]]
+"""Decodes the tokens of rows. Stores have no tokenizer: pipeline/stored_runs/dask_tables.py has."""
+TEXT_COLUMNS = ("prompt", "response", "messages")
+"""Columns of tables with texts, as in RowTexts."""
+
+
+def to_pandas(rows: Iterable[Ended], texts: ReadTexts | None = None) -> Any:
+    """A pandas.DataFrame with one row per trajectory; token columns hold numpy arrays.
+
+    Args:
+        rows: The trajectories, in the order of the table.
+        texts: Decodes them, for the columns TEXT_COLUMNS. Without it there are none.
+
+    Raises:
+        ConfigError: pandas is not installed.
+    """
     pandas = require("pandas")
+    rows = list(rows)
     records = [record(row) for row in rows]
     columns: dict[str, Any] = {
         name: pandas.Series([r[name] for r in records], dtype=dtype) for name, dtype in COLUMNS.items()
     }
     for name in ARRAYS:
         columns[name] = pandas.Series([r[name] for r in records], dtype=object)
+    if texts is not None:
+        decoded = texts(rows)
+        for name in TEXT_COLUMNS:
+            kind = object if name == "messages" else "str"
+            columns[name] = pandas.Series([getattr(text, name) for text in decoded], dtype=kind)
     return pandas.DataFrame(columns)
 
 
-def to_dask(count: int, block_rows: int, read: Callable[[int, int], Iterable[Ended]]) -> Any:
-    """A dask.dataframe of `count` rows, in partitions of `block_rows`. read(first, last): the rows first <= row < last;
-    called on workers. Raises ConfigError."""
+def to_dask(
+    count: int, block_rows: int, read: Callable[[int, int], Iterable[Ended]], texts: ReadTexts | None = None
+) -> Any:
+    """A dask.dataframe with one row per trajectory, computed on workers.
+
+    Args:
+        count: Number of rows.
+        block_rows: Rows of a partition.
+        read: read(first, last) gives the rows first <= row < last; called on workers.
+        texts: As in `to_pandas`; called on workers.
+
+    Raises:
+        ConfigError: dask.dataframe or pandas is not installed.
+    """
     require("pandas")
     dataframe = require("dask.dataframe")
     dask = require("dask")
@@ -98,25 +119,77 @@ def to_dask(count: int, block_rows: int, read: Callable[[int, int], Iterable[End
             list(firsts),
             [min(first + block_rows, count) for first in firsts],
             read=read,
-            meta=to_pandas([]),
+            texts=texts,
+            meta=to_pandas([], None if texts is None else lambda _: []),
             label="trajectories",
         )
 
 
-def _partition(first: int, last: int, read: Callable[[int, int], Iterable[Ended]]) -> Any:
-    return to_pandas(read(first, last))
+def _partition(first: int, last: int, read: Callable[[int, int], Iterable[Ended]], texts: ReadTexts | None) -> Any:
+    return to_pandas(read(first, last), texts)
 
 
-def to_xarray(table: Mapping[str, Any], offsets: Any, root: Any, attributes: Mapping[str, Any]) -> Any:
-    """An xarray.Dataset of a store's columns and, lazily, its flat token arrays. offsets: index in `token` of each
-    trajectory's first token; prompt_tokens + response_tokens + given_tokens of them follow. Raises ConfigError."""
+class StoredTokens:
+    """A token array of a store without the gaps between its commits: one-dimensional, read by slices."""
+
+    ndim = 1
+
+    def __init__(self, source: Any, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
+        """Take the parts of an array that hold tokens.
+
+        Args:
+            source: The stored array.
+            begins: [N] where each part begins in `source`.
+            sizes: [N] lengths of the parts.
+        """
+        self._source, self._begins = source, begins
+        self._ends = np.cumsum(sizes)
+        self.shape = (int(sizes.sum()),)
+        self.dtype = source.dtype
+
+    def __getitem__(self, key: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
+        """Read [first:last]; steps are not supported."""
+        (part,) = key if isinstance(key, tuple) else (key,)
+        first, last, step = part.indices(self.shape[0])
+        assert step == 1
+        found = [np.zeros(0, self.dtype)]
+        at = int(np.searchsorted(self._ends, first, side="right"))
+        while first < last:
+            end = min(last, int(self._ends[at]))
+            begin = int(self._begins[at] + first - (self._ends[at - 1] if at else 0))
+            found.append(self._source[begin : begin + end - first])
+            first, at = end, at + 1
+        return np.concatenate(found)
+
+
+def to_xarray(table: Mapping[str, Any], places: Mapping[str, Any], root: Any, attributes: Mapping[str, Any]) -> Any:
+    """An xarray.Dataset of a store's columns and, lazily, its tokens.
+
+    Args:
+        table: The columns, by name.
+        places: The stored columns `offset`, `prompt_tokens` and `response_tokens`.
+        root: The store's arrays.
+        attributes: Of the dataset.
+
+    Returns:
+        A dataset over `trajectory` and `token`. `token` is as long as the stored trajectories together; those of a
+        trajectory begin at its `offset`, and are prompt_tokens + response_tokens + given_tokens.
+
+    Raises:
+        ConfigError: xarray or dask.array is not installed.
+    """
     xarray, array = require("xarray"), require("dask.array")
+    offsets, sizes = places["offset"], places["prompt_tokens"] + places["response_tokens"]
+    # The tokens of a commit are adjacent.
+    starts = np.flatnonzero(np.concatenate([[True], offsets[1:] != (offsets + sizes)[:-1]])[: len(offsets)])
+    totals = np.add.reduceat(sizes, starts) if len(starts) else sizes
     variables: dict[str, Any] = {name: ("trajectory", column) for name, column in table.items() if name != "trajectory"}
-    variables["offset"] = ("trajectory", offsets)
+    variables["offset"] = ("trajectory", np.cumsum(sizes) - sizes)
     for name in ("ids", "logprobs", "versions", "mask"):
         source = root[f"tokens/{name}"]
+        tokens = StoredTokens(source, offsets[starts], totals)
         chunks = source.chunks[0] * TOKEN_CHUNKS
-        variables[name] = ("token", array.from_array(source, chunks=chunks, name=False))
+        variables[name] = ("token", array.from_array(tokens, chunks=chunks, name=False, meta=np.zeros(0, tokens.dtype)))
     return xarray.Dataset(variables, coords={"trajectory": table["trajectory"]}, attrs=dict(attributes))
 
 
@@ -135,15 +208,6 @@ def arrow_schema(texts: dict[str, str]) -> Any:
     ]
     kinds = {**dict.fromkeys(texts, arrow.string()), "messages": arrow.list_(arrow.struct(said))}
     return arrow.schema([*fields, *((name, kinds[what]) for what, name in texts.items()), *lists, parts])
-
-
-@dataclass(frozen=True, slots=True)
-class RowTexts:
-    """A row's texts. messages: what was said after the prompt, by the names role, content, tokens, seconds."""
-
-    prompt: str
-    response: str
-    messages: list[dict[str, Any]]
 
 
 def arrow_table(rows: list[Ended], texts: dict[str, str], read: list[RowTexts]) -> Any:

@@ -19,8 +19,7 @@ import numpy.typing as npt
 import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.trajectories.layout import AT, FLOAT_COLUMNS, INT_COLUMNS
-from staleflow.stores.trajectories.reader import RESCORED, StoreReader, stored_chunk
+from staleflow.stores.trajectories.reader import PLACES, RESCORED, StoreReader, num_rows, stored_chunk
 from staleflow.stores.trajectories.repository import INCOMPLETE, MAIN, branch_names, repository_at
 from staleflow.stores.trajectory import NO_VERSION
 
@@ -62,12 +61,12 @@ def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Map
 
     def change(root: Any) -> None:
         count = len(new.rewards)
-        if root["rows/float"].shape[0] != count:
-            raise StoreError(f"{path}: {root['rows/float'].shape[0]} rows, but rewards for {count}")
-        root["rows/float"][:, FLOAT_COLUMNS.index("reward")] = new.rewards
-        root["rows/float"][:, FLOAT_COLUMNS.index("advantage")] = new.advantages
+        if num_rows(root) != count:
+            raise StoreError(f"{path}: {num_rows(root)} rows, but rewards for {count}")
+        root["rows/reward"][:] = new.rewards
+        root["rows/advantage"][:] = new.advantages
         _change_masks(root, new.loss_mask)
-        root["rows/int"][:, INT_COLUMNS.index("loss_mask")] = new.loss_mask.astype(np.int64)
+        root["rows/loss_mask"][:] = new.loss_mask
         root.attrs["errors"] = {str(trajectory): error for trajectory, error in new.errors.items()}
 
     return _commit_branch(store, path, name, "rewards", change, lineage)
@@ -75,10 +74,10 @@ def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Map
 
 def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
     """Give the tokens of rows whose loss mask becomes another their new mask, file by file."""
-    ints = np.asarray(root["rows/int"][:])
-    rows = np.flatnonzero((ints[:, AT["loss_mask"]] != 0) != loss_mask)
-    begins = ints[rows, AT["offset"]] + ints[rows, AT["prompt_tokens"]]
-    ends = begins + ints[rows, AT["response_tokens"]]
+    table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *PLACES)}
+    rows = np.flatnonzero(table["loss_mask"] != loss_mask)
+    begins = (table["offset"] + table["prompt_tokens"])[rows]
+    ends = begins + table["response_tokens"][rows]
     mask, versions = root["tokens/mask"], root["tokens/versions"]
     file = stored_chunk(mask)
     for first in range(0, int(mask.shape[0]), file):

@@ -1,8 +1,7 @@
 """Reading of a store at a snapshot, or of a branch as it is now: commits, trajectories, columns, damage.
 
 What is asked for is read and nothing else: `summary` reads a few numbers per commit, `steps` the records of commits
-but no row, columns come in the range that is asked for. Stores of format 1 have their records among the texts of rows,
-and are read whole for them.
+but no row, columns come in the range that is asked for.
 """
 
 from __future__ import annotations
@@ -20,34 +19,24 @@ import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import dataframes, layout
-from staleflow.stores.trajectories.layout import (
-    AT,
-    COMMIT_AT,
-    FATES,
-    FINISHES,
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
-    KINDS,
-    REASONS,
-    TOKEN_ARRAYS,
-    TURN_COLUMNS,
-)
+from staleflow.stores.trajectories.columns import COLUMNS, FATES, Column, Rows, chosen, empty_rows, shown_columns
+from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord
 from staleflow.stores.trajectories.repository import MAIN, branch_names, first_line, repository_at
 from staleflow.stores.trajectory import Ended, Fate, TrajectoryId
 
-FORMATS = (1, 2, 3, 4)
-"""Versions of the layout that are read. Raised whenever code for the old layout would misread the new one. Format 1 has
-`steps` (step, offset and length of the record in `text`) in place of `commits` and `records`. Format 3 has given tokens
-between sampled ones, and TURNS. Format 4 has branches; see stores/context_branches.py."""
+FORMAT = "columns"
+"""The layout of stores, in their attributes. A new column does not change it."""
+EARLIER_FORMATS = (1, 2, 3, 4)
+"""Layouts of earlier versions, with rows packed in matrices: `staleflow store convert` converts them."""
+PLACES = ("offset", "prompt_tokens", "response_tokens")
+"""Columns that say where the tokens of a row are."""
+NUM_ROWS = "rows/trajectory"
+"""The array whose length is the number of rows."""
 Extent = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
 """Tokens by name and where they begin in the store, texts and where they begin."""
 BLOCK_ROWS = 4096
 """Rows read together."""
-ARRAYS = (*(f"tokens/{name}" for name in TOKEN_ARRAYS), "rows/int", "rows/float", "text")
-"""The arrays of all stores."""
-TURNS = "rows/turns"
-"""float64 [R, len(TURN_COLUMNS)], in stores of format 3."""
 RESCORED = "tokens/rescored"
 """float32 [T], on branches with logprobs: of each sampled token under another model, nats; 0 elsewhere."""
 
@@ -120,9 +109,7 @@ class StoreReader:
         self._where = where
         self._root: Root | None = None
         attributes = dict(self._read_root().attrs)
-        if attributes.get("format") not in FORMATS:
-            known = " and ".join(map(str, FORMATS))
-            raise ConfigError(f"{where}: store format {attributes.get('format')!r}, this version reads {known}")
+        check_format(attributes.get("format"), where)
         try:
             self.header = CODEC.decode(attributes.get("header"), RunHeader)
         except ValueError as error:
@@ -147,45 +134,32 @@ class StoreReader:
     def _records(self, root: Any, first: int, last: int) -> Iterator[StepRecord]:
         if first >= last:
             return
-        name, places = self._record_places(root, first, last)
-        length = int(root[name].shape[0])
+        table = self._slice(root, "commits", first, last)
+        places = table[:, [COMMIT_AT[name] for name in ("step", "record_offset", "record_bytes")]].tolist()
+        length = int(root["records"].shape[0])
         begin = min(max(0, min(offset for _, offset, _ in places)), length)
         end = min(max(begin, *(offset + size for _, offset, size in places)), length)
-        text = self._slice(root, name, begin, end).tobytes()
+        text = self._slice(root, "records", begin, end).tobytes()
         for step, offset, size in places:
             try:
                 yield CODEC.decode(json.loads(text[max(0, offset - begin) : offset - begin + size]), StepRecord)
             except ValueError as error:
                 raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error}") from error
 
-    def _record_places(self, root: Any, first: int, last: int) -> tuple[str, list[tuple[int, int, int]]]:
-        """The array that has the records of these commits, and (step, offset, length) of each."""
-        if "commits" not in root:
-            return "text", [tuple(place) for place in self._slice(root, "steps", first, last).tolist()]
-        table = self._slice(root, "commits", first, last)
-        columns = [COMMIT_AT[name] for name in ("step", "record_offset", "record_bytes")]
-        return "records", [tuple(place) for place in table[:, columns].tolist()]
-
     def _num_commits(self, root: Any) -> int:
-        return int(root["commits" if "commits" in root else "steps"].shape[0])
+        return int(root["commits"].shape[0])
 
     def summary(self) -> Summary:
         """How far the run has come. Reads a few numbers per commit, and the records of two."""
         root = self._read_root()
         count = self._num_commits(root)
-        if "commits" in root:
-            table = self._slice(root, "commits", 0, count)
-            trained = np.flatnonzero(table[:, COMMIT_AT["kind"]] == KINDS.index("step"))
-            num_tokens = int(table[:, COMMIT_AT["tokens"]].sum())
-            records = {int(i): next(self._records(root, i, i + 1)) for i in {*trained[-1:].tolist(), count - 1} - {-1}}
-        else:
-            records = dict(enumerate(self._records(root, 0, count)))
-            trained = np.flatnonzero([r.kind == "step" for r in records.values()])
-            num_tokens = sum(r.num_tokens for r in records.values())
+        table = self._slice(root, "commits", 0, count)
+        trained = np.flatnonzero(table[:, COMMIT_AT["kind"]] == KINDS.index("step"))
+        records = {int(i): next(self._records(root, i, i + 1)) for i in {*trained[-1:].tolist(), count - 1} - {-1}}
         return Summary(
             num_steps=len(trained),
-            num_rows=int(root["rows/int"].shape[0]),
-            num_tokens=num_tokens,
+            num_rows=num_rows(root),
+            num_tokens=int(table[:, COMMIT_AT["tokens"]].sum()),
             last=records.get(count - 1),
             last_step=records[int(trained[-1])] if len(trained) else None,
         )
@@ -194,26 +168,25 @@ class StoreReader:
 
     def ended(self, step: int | None = None) -> Iterable[Ended]:
         root = self._read_root()
-        ints = self._column(root, "rows/int")
-        at = np.arange(len(ints))
-        if step is not None:
-            consumed = ints[:, AT["fate"]] == FATES.index(Fate.CONSUMED)
-            at = at[consumed & (ints[:, AT["step"]] == step)]
-        floats = self._column(root, "rows/float")
+        if step is None:
+            at = np.arange(num_rows(root))
+        else:
+            ends = self._rows(root, 0, num_rows(root), ("fate", "step"))
+            (at,) = np.nonzero((ends["fate"] == FATES.index(Fate.CONSUMED)) & (ends["step"] == step))
         # In blocks: the rows of a block are adjacent in the token arrays.
         for block in (at[i : i + BLOCK_ROWS] for i in range(0, len(at), BLOCK_ROWS)):
-            yield from self._block(root, ints[block], floats[block])
+            first = int(block[0])
+            yield from self._block(root, self._rows(root, first, int(block[-1]) + 1)[block - first])
 
     def rows(self, first: int, last: int) -> list[Ended]:
         """The stored trajectories at positions first <= position < last."""
         root = self._read_root()
-        ints = self._slice(root, "rows/int", first, last)
-        return list(self._block(root, ints, self._slice(root, "rows/float", first, last)))
+        return list(self._block(root, self._rows(root, first, last)))
 
     def places(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """[N] index of the first response token of each row at first <= position < last."""
-        ints = self._slice(self._read_root(), "rows/int", first, last)
-        return np.asarray(ints[:, AT["offset"]] + ints[:, AT["prompt_tokens"]], np.int64)
+        rows = self._rows(self._read_root(), first, last, ("offset", "prompt_tokens"))
+        return np.asarray(rows["offset"] + rows["prompt_tokens"], np.int64)
 
     def readable(self, first: int, last: int) -> Iterator[Ended | Damaged]:
         """As `rows`, but yields Damaged for rows in a corrupt chunk instead of raising."""
@@ -231,17 +204,17 @@ class StoreReader:
                 first = i
 
     def _readable(self, root: Any, first: int, last: int) -> Iterator[Ended | Damaged]:
-        ints, floats = self._slice(root, "rows/int", first, last), self._slice(root, "rows/float", first, last)
+        rows = self._rows(root, first, last)
         try:
-            yield from list(self._block(root, ints, floats))
+            yield from list(self._block(root, rows))
             return
         except StoreError:
             pass
-        for i in range(len(ints)):
+        for i in range(len(rows)):
             try:
-                yield from self._block(root, ints[i : i + 1], floats[i : i + 1])
+                yield from self._block(root, rows[i : i + 1])
             except StoreError as error:
-                yield Damaged(trajectory=TrajectoryId(int(ints[i, AT["trajectory"]])), what=str(error))
+                yield Damaged(trajectory=TrajectoryId(int(rows["trajectory"][i])), what=str(error))
 
     def damage(self) -> Iterator[DamagedChunk]:
         """Every chunk that cannot be read. Reads the whole store."""
@@ -274,95 +247,101 @@ class StoreReader:
 
     def get(self, trajectory: TrajectoryId) -> Ended | None:
         root = self._read_root()
-        ints = self._column(root, "rows/int")
-        (at,) = np.nonzero(ints[:, AT["trajectory"]] == trajectory)
-        if not len(at):
-            return None
-        return next(iter(self._block(root, ints[at[:1]], self._column(root, "rows/float")[at[:1]])))
+        at = self._position(root, trajectory)
+        return None if at is None else next(iter(self._block(root, self._rows(root, at, at + 1))))
 
-    def table(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """The scalar columns of the rows at first <= position < last, all by default, by name."""
-        return self._table(self._read_root(), first, last)
+    def _position(self, root: Any, trajectory: TrajectoryId) -> int | None:
+        """The position of a trajectory's row."""
+        (at,) = np.nonzero(self._column(root, NUM_ROWS) == trajectory)
+        return int(at[0]) if len(at) else None
 
-    def _table(self, root: Any, first: int, last: int | None) -> dict[str, npt.NDArray[Any]]:
-        size = root["rows/int"].shape[0]
-        first, last = min(first, size), size if last is None else min(last, size)
-        ints = self._slice(root, "rows/int", first, last)
-        floats = self._slice(root, "rows/float", first, last)
-        columns: dict[str, npt.NDArray[Any]] = {name: ints[:, i] for i, name in enumerate(INT_COLUMNS)}
-        return columns | {name: floats[:, i] for i, name in enumerate(FLOAT_COLUMNS)}
+    def numbers(self, first: int, last: int, names: Iterable[str] | None = None) -> Rows:
+        """The columns with these names, all by default, of the rows at first <= position < last."""
+        return self._rows(self._read_root(), first, last, names)
 
-    def columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """As `table`, for display: fate, reason and finish in words, TURN_COLUMNS, without the columns of the layout.
+    def table(
+        self, first: int = 0, last: int | None = None, names: Iterable[str] | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """The columns of the rows at first <= position < last, all by default, by name, as they are stored. names: of
+        the columns to read, all by default."""
+        root = self._read_root()
+        bounds = self._bounds(root, first, last)
+        return {column.name: self._values(root, column, *bounds) for column in chosen(names)}
+
+    def columns(
+        self, first: int = 0, last: int | None = None, names: Iterable[str] | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
+        """As `table`, for display: fate, reason and finish in words, without the places of rows in other arrays.
         response_tokens: the sampled ones."""
         root = self._read_root()
-        table = self._table(root, first, last)
-        count = len(table["trajectory"])
-        if TURNS in root:
-            turns, given, tool_s = self._slice(root, TURNS, first, first + count).T if count else np.zeros((3, 0))
-        else:
-            turns, given, tool_s = table["response_tokens"] > 0, np.zeros(count), np.zeros(count)
-        table["response_tokens"] = table["response_tokens"] - given.astype(np.int64)
-        table |= {"turns": turns.astype(np.int64), "given_tokens": given.astype(np.int64), "tool_s": tool_s}
-        for name, members in (("fate", FATES), ("reason", REASONS), ("finish", FINISHES)):
-            table[name] = np.asarray([m.value for m in members])[table[name]]
-        return {name: column for name, column in table.items() if name not in ("offset", "text_offset", "text_bytes")}
+        bounds = self._bounds(root, first, last)
+        table: dict[str, npt.NDArray[Any]] = {}
+        for column in shown_columns(chosen(names)):
+            values = self._values(root, column, *bounds)
+            if column.name == "response_tokens":
+                (given,) = chosen(["given_tokens"])
+                values = values - self._values(root, given, *bounds)
+            table[column.name] = np.asarray([m.value for m in column.members])[values] if column.members else values
+        return table
+
+    def _bounds(self, root: Any, first: int, last: int | None) -> tuple[int, int]:
+        size = num_rows(root)
+        return min(first, size), size if last is None else min(last, size)
+
+    def _rows(self, root: Any, first: int, last: int, names: Iterable[str] | None = None) -> Rows:
+        columns = chosen(names)
+        rows = empty_rows(last - first, columns)
+        for column in columns:
+            rows[column.name] = self._values(root, column, first, last)
+        return rows
+
+    def _values(self, root: Any, column: Column, first: int, last: int) -> npt.NDArray[Any]:
+        """A column of the rows at first <= position < last: its fill value if the store has no such column."""
+        if column.array not in root:
+            return np.full(last - first, column.fill, column.dtype)
+        return self._slice(root, column.array, first, last)
 
     def to_dask(self, block_rows: int = 512) -> Any:
         """A dask.dataframe with one row per trajectory, tokens included, read in blocks on the workers."""
         read = functools.partial(_rows_at, str(self.path), self.snapshot)
-        return dataframes.to_dask(len(self.table()["trajectory"]), block_rows, read)
+        return dataframes.to_dask(num_rows(self._read_root()), block_rows, read)
 
     def to_xarray(self) -> Any:
         """An xarray.Dataset over dimensions `trajectory` and `token`; token arrays stay on disk until computed."""
         attributes: dict[str, str | int] = {"run": self.header.run, "snapshot": self.snapshot}
         if self.header.eta is not None:  # NetCDF has no None
             attributes["eta"] = self.header.eta
-        return dataframes.to_xarray(self.columns(), self.table()["offset"], self._read_root(), attributes)
+        return dataframes.to_xarray(self.columns(), self.table(names=PLACES), self._read_root(), attributes)
 
     def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:
         """[T] logprobs of a response under another model, nats; None on branches without (derived_branches.py)."""
         root = self._read_root()
         if RESCORED not in root:
             return None
-        ints = self._column(root, "rows/int")
-        (at,) = np.nonzero(ints[:, AT["trajectory"]] == trajectory)
-        begin = int(ints[at[0], AT["offset"]] + ints[at[0], AT["prompt_tokens"]])
-        return self._slice(root, RESCORED, begin, begin + int(ints[at[0], AT["response_tokens"]]))
+        at = self._position(root, trajectory)
+        assert at is not None, "the trajectory is stored"
+        row = self._rows(root, at, at + 1, PLACES)[0]
+        begin = int(row["offset"] + row["prompt_tokens"])
+        return self._slice(root, RESCORED, begin, begin + int(row["response_tokens"]))
 
     def array_lengths(self) -> dict[str, int]:
         """Length of each array, by name; an audit compares them with the records."""
         root = self._read_root()
         return {name: int(root[name].shape[0]) for name in array_names(root)}
 
-    def numbers(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """INT_COLUMNS and FLOAT_COLUMNS of the rows at first <= position < last."""
-        root = self._read_root()
-        return self._slice(root, "rows/int", first, last), self._slice(root, "rows/float", first, last)
+    def extent(self, rows: Rows) -> Extent:
+        """Everything from the first of these rows to the last. rows: at least one."""
+        return self._extent(self._read_root(), rows)
 
-    def turns(self, first: int, last: int) -> npt.NDArray[np.float64] | None:
-        """TURN_COLUMNS of the rows at first <= position < last; None if no trajectory stored has several turns."""
-        root = self._read_root()
-        return self._slice(root, TURNS, first, last) if TURNS in root else None
+    def _block(self, root: Any, rows: Rows) -> Iterable[Ended]:
+        return self.unpacked(rows, *self._extent(root, rows)) if len(rows) else ()
 
-    def integers(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """INT_COLUMNS of the rows at first <= position < last."""
-        return self._slice(self._read_root(), "rows/int", first, last)
-
-    def extent(self, ints: npt.NDArray[np.int64]) -> Extent:
-        """Everything from the first of these rows to the last. ints: their INT_COLUMNS, at least one."""
-        return self._extent(self._read_root(), ints)
-
-    def _block(self, root: Any, ints: npt.NDArray[Any], floats: npt.NDArray[Any]) -> Iterable[Ended]:
-        return self.unpacked(ints, floats, *self._extent(root, ints)) if len(ints) else ()
-
-    def _extent(self, root: Any, ints: npt.NDArray[Any]) -> Extent:
-        first = int(ints[:, AT["offset"]].min())
-        sizes = ints[:, AT["prompt_tokens"]] + ints[:, AT["response_tokens"]]
-        last = int((ints[:, AT["offset"]] + sizes).max())
+    def _extent(self, root: Any, rows: Rows) -> Extent:
+        first = int(rows["offset"].min())
+        last = int((rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]).max())
         tokens = {name: self._slice(root, f"tokens/{name}", first, last) for name in ("ids", "logprobs", "versions")}
-        text_first = int(ints[:, AT["text_offset"]].min())
-        text_last = int((ints[:, AT["text_offset"]] + ints[:, AT["text_bytes"]]).max())
+        text_first = int(rows["text_offset"].min())
+        text_last = int((rows["text_offset"] + rows["text_bytes"]).max())
         return tokens, first, self._slice(root, "text", text_first, text_last).tobytes(), text_first
 
     def masks(self, first: int, last: int) -> npt.NDArray[np.uint8]:
@@ -371,16 +350,16 @@ class StoreReader:
 
     def unpacked(
         self,
-        ints: npt.NDArray[Any],
-        floats: npt.NDArray[Any],
+        rows: Rows,
         tokens: Mapping[str, npt.NDArray[Any]],
         first: int,
         text: bytes,
         text_first: int,
     ) -> Iterator[Ended]:
         """Rows from their numbers and their `extent`. Raises StoreError if they contradict each other."""
-        for row, values in zip(ints.tolist(), floats.tolist(), strict=True):
-            ended = layout.unpack(row, values, tokens, first, text, text_first)
+        names = rows.dtype.names or ()
+        for values in rows.tolist():
+            ended = layout.unpack(dict(zip(names, values, strict=True)), tokens, first, text, text_first)
             if self._errors is not None:
                 error = self._errors.get(str(ended.trajectory.id), "")
                 ended = replace(ended, trajectory=replace(ended.trajectory, error=error, reward_parts={}))
@@ -416,16 +395,25 @@ class StoreReader:
         return self._root
 
 
+def check_format(found: object, where: str) -> None:
+    """Raise ConfigError if a store is not of the layout that is read here. found: in its attributes."""
+    if found in EARLIER_FORMATS:
+        run = str(Path(where).parent)
+        raise ConfigError(f"{where}: written by an earlier version; `staleflow store convert {run}` converts it")
+    if found != FORMAT:
+        raise ConfigError(f"{where}: store format {found!r}, this version reads {FORMAT!r}")
+
+
+def num_rows(root: Any) -> int:
+    """The number of stored trajectories."""
+    return int(root[NUM_ROWS].shape[0])
+
+
 def array_names(root: Any) -> list[str]:
-    """The arrays of a store: those of all stores first, then those that only its format or branch has."""
-    return [*ARRAYS, *(name for name in (TURNS, "steps", "commits", "records", RESCORED) if name in root)]
-
-
-def single_turns(ints: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """TURN_COLUMNS of rows without given tokens. ints: their INT_COLUMNS."""
-    turns = np.zeros((len(ints), len(TURN_COLUMNS)))
-    turns[:, TURN_COLUMNS.index("turns")] = ints[:, AT["response_tokens"]] > 0
-    return turns
+    """The arrays of a store. Columns that are newer than the store, and logprobs under other weights, may be absent."""
+    columns = [column.array for column in COLUMNS]
+    always = [f"tokens/{name}" for name in TOKEN_ARRAYS]
+    return [*always, *(name for name in (*columns, "text", "commits", "records", RESCORED) if name in root)]
 
 
 def stored_chunk(array: Any) -> int:

@@ -6,9 +6,7 @@ Layout (one row per trajectory; its prompt and response are adjacent in the flat
     tokens/logprobs   float32 [T]      behaviour logprob, nats; 0 at prompt tokens and given ones
     tokens/versions   int32   [T]      policy version that sampled the token; -1 at prompt tokens and given ones
     tokens/mask       uint8   [T]      1 where the loss applies
-    rows/int          int64   [R, 16]  INT_COLUMNS
-    rows/float        float32 [R, 6]   FLOAT_COLUMNS
-    rows/turns        float64 [R, 3]   TURN_COLUMNS; from the first commit on that has a trajectory of many turns
+    rows/NAME                 [R]      a column for each name in stores/trajectories/columns.py
     text              uint8   [B]      JSON: spans, reward parts and errors of rows
     commits           int64   [S, 8]   COMMIT_COLUMNS: what listing and resuming a run ask for
     records           uint8   [C]      JSON: step records
@@ -21,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -34,17 +32,9 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import layout
-from staleflow.stores.trajectories.layout import (
-    AT,
-    COMMIT_AT,
-    COMMIT_COLUMNS,
-    FLOAT_COLUMNS,
-    INT_COLUMNS,
-    KINDS,
-    TOKEN_ARRAYS,
-    TURN_COLUMNS,
-)
-from staleflow.stores.trajectories.reader import TURNS, StoreReader, single_turns, stored_chunk
+from staleflow.stores.trajectories.columns import COLUMNS, Column
+from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, KINDS, TOKEN_ARRAYS
+from staleflow.stores.trajectories.reader import FORMAT, NUM_ROWS, StoreReader, num_rows, stored_chunk
 from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord
 from staleflow.stores.trajectories.repository import (
     CREATED,
@@ -59,14 +49,16 @@ from staleflow.stores.trajectories.repository import (
 from staleflow.stores.trajectories.stored_ids import StoredIds
 from staleflow.stores.trajectory import Ended
 
-FORMAT, FORMAT_WITH_TURNS, FORMAT_WITH_BRANCHES = 2, 3, 4
-"""What is written: earlier versions, which do not know given tokens, or branches, can read stores without."""
 TOKEN_CHUNK = 131_072
 """Elements compressed together, 512 KiB: what reading one trajectory decompresses."""
 TOKEN_FILE = 8 * TOKEN_CHUNK
 """Elements of a token array per file, 4 MiB: a million tokens are three files. The last file of a commit is shorter."""
 TEXT_CHUNK = 65_536
 """Bytes of JSON compressed together."""
+ROW_CHUNK = 4096
+"""Rows of a column compressed together, some kilobytes: what a commit of few rows rewrites of each column."""
+COMMIT_CHUNK = 1024
+"""Commits whose numbers are compressed together."""
 
 
 class VersionedStore(StoreReader):
@@ -88,13 +80,7 @@ class VersionedStore(StoreReader):
             with creating(path, header.url) as repository:
                 session = repository.writable_session(MAIN)
                 root = zarr.open_group(session.store, mode="w", zarr_format=3)
-                root.attrs.update({"format": FORMAT, "header": CODEC.encode(header)})
-                for name, dtype in TOKEN_ARRAYS.items():
-                    _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
-                _array(root, "rows/int", (0, len(INT_COLUMNS)), (1024, len(INT_COLUMNS)), "int64")
-                _array(root, "rows/float", (0, len(FLOAT_COLUMNS)), (1024, len(FLOAT_COLUMNS)), "float32")
-                _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
-                _make_commits(root)
+                create_arrays(root, CODEC.encode(header))
                 session.commit(CREATED, metadata={"kind": CREATED})
         except (icechunk.IcechunkError, OSError) as error:
             raise StoreError(f"{path}: the store cannot be created: {first_line(error)}") from error
@@ -162,8 +148,6 @@ class VersionedStore(StoreReader):
             with self._exclusive():
                 session = self._repository.writable_session(MAIN)
                 root = zarr.open_group(session.store, mode="r+")
-                if "commits" not in root:
-                    self._upgrade(root)
                 self._stored = self._stored or self._stored_ids(root)
                 if twice := self._stored.among(ids):
                     raise StoreError(f"{self._where}: trajectory {twice[0]} would be stored twice")
@@ -206,7 +190,7 @@ class VersionedStore(StoreReader):
         places = np.stack([ends - table[:, COMMIT_AT["rows"]], ends], axis=1)
 
         def read(first: int, last: int) -> npt.NDArray[np.int64]:
-            return self._slice(root, "rows/int", first, last)[:, AT["trajectory"]]
+            return self._slice(root, NUM_ROWS, first, last)
 
         return StoredIds(np.concatenate([ids, places], axis=1), read)
 
@@ -222,72 +206,68 @@ class VersionedStore(StoreReader):
                 array.resize((end,))
                 array[begin:end] = values
         if len(ended):
-            root["rows/int"].append(packed.ints)
-            root["rows/float"].append(packed.floats)
-            self._append_turns(root, packed)
-            if packed.has_branches:
-                root.attrs["format"] = FORMAT_WITH_BRANCHES
+            before = num_rows(root)
+            for column in COLUMNS:
+                _row_array(root, column, before).append(packed.rows[column.name])
         if packed.text:
             root["text"].append(np.frombuffer(packed.text, np.uint8))
         filled = replace(record, num_rows=len(ended), num_tokens=packed.num_tokens)
-        _append_records(root, [filled], packed.ints[:, AT["trajectory"]])
+        _append_record(root, filled, packed.rows["trajectory"])
         return packed.num_tokens
 
-    def _append_turns(self, root: Any, packed: layout.Packed) -> None:
-        """Append the rows' turns, if any row of the store has a given span. The first that has makes the store one of
-        FORMAT_WITH_TURNS, with the turns of all earlier rows."""
-        if TURNS not in root:
-            if not packed.has_answers:
-                return
-            earlier = self._column(root, "rows/int")[: -len(packed.turns)]
-            _array(root, TURNS, (0, len(TURN_COLUMNS)), (1024, len(TURN_COLUMNS)), "float64")
-            root[TURNS].append(single_turns(earlier))
-            root.attrs["format"] = FORMAT_WITH_TURNS
-        root[TURNS].append(packed.turns)
 
-    def _upgrade(self, root: Any) -> None:
-        """Give a store of format 1 the arrays that this format has. Earlier snapshots remain as they are."""
-        records = list(self._records(root, 0, self._num_commits(root)))
-        _make_commits(root)
-        _append_records(root, records, self._column(root, "rows/int")[:, AT["trajectory"]])
-        root.attrs["format"] = FORMAT
+def _append_record(root: Any, record: StepRecord, ids: npt.NDArray[np.int64]) -> None:
+    """Append a commit. ids: of its trajectories."""
+    text = json.dumps(CODEC.encode(record), separators=(",", ":")).encode()
+    numbers = {
+        "kind": KINDS.index(record.kind) if record.kind in KINDS else len(KINDS),
+        "step": record.step,
+        "rows": record.num_rows,
+        "tokens": record.num_tokens,
+        "first_id": ids.min() if len(ids) else -1,
+        "last_id": ids.max(initial=-1),
+        "record_offset": root["records"].shape[0],
+        "record_bytes": len(text),
+    }
+    root["records"].append(np.frombuffer(text, np.uint8))
+    root["commits"].append(np.asarray([[numbers[name] for name in COMMIT_COLUMNS]], np.int64))
 
 
-def _append_records(root: Any, records: Sequence[StepRecord], ids: npt.NDArray[np.int64]) -> None:
-    """Append commits. ids: of the trajectories of all of them, one commit's after the other's."""
-    at, row, texts, table = int(root["records"].shape[0]), 0, [], []
-    for record in records:
-        text = json.dumps(CODEC.encode(record), separators=(",", ":")).encode()
-        kind = KINDS.index(record.kind) if record.kind in KINDS else len(KINDS)
-        own = ids[row : row + record.num_rows]
-        table.append(
-            (
-                kind, record.step, record.num_rows, record.num_tokens, own.min(initial=2**62) if len(own) else -1,
-                own.max(initial=-1), at, len(text),
-            )
-        )  # fmt: skip
-        texts.append(text)
-        at += len(text)
-        row += record.num_rows
-    if records:
-        root["records"].append(np.frombuffer(b"".join(texts), np.uint8))
-        root["commits"].append(np.asarray(table, np.int64))
-
-
-def _make_commits(root: Any) -> None:
-    _array(root, "commits", (0, len(COMMIT_COLUMNS)), (1024, len(COMMIT_COLUMNS)), "int64")
+def create_arrays(root: Any, header: Any, columns: Iterable[Column] = COLUMNS) -> None:
+    """Create the arrays of an empty store. header: encoded."""
+    root.attrs.update({"format": FORMAT, "header": header})
+    for name, dtype in TOKEN_ARRAYS.items():
+        _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
+    for column in columns:
+        _row_array(root, column, 0)
+    _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
+    _array(root, "commits", (0, len(COMMIT_COLUMNS)), (COMMIT_CHUNK, len(COMMIT_COLUMNS)), "int64")
     _array(root, "records", (0,), (TEXT_CHUNK,), "uint8")
 
 
+def _row_array(root: Any, column: Column, count: int) -> Any:
+    """The array of a column. It is created if the store, which has `count` rows, is older than the column."""
+    if column.array not in root:
+        _array(root, column.array, (count,), (ROW_CHUNK,), column.dtype, fill=column.fill)
+    return root[column.array]
+
+
 def _array(
-    root: Any, name: str, shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str, *, file: int | None = None
+    root: Any,
+    name: str,
+    shape: tuple[int, ...],
+    chunks: tuple[int, ...],
+    dtype: str,
+    *,
+    file: int | None = None,
+    fill: int | float | bool = 0,
 ) -> None:
-    """Create an array. file: elements stored together, if those are several chunks."""
+    """Create an array. file: elements stored together, if those are several chunks. fill: of elements not written."""
     dimensions = (name.replace("/", "_"), "column")[: len(shape)]
     # The checksum is verified at every read: a flipped bit may well decompress to other numbers.
     codecs = [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]
     shards = None if file is None else (file,)
     root.create_array(
-        name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=codecs, fill_value=0,
+        name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=codecs, fill_value=fill,
         dimension_names=dimensions,
     )  # fmt: skip

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import tarfile
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.earlier.asking import HERE as EARLIER
-from tests.earlier.asking import convert_jobs
+from tests.earlier import asking
 
 JOB = """
 name = "mine"
@@ -62,12 +61,11 @@ class Case:
 
 def furnish(folder: Path) -> None:
     """Make a folder with a valid job.toml and its data.jsonl, a model, rewards.py, and the stored run runs/finished."""
-    with tarfile.open(EARLIER / "finished.tar.gz") as archive:
-        archive.extractall(folder, filter="data")
-    with tarfile.open(EARLIER / "credits.tar.gz") as archive:  # an emulated run
-        archive.extractall(folder, filter="data")
-    for run in (folder / "runs").iterdir():
-        convert_jobs(run, folder)
+    for name in ("finished", "credits"):  # of an embedded engine, and of an emulated one
+        with tempfile.TemporaryDirectory() as unpacked:
+            run = asking.converted(name, Path(unpacked))
+            shutil.copytree(run.parent.parent, folder, dirs_exist_ok=True)
+            place(folder, Path(unpacked))
     (folder / "job.toml").write_text(JOB)
     (folder / "data.jsonl").write_text(ROWS)
 

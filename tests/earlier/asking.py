@@ -7,21 +7,17 @@ import json
 import math
 import shutil
 import tarfile
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.config import loading
-from staleflow.pipeline.config.job_conversion import convert_job
-from staleflow.pipeline.config.knob_tree import to_toml
 from tests.commands import command
 
 HERE = Path(__file__).parent
 MADE_IN = "/tmp/earlier"
 """Folder the runs were made in; their job files name it."""
-NAMES = ("finished", "killed", "resumed", "credits", "deadline", "backlog")
+NAMES = ("finished", "killed", "resumed", "agent", "credits")
 """The fixtures: NAME.tar.gz and NAME.json."""
 FEW_WORDS = 12
 """Of a column, that are counted one by one."""
@@ -32,15 +28,18 @@ def unpack(name: str, folder: Path) -> Path:
     with tarfile.open(HERE / f"{name}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
     (run,) = (folder / "runs").iterdir()
-    convert_jobs(run, folder)
+    for job in run.glob("config*.toml"):
+        job.write_text(job.read_text().replace(MADE_IN, str(folder)))
     return run
 
 
-def convert_jobs(run: Path, folder: Path) -> None:
-    """Convert the job files of a fixture that was unpacked into a folder, as if its run was made there."""
-    for job in run.glob("config*.toml"):
-        tree = tomllib.loads(job.read_text().replace(MADE_IN, str(folder)))
-        job.write_text(to_toml(loading.from_tree(convert_job(tree), str(job))))
+def converted(name: str, folder: Path) -> Path:
+    """As `unpack`, converted to this version, in the same place."""
+    run = unpack(name, folder)
+    copy = run.with_name("converted")
+    answer("store", "convert", run, "--out", copy)
+    shutil.rmtree(run)
+    return copy.rename(run)
 
 
 def ask(run: Path) -> dict[str, Any]:
@@ -117,18 +116,17 @@ def _sum(values: list[Any]) -> Any:
     return {"sum": math.fsum(numbers), "digest": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def journal_words(run: Path) -> tuple[Counter[str], Counter[str]]:
-    """How often each kind of event and of command is in a run's journals."""
-    events, commands = Counter[str](), Counter[str]()
-    for path in run.glob("events*.jsonl"):
-        for line in path.read_text().splitlines():
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the last line of a run that was killed
-            events[entry["event"]["type"]] += 1
-            commands.update(c["type"] for c in entry["commands"])
-    return events, commands
+def trained_offline(run: Path) -> dict[str, Any]:
+    """The result of `train-offline`, and the weights that it ends with, as a hash."""
+    done: dict[str, Any] = json.loads(answer("train-offline", run, "--json"))
+    (weights,) = Path(done["checkpoint"]).glob("*.safetensors")
+    named = {key: value for key, value in done.items() if key not in ("out", "checkpoint", "before", "after")}
+    scores = {
+        key: {name: value for name, value in done[key].items() if isinstance(value, (int, float)) and name[-2:] != "_s"}
+        for key in ("before", "after")
+        if done[key]
+    }
+    return {**named, **scores, "weights": hashlib.sha256(weights.read_bytes()).hexdigest()}
 
 
 def clear(folder: Path) -> None:

@@ -1,24 +1,22 @@
-"""Make the fixtures of tests/test_earlier_versions.py: small runs, packed, with the command line's output about them.
+"""Make the runs that tests/stored_runs/test_conversion.py converts, with the command line's output about them.
 
     PYTHONPATH=. python -m tests.earlier.make        (some five minutes on two cores)
 
-They must be made by the version whose stores, journals and job files later versions must still read; running this with
-a later version makes other fixtures and proves less. README.md says which version made the present ones.
+They must be made by the version whose runs `staleflow store convert` converts (README.md has its commit); this version
+writes runs that need no conversion.
 
 finished   a whole run of a tiny model: trajectories of up to three segments, members aborted as redundant, evaluations,
-           a branch with other rewards, the latest two resume points
-killed     the same job, all of its processes killed in the middle
+           a branch with other rewards, one with logprobs, the latest two resume points
+killed     the same job, all of its processes killed in the middle, with its spool
 resumed    that run resumed: two journals, a step undone that no resume point had reached
+agent      a run of an agent of many turns that changes its past: context branches, auxiliary turns, seconds of tools
 credits    an emulated engine; another system's admission, groups without signal dropped, an instance lost
-deadline   an emulated engine; migration between instances, stragglers cut off
-backlog    an emulated engine; an admission that keeps no bound
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
-import importlib.metadata
 import json
 import os
 import signal
@@ -28,7 +26,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.earlier.asking import HERE, MADE_IN, NAMES, answer, ask, clear, exported, unpack
+from tests.earlier.asking import HERE, MADE_IN, NAMES, answer, ask, clear, exported, trained_offline, unpack
 
 ROOT = HERE.parent.parent
 FOLDER = Path(MADE_IN)
@@ -139,6 +137,39 @@ def odd(answer, record):
     return float(len(answer) % 2)
 '''
 
+AGENT = '''
+"""An agent that asks two turns, then begins anew without the first, and asks for a title on the side."""
+
+import asyncio
+import json
+import urllib.request
+
+
+def ask(base_url, key, messages, **more):
+    body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
+    head = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, head)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+
+async def play(base_url, key, task):
+    first = {"role": "user", "content": f"{task.seed % 10}+1="}
+    messages = [first]
+    said = []
+    for turn in range(3):
+        if turn == 2:
+            messages = [first, {"role": "user", "content": "2+2="}]
+        answer = await asyncio.to_thread(ask, base_url, key, messages)
+        said.append(answer["content"] or "")
+        messages += [answer, {"role": "user", "content": "3+4="}]
+        await asyncio.sleep(0.01)
+    if task.seed % 2:
+        await asyncio.to_thread(ask, base_url, key, [{"role": "user", "content": "5="}], auxiliary=True)
+    digits = sum(c.isdigit() for c in "".join(said))
+    return min(1.0, digits / 10), {"length": float(len("".join(said)))}
+'''
+
 LOSER = '''
 """A tracker by which a run loses a rollout instance at its second step."""
 
@@ -209,7 +240,7 @@ def settings(*overrides: str) -> Iterator[str]:
 
 def kill_in_the_middle(job: Path, step: int) -> None:
     """Run a job in a process group of its own, and kill the group soon after a step."""
-    words = ["run", str(job), *settings("name=killed", "steps=400")]
+    words = ["run", str(job), *settings("name=killed", "steps=400", "rollout.spool_s=0.05")]
     with subprocess.Popen(
         [sys.executable, "-m", "staleflow.cli.main", *words],
         env=ENVIRONMENT, cwd=FOLDER, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -233,7 +264,10 @@ def pack(run: Path, name: str) -> None:
         member.uname = member.gname = ""
         return member
 
-    parts = [run, *([FOLDER / "model", FOLDER / "rewards.py"] if (run / "resume").is_dir() else [])]
+    parts = [
+        run,
+        *([FOLDER / "model", FOLDER / "rewards.py", FOLDER / "agent.py"] if (run / "resume").is_dir() else []),
+    ]
     with (
         gzip.GzipFile(HERE / f"{name}.tar.gz", "wb", mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w") as archive,
@@ -247,10 +281,11 @@ def write_answers(name: str) -> None:
     folder = FOLDER / "unpacked" / name
     run = unpack(name, folder)
     answers = ask(run)
-    answers["simulate --from"] = json.loads(answer("simulate", "--from", run, "--json"))
     if name == "finished":
         answers["store diff"] = json.loads(answer("store", "diff", run, "main", "odd", "--json"))
         answers["store export"] = exported(run, "odd")
+    if name != "credits":  # an emulated engine has nothing to train
+        answers["train-offline"] = trained_offline(run)
     (HERE / f"{name}.json").write_text(json.dumps(answers, indent=1) + "\n")
 
 
@@ -262,6 +297,7 @@ def make_runs() -> None:
     job.write_text(JOB)
     emulated.write_text(EMULATED)
     (FOLDER / "rewards.py").write_text(REWARDS)
+    (FOLDER / "agent.py").write_text(AGENT)
     (FOLDER / "loser.py").write_text(LOSER)
 
     staleflow("run", job)
@@ -269,6 +305,10 @@ def make_runs() -> None:
         [sys.executable, "-m", "staleflow.cli.main", "store", "reprocess", str(RUNS / "finished"),
          "--reward", f"{FOLDER}/rewards.py:odd", "--branch", "odd"],
         env=ENVIRONMENT, cwd=FOLDER,
+    )  # fmt: skip
+    staleflow(
+        "store", "rescore-logprobs", RUNS / "finished", "--model", max((RUNS / "finished/checkpoints").iterdir()),
+        "--branch", "last", "--workers", 1,
     )  # fmt: skip
     pack(RUNS / "finished", "finished")
 
@@ -279,6 +319,14 @@ def make_runs() -> None:
     staleflow("resume", RUNS / "killed", *settings("steps=5"))
     pack(RUNS / "killed", "resumed")
 
+    staleflow(
+        "run", job,
+        *settings("name=agent", f"task.source=agent:{FOLDER}/agent.py:play", "task.options={}", "reward.function=task",
+                  "rollout.turn_tokens=8", "rollout.max_new_tokens=80", "task.eval_prompts=0", "steps=3",
+                  "staleness.eta=1", "batch.extra_members=0"),
+    )  # fmt: skip
+    pack(RUNS / "agent", "agent")
+
     loser = f"tracking.tracker={FOLDER}/loser.py:Loser"
     staleflow(
         "run", emulated,
@@ -288,21 +336,10 @@ def make_runs() -> None:
     lost = RUNS / "credits" / "config.toml"
     lost.write_text(lost.read_text().replace(f"{FOLDER}/loser.py:Loser", ""))
     pack(RUNS / "credits", "credits")
-    staleflow(
-        "run", emulated,
-        *settings("name=deadline", "rollout.routing=deadline", "rollout.on_pull=keep",
-                  "rollout.migration=largest_gain", "rollout.migration_gain=0.01", "rollout.engine.max_running=16",
-                  "batch.stragglers=truncate", "batch.straggler_share=0.5", "batch.straggler_patience=0.1",
-                  "workload.sigma=1.5", "rollout.cost.k3=1e-3", "workload.median=100"),
-    )  # fmt: skip
-    pack(RUNS / "deadline", "deadline")
-    staleflow("run", emulated, *settings("name=backlog", "staleness.admission=backlog", "steps=3"))
-    pack(RUNS / "backlog", "backlog")
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
-    version = importlib.metadata.version("staleflow")
     (HERE / "README.md").write_text(
-        "Runs made by earlier versions, and what those versions said of them. `make.py` says how they were made.\n\n"
-        f"Made by: staleflow {version}, commit {git.stdout.strip()}.\n"
+        "Runs made by the version before store columns were arrays of their own, and what that version said of them.\n"
+        f"`make.py` says how they were made. Made by commit {git.stdout.strip()}.\n"
     )
 
 

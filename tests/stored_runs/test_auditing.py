@@ -36,7 +36,7 @@ def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None
 
 def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditing, "SEVERAL_TOKENS", 0)
-    path = asking.unpack("finished", tmp_path) / "store"
+    path = asking.converted("finished", tmp_path) / "store"
     assert audit_within(VersionedStore.open(path), 1024, 2) == plain_audit(VersionedStore.open(path))
     edit(path, lambda root: set_int(root, 9, "v_traj", 3))
     edit(path, lambda root: set_int(root, 2, "step", 3))
@@ -47,7 +47,7 @@ def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pyte
 
 def test_a_scheduler_in_dasks_configuration_is_left_alone(tmp_path: Path) -> None:
     """An audit waited for the workers of a busy cluster, or failed where none answers, only because one was named."""
-    run = asking.unpack("finished", tmp_path)
+    run = asking.converted("finished", tmp_path)
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
         assert command("store", "audit", run).returncode == 0
         told = command("store", "audit", run, "--scheduler", "tcp://127.0.0.1:9")
@@ -56,7 +56,7 @@ def test_a_scheduler_in_dasks_configuration_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_the_command_refuses_a_limit_that_is_too_low_in_one_line(tmp_path: Path) -> None:
-    run = asking.unpack("killed", tmp_path)
+    run = asking.converted("killed", tmp_path)
     told = command("store", "audit", run, "--memory", 64)
     assert (told.returncode, told.stderr) == (2, "staleflow: --memory 64: an audit takes at least 216 MiB\n")
     told = command("store", "audit", run, "--memory", 300, "--json")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
 from staleflow.stores.trajectory import Ended, Fate, Trajectory, ended_as
 from staleflow.stores.weights.weight_hash import comparable
@@ -22,7 +21,8 @@ def plain_audit(store: StoreReader) -> AuditReport:
     try:
         records = store.steps()
         rows = list(store.ended())
-        turns = store.turns(0, len(rows))
+        table = store.table()
+        turns = list(zip(*(table[name].tolist() for name in ("turns", "given_tokens", "tool_s")), strict=True))
         if broken := next((chunk for chunk in store.damage() if chunk.array == "tokens/mask"), None):
             raise StoreError(broken.what)
     except StoreError as error:
@@ -57,7 +57,7 @@ def _damage(store: StoreReader) -> Iterable[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
     try:
-        table = store.table()
+        table = store.table(names=(*PLACES, "text_offset", "text_bytes"))
     except StoreError:
         table = {}
     for chunk in damage:
@@ -80,7 +80,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
     except (StoreError, ValueError) as error:
         yield Finding(
             check="arrays",
-            where="records" if "records" in lengths else "text",
+            where="records",
             what=f"step records cannot be read: {error}",
         )
         return
@@ -92,7 +92,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
     if len(token_lengths) > 1:
         yield Finding(check="arrays", where="tokens", what=f"arrays of different lengths {sorted(token_lengths)}")
     try:
-        table = store.table()
+        table = store.table(names=PLACES)
     except StoreError:
         return  # the damaged chunk is reported elsewhere
     if len(table["offset"]):
@@ -102,7 +102,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
                 yield Finding(check="arrays", where=name, what=f"truncated: {lengths[name]} of {need} tokens")
 
 
-def _rows(store: StoreReader, rows: list[Ended], turns: Any) -> Iterable[Finding]:
+def _rows(store: StoreReader, rows: list[Ended], turns: list[tuple[float, ...]]) -> Iterable[Finding]:
     names = ("offset", "prompt_tokens", "response_tokens", "loss_mask")
     numbers = zip(*(store.table()[name].tolist() for name in names), strict=True)
     root = store._read_root()
@@ -114,7 +114,7 @@ def _rows(store: StoreReader, rows: list[Ended], turns: Any) -> Iterable[Finding
         if min(offset, prompt, response) >= 0:
             versions, logprobs, mask = (values[offset : offset + prompt + response] for values in tokens)
             faults += _token_faults(prompt, trained != 0, zip(versions, logprobs, mask, strict=True))
-        for what in (*faults, *_turn_faults(row.trajectory, None if turns is None else turns[i].tolist())):
+        for what in (*faults, *_turn_faults(row.trajectory, turns[i])):
             yield Finding(check="arrays", where=where, what=what)
 
 
@@ -132,11 +132,7 @@ def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float,
     yield from (f"{count} {what}" for what, count in counts.items() if count)
 
 
-def _turn_faults(t: Trajectory, stored: list[float] | None) -> Iterable[str]:
-    if stored is None:
-        if t.has_answers:
-            yield "an environment answered it, and the store has no numbers of turns"
-        return
+def _turn_faults(t: Trajectory, stored: tuple[float, ...]) -> Iterable[str]:
     turns, given, tool_s = stored
     if (turns, given) != (len(t.turns), t.num_given) or not abs(tool_s - t.tool_s) <= 1e-6:
         yield (

@@ -1,4 +1,4 @@
-"""What a store reads for what is asked, and stores of the earlier format: read, and brought to this one by a commit."""
+"""What a store reads for what is asked."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.stores.auditing import snapshot_audit
-from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.stored_ids import StoredIds
 from staleflow.stores.trajectories.versioned import VersionedStore
-from tests.earlier import asking
-from tests.stores.store_conformance import HEADER, assert_same, ended, record
+from tests.stores.store_conformance import HEADER, ended, record
 
 
 @pytest.fixture
@@ -65,7 +61,7 @@ def test_a_commit_after_reopening_reads_no_row_unless_ids_overlap(tmp_path: Path
     assert not read
     with pytest.raises(StoreError, match="trajectory 155 would be stored twice"):
         store.commit(record(21), [ended(rng, 161, 21), ended(rng, 155, 21)])
-    assert read == {"rows/int": 8}
+    assert read == {"rows/trajectory": 8}
     with pytest.raises(StoreError, match="trajectory 160 would be stored twice"):
         store.commit(record(21), [ended(rng, 160, 21)])
     with pytest.raises(StoreError, match="trajectory 170 would be stored twice"):
@@ -91,33 +87,3 @@ def test_ids_are_stored_once_whatever_the_order_of_commits() -> None:
             if not twice:
                 stored.add(new)
                 known |= set(new)
-
-
-@pytest.mark.parametrize("name", ["killed", "resumed", "finished"])
-def test_a_store_of_format_1_is_read_and_goes_on_in_this_one(name: str, tmp_path: Path) -> None:
-    path = asking.unpack(name, tmp_path) / "store"
-    before = VersionedStore.open(path)
-    records, rows = before.steps(), list(before.ended())
-    last_step = [r for r in records if r.kind == "step"][-1]
-    found = before.summary()
-    assert (found.num_rows, found.last, found.last_step) == (len(rows), records[-1], last_step)
-    assert found.num_steps == sum(r.kind == "step" for r in records)
-    assert before.steps(-1) == records[-1:]
-
-    with pytest.raises(StoreError, match=f"trajectory {rows[3].trajectory.id} would be stored twice"):
-        before.commit(StepRecord(kind="resume", step=found.num_steps, ledger=records[-1].ledger), [rows[3]])
-    new = ended(np.random.default_rng(0), 10**6, found.num_steps)
-    before.commit(StepRecord(kind="resume", step=found.num_steps, ledger=records[-1].ledger), [new])
-    after = VersionedStore.open(path)
-    assert after.steps()[:-1] == records
-    for a, b in zip(after.ended(), [*rows, new], strict=True):
-        assert_same(a, b)
-    assert after.summary().last == after.steps()[-1]
-    assert not [f for f in audit(after).findings if f.check in ("arrays", "fingerprints")]
-    assert list(snapshot_audit.audit_history(path)) == []
-
-    # An earlier step is of the earlier format, and so is the store that is set back to it.
-    assert VersionedStore.open(path, at_step=0).steps() == records[: 1 + records.index(after.steps()[0])]
-    VersionedStore.rewind(path, 1)
-    VersionedStore.open(path).commit(record(1), [new])
-    assert [r.kind for r in VersionedStore.open(path).steps()] == ["step", "step"]

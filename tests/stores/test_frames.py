@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories import dataframes
+from staleflow.stores.trajectories.columns import shown_columns
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.stores.test_stores import sound_store
 
@@ -45,6 +47,36 @@ def test_a_dataset_finds_each_trajectorys_tokens_by_offset(tmp_path: Path) -> No
         np.testing.assert_array_equal(data.logprobs[here].values, row.trajectory.logprobs)
     trained = int(data.mask.sum().compute())
     assert trained == sum(r.trajectory.num_sampled for r in store.ended() if r.loss_mask)
+
+
+def test_the_token_axis_is_as_long_as_the_run_has_tokens(tmp_path: Path) -> None:
+    """A commit's tokens begin at the boundary of a file; the gaps before them are not tokens."""
+    store = sound_store(tmp_path / "s")
+    data = store.to_xarray()
+    rows = [row.trajectory for row in store.ended()]
+    ids = np.concatenate([part for t in rows for part in (t.prompt_tokens, t.response_tokens)])
+    assert data.sizes["token"] == len(ids) < store.array_lengths()["tokens/ids"]
+    np.testing.assert_array_equal(data.ids.values, ids)
+    np.testing.assert_array_equal(data.ids[5:-7].values, ids[5:-7])
+    versions = np.concatenate([part for t in rows for part in (np.full(len(t.prompt_tokens), -1), t.versions)])
+    np.testing.assert_array_equal(data.versions.values, versions)
+    ends = np.cumsum([len(t.prompt_tokens) + t.num_tokens for t in rows]).tolist()
+    assert data.offset.values.tolist() == [0, *ends[:-1]]
+    assert VersionedStore.create(tmp_path / "empty", store.header).to_xarray().sizes == {"trajectory": 0, "token": 0}
+
+
+def test_tables_have_every_column_in_its_type(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "s")
+    frame = dataframes.to_pandas(store.ended())
+    columns = store.columns()
+    assert list(columns) == [column.name for column in shown_columns()]
+    for column in shown_columns():
+        assert frame[column.name].tolist() == columns[column.name].tolist(), column.name
+        if not column.members:
+            assert frame[column.name].dtype == columns[column.name].dtype == column.dtype
+    for _, row in frame.iterrows():
+        sampled = row.versions[row.sampled]
+        assert (row.v_min, row.v_max) == (sampled.min(), sampled.max())
 
 
 def test_an_empty_store_is_an_empty_frame_and_time_travel_holds(tmp_path: Path) -> None:

@@ -54,8 +54,7 @@ def test_a_whole_store_has_no_findings(store: VersionedStore) -> None:
 
 
 def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedStore) -> None:
-    arrays = ("rows/int", "rows/float", "text", "records")
-    earlier = dict.fromkeys(arrays, 0)
+    earlier = {"text": 0, "records": 0}
     sound = audit(store).findings
     for path in sorted((store.path / "chunks").iterdir()):
         before = flip(path)
@@ -67,7 +66,7 @@ def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedSto
             if not seen_at_head:
                 earlier[name] += 1
         path.write_bytes(before)
-    # Small chunks are kept in manifests, not in files; of each array some earlier ones are files.
+    # Small chunks, such as columns of few rows, are kept in manifests; of these arrays some earlier ones are files.
     assert all(count >= 2 for count in earlier.values()), earlier
 
 
@@ -94,13 +93,15 @@ def test_every_damaged_chunk_is_found(tmp_path: Path, how: str) -> None:
         assert new, f"{path.name}, {len(before)} bytes"
         named |= {f.where for f in new}
         path.write_bytes(before)
-    assert {"tokens/ids", "tokens/logprobs", "tokens/mask", "rows/int", "rows/float", "text", "records"} <= named
+    assert {"tokens/ids", "tokens/logprobs", "tokens/mask", "rows/reward", "rows/offset", "text", "records"} <= named
 
 
 @pytest.mark.parametrize("what", ["snapshots", "manifests"])
 def test_a_broken_file_of_an_earlier_snapshot_is_a_finding(store: VersionedStore, what: str) -> None:
     broken = 0
-    for path in sorted((store.path / what).iterdir()):
+    for path in sorted((store.path / what).iterdir())[
+        :: 4 if what == "manifests" else 1
+    ]:  # of each column one a commit
         before = path.read_bytes()
         path.write_bytes(before[: len(before) // 2])
         try:

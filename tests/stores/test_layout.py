@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.stores.trajectories.layout import TURN_COLUMNS, pack, unpack
+from staleflow.stores.trajectories.layout import pack, unpack
 from staleflow.stores.trajectory import (
     Ended,
     Fate,
@@ -65,11 +65,8 @@ def test_rows_of_any_spans_are_unpacked_as_they_were(
     at = begin
     for i, row in enumerate(ended):
         t = row.trajectory
-        again = unpack(
-            packed.ints[i].tolist(), packed.floats[i].tolist(), packed.tokens, begin, packed.text, text_begin
-        )
-        assert_same(again, row)
-        turns = dict(zip(TURN_COLUMNS, packed.turns[i].tolist(), strict=True))
+        turns = dict(zip(packed.rows.dtype.names, packed.rows[i].item(), strict=True))
+        assert_same(unpack(turns, packed.tokens, begin, packed.text, text_begin), row)
         assert (turns["turns"], turns["given_tokens"]) == (len(t.turns), len(t.response_tokens) - t.sampled.sum())
         assert abs(turns["tool_s"] - t.tool_s) < 1e-9
         first = at - begin + len(t.prompt_tokens)

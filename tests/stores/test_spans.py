@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from staleflow.stores.auditing.audit import audit
-from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectories import derived_branches, reader
-from staleflow.stores.trajectories.layout import INT_COLUMNS
-from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Given, TrajectoryId
@@ -30,9 +28,7 @@ MANY_TURNS = 7
 
 def tokens_of(root: Any, row: int, *, sampled: bool) -> Any:
     """Where a row's tokens of one kind lie, after its prompt."""
-    offset, prompt, response = (
-        int(root["rows/int"][row, INT_COLUMNS.index(name)]) for name in ("offset", "prompt_tokens", "response_tokens")
-    )
+    offset, prompt, response = (int(root[f"rows/{name}"][row]) for name in PLACES)
     first = offset + prompt
     return first + np.flatnonzero((root["tokens/versions"][first : first + response] >= 0) == sampled)
 
@@ -43,14 +39,14 @@ def set_token(root: Any, name: str, *, sampled: bool, value: float) -> None:
 
 def set_spans(root: Any, change: Callable[[list[list[Any]]], None]) -> None:
     """Change what the row's text says of its spans, and its versions with it."""
-    begin, size = (int(root["rows/int"][MANY_TURNS, INT_COLUMNS.index(n)]) for n in ("text_offset", "text_bytes"))
+    begin, size = (int(root[f"rows/{n}"][MANY_TURNS]) for n in ("text_offset", "text_bytes"))
     extra = json.loads(np.asarray(root["text"][begin : begin + size]).tobytes())
     change(extra["segments"])
     text = json.dumps(extra).encode()
     set_int(root, MANY_TURNS, "text_offset", int(root["text"].shape[0]))
     set_int(root, MANY_TURNS, "text_bytes", len(text))
     root["text"].append(np.frombuffer(text, np.uint8))
-    at = sum(int(root["rows/int"][MANY_TURNS, INT_COLUMNS.index(n)]) for n in ("offset", "prompt_tokens"))
+    at = sum(int(root[f"rows/{n}"][MANY_TURNS]) for n in ("offset", "prompt_tokens"))
     for _, version, count, *_ in extra["segments"]:
         root["tokens/versions"][at : at + count] = version
         at += count
@@ -110,14 +106,12 @@ SPAN_FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another time": (lambda root: set_spans(root, longer), "its spans have 3 turns"),
     "a given span without its time": (lambda root: set_spans(root, without_seconds), "its record is corrupt"),
     "other numbers of turns": (
-        lambda root: root["rows/turns"].__setitem__((MANY_TURNS, 0), 2.0),
+        lambda root: root["rows/turns"].__setitem__(MANY_TURNS, 2),
         "given tokens, 1.75 s; stored are 2 turns",
     ),
-    "no numbers of turns": (lambda root: root.__delitem__("rows/turns"), "the store has no numbers of turns"),
+    "no numbers of turns": (lambda root: root.__delitem__("rows/turns"), "stored are 0 turns"),
     "a prompt's token with a version": (
-        lambda root: root["tokens/versions"].__setitem__(
-            int(root["rows/int"][MANY_TURNS, INT_COLUMNS.index("offset")]), 1
-        ),
+        lambda root: root["tokens/versions"].__setitem__(int(root["rows/offset"][MANY_TURNS]), 1),
         "1 tokens of the prompt have a version",
     ),
 }
@@ -162,7 +156,9 @@ def test_an_answer_of_no_tokens_is_a_turn_too(tmp_path: Path) -> None:
     assert plain_audit(store).findings == audit(store).findings
     edit(tmp_path / "s", lambda root: root.__delitem__("rows/turns"))
     found = audit(damaged := VersionedStore.open(tmp_path / "s")).findings
-    assert "an environment answered it, and the store has no numbers of turns" in [f.what for f in found]
+    assert "its spans have 2 turns, 0 given tokens, 0.5 s; stored are 0 turns, 0 given tokens, 0.5 s" in [
+        f.what for f in found
+    ]
     assert plain_audit(damaged).findings == found
 
 
@@ -176,19 +172,12 @@ def test_another_role_is_harmless(tmp_path: Path) -> None:
     assert [s.role for s in row.trajectory.spans if isinstance(s, Given)] == ["t\0l", "user"]
 
 
-def test_only_a_store_of_many_turns_is_refused_by_earlier_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_count_turns_and_what_was_given(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [ended(rng, i, 0) for i in (0, 2, 3)])
     before = store.snapshot
-    monkeypatch.setattr(reader, "FORMATS", (1, 2))
-    assert {*VersionedStore.open(tmp_path / "s").columns()["given_tokens"].tolist()} == {0}
     store.commit(record(1), [ended(rng, i, 1) for i in (5, 4)])
-    with pytest.raises(ConfigError, match="store format 3, this version reads 1 and 2"):
-        VersionedStore.open(tmp_path / "s")
-    monkeypatch.undo()
     store.commit(record(2), [ended(rng, 6, 2)])
     columns = VersionedStore.open(tmp_path / "s").columns()
     assert columns["turns"].tolist() == [1, 1, 1, 1, 3, 1]
@@ -250,16 +239,3 @@ def test_a_branch_that_goes_on_elsewhere_is_found(tmp_path: Path, after: int, wh
     found = audit(store).findings
     assert [f for f in found if what in f.what], found
     assert plain_audit(store).findings == found
-
-
-def test_only_a_store_with_branches_is_refused_by_earlier_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = VersionedStore.create(tmp_path / "s", HEADER)
-    store.commit(record(0), [ended(np.random.default_rng(0), i, 0) for i in (0, 1, 2)])
-    monkeypatch.setattr(reader, "FORMATS", (1, 2, 3))
-    assert len(VersionedStore.open(tmp_path / "s").columns()["turns"]) == 3
-    row = branching_row(1)
-    store.commit(record(1), [replace(row, trajectory=replace(row.trajectory, id=TrajectoryId(5)))])
-    with pytest.raises(ConfigError, match="store format 4, this version reads 1 and 2 and 3"):
-        VersionedStore.open(tmp_path / "s")

@@ -19,7 +19,8 @@ import zarr
 
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StoreError
-from staleflow.stores.trajectories.layout import COMMIT_AT, INT_COLUMNS
+from staleflow.stores.trajectories.columns import COLUMNS
+from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.reader import Damaged
 from staleflow.stores.trajectories.records import (
@@ -80,7 +81,7 @@ class TestVersionedStore(TrajectoryStoreTests):
         repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(path)))
         (undone,) = repository.list_branches() - {"main", ended_once}
         root = zarr.open_group(repository.readonly_session(undone).store, mode="r")
-        assert root["rows/int"][:, 0].tolist() == [0, 1, 2, 3]
+        assert root["rows/trajectory"][:].tolist() == [0, 1, 2, 3]
 
     def test_a_committer_that_another_has_overtaken_commits_nothing(self, tmp_path: Path, rng: Any) -> None:
         old = VersionedStore.create(tmp_path / "s", HEADER)
@@ -111,7 +112,7 @@ class TestVersionedStore(TrajectoryStoreTests):
     def test_a_store_of_another_format_is_refused(self, tmp_path: Path) -> None:
         VersionedStore.create(tmp_path / "s", HEADER)
         edit(tmp_path / "s", lambda root: root.attrs.update({"format": 99}))
-        with pytest.raises(ConfigError, match="store format 99, this version reads 1"):
+        with pytest.raises(ConfigError, match="store format 99, this version reads 'columns'"):
             VersionedStore.open(tmp_path / "s")
 
     def test_a_failed_commit_leaves_nothing(self, tmp_path: Path, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,12 +224,12 @@ def edit(folder: Path, change: Callable[[Any], Any]) -> None:
 
 
 def set_int(root: Any, row: int, column: str, value: int) -> None:
-    root["rows/int"][row, INT_COLUMNS.index(column)] = value
+    root[f"rows/{column}"][row] = value
 
 
 def lose_a_row(root: Any) -> None:
-    for name in ("rows/int", "rows/float", "rows/turns"):
-        array = root[name]
+    for column in COLUMNS:
+        array = root[column.array]
         kept = np.delete(np.asarray(array[:]), 5, axis=0)
         array.resize(kept.shape)
         array[:] = kept
@@ -240,7 +241,9 @@ def truncate(root: Any) -> None:
 
 
 def repeat_a_row(root: Any) -> None:
-    root["rows/int"][6, :] = root["rows/int"][2, :]
+    for column in COLUMNS:
+        if column.name not in ("reward", "advantage"):
+            root[column.array][6] = root[column.array][2]
 
 
 def forge(root: Any) -> None:
@@ -249,8 +252,7 @@ def forge(root: Any) -> None:
 
 
 def change_a_logprob(root: Any, value: float = -9.0) -> None:
-    offset = int(root["rows/int"][5, INT_COLUMNS.index("offset")])
-    prompt = int(root["rows/int"][5, INT_COLUMNS.index("prompt_tokens")])
+    offset, prompt = int(root["rows/offset"][5]), int(root["rows/prompt_tokens"][5])
     root["tokens/logprobs"][offset + prompt] = value
 
 

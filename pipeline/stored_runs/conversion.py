@@ -1,0 +1,68 @@
+"""Conversion of a stored run that the version before this one wrote: a converted copy, complete or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from staleflow.pipeline.config import knob_tree, loading
+from staleflow.pipeline.config.job_conversion import convert_job
+from staleflow.pipeline.recovery.run_folder import LOCK, only_here, require_run
+from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
+from staleflow.stores.files import claim_folder, publish, remove
+from staleflow.stores.trajectories.store_conversion import ConvertedStore, convert_store, needs_conversion
+
+NOT_COPIED = (LOCK, ".store.lock", "store")
+"""What is in a run's folder and belongs to its place, besides the store, which is converted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertedRun:
+    """A converted copy of a run. jobs: the number of job files, one for each start."""
+
+    out: str
+    store: ConvertedStore
+    jobs: int
+
+
+def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
+    """Write a converted copy of a run to the folder `out`: its store with all branches, and its job files; journal,
+    spool, resume points and checkpoints are the same. The run itself is not changed. A store in a bucket is copied into
+    the folder. Raises ConfigError if there is nothing to convert, if `out` exists or if the run is live, StoreError."""
+    require_run(run_dir)
+    if not (run_dir / "store").exists():
+        raise ConfigError(f"{run_dir}: the run has no store; start it again with `staleflow run`")
+    if not needs_conversion(run_dir / "store"):
+        raise ConfigError(f"{run_dir}: already of this version; nothing to convert")
+    if out.exists():
+        raise ConfigError(f"{out} already exists; choose another place with --out, or remove it")
+    claim_folder(out.parent, "--out")
+    part = out.with_name(f".{out.name}.converting.part")
+    try:
+        with only_here(run_dir), contextlib.ExitStack() as unfinished:
+            remove(part)  # of a conversion that was killed
+            unfinished.callback(remove, part)
+            shutil.copytree(run_dir, part, symlinks=True, ignore=lambda folder, names: _left_out(run_dir, folder))
+            store = convert_store(run_dir / "store", part / "store")
+            jobs = sorted(part.glob("config*.toml"))
+            for job in jobs:
+                _convert_job_file(job)
+            publish(part, out)
+    except OSError as error:
+        if isinstance(error, StaleflowError):
+            raise
+        raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
+    return ConvertedRun(out=str(out), store=store, jobs=len(jobs))
+
+
+def _convert_job_file(path: Path) -> None:
+    tree = loading.read_tree(path)
+    converted = convert_job(tree)
+    if converted != tree:
+        path.write_text(knob_tree.to_toml(loading.from_tree(converted, str(path))))
+
+
+def _left_out(run_dir: Path, folder: str) -> tuple[str, ...]:
+    return NOT_COPIED if Path(folder) == run_dir else ()

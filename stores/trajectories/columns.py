@@ -1,0 +1,151 @@
+"""The columns of stored trajectories: one table with the name, type, unit and meaning of each. Pure.
+
+Each column is an array of its own in a store, `rows/NAME`, with one element per trajectory. A store that was written
+before a column existed reads that column's fill value, so a new column needs a line in COLUMNS and nothing else, unless
+its value is new to `Ended`, which then gets a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.trajectory import NO_VERSION, AbortReason, Ended, Fate, FinishReason, Given, PolicyVersion, Span
+
+FINISHES, FATES, REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
+Rows = npt.NDArray[np.void]
+"""[R] rows of numbers: a structured array with a field for each column that was read, in the types of COLUMNS."""
+Value = int | float | bool | Enum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of the table of trajectories."""
+
+    name: str
+    dtype: str
+    """The numpy type of its array. A column of members of an enumeration stores their indices."""
+    meaning: str
+    unit: str = ""
+    fill: int | float | bool = 0
+    """The value of rows that were stored before the column existed."""
+    value: Callable[[Ended], Value] | None = None
+    """Computes the value of a row. None: the place of the row in the store's other arrays, which a commit assigns."""
+    shown: Callable[[Ended], Value] | None = None
+    """Computes the value that tables show, where it is not the stored one."""
+    members: tuple[Enum, ...] = ()
+    """What the indices of an enumeration stand for."""
+
+    @property
+    def array(self) -> str:
+        """The name of its array in a store."""
+        return f"rows/{self.name}"
+
+    @property
+    def shown_dtype(self) -> str:
+        """Its type in tables, where members of enumerations are words."""
+        return "str" if self.members else self.dtype
+
+    def encoded(self, row: Ended) -> int | float | bool:
+        """The stored value of a row."""
+        assert self.value is not None
+        value = self.value(row)
+        return self.members.index(value) if isinstance(value, Enum) else value
+
+    def shown_value(self, row: Ended) -> int | float | bool | str:
+        """The value of a row in tables, in its column's type."""
+        compute = self.shown or self.value
+        assert compute is not None
+        value = compute(row)
+        found: int | float | bool | str = value.value if isinstance(value, Enum) else np.dtype(self.dtype).type(value)
+        return found
+
+
+def _sampled_versions(row: Ended) -> list[PolicyVersion]:
+    return [segment.version for segment in row.trajectory.segments if len(segment.tokens)]
+
+
+COLUMNS = (
+    Column(name="trajectory", dtype="int64", meaning="id of the trajectory", value=lambda row: row.trajectory.id),
+    Column(name="group", dtype="int64", meaning="id of its group: the responses to one prompt",
+           value=lambda row: row.trajectory.group),
+    Column(name="step", dtype="int64", value=lambda row: row.step,
+           meaning="the training step that consumed it; of others, the step that was next when it ended"),
+    Column(name="fate", dtype="int8", members=FATES, value=lambda row: row.fate,
+           meaning="how it ended: consumed, filtered or aborted"),
+    Column(name="reason", dtype="int8", members=REASONS, value=lambda row: row.reason,
+           meaning="why it was filtered or aborted; none if it was consumed"),
+    Column(name="finish", dtype="int8", members=FINISHES, value=lambda row: row.trajectory.finish,
+           meaning="why sampling ended: stop, length or unfinished"),
+    Column(name="v_traj", dtype="int64", value=lambda row: row.trajectory.v_traj,
+           meaning="oldest policy version that its tokens were allowed to come from"),
+    Column(name="v_min", dtype="int64", fill=-1, meaning="oldest policy version of its sampled tokens; -1 without any",
+           value=lambda row: min(_sampled_versions(row), default=NO_VERSION)),
+    Column(name="v_max", dtype="int64", fill=-1, meaning="newest policy version of its sampled tokens; -1 without any",
+           value=lambda row: max(_sampled_versions(row), default=NO_VERSION)),
+    Column(name="staleness", dtype="int64", value=lambda row: row.staleness,
+           meaning="step - v_traj if it was consumed, else -1"),
+    Column(name="reward", dtype="float32", meaning="its reward", value=lambda row: row.trajectory.reward),
+    Column(name="advantage", dtype="float32", meaning="its advantage; 0 if it was not trained on",
+           value=lambda row: row.advantage),
+    Column(name="loss_mask", dtype="bool", meaning="whether its tokens carried gradient",
+           value=lambda row: row.loss_mask),
+    Column(name="dataset_row", dtype="int64", fill=-1, value=lambda row: row.trajectory.dataset_row,
+           meaning="row of the data set, or index of the generated task, that its prompt came from; -1 if unknown"),
+    Column(name="prompt_tokens", dtype="int64", unit="tokens", meaning="length of the prompt",
+           value=lambda row: len(row.trajectory.prompt_tokens)),
+    Column(name="response_tokens", dtype="int64", unit="tokens",
+           meaning="length of the response; in tables and `--where` without the given tokens",
+           value=lambda row: row.trajectory.num_tokens, shown=lambda row: row.trajectory.num_sampled),
+    Column(name="turns", dtype="int64", meaning="turns of the model", value=lambda row: len(row.trajectory.turns)),
+    Column(name="given_tokens", dtype="int64", unit="tokens", meaning="tokens given by the environment between turns",
+           value=lambda row: row.trajectory.num_given),
+    Column(name="tool_s", dtype="float64", unit="s", meaning="time its environment took",
+           value=lambda row: sum(span_seconds(span) for span in row.trajectory.spans)),
+    Column(name="arrived_s", dtype="float32", unit="s", meaning="when its prompt was drawn, on the run's clock",
+           value=lambda row: row.trajectory.timings.arrived_s),
+    Column(name="routed_s", dtype="float32", unit="s", meaning="when it was first routed to an instance",
+           value=lambda row: row.trajectory.timings.routed_s),
+    Column(name="sampled_s", dtype="float32", unit="s", meaning="when its last token arrived",
+           value=lambda row: row.trajectory.timings.sampled_s),
+    Column(name="rewarded_s", dtype="float32", unit="s", meaning="when it was scored; 0 if it was not",
+           value=lambda row: row.trajectory.timings.rewarded_s),
+    Column(name="offset", dtype="int64", meaning="index of its first token in the token arrays"),
+    Column(name="text_offset", dtype="int64", meaning="index of the first byte of its JSON in `text`"),
+    Column(name="text_bytes", dtype="int64", unit="bytes", meaning="length of its JSON"),
+)  # fmt: skip
+"""All columns, in the order in which tables show them. Those without `value` are not shown."""
+
+
+def shown_columns(columns: Iterable[Column] = COLUMNS) -> list[Column]:
+    """The columns that tables and `--where` have."""
+    return [column for column in columns if column.value is not None]
+
+
+def chosen(names: Iterable[str] | None) -> list[Column]:
+    """The columns with these names, all by default, in the order of COLUMNS."""
+    wanted = None if names is None else set(names)
+    return [column for column in COLUMNS if wanted is None or column.name in wanted]
+
+
+def empty_rows(count: int, columns: Sequence[Column]) -> Rows:
+    """`count` rows of these columns, not initialized."""
+    return np.empty(count, np.dtype([(column.name, column.dtype) for column in columns]))
+
+
+def span_seconds(span: Span) -> float:
+    """The seconds of a given span as they are stored, rounded; 0 of a sampled one."""
+    return round(span.seconds, 6) if isinstance(span, Given) else 0.0
+
+
+def reference() -> str:
+    """The table of columns in Markdown, for docs/store.md."""
+    lines = ["| column | type | unit | meaning |", "|---|---|---|---|"]
+    for column in COLUMNS:
+        kind = "word" if column.members else column.dtype
+        lines.append(f"| `{column.name}` | {kind} | {column.unit} | {column.meaning} |")
+    return "\n".join(lines)
