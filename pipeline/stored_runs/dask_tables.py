@@ -1,0 +1,66 @@
+"""A run's trajectories as a dask.dataframe with prompts and responses as text, which may be larger than memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.stored_runs.pool import once_a_process, store_at
+from staleflow.pipeline.stored_runs.response_texts import row_texts, shown_texts
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories import dataframes
+from staleflow.stores.trajectories.dataframes import RowTexts
+from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended
+from staleflow.tasks.rendering.chat_tokenizer import Texts
+
+BLOCK_ROWS = 512
+"""Trajectories of a partition."""
+
+
+def dask_table(
+    run_dir: Path, store: VersionedStore, where: str = "", *, texts: bool = True, block_rows: int = BLOCK_ROWS
+) -> Any:
+    """A dask.dataframe with a row for each trajectory, whose partitions are read and decoded on the workers.
+
+    Args:
+        run_dir: The run's folder; its job names the tokenizer. If that is gone, texts are token ids.
+        store: The run's store, at the snapshot or branch to read.
+        where: Which trajectories, as an expression over columns such as "staleness <= 1 and reward > 0".
+        texts: Whether there are the columns prompt, response and messages.
+        block_rows: Trajectories of a partition.
+
+    Raises:
+        ConfigError: `where` cannot be read, or dask.dataframe is not installed.
+    """
+    store = VersionedStore.at(store.path, store.snapshot)
+    (positions,) = np.nonzero(Selection(where).mask(store.columns()))
+    read = functools.partial(_read, str(store.path), store.snapshot, positions)
+    decode = functools.partial(_decode, str(run_dir.resolve())) if texts else None
+    return dataframes.to_dask(len(positions), block_rows, read, decode)
+
+
+def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], first: int, last: int) -> list[Ended]:
+    rows = []
+    for row in store_at(path, snapshot).picked(positions[first:last].tolist()):
+        if isinstance(row, Damaged):
+            raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.what}")
+        rows.append(row)
+    return rows
+
+
+def _decode(run_dir: str, rows: Sequence[Ended]) -> list[RowTexts]:
+    return [row_texts(row.trajectory, _texts(run_dir)) for row in rows]
+
+
+@once_a_process(2)
+def _texts(run_dir: str) -> Texts:
+    return shown_texts(load_job(Path(run_dir)))
