@@ -220,10 +220,17 @@ class InFlight:
                     found.setdefault(GroupId(i // self.members), []).append(TrajectoryId(i))
         return found
 
-    def begin(self, members: Iterable[TrajectoryId], prompt_tokens: IntArray, at_s: float) -> None:
+    def begin(self, members: Iterable[TrajectoryId], prompt_tokens: IntArray, dataset_row: int, at_s: float) -> None:
         """Add trajectories of one group that have nothing but their prompt."""
         for member in members:
-            self.live[member] = _started(member, GroupId(member // self.members), prompt_tokens, at_s)
+            group = GroupId(member // self.members)
+            self.live[member] = Trajectory(
+                id=member,
+                group=group,
+                prompt_tokens=prompt_tokens,
+                timings=Timings(arrived_s=at_s),
+                dataset_row=dataset_row,
+            )
 
     def after(self, entry: Entry) -> InFlight:
         """The state that `entry` leads to; this one stays as it is."""
@@ -281,12 +288,12 @@ class InFlight:
             member = TrajectoryId(entry.group * self.members)
             if member in self.live:
                 return False
-            self.begin([member], entry.prompt_tokens, entry.at_s)
+            self.begin([member], entry.prompt_tokens, entry.dataset_row, entry.at_s)
             return True
         if entry.group < self.num_drawn:
             return False
         self.num_drawn = entry.group + 1
-        self.begin(self.members_of(entry.group), entry.prompt_tokens, entry.at_s)
+        self.begin(self.members_of(entry.group), entry.prompt_tokens, entry.dataset_row, entry.at_s)
         return True
 
     def _route(self, entry: TrajectoriesRouted) -> bool:
@@ -401,7 +408,13 @@ class InFlight:
         self.turn_tokens, self.stops = {}, {}
         for t in sorted(held, key=lambda t: t.id):
             whole = all(s.version <= entry.version for s in t.segments)
-            fresh = _started(t.id, t.group, t.prompt_tokens, min(t.timings.arrived_s, entry.at_s))
+            fresh = Trajectory(
+                id=t.id,
+                group=t.group,
+                prompt_tokens=t.prompt_tokens,
+                timings=Timings(arrived_s=min(t.timings.arrived_s, entry.at_s)),
+                dataset_row=t.dataset_row,
+            )
             if t.id in again:
                 kept = fresh
             elif whole and t.id in scored:
@@ -434,10 +447,6 @@ class InFlight:
         self.turn_tokens.pop(trajectory, None)
         self.stops.pop(trajectory, None)
         return self.live.pop(trajectory)
-
-
-def _started(member: TrajectoryId, group: GroupId, prompt_tokens: IntArray, at_s: float) -> Trajectory:
-    return Trajectory(id=member, group=group, prompt_tokens=prompt_tokens, timings=Timings(arrived_s=at_s))
 
 
 def _until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -141,11 +141,6 @@ class Spool:
         """Groups that there are entries of."""
         return set().union(*self._parts.values())
 
-    @property
-    def exists(self) -> bool:
-        """Whether the run has one, be it empty: runs of earlier versions have none."""
-        return self.folder.is_dir()
-
     def clear(self) -> None:
         """Remove all entries, and make the folder if it is not there."""
         with contextlib.suppress(OSError):

@@ -41,6 +41,7 @@ class GroupDrawn:
     group: GroupId
     prompt_tokens: IntArray  # [P] token ids
     at_s: float
+    dataset_row: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +167,7 @@ def encode(entry: Entry) -> bytes:
     arrays: Sequence[np.ndarray[Any, Any]] = ()
     match entry:
         case GroupDrawn():
-            head = ["drawn", entry.group, len(entry.prompt_tokens), entry.at_s]
+            head = ["drawn", entry.group, len(entry.prompt_tokens), entry.at_s, entry.dataset_row]
             arrays = (entry.prompt_tokens.astype("<i4"),)
         case TrajectoriesRouted():
             head = ["routed", entry.routed, entry.at_s]
@@ -298,8 +299,8 @@ def _retired(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> T
 
 _DECODERS: dict[str, Any] = {
     "evaluated": lambda data, at, at_s: EvaluationEnded(at_s=at_s),
-    "drawn": lambda data, at, group, count, at_s: GroupDrawn(
-        group=GroupId(group), prompt_tokens=_ints(data, at, count), at_s=at_s
+    "drawn": lambda data, at, group, count, at_s, row=-1: GroupDrawn(
+        group=GroupId(group), prompt_tokens=_ints(data, at, count), at_s=at_s, dataset_row=row
     ),
     "routed": lambda data, at, routed, at_s: TrajectoriesRouted(
         routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s

@@ -121,15 +121,15 @@ COLUMNS = (
 """All columns, in the order in which tables show them. Those without `value` are not shown."""
 
 
-def shown_columns(columns: Iterable[Column] = COLUMNS) -> list[Column]:
-    """The columns that tables and `--where` have."""
-    return [column for column in columns if column.value is not None]
-
-
-def chosen(names: Iterable[str] | None) -> list[Column]:
+def chosen(names: Iterable[str] | None = None) -> list[Column]:
     """The columns with these names, all by default, in the order of COLUMNS."""
     wanted = None if names is None else set(names)
     return [column for column in COLUMNS if wanted is None or column.name in wanted]
+
+
+def shown_columns(names: Iterable[str] | None = None) -> list[Column]:
+    """Those of the columns with these names, all by default, that tables and `--where` have."""
+    return [column for column in chosen(names) if column.value is not None]
 
 
 def empty_rows(count: int, columns: Sequence[Column]) -> Rows:

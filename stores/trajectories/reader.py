@@ -276,7 +276,7 @@ class StoreReader:
         root = self._read_root()
         bounds = self._bounds(root, first, last)
         table: dict[str, npt.NDArray[Any]] = {}
-        for column in shown_columns(chosen(names)):
+        for column in shown_columns(names):
             values = self._values(root, column, *bounds)
             if column.name == "response_tokens":
                 (given,) = chosen(["given_tokens"])

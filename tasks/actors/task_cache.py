@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from staleflow.stores.trajectory import GroupId, Trajectory, TrajectoryId, is_evaluated
-from staleflow.tasks.rendering.task_source import Record
+from staleflow.stores.trajectory import GroupId, IntArray, is_evaluated
+from staleflow.tasks.rendering.task_source import Record, Task
 from staleflow.tasks.sources.evaluation_items import EvaluationItem, EvaluationItems, ItemView
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.prompts import HeldOut, Prompts
 
 T = TypeVar("T")
+
+
+class DrawnPrompt(NamedTuple):
+    """A prompt as it is sampled from. tokens: [tokens] its ids; row: see Task."""
+
+    tokens: IntArray
+    row: int
 
 
 class DrawnTasks:
@@ -29,16 +35,16 @@ class DrawnTasks:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._records: dict[GroupId, Record] = {}
 
-    async def draw(self, first: int, num_groups: int) -> list[tuple[int, ...]]:
-        """The prompts' token ids of groups `first`, first + 1, ..."""
+    async def draw(self, first: int, num_groups: int) -> list[DrawnPrompt]:
+        """The prompts of groups `first`, first + 1, ..."""
 
-        def encode() -> list[tuple[Record, tuple[int, ...]]]:
+        def encode() -> list[tuple[Record, DrawnPrompt]]:
             tasks = self._prompts.tasks(range(first, first + num_groups))
-            return [(task.record, self._prompts.encode(task)) for task in tasks]
+            return [(task.record, self._encoded(task)) for task in tasks]
 
         drawn = await self._in_thread(encode)
         self._records |= {GroupId(group): record for group, (record, _) in enumerate(drawn, first)}
-        return [tokens for _, tokens in drawn]
+        return [prompt for _, prompt in drawn]
 
     async def records(self, groups: Iterable[GroupId]) -> dict[GroupId, Record]:
         """The records of groups: of those drawn by an earlier process, from the source again."""
@@ -76,22 +82,12 @@ class DrawnTasks:
 
         return await self._in_thread(encode)
 
-    async def unsampled(self, trajectories: Sequence[TrajectoryId], members: int) -> list[Trajectory]:
-        """Trajectories that have nothing but their prompts. members: of a group."""
+    def prompt(self, group: GroupId) -> DrawnPrompt:
+        """A group's prompt."""
+        return self._encoded(self._prompts.task(group))
 
-        def encode() -> list[Trajectory]:
-            groups = {GroupId(i // members) for i in trajectories}
-            prompts = {group: self.prompt(group) for group in groups}
-            return [
-                Trajectory(id=i, group=GroupId(i // members), prompt_tokens=prompts[GroupId(i // members)])
-                for i in trajectories
-            ]
-
-        return await self._in_thread(encode)
-
-    def prompt(self, group: GroupId) -> npt.NDArray[np.int32]:
-        """The token ids of a group's prompt, [tokens]."""
-        return np.asarray(self._prompts.encode(self._prompts.task(group)), np.int32)
+    def _encoded(self, task: Task) -> DrawnPrompt:
+        return DrawnPrompt(np.asarray(self._prompts.encode(task), np.int32), task.row)
 
     def close(self) -> None:
         """End the thread without waiting for it."""

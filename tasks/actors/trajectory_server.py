@@ -23,8 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from staleflow.stores.in_flight.in_flight_state import InFlight
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.spool_entries import (
@@ -48,7 +46,6 @@ from staleflow.tasks.actors.actor_calls import answers_calls
 from staleflow.tasks.actors.async_spool import SpoolThread
 from staleflow.tasks.actors.draft_corpus import MOST_TOKENS, KnownResponses, OtherResponses
 from staleflow.tasks.actors.evaluation_trajectories import EvaluatedInFlight
-from staleflow.tasks.actors.legacy_in_flight import aborted_row, all_aborted
 from staleflow.tasks.actors.observation_encoder import GivenAnswers, NotRendered, answer_entry, newest_turn
 from staleflow.tasks.actors.server_messages import (
     Bridged,
@@ -111,8 +108,6 @@ class TrajectoryServer:
         self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
         self._answers = GivenAnswers(self._prompts)
         self._batches = StepBatches(self._flight, self._store.ended, settings, self._store_thread)
-        self._keeps_in_flight = True
-        """False while a run of an earlier version is resumed: it has no spool."""
         if stored is None:
             self._spool.clear()
         else:
@@ -125,32 +120,22 @@ class TrajectoryServer:
         if records:
             self._last_record = records[-1]
         ledger = self._last_ledger
-        if not self._spool.exists:
-            self._keeps_in_flight = False
-            self._flight.num_drawn = ledger.num_started // self._settings.members_started
-            return
         for entry in self._spool.read():
             self._flight.apply(entry)
         self._flight.forget_stored(ledger)
         for group, members in self._flight.missing(ledger).items():
-            self._flight.begin(members, self._tasks.prompt(group), self._now())
+            self._flight.begin(members, *self._tasks.prompt(group), self._now())
         in_flight = {t.group for t in self._flight.live.values()}
         in_flight |= {t.group for t in self._flight.set_aside()}
         self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
 
     async def found(self) -> FoundInFlight:
         """What a run that is resumed after the store's last record could take up. Changes nothing."""
-        if not self._keeps_in_flight:
-            return FoundInFlight(ledger=self._last_ledger, groups=())
         return FoundInFlight(ledger=self._last_ledger, groups=self._flight.after(self._resumed(())).in_numbers())
 
     async def resume(self, again: tuple[TrajectoryId, ...]) -> TakenUp:
-        """Go on after the store's last record with what is in flight, but for the tokens of `again`. In a run of an
-        earlier version nothing was kept: what was in flight is committed as aborted. Returns the ledger state after
-        that. Idempotent."""
-        if not self._keeps_in_flight:
-            await self._abort_unkept()
-            return TakenUp(ledger=self._last_ledger)
+        """Go on after the store's last record with what is in flight, but for the tokens of `again`. Returns
+        the ledger state after that. Idempotent."""
         alive = [t for t in self._flight.live.values() if not is_evaluated(t.id)]
         begun = {t.id for t in alive if t.timings.routed_s or t.segments}
         begun |= {t.id for t in self._flight.set_aside()}
@@ -185,17 +170,6 @@ class TrajectoryServer:
     def _resumed(self, again: tuple[TrajectoryId, ...]) -> FlightResumed:
         return FlightResumed(version=PolicyVersion(self._last_ledger.next_step), again=again, at_s=self._now())
 
-    async def _abort_unkept(self) -> None:
-        state = self._last_ledger
-        self._spool.clear()
-        self._keeps_in_flight = True
-        if not state.live:
-            return
-        record, lost = all_aborted(state)
-        unsampled = await self._tasks.unsampled(lost, self._settings.members_started)
-        aborted = [aborted_row(t, state.next_step) for t in unsampled]
-        await self._commit(record, aborted)
-
     # -- prompts -------------------------------------------------------------------------------------------------
 
     async def draw(self, first: int, num_groups: int) -> list[DrawnGroup]:
@@ -203,8 +177,8 @@ class TrajectoryServer:
         prompts = await self._tasks.draw(first, num_groups)
         now = self._now()
         drawn = [
-            GroupDrawn(group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32), at_s=now)
-            for group, tokens in enumerate(prompts, first)
+            GroupDrawn(group=GroupId(group), prompt_tokens=prompt.tokens, at_s=now, dataset_row=prompt.row)
+            for group, prompt in enumerate(prompts, first)
         ]
         await self._writing.append([entry for entry in drawn if self._flight.apply(entry)])
         return [DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens)) for entry in drawn]

@@ -80,6 +80,8 @@ class Task:
     prompt: Prompt
     record: Record
     seed: int | None = None
+    row: int = -1
+    """Its row in the data set, or its index among generated prompts; -1 if its source does not say."""
 
     @property
     def identity(self) -> tuple[Prompt, int | None]:

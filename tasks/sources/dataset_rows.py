@@ -217,12 +217,13 @@ class RowSource:
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         chosen = self._held if held_out else self._train
-        row = self._rows[chosen[index % len(chosen)]]
+        number = chosen[index % len(chosen)]
+        row = self._rows[number]
         prompt = _at(row, self._columns.prompt)
         named = {"prompt": prompt}
         if self._columns.answer:
             named["answer"] = _at(row, self._columns.answer)
-        return Task(prompt=require_text(prompt_of(prompt)), record={**row, **named})
+        return Task(prompt=require_text(prompt_of(prompt)), record={**row, **named}, row=number)
 
     def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
         prompts = set_apart(evaluation or self, num_held_out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from staleflow.stores.errors import ConfigError
@@ -65,10 +66,11 @@ class FittingSource:
         if held_out:
             return self._source.task(index, held_out=True)
         for attempt in range(ATTEMPTS):
-            task = self._source.task(index + attempt * (APART + attempt))
+            other = index + attempt * (APART + attempt)
+            task = self._source.task(other)
             if self._fits(task):
                 with self._counting:
                     self._num_drawn += 1
                     self._num_replaced += attempt > 0
-                return task
+                return task if task.row >= 0 else replace(task, row=other)
         raise ConfigError(self._unfit.remedy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from staleflow.stores.errors import ConfigError
@@ -107,7 +107,7 @@ class EmulatedPrompts:
         return [self.task(i) for i in range(count)]
 
     def task(self, index: int) -> Task:
-        return Task(prompt="", record={"prompt": "", "answer": "", "group": index})
+        return Task(prompt="", record={"prompt": "", "answer": "", "group": index}, row=index)
 
     def tasks(self, indices: Sequence[int]) -> list[Task]:
         return [self.task(i) for i in indices]
@@ -206,11 +206,12 @@ class TokenizedPrompts:
 
     def task(self, index: int) -> Task:
         """Training prompt `index`."""
-        return self._source.task(index)
+        return self.tasks([index])[0]
 
     def tasks(self, indices: Sequence[int]) -> list[Task]:
         """Training prompts, drawn side by side where drawing one is waiting."""
-        return drawn(self._source, indices, at_once=self._at_once)
+        tasks = drawn(self._source, indices, at_once=self._at_once)
+        return [t if t.row >= 0 else replace(t, row=index) for t, index in zip(tasks, indices, strict=True)]
 
     def held_out(self, count: int) -> list[Task]:
         """The first `count` held-out prompts without duplicates; may be fewer."""

@@ -61,6 +61,7 @@ def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUME
         reward_parts={"format": 0.5},
         error="" if i % 3 else "ValueError: no",
         timings=Timings(arrived_s=1.0, routed_s=2.0, sampled_s=3.5, rewarded_s=4.25),
+        dataset_row=7 * i,
     )
     values: dict[str, Any] = {"advantage": float(np.float32(rng.normal())), "loss_mask": bool(i % 3)}
     reason = AbortReason.NONE if fate is Fate.CONSUMED else AbortReason.RUN_ENDED
@@ -88,7 +89,7 @@ def record(step: int, kind: str = "step") -> StepRecord:
 def assert_same(a: Ended, b: Ended) -> None:
     assert (a.fate, a.reason, a.step, a.advantage, a.loss_mask) == (b.fate, b.reason, b.step, b.advantage, b.loss_mask)
     s, t = a.trajectory, b.trajectory
-    for name in ("id", "group", "v_traj", "finish", "reward", "reward_parts", "error", "timings"):
+    for name in ("id", "group", "v_traj", "finish", "reward", "reward_parts", "error", "timings", "dataset_row"):
         assert getattr(s, name) == getattr(t, name), name
     for name in ("prompt_tokens", "response_tokens", "logprobs", "versions"):
         np.testing.assert_array_equal(getattr(s, name), getattr(t, name))

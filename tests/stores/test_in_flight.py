@@ -219,9 +219,17 @@ def test_what_the_store_holds_is_forgotten_and_what_nobody_knows_is_missing() ->
     less.live.clear()
     less.forget_stored(ledger)
     assert less.missing(ledger) == {1: [3, 4, 5], 3: [9, 10, 11], 4: [12, 13, 14], 5: [15, 16, 17], 6: [18, 19, 20]}
-    less.begin([TrajectoryId(4)], np.zeros(2, np.int32), 9.0)
+    less.begin([TrajectoryId(4)], np.zeros(2, np.int32), 7, 9.0)
     assert less.live[TrajectoryId(4)].group == 1
     assert less.stored([TrajectoryId(6), TrajectoryId(3)], None) == {2}
+
+
+def test_what_ends_knows_the_row_of_its_prompt_whatever_became_of_it() -> None:
+    prompt = np.arange(4, dtype=np.int32)
+    state = flight(GroupDrawn(group=GroupId(0), prompt_tokens=prompt, at_s=0.0, dataset_row=17), *eventful()[1:])
+    state.apply(resumed(0, 1))
+    assert {t.dataset_row for t in state.live.values() if t.group == 0} == {17}
+    assert {t.dataset_row for t in state.live.values() if t.group != 0} <= {-1}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -232,7 +240,7 @@ def test_any_entries_that_are_missing_leave_a_state_that_goes_on(seed: int) -> N
     state = flight(*entries)
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
     for members in state.missing(ledger).values():
-        state.begin(members, np.arange(4, dtype=np.int32), 0.0)
+        state.begin(members, np.arange(4, dtype=np.int32), -1, 0.0)
     state.apply(resumed(0))
     assert list(state.live) == list(range(state.num_drawn * MEMBERS))
     for t in state.live.values():

@@ -65,6 +65,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
         group=st.integers(0, 3).map(GroupId),
         prompt_tokens=st.lists(SMALL, max_size=5).map(lambda x: np.asarray(x, np.int32)),
         at_s=SECONDS,
+        dataset_row=SMALL,
     ),
     st.builds(TrajectoriesRouted, routed=st.lists(st.tuples(IDS, SMALL)).map(tuple), at_s=SECONDS),
     st.builds(
@@ -237,7 +238,6 @@ def test_one_that_goes_on_appends_to_a_part_of_its_own(tmp_path: Path) -> None:
     assert groups_in(tmp_path / "spool") == {0, 2}
     again.clear()
     assert groups_in(tmp_path / "spool") == set()
-    assert again.exists
     assert again.append([drawn(3)])
     assert groups_in(tmp_path / "spool") == {3}
 

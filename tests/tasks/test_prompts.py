@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,18 @@ def test_a_system_prompt_and_columns_count_as_what_is_trained_on(job: Path, tmp_
     other.write_text('{"prompt": "d", "answer": 1}\n')
     after = source_fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
     assert {part for part in before if before[part] != after[part]} == {"data"}
+
+
+def test_a_prompt_knows_its_row_of_the_data_set(job: Path) -> None:
+    """Row 2 repeats the held-out row, so it is left out; with `longest`, row 1 is replaced."""
+    rows = ["1+2", "1+2+3+4", "0", "5+6"]
+    prompts = prompts_of(job, rows)
+    assert [task.row for task in prompts.tasks(range(4))] == [0, 1, 3, 0]
+    settings = prompts._settings  # type: ignore[attr-defined]
+    fitting = TokenizedPrompts(dataclasses.replace(settings, longest=4))
+    drawn = fitting.tasks(range(6))
+    assert {task.row for task in drawn} == {0, 3}
+    assert all(task.prompt == rows[task.row] for task in drawn)
+    generated = loading.load(job, ("task.source=reasoning_gym:chain_sum",))
+    numbered = TokenizedPrompts(actor_settings.prompt_settings(generated, held_out=8, longest=None))
+    assert [task.row for task in numbered.tasks([5, 3])] == [5, 3]

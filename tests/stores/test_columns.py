@@ -1,0 +1,105 @@
+"""The table of columns: a new one needs a line in it, and stores that are older than it read its fill value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories.columns import COLUMNS, reference
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
+from tests.stores.store_conformance import HEADER, ended, record
+from tests.stores.test_stores import edit
+
+ROOT = Path(__file__).parents[2]
+WITH_A_COLUMN = """
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from staleflow.stores.trajectories import columns
+
+one = columns.Column(
+    name="first_token", dtype="int32", fill=-7, meaning="first token of the prompt",
+    value=lambda row: row.trajectory.prompt_tokens[0],
+)
+columns.COLUMNS = (*columns.COLUMNS, one)
+
+from staleflow.stores.auditing.audit import audit
+from staleflow.stores.trajectories import dataframes
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from tests.stores.store_conformance import ended, record
+
+path = Path(sys.argv[1])
+assert VersionedStore.open(path).columns()["first_token"].tolist() == [-7] * 3
+store = VersionedStore.open(path)
+rows = [ended(np.random.default_rng(9), i, 1) for i in (3, 4)]
+store.commit(record(1), rows)
+store = VersionedStore.open(path)
+expected = [-7] * 3 + [int(row.trajectory.prompt_tokens[0]) for row in rows]
+assert store.columns()["first_token"].tolist() == expected
+assert VersionedStore.open(path, at_step=0).columns()["first_token"].tolist() == [-7] * 3
+assert Selection("first_token == -7").mask(store.columns()).tolist() == [True] * 3 + [False] * 2
+frame = dataframes.to_pandas(store.ended())
+assert frame.first_token.dtype == "int32" and frame.first_token.tolist()[3:] == expected[3:]
+assert "first_token" in store.to_xarray()
+assert not [finding for finding in audit(store).findings if finding.check == "arrays"]
+assert "| `first_token` | int32 |  | first token of the prompt |" in columns.reference()
+"""
+
+
+def test_a_new_column_is_a_line_in_the_table_and_older_stores_read_its_fill_value(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    store.commit(record(0), [ended(rng, i, 0) for i in range(3)])
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_COLUMN, str(tmp_path / "s")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    # A version that does not know the column reads the store as before.
+    again = VersionedStore.open(tmp_path / "s")
+    assert [row.trajectory.id for row in again.ended()] == [0, 1, 2, 3, 4]
+    assert "first_token" not in again.columns()
+    assert not [finding for finding in audit(again).findings if finding.check == "arrays"]
+
+
+def test_columns_are_arrays_of_their_own_in_the_types_of_the_table(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    store.commit(record(0), [ended(rng, i, 0, Fate.FILTERED if i == 2 else Fate.CONSUMED) for i in range(3)])
+    root = store._read_root()
+    for column in COLUMNS:
+        array = root[column.array]
+        assert (array.shape, array.dtype, array.fill_value) == ((3,), column.dtype, column.fill), column.name
+    assert store.table()["fate"].tolist() == [0, 0, 1]
+    assert store.columns()["fate"].tolist() == ["consumed", "consumed", "filtered"]
+    assert set(store.columns(names=("reward", "fate"))) == {"reward", "fate"}
+
+
+@pytest.mark.parametrize("name", ["reward", "v_min", "dataset_row"])
+def test_a_column_that_is_missing_reads_as_its_fill_value(tmp_path: Path, name: str) -> None:
+    (column,) = [c for c in COLUMNS if c.name == name]
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    store.commit(record(0), [ended(np.random.default_rng(0), i, 0) for i in range(3)])
+    edit(tmp_path / "s", lambda root: root.__delitem__(column.array))
+    store = VersionedStore.open(tmp_path / "s")
+    assert store.columns()[name].tolist() == [column.fill] * 3
+    assert len(list(store.ended())) == 3
+
+
+def test_names_are_unique_and_the_documentation_has_the_table() -> None:
+    names = [column.name for column in COLUMNS]
+    assert len(set(names)) == len(names)
+    text = (ROOT / "docs" / "store.md").read_text()
+    assert reference() in text, textwrap.dedent(
+        """docs/store.md lacks the table of columns as it is now: python -c 'from staleflow.stores.trajectories.columns
+        import reference; print(reference())' prints it"""
+    )
