@@ -19,6 +19,7 @@ import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import dataframes, layout
+from staleflow.stores.trajectories.column_chunks import read_all
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, Column, Rows, chosen, empty_rows, shown_columns
 from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord
@@ -85,6 +86,10 @@ class Root:
     def __init__(self, session: Any) -> None:
         self._group = zarr.open_group(session.store, mode="r")
         self._arrays: dict[str, Any] = {}
+
+    @property
+    def store(self) -> Any:
+        return self._group.store
 
     @property
     def attrs(self) -> Any:
@@ -266,7 +271,7 @@ class StoreReader:
         the columns to read, all by default."""
         root = self._read_root()
         bounds = self._bounds(root, first, last)
-        return {column.name: self._values(root, column, *bounds) for column in chosen(names)}
+        return self._columns(root, *bounds, chosen(names))
 
     def columns(
         self, first: int = 0, last: int | None = None, names: Iterable[str] | None = None
@@ -275,12 +280,13 @@ class StoreReader:
         response_tokens: the sampled ones."""
         root = self._read_root()
         bounds = self._bounds(root, first, last)
+        wanted = shown_columns(names)
+        stored = self._columns(root, *bounds, chosen({"given_tokens", *(column.name for column in wanted)}))
         table: dict[str, npt.NDArray[Any]] = {}
-        for column in shown_columns(names):
-            values = self._values(root, column, *bounds)
+        for column in wanted:
+            values = stored[column.name]
             if column.name == "response_tokens":
-                (given,) = chosen(["given_tokens"])
-                values = values - self._values(root, given, *bounds)
+                values = values - stored["given_tokens"]
             table[column.name] = np.asarray([m.value for m in column.members])[values] if column.members else values
         return table
 
@@ -291,15 +297,18 @@ class StoreReader:
     def _rows(self, root: Any, first: int, last: int, names: Iterable[str] | None = None) -> Rows:
         columns = chosen(names)
         rows = empty_rows(last - first, columns)
-        for column in columns:
-            rows[column.name] = self._values(root, column, first, last)
+        for name, values in self._columns(root, first, last, columns).items():
+            rows[name] = values
         return rows
 
-    def _values(self, root: Any, column: Column, first: int, last: int) -> npt.NDArray[Any]:
-        """A column of the rows at first <= position < last: its fill value if the store has no such column."""
-        if column.array not in root:
-            return np.full(last - first, column.fill, column.dtype)
-        return self._slice(root, column.array, first, last)
+    def _columns(self, root: Any, first: int, last: int, columns: Iterable[Column]) -> dict[str, npt.NDArray[Any]]:
+        """Columns of the rows at first <= position < last: the fill value of those that the store does not have."""
+        columns = list(columns)
+        try:
+            found = read_all(root.store, [column.array for column in columns], first, last)
+        except Exception:  # noqa: BLE001  a damaged chunk or a short array: read one by one, they are named
+            found = {c.array: self._slice(root, c.array, first, last) for c in columns if c.array in root}
+        return {c.name: found.get(c.array, np.full(last - first, c.fill, c.dtype)) for c in columns}
 
     def to_dask(self, block_rows: int = 512) -> Any:
         """A dask.dataframe with one row per trajectory, tokens included, read in blocks on the workers."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import zarr
 
 from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectories.column_chunks import append_all
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import RESCORED, num_rows, stored_chunk
@@ -128,8 +129,7 @@ def _append(before: Any, after: Any) -> None:
     """Append what a snapshot has more than the one before it."""
     first, last = num_rows(after), int(before["rows/int"].shape[0])
     if first < last:
-        for name, values in _columns(before, first, last):
-            after[f"rows/{name}"].append(values)
+        append_all(after.store, {f"rows/{name}": values for name, values in _columns(before, first, last)})
     for name in (*(f"tokens/{name}" for name in TOKEN_ARRAYS), "text", "commits", "records"):
         source, array = before[name], after[name]
         size = stored_chunk(source) if name.startswith("tokens/") else 1

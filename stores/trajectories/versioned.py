@@ -32,6 +32,8 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import layout
+from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
+from staleflow.stores.trajectories.column_chunks import append_all
 from staleflow.stores.trajectories.columns import COLUMNS, Column
 from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import FORMAT, NUM_ROWS, StoreReader, num_rows, stored_chunk
@@ -70,6 +72,8 @@ class VersionedStore(StoreReader):
         super().__init__(repository, at_snapshot=at_snapshot, where=where, branch=branch)
         self._stored: StoredIds | None = None
         """Loaded by the first commit."""
+        self._has_columns = False
+        """Whether a commit has created the columns that the store is older than."""
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> Self:
@@ -164,6 +168,7 @@ class VersionedStore(StoreReader):
             ) from error
         self._head = snapshot
         self._stored.add(ids)
+        self._has_columns |= bool(ids)
         return snapshot
 
     @contextlib.contextmanager
@@ -200,24 +205,27 @@ class VersionedStore(StoreReader):
         begin = -(-int(root["tokens/ids"].shape[0]) // file) * file
         packed = layout.pack(ended, begin, int(root["text"].shape[0]))
         end = begin + packed.num_tokens
+        appended: dict[str, npt.NDArray[Any]] = {}
         if packed.num_tokens:
             for name, values in packed.tokens.items():
                 array = root[f"tokens/{name}"]
                 array.resize((end,))
                 array[begin:end] = values
         if len(ended):
-            before = num_rows(root)
-            for column in COLUMNS:
-                _row_array(root, column, before).append(packed.rows[column.name])
+            if not self._has_columns:
+                before = num_rows(root)
+                for column in COLUMNS:
+                    _require_column(root, column, before)
+            appended |= {column.array: packed.rows[column.name] for column in COLUMNS}
         if packed.text:
-            root["text"].append(np.frombuffer(packed.text, np.uint8))
+            appended["text"] = np.frombuffer(packed.text, np.uint8)
         filled = replace(record, num_rows=len(ended), num_tokens=packed.num_tokens)
-        _append_record(root, filled, packed.rows["trajectory"])
+        append_all(root.store, appended | _packed_record(root, filled, packed.rows["trajectory"]))
         return packed.num_tokens
 
 
-def _append_record(root: Any, record: StepRecord, ids: npt.NDArray[np.int64]) -> None:
-    """Append a commit. ids: of its trajectories."""
+def _packed_record(root: Any, record: StepRecord, ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    """What a commit appends to `commits` and `records`. ids: of its trajectories."""
     text = json.dumps(CODEC.encode(record), separators=(",", ":")).encode()
     numbers = {
         "kind": KINDS.index(record.kind) if record.kind in KINDS else len(KINDS),
@@ -229,8 +237,10 @@ def _append_record(root: Any, record: StepRecord, ids: npt.NDArray[np.int64]) ->
         "record_offset": root["records"].shape[0],
         "record_bytes": len(text),
     }
-    root["records"].append(np.frombuffer(text, np.uint8))
-    root["commits"].append(np.asarray([[numbers[name] for name in COMMIT_COLUMNS]], np.int64))
+    return {
+        "records": np.frombuffer(text, np.uint8),
+        "commits": np.asarray([[numbers[name] for name in COMMIT_COLUMNS]], np.int64),
+    }
 
 
 def create_arrays(root: Any, header: Any, columns: Iterable[Column] = COLUMNS) -> None:
@@ -239,17 +249,16 @@ def create_arrays(root: Any, header: Any, columns: Iterable[Column] = COLUMNS) -
     for name, dtype in TOKEN_ARRAYS.items():
         _array(root, f"tokens/{name}", (0,), (TOKEN_CHUNK,), dtype, file=TOKEN_FILE)
     for column in columns:
-        _row_array(root, column, 0)
+        _require_column(root, column, 0)
     _array(root, "text", (0,), (TEXT_CHUNK,), "uint8")
     _array(root, "commits", (0, len(COMMIT_COLUMNS)), (COMMIT_CHUNK, len(COMMIT_COLUMNS)), "int64")
     _array(root, "records", (0,), (TEXT_CHUNK,), "uint8")
 
 
-def _row_array(root: Any, column: Column, count: int) -> Any:
-    """The array of a column. It is created if the store, which has `count` rows, is older than the column."""
+def _require_column(root: Any, column: Column, count: int) -> None:
+    """Create the array of a column, if the store, which has `count` rows, is older than the column."""
     if column.array not in root:
         _array(root, column.array, (count,), (ROW_CHUNK,), column.dtype, fill=column.fill)
-    return root[column.array]
 
 
 def _array(
@@ -264,8 +273,8 @@ def _array(
 ) -> None:
     """Create an array. file: elements stored together, if those are several chunks. fill: of elements not written."""
     dimensions = (name.replace("/", "_"), "column")[: len(shape)]
-    # The checksum is verified at every read: a flipped bit may well decompress to other numbers.
-    codecs = [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]
+    # Both have a checksum, which is verified at every read.
+    codecs = [CHUNK_CODEC] if file is None else [BloscCodec(cname="zstd", clevel=1), Crc32cCodec()]
     shards = None if file is None else (file,)
     root.create_array(
         name, shape=shape, chunks=chunks, shards=shards, dtype=dtype, compressors=codecs, fill_value=fill,

@@ -25,7 +25,14 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[name] += last - first
         return real(self, root, name, first, last)
 
+    columns = VersionedStore._columns
+
+    def counted_columns(self: VersionedStore, root: Any, first: int, last: int, wanted: Any) -> Any:
+        counts.update({column.array: last - first for column in wanted})
+        return columns(self, root, first, last, wanted)
+
     monkeypatch.setattr(VersionedStore, "_slice", counted)
+    monkeypatch.setattr(VersionedStore, "_columns", counted_columns)
     return counts
 
 

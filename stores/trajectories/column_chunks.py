@@ -1,0 +1,117 @@
+"""Reading and appending to many small arrays at once.
+
+A commit appends a few rows to each of some 25 columns. Through the arrays' own interface each takes 4 ms of CPU, most
+of it for parsing metadata and for the tasks of a pipeline of codecs. Here chunks and metadata are read, extended and
+written as the Zarr v3 specification lays them down, all arrays side by side, which takes less than 1 ms each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numcodecs import Zstd  # type: ignore[import-untyped]
+from zarr.codecs import ZstdCodec
+from zarr.core.buffer import default_buffer_prototype
+from zarr.core.sync import sync
+
+CODEC = ZstdCodec(level=1, checksum=True)
+"""The only codec of these arrays. The checksum is verified at every read: a flipped bit may well decompress to other
+numbers."""
+_ZSTD = Zstd(level=CODEC.level, checksum=CODEC.checksum)
+Array = npt.NDArray[Any]
+
+
+class _Chunks:
+    """The chunks of an array along its first dimension."""
+
+    def __init__(self, store: Any, name: str, metadata: dict[str, Any]) -> None:
+        self._store, self._name, self.metadata = store, name, metadata
+        self.size, *self._rest = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        self._dtype, self._fill = np.dtype(metadata["data_type"]), metadata["fill_value"]
+        self._prototype = default_buffer_prototype()
+
+    @property
+    def length(self) -> int:
+        return int(self.metadata["shape"][0])
+
+    async def read(self, first: int, last: int) -> Array:
+        """The elements at first <= position < last."""
+        numbers = range(first // self.size, -(-last // self.size))
+        chunks = await asyncio.gather(*(self._chunk(number) for number in numbers))
+        begin = numbers.start * self.size
+        return np.concatenate([self._empty(0), *chunks])[first - begin : last - begin]
+
+    async def append(self, values: Array) -> None:
+        before = self.length
+        number, kept = divmod(before, self.size)
+        tail = (await self._chunk(number))[:kept] if kept else self._empty(0)
+        whole = np.concatenate([tail, values.astype(self._dtype, copy=False)])
+        self.metadata["shape"][0] = before + len(values)
+        await self._write("zarr.json", json.dumps(self.metadata).encode())
+        for i in range(-(-len(whole) // self.size)):
+            part = whole[i * self.size : (i + 1) * self.size]
+            if (part != self._fill).any():  # a chunk of nothing but the fill value is not stored
+                chunk = np.concatenate([part, self._empty(self.size - len(part))])
+                await self._write(self._key(number + i), _ZSTD.encode(np.ascontiguousarray(chunk)))
+
+    async def _chunk(self, number: int) -> Array:
+        found = await self._store.get(f"{self._name}/{self._key(number)}", self._prototype)
+        if found is None:
+            return self._empty(self.size)
+        return np.frombuffer(_ZSTD.decode(found.to_bytes()), self._dtype).reshape(self.size, *self._rest)
+
+    async def _write(self, key: str, data: bytes) -> None:
+        await self._store.set(f"{self._name}/{key}", self._prototype.buffer.from_bytes(data))
+
+    def _empty(self, count: int) -> Array:
+        return np.full((count, *self._rest), self._fill, self._dtype)
+
+    def _key(self, number: int) -> str:
+        return "/".join(["c", str(number), *("0" for _ in self._rest)])
+
+
+def append_all(store: Any, values: Mapping[str, Array]) -> None:
+    """Append to arrays that CODEC compresses, and that are divided into chunks along their first dimension alone.
+
+    Args:
+        store: Of an Icechunk session that may be written.
+        values: By the array's name, what to append to it.
+    """
+
+    async def append(name: str, more: Array) -> None:
+        chunks = await _open(store, name)
+        assert chunks is not None, f"{name} has been created"
+        await chunks.append(more)
+
+    async def append_each() -> None:
+        await asyncio.gather(*(append(name, more) for name, more in values.items()))
+
+    sync(append_each())
+
+
+def read_all(store: Any, names: Iterable[str], first: int, last: int) -> dict[str, Array]:
+    """The elements at first <= position < last of arrays as in `append_all`, by name; those that do not exist are left
+    out. Raises IndexError if one is shorter, and what its decoder raises for a damaged chunk."""
+
+    async def read(name: str) -> tuple[str, Array | None]:
+        chunks = await _open(store, name)
+        if chunks is None:
+            return name, None
+        if not 0 <= first <= last <= chunks.length:
+            raise IndexError(name)
+        return name, await chunks.read(first, last)
+
+    async def read_each() -> list[tuple[str, Array | None]]:
+        return await asyncio.gather(*(read(name) for name in names))
+
+    return {name: values for name, values in sync(read_each()) if values is not None}
+
+
+async def _open(store: Any, name: str) -> _Chunks | None:
+    found = await store.get(f"{name}/zarr.json", default_buffer_prototype())
+    return None if found is None else _Chunks(store, name, json.loads(found.to_bytes()))
