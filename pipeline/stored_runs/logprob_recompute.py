@@ -180,7 +180,7 @@ def _refuse_model(model: str, store: VersionedStore) -> None:
         return
     check_files(folder, what)
     count = read_architecture(folder, what).get("vocab_size")
-    rows = store.rows(0, min(MODEL_ROWS, store.array_lengths()["rows/int"]))
+    rows = store.rows(0, min(MODEL_ROWS, store.summary().num_rows))
     largest = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
     if isinstance(count, int) and largest >= count:
         raise ConfigError(
