@@ -224,10 +224,20 @@ class RunData:
 
         return pandas_table(self._store(), where, self._texts() if texts else None)
 
-    def to_dask(self) -> Any:
-        """All trajectories as a `dask.dataframe`, one row each, tokens included, read block by block on the workers: it
-        may be larger than memory."""
-        return self._store().to_dask()
+    def to_dask(self, where: str = "", *, texts: bool = True) -> Any:
+        """Trajectories as a `dask.dataframe`, one row each, read block by block on the workers: it may be larger than
+        memory. Workers read the run's folder.
+
+        Args:
+            where: Which ones, as in `trajectories`.
+            texts: Whether to add the columns `prompt`, `response` and `messages`; token ids, if the tokenizer is gone.
+
+        Raises:
+            ConfigError: The condition is wrong, or dask.dataframe is not installed.
+        """
+        from staleflow.pipeline.stored_runs.dask_tables import dask_table
+
+        return dask_table(self._path, self._store(), where, texts=texts)
 
     def to_xarray(self) -> Any:
         """All trajectories as an `xarray.Dataset` over `trajectory` and `token`; tokens stay on disk until computed."""

@@ -182,6 +182,7 @@ def test_tables(run: staleflow.Run) -> None:
     assert frame.response.tolist() == ["1", "2", "3"]
     assert "prompt" not in run.to_pandas(texts=False)
     assert run.to_dask().reward.sum().compute() == 3
+    assert run.to_dask("reward > 0").response.compute().tolist() == run.to_pandas("reward > 0").response.tolist()
     assert dict(run.to_xarray().sizes)["trajectory"] == 12
     dataset = run.to_dataset("fate == 'consumed'")
     assert len(dataset) == 6
