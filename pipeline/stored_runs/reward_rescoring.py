@@ -121,6 +121,7 @@ def reprocess(
 
 def refuse(run_dir: Path, reward: str, branch: str, changes: tuple[str, ...] = ()) -> None:
     """Raise ConfigError for what `reprocess` refuses, before any worker starts."""
+    VersionedStore.open(run_dir / "store")  # refuses a store of another layout
     derived_branches.refuse((run_dir / "store").resolve(), branch)
     _with_reward(_changed(run_dir, changes), reward)
 
