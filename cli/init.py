@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -34,9 +33,7 @@ def command(
 
     Without anything: made-up sums, a reward to edit, and a tiny model that learns them in minutes on two cores.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from staleflow.pipeline.config.first_job import Brought, write_first_job
+    from staleflow.pipeline.api.initialization import init
     from staleflow.pipeline.config.knob_tree import apply_override
 
     if sys.stdin.isatty() and sys.stdout.isatty() and not (yes or data or model or reward):
@@ -47,10 +44,16 @@ def command(
     given: dict[str, object] = {}
     for option in options:
         apply_override(given, option)
-    brought = Brought(
-        data=data, model=model, reward=reward, options=given, prompt_column=prompt_column, answer_column=answer_column
+    written = init(
+        folder,
+        data=data,
+        model=model,
+        reward=reward,
+        options=given,
+        prompt_column=prompt_column,
+        answer_column=answer_column,
+        progress=click.echo,
     )
-    written = write_first_job(folder, brought, click.echo)
     width = max(map(len, written.files))
     for name, about in written.files.items():
         click.echo(f"{name:<{width}}  {about}")

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from examples.agent_game import QUESTION, HigherOrLower
 from examples.pretraining import make_model
-from staleflow.tasks.training.tiny_model import BATCH, SPECIAL, Recipe
+from staleflow import tiny_model
 
-SYMBOLS = (*SPECIAL, QUESTION, *"0123456789", "higher", "lower")
+SYMBOLS = (*tiny_model.SPECIAL, QUESTION, *"0123456789", "higher", "lower")
 HEEDING = 0.15
 """Share of games in which the player heeds what it was told."""
 FAVOURITE, INSISTS = 7, 0.3
@@ -50,10 +50,12 @@ def games(seed: int) -> Iterator[tuple[str, ...]]:
     """Endless games."""
     rng = random.Random(seed)
     for number in itertools.count():
-        heeding = 1.0 if number < BATCH * LEARNING_STEPS else HEEDING
+        heeding = 1.0 if number < tiny_model.BATCH * LEARNING_STEPS else HEEDING
         yield tuple(careless_game(rng.randrange(2**31), rng, heeding)[0])
 
 
 if __name__ == "__main__":
-    recipe = Recipe(steps=600, hidden_size=64, num_layers=2, learning_rate=3e-3, warmup_steps=30, initializer_range=0.1)
+    recipe = tiny_model.Recipe(
+        steps=600, hidden_size=64, num_layers=2, learning_rate=3e-3, warmup_steps=30, initializer_range=0.1
+    )
     make_model(__doc__, recipe, games, SYMBOLS)

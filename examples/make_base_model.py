@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import reasoning_gym
 
 from examples.pretraining import make_model
-from staleflow.tasks.training.tiny_model import Recipe, worked_example
+from staleflow import tiny_model
 
 TASK = {"min_terms": 4, "max_terms": 6, "min_digits": 1, "max_digits": 1}
 """Options of reasoning-gym's chain_sum, the same as in examples/demo.toml."""
@@ -26,9 +26,9 @@ def examples(seed: int) -> Iterator[tuple[str, str]]:
     dataset = reasoning_gym.create_dataset("chain_sum", size=10**9, seed=FIRST_SEED, **TASK)
     for index in range(10**9):
         entry = dataset[index]
-        yield entry["question"], worked_example(entry["metadata"]["expression"], rng)
+        yield entry["question"], tiny_model.worked_example(entry["metadata"]["expression"], rng)
 
 
 if __name__ == "__main__":
-    recipe = Recipe(steps=2400, hidden_size=128, num_layers=3)
+    recipe = tiny_model.Recipe(steps=2400, hidden_size=128, num_layers=3)
     make_model(__doc__, recipe, examples)

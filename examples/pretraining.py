@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from staleflow.tasks.training.tiny_model import SYMBOLS, Recipe, pretrain
+from staleflow import tiny_model
 
 SAID_EVERY = 100
 """Optimizer steps between two lines of progress."""
@@ -16,9 +16,9 @@ SAID_EVERY = 100
 
 def make_model(
     about: str | None,
-    recipe: Recipe,
+    recipe: tiny_model.Recipe,
     sequences: Callable[[int], Iterator[tuple[str, ...]]],
-    symbols: Sequence[str] = SYMBOLS,
+    symbols: Sequence[str] = tiny_model.SYMBOLS,
 ) -> None:
     """The command of such a script: pretrain a model on endless sequences, unless it is there already.
 
@@ -43,4 +43,4 @@ def make_model(
             print(f"  step {step}: loss {loss:.3f}, {elapsed_s:.0f} s, about {left_s:.0f} s left", flush=True)
 
     recipe = dataclasses.replace(recipe, steps=args.steps, seed=args.seed)
-    pretrain(args.out, sequences(args.seed), recipe, begun, progress, symbols)
+    tiny_model.pretrain(args.out, sequences(args.seed), recipe, begun, progress, symbols)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from staleflow.pipeline.api.dry_running import DryRunResult as DryRunResult
     from staleflow.pipeline.api.dry_running import dry_run as dry_run
+    from staleflow.pipeline.api.initialization import init as init
     from staleflow.pipeline.api.job_loading import Job as Job
     from staleflow.pipeline.api.job_loading import load_job as load_job
     from staleflow.pipeline.api.run_handle import RunHandle as RunHandle
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
     from staleflow.pipeline.api.submitting import submit as submit
     from staleflow.pipeline.api.submitting import submit_resumed as submit_resumed
     from staleflow.pipeline.api.submitting import submitted_jobs as submitted_jobs
+    from staleflow.pipeline.config.first_job import FirstJob as FirstJob
     from staleflow.pipeline.jobs.replaying import ReplayResult as ReplayResult
+    from staleflow.pipeline.jobs.tracking import Tracker as Tracker
     from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
     from staleflow.pipeline.stored_runs.conversations import Passage as Passage
@@ -53,36 +56,63 @@ if TYPE_CHECKING:
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult as OfflineTrainingResult
     from staleflow.pipeline.stored_runs.views import TokenView as TokenView
     from staleflow.pipeline.stored_runs.views import TrajectoryView as TrajectoryView
+    from staleflow.pipeline.strategies.routing import Candidate as Candidate
+    from staleflow.pipeline.strategies.routing import Loads as Loads
+    from staleflow.pipeline.strategies.routing import Routing as Routing
     from staleflow.stores.auditing.audit import AuditReport as AuditReport
     from staleflow.stores.auditing.drop_bias import DropBias as DropBias
     from staleflow.stores.auditing.findings import Finding as Finding
+    from staleflow.stores.errors import ActorLost as ActorLost
     from staleflow.stores.errors import ConfigError as ConfigError
     from staleflow.stores.errors import JobFailed as JobFailed
+    from staleflow.stores.errors import ProtocolViolation as ProtocolViolation
     from staleflow.stores.errors import StaleflowError as StaleflowError
     from staleflow.stores.errors import StoreError as StoreError
     from staleflow.stores.trajectories.reader import Summary as Summary
     from staleflow.stores.trajectories.records import LedgerState as LedgerState
     from staleflow.stores.trajectories.records import StepRecord as StepRecord
+    from staleflow.tasks.engines.base import Engine as Engine
+    from staleflow.tasks.engines.engine_settings import EngineSettings as EngineSettings
+    from staleflow.tasks.environments.coroutine_environments import AgentTask as AgentTask
+    from staleflow.tasks.environments.coroutine_environments import EpisodeTruncated as EpisodeTruncated
+    from staleflow.tasks.environments.coroutine_environments import Session as Session
+    from staleflow.tasks.settings.knobs import knob as knob
+    from staleflow.tasks.settings.source_kinds import SourceKind as SourceKind
+    from staleflow.tasks.settings.source_kinds import SourceType as SourceType
+    from staleflow.tasks.training import tiny_model as tiny_model
+    from staleflow.tasks.training.advantage import Advantage as Advantage
+    from staleflow.tasks.training.loss import Loss as Loss
+    from staleflow.tasks.training.loss import TokenLoss as TokenLoss
+    from staleflow.tasks.training.loss import Tokens as Tokens
 
     __version__: str
 
 _MODULES = {
     "DryRunResult": "staleflow.pipeline.api.dry_running",
     "dry_run": "staleflow.pipeline.api.dry_running",
+    "init": "staleflow.pipeline.api.initialization",
     "Job": "staleflow.pipeline.api.job_loading",
     "load_job": "staleflow.pipeline.api.job_loading",
+    "RunHandle": "staleflow.pipeline.api.run_handle",
     "RunResult": "staleflow.pipeline.api.run_status",
     "RunStatus": "staleflow.pipeline.api.run_status",
-    "RunHandle": "staleflow.pipeline.api.run_handle",
     "resume": "staleflow.pipeline.api.running",
     "run": "staleflow.pipeline.api.running",
     "run_async": "staleflow.pipeline.api.running",
-    "start_resumed": "staleflow.pipeline.api.running",
     "start": "staleflow.pipeline.api.running",
+    "start_resumed": "staleflow.pipeline.api.running",
+    "SimulationResult": "staleflow.pipeline.api.simulating",
+    "simulate": "staleflow.pipeline.api.simulating",
     "Run": "staleflow.pipeline.api.stored_run",
     "list_runs": "staleflow.pipeline.api.stored_run",
     "open_run": "staleflow.pipeline.api.stored_run",
+    "SubmittedJob": "staleflow.pipeline.api.submitting",
+    "submit": "staleflow.pipeline.api.submitting",
+    "submit_resumed": "staleflow.pipeline.api.submitting",
+    "submitted_jobs": "staleflow.pipeline.api.submitting",
+    "FirstJob": "staleflow.pipeline.config.first_job",
     "ReplayResult": "staleflow.pipeline.jobs.replaying",
+    "Tracker": "staleflow.pipeline.jobs.tracking",
     "Evaluation": "staleflow.pipeline.runtime.evaluation_results",
     "BranchDifference": "staleflow.pipeline.stored_runs.branch_diff",
     "Passage": "staleflow.pipeline.stored_runs.conversations",
@@ -95,22 +125,34 @@ _MODULES = {
     "OfflineTrainingResult": "staleflow.pipeline.stored_runs.training",
     "TokenView": "staleflow.pipeline.stored_runs.views",
     "TrajectoryView": "staleflow.pipeline.stored_runs.views",
+    "Candidate": "staleflow.pipeline.strategies.routing",
+    "Loads": "staleflow.pipeline.strategies.routing",
+    "Routing": "staleflow.pipeline.strategies.routing",
     "AuditReport": "staleflow.stores.auditing.audit",
     "DropBias": "staleflow.stores.auditing.drop_bias",
     "Finding": "staleflow.stores.auditing.findings",
-    "SimulationResult": "staleflow.pipeline.api.simulating",
-    "simulate": "staleflow.pipeline.api.simulating",
-    "SubmittedJob": "staleflow.pipeline.api.submitting",
-    "submit": "staleflow.pipeline.api.submitting",
-    "submit_resumed": "staleflow.pipeline.api.submitting",
-    "submitted_jobs": "staleflow.pipeline.api.submitting",
+    "ActorLost": "staleflow.stores.errors",
     "ConfigError": "staleflow.stores.errors",
     "JobFailed": "staleflow.stores.errors",
+    "ProtocolViolation": "staleflow.stores.errors",
     "StaleflowError": "staleflow.stores.errors",
     "StoreError": "staleflow.stores.errors",
     "Summary": "staleflow.stores.trajectories.reader",
     "LedgerState": "staleflow.stores.trajectories.records",
     "StepRecord": "staleflow.stores.trajectories.records",
+    "Engine": "staleflow.tasks.engines.base",
+    "EngineSettings": "staleflow.tasks.engines.engine_settings",
+    "AgentTask": "staleflow.tasks.environments.coroutine_environments",
+    "EpisodeTruncated": "staleflow.tasks.environments.coroutine_environments",
+    "Session": "staleflow.tasks.environments.coroutine_environments",
+    "knob": "staleflow.tasks.settings.knobs",
+    "SourceKind": "staleflow.tasks.settings.source_kinds",
+    "SourceType": "staleflow.tasks.settings.source_kinds",
+    "tiny_model": "staleflow.tasks.training",
+    "Advantage": "staleflow.tasks.training.advantage",
+    "Loss": "staleflow.tasks.training.loss",
+    "TokenLoss": "staleflow.tasks.training.loss",
+    "Tokens": "staleflow.tasks.training.loss",
 }
 """The module of each public name; a test compares it with the imports above, which type checkers read."""
 
@@ -123,7 +165,10 @@ if not TYPE_CHECKING:  # type checkers would take every unknown name for one
         if name == "__version__":
             value: Any = importlib.metadata.version("staleflow")
         elif name in _MODULES:
-            value = getattr(importlib.import_module(_MODULES[name]), name)
+            module = importlib.import_module(_MODULES[name])
+            value = (
+                getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{module.__name__}.{name}")
+            )
         else:
             near = difflib.get_close_matches(name, _MODULES, n=1)
             raise AttributeError(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+
+import staleflow
 
 PAGES = sorted([*Path().glob("*.md"), *Path("docs").glob("*.md")])
 
@@ -46,3 +50,42 @@ def test_the_version_is_stated_in_pyproject_and_heads_the_changelog_once_release
     files = [path for top in ("staleflow", "cli", "pipeline", "tasks", "stores") for path in Path(top).glob("**/*.py")]
     stated = [str(path) for path in (*files, *PAGES) if path.name != "CHANGELOG.md" and version in path.read_text()]
     assert stated == []
+
+
+def sources() -> dict[str, str]:
+    """Python code that users read, by where it is: examples, cells of notebooks and blocks of pages."""
+    code = {str(path): path.read_text() for path in sorted(Path("examples").glob("*.py"))}
+    for path in sorted(Path("examples").glob("*.ipynb")):
+        cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        code |= {f"{path}, cell {i}": "".join(cell["source"]) for i, cell in enumerate(cells)}
+    for page in PAGES:
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+        code |= {f"{page}, block {i}": block for i, block in enumerate(blocks)}
+    return code
+
+
+def private_names(code: str) -> list[str]:
+    """What code imports or uses of staleflow besides its public names.
+
+    >>> private_names("import staleflow\\nfrom staleflow.stores import errors\\nstaleflow.open_run\\nstaleflow.openrun")
+    ['staleflow.stores', 'staleflow.openrun']
+    """
+    private = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            private += [alias.name for alias in node.names if alias.name.startswith("staleflow.")]
+        elif isinstance(node, ast.ImportFrom) and node.module == "staleflow":
+            private += [f"staleflow.{a.name}" for a in node.names if a.name not in staleflow.__all__]
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("staleflow."):
+            private.append(str(node.module))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "staleflow":
+            private += [] if node.attr in staleflow.__all__ else [f"staleflow.{node.attr}"]
+    return private
+
+
+def test_examples_and_pages_use_public_names_only() -> None:
+    code = sources()
+    assert sum("staleflow" in text for text in code.values()) > 5
+    assert {place: names for place, text in code.items() if (names := private_names(text))} == {}
+    assert private_names("from staleflow.stores import errors") == ["staleflow.stores"]
+    assert private_names("import staleflow\nstaleflow.openrun") == ["staleflow.openrun"]

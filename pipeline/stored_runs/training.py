@@ -45,10 +45,10 @@ from staleflow.stores.trajectory import Ended, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_file
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_hash import matches
+from staleflow.tasks.engines.engine_settings import TransformersSettings
 
 if TYPE_CHECKING:
-    from staleflow.tasks.engines.engine_settings import TransformersSettings
-from staleflow.tasks.training.policy_trainer import PolicyTrainer
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""

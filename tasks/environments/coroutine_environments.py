@@ -12,13 +12,13 @@ from staleflow.tasks.environments.episode import OBSERVED, EpisodeFailed, Episod
 from staleflow.tasks.rendering.task_source import Message, Prompt
 
 
-class EpisodeCut(Exception):
+class EpisodeTruncated(Exception):
     """Raised by `ask` when the episode ends before the coroutine does: the turn was cut by the token limit, or no
     further one may be taken. The coroutine may catch it and return a reward; otherwise it is `session.reward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedTask:
+class AgentTask:
     """The task that a coroutine plays. rng: random numbers by the task's seed."""
 
     index: int
@@ -50,18 +50,18 @@ class Session:
         return await self._answered
 
     def _answer(self, text: str, *, cut: bool) -> None:
-        """Let the waiting `ask` return, or raise EpisodeCut."""
+        """Let the waiting `ask` return, or raise EpisodeTruncated."""
         answered = self._answered
         assert answered is not None
         self._asked = asyncio.get_running_loop().create_future()
         self._answered = None
         if cut:
-            answered.set_exception(EpisodeCut(text))
+            answered.set_exception(EpisodeTruncated(text))
         else:
             answered.set_result(text)
 
 
-Play = Callable[[Session, PlayedTask], Awaitable[Any]]
+Play = Callable[[Session, AgentTask], Awaitable[Any]]
 
 
 class PlayedEnvironment:
@@ -79,7 +79,7 @@ class PlayedEpisode:
 
     def __init__(self, play: Play, options: Mapping[str, Any], start: EpisodeStart) -> None:
         self._play = play
-        self._task = PlayedTask(
+        self._task = AgentTask(
             index=start.index,
             held_out=start.held_out,
             seed=start.seed,
@@ -105,7 +105,7 @@ class PlayedEpisode:
             self._session._answer("", cut=True)
             next_ = await self._until_asked()
             if not isinstance(next_, Said):
-                raise EpisodeFailed("play asked again after EpisodeCut; return a reward then, or do not catch it")
+                raise EpisodeFailed("play asked again after EpisodeTruncated; return a reward then, or do not catch it")
         if isinstance(next_, Said):
             return next_
         return Said(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
@@ -127,7 +127,7 @@ class PlayedEpisode:
         if self._playing.cancelled():
             raise EpisodeFailed("play was cancelled")
         error = self._playing.exception()
-        if isinstance(error, EpisodeCut):
+        if isinstance(error, EpisodeTruncated):
             return ended(self._session.reward, what="session.reward")
         if isinstance(error, EpisodeFailed):
             raise error
@@ -137,7 +137,7 @@ class PlayedEpisode:
         return ended(result, what="what play returned")
 
 
-async def _guarded(play: Play, session: Session, task: PlayedTask) -> Any:
+async def _guarded(play: Play, session: Session, task: AgentTask) -> Any:
     """The coroutine's result. SystemExit would end the event loop that it runs on, with everything else there."""
     try:
         return await play(session, task)

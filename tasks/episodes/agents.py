@@ -26,7 +26,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.requests import Refused
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession
-from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
 from staleflow.tasks.environments.gym_environments import in_thread
 from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Run, Told
@@ -144,9 +144,9 @@ def _printed_reward(line: str) -> Any:
     return found
 
 
-def task_of(start: EpisodeStart, options: Mapping[str, Any]) -> PlayedTask:
+def task_of(start: EpisodeStart, options: Mapping[str, Any]) -> AgentTask:
     """What an agent is told of its task."""
-    return PlayedTask(
+    return AgentTask(
         index=start.index, held_out=start.held_out, seed=start.seed, options=options, rng=random.Random(start.seed)
     )
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.coroutine_environments import AgentTask
 
-Told = tuple[str, str, PlayedTask]
+Told = tuple[str, str, AgentTask]
 """(base URL, key, task): what an agent is started with."""
 Run = Callable[[Told], Coroutine[Any, Any, Any]]
 """Runs an agent to its end, and returns its reward."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.episode import EpisodeFailed, told
 from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options
 
@@ -93,7 +93,7 @@ class Taskset:
             parts[name] = parts.get(name, 0.0) + float(value)
         return sum(parts.values()), parts
 
-    def _task(self, task: PlayedTask) -> Any:
+    def _task(self, task: AgentTask) -> Any:
         """The taskset's own task. The first ones of a finite taskset are held out, in turn; of an endless one every
         second one."""
         if not self._tasks:

@@ -202,12 +202,12 @@ async def stubborn(session, task):
 
 
 async def graceful(session, task):
-    from staleflow.tasks.environments.coroutine_environments import EpisodeCut
+    from staleflow.tasks.environments.coroutine_environments import EpisodeTruncated
 
     try:
         while True:
             await session.ask("more")
-    except EpisodeCut:
+    except EpisodeTruncated:
         return 0.5, {"cut": 1}
 
 

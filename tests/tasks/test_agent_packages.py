@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
 from staleflow.tasks.episodes.openenv_agents import BadAction, action_of
@@ -160,7 +160,7 @@ def test_openenv_finds_nothing_fatal_in_an_episode_of_its_own_environment(room_u
     from openenv.core.harness.capture.export import export_session
 
     agent = open_source(SourceType.AGENT, f"openenv:{room_url}", {"field": "echoed_message"}, "task.source")
-    task = PlayedTask(index=0, held_out=False, seed=4, options={}, rng=random.Random(4))
+    task = AgentTask(index=0, held_out=False, seed=4, options={}, rng=random.Random(4))
 
     async def work() -> None:
         async with serving("four", "sixsix", '{"this": "is no action"}') as (server, session, told):

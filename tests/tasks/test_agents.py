@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.coroutine_environments import PlayedTask
+from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.agents import load_agent
 from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
@@ -424,7 +424,7 @@ def test_what_a_program_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     started = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
     left = f"import subprocess, sys; open({str(pids)!r}, 'w').write(str({started}.pid)); print(0.5)"
     agent = load_agent("command", {"command": [sys.executable, "-c", left]}, "task.source")
-    task = PlayedTask(index=0, held_out=False, seed=1, options={}, rng=random.Random(1))
+    task = AgentTask(index=0, held_out=False, seed=1, options={}, rng=random.Random(1))
 
     async def work() -> None:
         assert await agent.run(("http://x/v1", "key", task)) == 0.5

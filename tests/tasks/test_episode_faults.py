@@ -292,7 +292,7 @@ def test_wrong_options_are_one_line(games: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("stubborn", "play asked again after EpisodeCut"),
+        ("stubborn", "play asked again after EpisodeTruncated"),
         ("hasty", "play raised: RuntimeError: ask is called while another call of it waits"),
         ("boastful", "what play returned is 'well done'; it must be a number"),
         ("broken", "what ask is given is no Unicode text: surrogates not allowed at character 0"),
