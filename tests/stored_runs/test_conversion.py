@@ -168,9 +168,10 @@ def test_what_cannot_be_converted_is_refused_in_one_line(tmp_path: Path) -> None
         return line
 
     with only_here(run):
-        script = f"from tests.commands import command; print(command('store', 'convert', {str(run)!r}).stderr)"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        assert "in use by process" in done.stdout
+        words = [sys.executable, "-m", "staleflow.cli.main", "store", "convert", str(run)]
+        done = subprocess.run(words, capture_output=True, text=True)  # another process
+        assert done.returncode == 2
+        assert "in use by process" in done.stderr
     out.mkdir()
     assert "already exists; choose another place with --out" in refused(run, "--out", out)
     assert "no such run" in refused(tmp_path / "none")
