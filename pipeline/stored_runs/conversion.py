@@ -45,10 +45,11 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
             remove(part)  # of a conversion that was killed
             unfinished.callback(remove, part)
             shutil.copytree(run_dir, part, symlinks=True, ignore=lambda folder, names: _left_out(run_dir, folder))
-            store = convert_store(run_dir / "store", part / "store")
             jobs = sorted(part.glob("config*.toml"))
             for job in jobs:
                 _convert_job_file(job)
+            keeps_bound = loading.load(part / "config.toml").eta is not None
+            store = convert_store(run_dir / "store", part / "store", keeps_bound=keeps_bound)
             publish(part, out)
     except OSError as error:
         if isinstance(error, StaleflowError):

@@ -72,9 +72,10 @@ def needs_conversion(path: Path) -> bool:
     return found in CONVERTED_FORMATS
 
 
-def convert_store(source: Path, target: Path) -> ConvertedStore:
+def convert_store(source: Path, target: Path, *, keeps_bound: bool = True) -> ConvertedStore:
     """Write a converted copy of the store at `source`, which is not changed, to the folder `target`, which appears when
-    it is complete. Raises StoreError."""
+    it is complete. keeps_bound: whether the run keeps a staleness bound: of one that does not, the version before wrote
+    the number of steps as eta. Raises StoreError."""
     try:
         old = repository_at(source)
         names = sorted(branch_names(old), key=lambda name: (not name.startswith(UNDONE), name != MAIN))
@@ -85,7 +86,7 @@ def convert_store(source: Path, target: Path) -> ConvertedStore:
             first = chains[MAIN][0].id
             copied = {str(first): str(new.lookup_branch(MAIN))}
             for name in order:
-                head = _copy_chain(old, new, chains[name], copied)
+                head = _copy_chain(old, new, chains[name], copied, keeps_bound=keeps_bound)
                 if name == MAIN:
                     new.reset_branch(MAIN, head)
                 else:
@@ -98,7 +99,7 @@ def convert_store(source: Path, target: Path) -> ConvertedStore:
     return ConvertedStore(rows=rows, snapshots=len(copied), branches=len(names))
 
 
-def _copy_chain(old: Any, new: Any, chain: list[Any], copied: dict[str, str]) -> str:
+def _copy_chain(old: Any, new: Any, chain: list[Any], copied: dict[str, str], *, keeps_bound: bool) -> str:
     """Copy the snapshots of a branch, oldest first, of which some may be copied already; returns the copy of the last.
     copied: by snapshot of `old` its copy; added to."""
     known = max(i for i, snapshot in enumerate(chain) if snapshot.id in copied)
@@ -113,7 +114,8 @@ def _copy_chain(old: Any, new: Any, chain: list[Any], copied: dict[str, str]) ->
         kind = snapshot.metadata.get("kind")
         if kind == CREATED:
             after = zarr.open_group(session.store, mode="w", zarr_format=3)
-            create_arrays(after, {**before.attrs["header"], "url": ""}, CONVERTED)
+            header = {**before.attrs["header"], "url": ""}
+            create_arrays(after, header if keeps_bound else {**header, "eta": None}, CONVERTED)
         else:
             after = zarr.open_group(session.store, mode="r+")
             if kind in DERIVED:

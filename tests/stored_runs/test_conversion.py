@@ -203,3 +203,15 @@ def test_a_conversion_that_is_killed_leaves_the_run_as_it_was(tmp_path: Path) ->
     assert VersionedStore.open(tmp_path / "out" / "store").summary().num_steps == 4
     with pytest.raises(ConfigError):
         VersionedStore.open(run / "store")
+
+
+def test_a_converted_run_that_kept_no_bound_is_not_said_to_hold_one(tmp_path: Path) -> None:
+    """The version before wrote the number of steps as its bound, which any trajectory keeps."""
+    run = asking.unpack("credits", tmp_path)
+    job = run / "config.toml"
+    assert 'admission = "credits"' in job.read_text()
+    job.write_text(job.read_text().replace('admission = "credits"', 'admission = "backlog"'))
+    assert command("store", "convert", run, "--out", tmp_path / "converted").returncode == 0
+    audited = command("store", "audit", tmp_path / "converted")
+    assert audited.returncode == 0
+    assert "bound         not verified: the run keeps no bound" in audited.stdout
