@@ -443,7 +443,7 @@ def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
     scheduler = ("--scheduler", "tcp://127.0.0.1:9")
     for arguments, message in (
         (["store", "show", none], "no such run"),
-        (["store", "show", other], "store format 99, this version reads 1"),
+        (["store", "show", other], "store format 99, this version reads 'columns'"),
         (["store", "audit", other], "store format 99"),
         (["store", "export", other, "--to", "jsonl"], "store format 99"),
         (["store", "rescore-logprobs", other, "--model", "x"], "store format 99"),
