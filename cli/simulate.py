@@ -67,10 +67,10 @@ def command(
     rows = variants(load, overrides, swept, baselines)
     if out is not None:
         claim_folder(Path(out), "--out")
-    if not as_json and (note := note or assumptions(load(overrides), config_path)):
-        click.echo(note, err=True)
     quiet = as_json or len(rows) == 1
     results = list(track(simulated(rows), "simulating", len(rows), transient=True, disable=quiet))
+    if not as_json and (note := note or assumptions(load(overrides), config_path)):
+        click.echo(note, err=True)  # not before: an error is to be one line
     if out is not None:
         write_results(Path(out), results)
     if as_json:

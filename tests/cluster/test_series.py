@@ -46,7 +46,7 @@ def board_of(*states: str) -> Board:
     """A board with a job per state, oldest first."""
     board = Board()
     for i, state in enumerate(states):
-        board.submit(f"job-{i}", "job", "/runs/job", 9)
+        board.submit(f"job-{i}", "job", f"/runs/job-{i}", 9)
         board.jobs[f"job-{i}"].state = state
         if state in ("running", "done"):
             board.jobs[f"job-{i}"].history[0] = {"step": 0.0}

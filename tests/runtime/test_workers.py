@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,6 +51,10 @@ class PlayedClient:
         cancelled."""
         self.scheduler = self
         self.id = "Scheduler-1"
+
+    @contextlib.contextmanager
+    def as_current(self) -> Iterator[PlayedClient]:
+        yield self
 
     async def identity(self, n_workers: int) -> dict[str, Any]:
         if not self.id:

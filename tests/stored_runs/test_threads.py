@@ -140,7 +140,7 @@ def test_threads_that_share_a_scorer_each_get_their_own_rewards(scorers: Any) ->
     scores = [score for block in at_once(score, 3 * THREADS // 2) for score in block]
     for n, score_ in enumerate(scores):
         if n % 10 == 3:
-            assert score_.error == f"ValueError: not {n}"
+            assert score_.error == f"ValueError: not {n} (rewards.py, line 8)"
         elif n % 150 == 77:
             assert score_.error == "the reward took longer than 1 s"
         elif n % 150 == 140:
@@ -341,7 +341,8 @@ def test_rewards_of_a_worker_with_threads_are_those_of_a_plain_loop(
         prompt = source.task(int(row.trajectory.group)).prompt
         number = zlib.crc32(f"{answer}|{prompt}".encode())
         bad = number % 16 == 0
-        expected[row.trajectory.id] = (0.0, f"ValueError: not {number}") if bad else (float(number % 100_000), "")
+        error = f"ValueError: not {number} (reward_rewards.py, line 18)"
+        expected[row.trajectory.id] = (0.0, error) if bad else (float(number % 100_000), "")
     assert len(set(expected.values())) > ROWS * 0.9
 
     monkeypatch.setattr(pools, "LEAST_ROWS", 8)

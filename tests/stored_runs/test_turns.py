@@ -161,7 +161,7 @@ def test_only_sampled_tokens_are_compared_with_other_weights(run: StoredRun, mon
 
     monkeypatch.setattr(logprob_recompute, "_logprob_model", lambda settings: Model())
     settings = logprob_recompute.LogprobSettings(
-        model="x", dtype="float32", device="cpu", temperature=1.0, clip_low=0.2, clip_high=0.2
+        model="x", dtype="float32", device="cpu", temperature=1.0, clip_range=(0.8, 1.2)
     )
     (new,) = logprob_recompute.response_logprobs(settings, [row])
     assert (new[~row.trajectory.sampled] == 0).all()
