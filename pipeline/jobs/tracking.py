@@ -13,6 +13,7 @@ A user's tracker is a class, named in the job file (`tracking.tracker = "mine.py
         def step(self, step: int, metrics: dict[str, float]): ...
         def close(self): ...
 
+`step` is also called at the version of each evaluation, with its metrics alone, such as `evaluation/held-out/sampled`.
 Trackers are called in the driver's event loop, so a slow one slows the run. One that raises is logged and not called
 again; the run continues.
 """
@@ -247,4 +248,4 @@ class Tracking:
                 if method != "close":
                     with contextlib.suppress(Exception):
                         tracker.close()
-                logger.warning("%s failed and is not called again: %r", type(tracker).__name__, error)
+                logger.warning("tracker %s failed and is not called again: %r", type(tracker).__name__, error)

@@ -18,6 +18,7 @@ import torch
 from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.tracking import Tracking
+from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.engines import engine_settings as engines
@@ -114,9 +115,12 @@ def test_a_source_a_reward_and_a_tracker_from_a_file(example: Any, tmp_path: Pat
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         tracking = Tracking(config, tmp_path)
+        tracking.evaluations([Evaluation(version=0, num_prompts=4, sampled=0.25, greedy=None)])
         tracking.steps([{"step": 0.0, "reward": 0.5}])
         tracking.close()
-    assert printed.getvalue() == "run 0 0.5\n"
+    evaluated, trained = printed.getvalue().splitlines()
+    assert evaluated.startswith("run 0 {'evaluation/held-out/sampled': 0.25")
+    assert trained == "run 0 {'reward': 0.5}"
 
 
 def test_an_engine_is_registered_by_its_settings() -> None:

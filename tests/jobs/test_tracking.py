@@ -72,7 +72,7 @@ def test_every_step_is_tracked_once(job: Path, tmp_path: Path, caplog: pytest.Lo
         tracking.steps([*STEPS, {"step": 2.0, "reward": 1.0}, {"step": 3.0, "reward": 1.0}])
     tracking.close()
     assert (tmp_path / "mine.txt").read_text() == "job 0:0.5 1:0.75 closed"
-    assert caplog.messages == ["Mine failed and is not called again: RuntimeError('no network')"]
+    assert caplog.messages == ["tracker Mine failed and is not called again: RuntimeError('no network')"]
     assert scalars(tmp_path / "tensorboard") == [(i, "reward", r) for i, r in enumerate((0.5, 0.75, 1.0, 1.0))]
 
 
