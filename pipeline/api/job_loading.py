@@ -57,8 +57,10 @@ def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
         tree, where = tomllib.loads(knob_tree.to_toml(source)), "job"
     elif isinstance(source, Mapping):
         tree, where = _plain_table(source), "job"
-    else:
+    elif isinstance(source, (str, Path)):
         tree, where = loading.read_tree(source), str(source)
+    else:
+        raise ConfigError(f"job: a {type(source).__name__}; expected the path of a job file, a mapping or a Job")
     return loading.from_overridden(tree, override_texts(overrides), where)
 
 

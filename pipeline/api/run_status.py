@@ -56,7 +56,7 @@ class RunStatus:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunResult:
     """A finished or stopped run."""
 
@@ -71,6 +71,9 @@ class RunResult:
     def run(self) -> Run:
         """The stored run."""
         return open_run(self.run_dir)
+
+    def __repr__(self) -> str:
+        return f"<RunResult {self}>"
 
     def __str__(self) -> str:
         return f"{self.run_dir}: {', '.join(f'{name} {value}' for name, value in self._shown())}"

@@ -15,6 +15,7 @@ from staleflow.pipeline.api.job_loading import Job, JobSource, new_job, resumabl
 from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.run_handle import Progress, RunHandle
 from staleflow.pipeline.api.run_status import RunResult
+from staleflow.pipeline.cluster.connection import Where
 from staleflow.pipeline.processes import local_cluster
 from staleflow.stores.errors import ConfigError
 
@@ -173,11 +174,11 @@ def _begun(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHan
 
 def _on_cluster_of(client: Any, job: Job) -> tuple[Job, Any]:
     """A job on the cluster of a Dask client, and the client's security. Raises ConfigError."""
-    address = str(client.scheduler.address)
-    if address.startswith("inproc"):
+    where = Where.of_client(client)
+    if where.address.startswith("inproc"):
         raise ConfigError(
-            f"client: the workers at {address} are threads of this process, and each actor needs a process; use "
+            f"client: the workers at {where.address} are threads of this process, and each actor needs a process; use "
             "LocalCluster(processes=True, threads_per_worker=1)"
         )
-    cluster = replace(job.cluster, kind="address", address=address, scheduler_file="")
-    return replace(job, cluster=cluster), client.security
+    cluster = replace(job.cluster, kind="address", address=where.address, scheduler_file="")
+    return replace(job, cluster=cluster), where.security

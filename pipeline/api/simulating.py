@@ -26,7 +26,7 @@ from staleflow.pipeline.simulator.analysis import Measures, explanation, measure
 from staleflow.pipeline.simulator.plots import draw_run
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
-from staleflow.stores.errors import ActorLost
+from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.files import replace_file, replace_text
 
 BASELINES = (
@@ -170,6 +170,9 @@ def sweep_rows(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, tuple[str,
     >>> sweep_rows({"staleness.eta": [0, 1]})
     [('eta=0', ('staleness.eta=0',)), ('eta=1', ('staleness.eta=1',))]
     """
+    lists = sweep.values() if isinstance(sweep, Mapping) else [None]
+    if any(isinstance(values, str) or not isinstance(values, Iterable) for values in lists):
+        raise ConfigError(f'sweep = {sweep!r}: expected lists of values by key, such as {{"staleness.eta": [0, 1]}}')
     axes = [
         [f"{key}={value if isinstance(value, str) else knob_tree.toml_value(value)}" for value in values]
         for key, values in sweep.items()

@@ -172,7 +172,7 @@ def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> Wher
     if client is not None and (scheduler or scheduler_file):
         raise ConfigError("both a client and a scheduler are given; name the cluster by one of them")
     if client is not None:
-        return Where(address=str(client.scheduler.address), security=client.security)
+        return Where.of_client(client)
     return Where(address=scheduler, scheduler_file=str(scheduler_file or ""))
 
 

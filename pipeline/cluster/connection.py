@@ -45,6 +45,14 @@ class Where:
     scheduler_file: str = ""
     security: Any = None
 
+    @classmethod
+    def of_client(cls, client: Any) -> Where:
+        """The cluster of a Dask client. Raises ConfigError if it is none."""
+        address = getattr(getattr(client, "scheduler", None), "address", "")
+        if not address:
+            raise ConfigError(f"client: a {type(client).__name__}; expected a distributed.Client that is connected")
+        return cls(address=str(address), security=client.security)
+
     @property
     def named(self) -> bool:
         """Whether any cluster is named, here or in Dask's own configuration."""

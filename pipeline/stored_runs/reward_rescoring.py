@@ -43,7 +43,7 @@ MAY_CHANGE = ("reward.", "task.answer_pattern=")
 """Keys that may be changed for scoring again, by how they begin."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReprocessResult:
     """The result of scoring a run's responses again."""
 
@@ -60,6 +60,11 @@ class ReprocessResult:
     mean_before: float
     """Mean reward over the trajectories that were trained on, without those whose reward failed."""
     mean_after: float
+
+    def __repr__(self) -> str:
+        failed = f", {len(self.errors)} failed, first: {next(iter(self.errors.values()))}" if self.errors else ""
+        means = f"mean reward {self.mean_before:.3f} -> {self.mean_after:.3f}"
+        return f"<ReprocessResult branch {self.branch}: {means}, {self.scored} of {self.rows} scored{failed}>"
 
 
 def reprocess(

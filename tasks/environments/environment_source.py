@@ -44,6 +44,8 @@ class EnvironmentSource:
         start = EpisodeStart(index=index, held_out=held_out, seed=task_seed(self._seed, index, held_out=held_out))
         try:
             prompt = require_text(self._resetter.first_observation(start))
+        except ConfigError:
+            raise
         except (EpisodeFailed, ValueError) as error:
             which = f"{'held-out ' if held_out else ''}task {index}"
             why = error if isinstance(error, EpisodeFailed) else f"its prompt {error}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.tasks.rendering.task_source import Record, Reward
+from staleflow.tasks.settings.user_code import PICKLED
 
 LARGEST = 3.4e38
 """Stores keep rewards in 32 bits."""
@@ -47,7 +48,10 @@ def numbers_of(result: Any) -> tuple[float, dict[str, float]]:
 def described(error: BaseException) -> str:
     """What a user's function raised, as one line that names the line of its file."""
     frames = traceback.extract_tb(error.__traceback__)
-    line = next((f" ({Path(f.filename).name}, line {f.lineno})" for f in frames if not _ours(f.filename)), "")
+    found = next((f for f in frames if not _ours(f.filename)), None)
+    # The file of a function that was pickled by value is not known.
+    where = "" if found is None else found.name if found.filename == PICKLED else Path(found.filename).name
+    line = "" if found is None else f" ({where}, line {found.lineno})"
     return f"{type(error).__name__}: {error}{line}"
 
 

@@ -267,6 +267,10 @@ class RowSource:
         values = self._rows.column(head) if head in self._rows.names else [MISSING]
         for index, value in enumerate(values):
             if (found := _at({head: value}, name)) is MISSING:
+                if name in self._rows.names:
+                    raise ConfigError(
+                        f"{self._rows.place(index)}: no {name!r}, which other rows have; add it to this one"
+                    )
                 raise ConfigError(
                     f"{self._rows.place(index)}: no {name!r}; set task.columns.{key}, to one of "
                     f"{nearest(name, self._rows.names)}"

@@ -237,7 +237,7 @@ def test_a_reward_that_fails_on_the_first_prompt_is_told_before_anything_starts(
     def fails(text: str, row: Mapping[str, Any]) -> float:
         return float(row["no such column"])
 
-    with pytest.raises(ConfigError, match=r"fails on the first prompt: KeyError: 'no such column'"):
+    with pytest.raises(ConfigError, match=r"fails on the first prompt: KeyError: 'no such column' \(fails, line \d+\)"):
         staleflow.start(job, rows=ROWS, reward=fails)
 
 
@@ -270,6 +270,7 @@ def cached(text: str, row: Any) -> float:
         ({"overrides": "steps=3"}, "pass a mapping or a list"),
         ({"overrides": {"step": 3}}, "did you mean steps"),
         ({"overrides": {"steps": None}}, "leave it out"),
+        ({"client": "tcp://head:8786"}, "client: a str; expected a distributed.Client"),
     ],
 )
 def test_mistakes_are_told_in_one_line(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
@@ -282,6 +283,45 @@ def test_rows_without_the_columns_of_the_job_name_those_there_are(job: Path) -> 
     rows = [{"question": "1+1=", "solution": "2"}]
     with pytest.raises(ConfigError, match=r"question, solution"):
         staleflow.start(job, rows=rows)
+
+
+def test_a_row_that_lacks_what_others_have_is_named(job: Path) -> None:
+    with pytest.raises(ConfigError, match=r"line 2: no 'answer', which other rows have; add it to this one$"):
+        staleflow.start(job, rows=[{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2="}])
+
+
+def test_an_agent_of_other_arguments_is_told_once(job: Path) -> None:
+    def agent() -> float:
+        return 0.0
+
+    with pytest.raises(
+        ConfigError, match=r"^task\.source = '[^']*agent:[^']*': an agent takes \(base_url, key, task\)"
+    ):
+        staleflow.start(job, agent=agent)
+
+
+def test_a_job_of_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="job: a int; expected the path of a job file, a mapping or a Job"):
+        staleflow.load_job(3)  # type: ignore[arg-type]
+
+
+def test_a_result_is_one_short_line() -> None:
+    summary = {
+        "steps": 2, "reward_first": 0.25, "reward_last": 0.5, "evaluations": [], "staleness_histogram": {"0": 4},
+        "eta": 1, "tokens_per_s": 10.0, "seconds": {},
+    }  # fmt: skip
+    result = staleflow.RunResult(run_dir=Path("runs/a"), stopped="", summary=summary)
+    assert repr(result) == (
+        "<RunResult runs/a: steps 2, reward 0.250 at first, 0.500 at last, staleness 0: 4 (eta 1), tokens/s 10>"
+    )
+    scored = staleflow.ReprocessResult(
+        branch="b", snapshot="", rows=3, scored=2, errors={1: "KeyError: 'x' (f, line 3)", 2: "another"},
+        mean_before=0.0, mean_after=0.5,
+    )  # fmt: skip
+    assert repr(scored) == (
+        "<ReprocessResult branch b: mean reward 0.000 -> 0.500, 2 of 3 scored, "
+        "2 failed, first: KeyError: 'x' (f, line 3)>"
+    )
 
 
 def test_a_table_of_pandas_is_written_as_rows(job: Path) -> None:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import staleflow
 from tests.api.test_running import emulated
 
@@ -22,6 +24,12 @@ def test_a_sweep_with_baselines_gives_a_result_for_each_variant(tmp_path: Path) 
     assert results[1].explanation()[0] in results[1]._repr_html_()
     results[0].draw(tmp_path / "simulation.png")
     assert (tmp_path / "simulation.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("sweep", [{"staleness.eta": 3}, {"staleness.eta": "0,1"}, "staleness.eta=0,1"])
+def test_a_sweep_of_no_lists_is_told_in_one_line(tmp_path: Path, sweep: Any) -> None:
+    with pytest.raises(staleflow.ConfigError, match=r"^sweep = .*: expected lists of values by key, such as "):
+        staleflow.simulate(emulated(tmp_path), sweep=sweep)
 
 
 def test_a_stored_run_is_simulated_with_what_it_recorded(tmp_path: Path, stored: Path) -> None:
