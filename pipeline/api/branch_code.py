@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.api.code_objects import write_code
+from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import derived_branches
 
 
@@ -20,6 +21,8 @@ def reward_file(run_dir: Path, branch: str, reward: str | Callable[..., Any]) ->
     if isinstance(reward, str):
         yield reward
         return
+    if not callable(reward):
+        raise ConfigError(f"reward: a {type(reward).__name__}; expected a function, or a name as in a job file")
     derived_branches.refuse((run_dir / "store").resolve(), branch)  # the file of a branch that exists is kept
     named = write_code(reward, run_dir / "code", file_name(branch))
     try:

@@ -36,6 +36,8 @@ OBJECTS = {
     "eval_rows": "task.eval_source",
 }
 """Keys of a job that functions, classes and rows are given for, by the name of their argument."""
+WITH_KNOBS = ("loss", "routing")
+"""Those whose classes may have knobs."""
 
 
 def load_job(source: JobSource, overrides: Overrides | None = None) -> Job:
@@ -121,6 +123,11 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
                     part: of if isinstance(of, Mapping) else {"function": of} for part, of in value.items()
                 },
             }
+        elif not callable(value) and not isinstance(value, (str, Path, Mapping, list, tuple)):
+            knobs = f"; set its knobs by overrides, as {key.removesuffix('.name')}.KNOB" if name in WITH_KNOBS else ""
+            raise ConfigError(
+                f"{name}: a {type(value).__name__}; expected a function, a class, or a name as in a job file{knobs}"
+            )
         else:
             changes[key] = _plain(name, value)
             if name == "agent" and callable(value):

@@ -117,7 +117,7 @@ def simulate(
             simulation repeats.
         overrides: Values that replace the job's, as in `load_job`.
         sweep: Values to try, by key with dots, such as `{"staleness.eta": [0, 1, 2]}`; of several keys all
-            combinations.
+            combinations. A value may be a function or class.
         baselines: Whether to add other systems' admission rules, at the same bound.
 
     Returns:
@@ -173,19 +173,22 @@ def sweep_rows(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, tuple[str,
     lists = sweep.values() if isinstance(sweep, Mapping) else [None]
     if any(isinstance(values, str) or not isinstance(values, Iterable) for values in lists):
         raise ConfigError(f'sweep = {sweep!r}: expected lists of values by key, such as {{"staleness.eta": [0, 1]}}')
-    axes = [
-        [f"{key}={value if isinstance(value, str) else knob_tree.toml_value(value)}" for value in values]
-        for key, values in sweep.items()
-    ]
+    axes = [[_labelled(key, value) for value in values] for key, values in sweep.items()]
     if not axes:
         return [("the job", ())]
-    return [(" ".join(map(_short, chosen)), chosen) for chosen in itertools.product(*axes)]
+    return [
+        (" ".join(label for label, _ in chosen), tuple(change for _, change in chosen))
+        for chosen in itertools.product(*axes)
+    ]
 
 
-def _short(override: str) -> str:
-    """`key=value` without the table names of the key."""
-    key, _, value = override.partition("=")
-    return f"{key.rpartition('.')[2]}={value}"
+def _labelled(key: str, value: Any) -> tuple[str, str]:
+    """`key=value` without the table names of the key, and the override that sets it. Raises ConfigError."""
+    short = key.rpartition(".")[2]
+    if callable(value):
+        return f"{short}={getattr(value, '__name__', short)}", override_texts({key: value})[0]
+    text = value if isinstance(value, str) else knob_tree.toml_value(value)
+    return f"{short}={text}", f"{key}={text}"
 
 
 def simulated(rows: Sequence[SimulatedVariant]) -> Iterator[SimulationResult]:

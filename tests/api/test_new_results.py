@@ -65,6 +65,8 @@ def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.R
         run.reprocess(branch="other", client=client)
     with pytest.raises(staleflow.ConfigError, match="only how responses are scored can change"):
         run.reprocess(branch="other", reward=lambda response, record: 1.0, changes={"seed": 3}, client=client)
+    with pytest.raises(staleflow.ConfigError, match=r"^reward: a int; expected a function"):
+        run.reprocess(branch="other", reward=3, client=client)  # type: ignore[arg-type]
     with claimed(run.path), pytest.raises(FolderInUse):
         run.reprocess(branch="other", reward="task", client=client)
     assert set((run.path / "code").glob("*")) == before

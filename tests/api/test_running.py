@@ -270,6 +270,11 @@ def cached(text: str, row: Any) -> float:
         ({"overrides": "steps=3"}, "pass a mapping or a list"),
         ({"overrides": {"step": 3}}, "did you mean steps"),
         ({"overrides": {"steps": None}}, "leave it out"),
+        (
+            {"routing": LastInstance()},
+            "routing: a LastInstance; .* set its knobs by overrides, as rollout.routing.KNOB",
+        ),
+        ({"reward": 3}, "reward: a int; expected a function, a class, or a name as in a job file$"),
         ({"client": "tcp://head:8786"}, "client: a str; expected a distributed.Client"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import staleflow
-from tests.api.test_running import emulated
+from tests.api.test_running import LastInstance, emulated
 
 
 def test_a_sweep_with_baselines_gives_a_result_for_each_variant(tmp_path: Path) -> None:
@@ -24,6 +24,17 @@ def test_a_sweep_with_baselines_gives_a_result_for_each_variant(tmp_path: Path) 
     assert results[1].explanation()[0] in results[1]._repr_html_()
     results[0].draw(tmp_path / "simulation.png")
     assert (tmp_path / "simulation.png").stat().st_size > 10_000
+
+
+class AnyInstance(LastInstance):
+    """Another rule of a notebook."""
+
+
+def test_a_sweep_takes_classes(tmp_path: Path) -> None:
+    job = emulated(tmp_path, steps=2)
+    results = staleflow.simulate(job, sweep={"rollout.routing": ["deadline", LastInstance, AnyInstance]})
+    assert [result.label for result in results] == ["routing=deadline", "routing=LastInstance", "routing=AnyInstance"]
+    assert results[1].variant.job.rollout.routing.name.endswith("LastInstance.py:LastInstance")
 
 
 @pytest.mark.parametrize("sweep", [{"staleness.eta": 3}, {"staleness.eta": "0,1"}, "staleness.eta=0,1"])
