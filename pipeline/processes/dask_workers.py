@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -39,6 +40,9 @@ ADMITTED_POLL_S = 0.5
 RESUME = "what is stored is whole, `staleflow resume` goes on with it"
 CREATING_S = 1.0
 """Seconds between two looks whether a worker is there on which an actor is being created."""
+_BECOMING_CURRENT = threading.Lock()
+"""Locked while a client is made current: Dask sets its global scheduler meanwhile, and two that overlap, of two actors
+or runs of this process, would leave it set, so that whatever Dask computes later would look for a client."""
 FILE_S = 10.0
 """Seconds a scheduler file may take to appear: a run may be started together with its cluster."""
 
@@ -140,10 +144,8 @@ class DaskWorkers:
             pure=False,
         )
         try:
-            # The handle belongs to the client that is current where it arrives; a process may have several.
-            with self.client.as_current():
-                async with asyncio.timeout(within_s):
-                    actor = await self._made(future, name, address)
+            async with asyncio.timeout(within_s):
+                actor = await self._made(future, name, address)
         except (StaleflowError, TimeoutError):
             raise
         except Exception as error:
@@ -157,7 +159,9 @@ class DaskWorkers:
     async def _made(self, future: Any, name: str, address: str) -> Any:
         """The actor that is being created on a worker. Raises ActorLost if the worker leaves meanwhile: Dask would wait
         for it to come back, which it never does under this address."""
-        made = asyncio.ensure_future(future)
+        # The handle belongs to the client that is current where it arrives, in this task; a process may have several.
+        with _BECOMING_CURRENT, self.client.as_current():
+            made = asyncio.ensure_future(future)
         try:
             while not (await asyncio.wait({made}, timeout=CREATING_S))[0]:
                 if address not in (await self._identity(-1))["workers"]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from distributed import Client, LocalCluster
 
@@ -141,6 +142,13 @@ class LastInstance:
 
     def takes(self, work: Any, running: Any, kv_tokens: Any) -> bool:
         return True
+
+
+def test_dask_computes_in_this_process_after_a_run_as_before(tmp_path: Path) -> None:
+    """Placing several actors at once left Dask's global scheduler set, with no client that it could have used."""
+    result = staleflow.run(emulated(tmp_path), progress=False)
+    assert dask.config.get("scheduler", None) is None
+    assert result.run.to_dask(texts=False).reward.count().compute() > 0
 
 
 def test_a_rule_of_this_module_routes_and_replays(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ DATA = (
     Case(name="data: a prompt that is too long", command="run job.toml --set steps=50",
          says=("data.jsonl, line 7", "tokens", "rollout.max_new_tokens = 16", "task.skip_long"),
          prepare=(changed("data.jsonl", lambda t: t.replace("6 + 2", "1 + " * 200 + "2")),)),
-    Case(name="data: a first prompt without tokens", command="run job.toml", says=("the prompt",),
+    Case(name="data: a first prompt without tokens", command="run job.toml", says=("line 1", "prompt is empty"),
          prepare=(text("data.jsonl", ROW.replace("1 + 2 =", "") + ROWS),)),
     _set("data: no parquet file", "task.source=parquet:none.parquet", "task.source = ", "no such file"),
     _set("data: no evaluation set", "task.eval_source=jsonl:none.jsonl", "task.eval_source = ", "no such file"),

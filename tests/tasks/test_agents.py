@@ -186,7 +186,7 @@ def settings(
 
 def running(work: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await work
 
     asyncio.run(limited())

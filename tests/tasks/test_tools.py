@@ -332,7 +332,7 @@ def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> N
     async def work() -> None:
         episodes = Episodes(made)
         (answer,) = await answers(episodes, ["so 144"], made)
-        assert (answer.ended, answer.error) == (True, "ValueError: no")
+        assert (answer.ended, answer.error) == (True, "ValueError: no (mine.py, line 2)")
         await episodes.close()
 
     asyncio.run(work())
