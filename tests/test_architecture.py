@@ -63,6 +63,11 @@ def test_a_package_stands_above_what_it_imports() -> None:
     assert architecture.direct(graph) == {"a": {"b"}, "b": {"c"}, "c": set()}
 
 
+def test_a_module_name_exists_once() -> None:
+    names = [name.rpartition(".")[2] for name in MODULES]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 def test_a_class_name_exists_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for name, tree in MODULES.items():

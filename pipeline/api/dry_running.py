@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from staleflow.pipeline.api.job_loading import Job, JobSource, with_objects
+from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, with_objects
 from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.run_handle import RunHandle
 from staleflow.pipeline.config import preflight, user_files
@@ -54,7 +54,12 @@ class DryRunResult:
 
 
 def dry_run(
-    job: JobSource, *, overrides: Overrides | None = None, rows: Any = None, reward: Any = None, **objects: Any
+    job: JobSource,
+    *,
+    overrides: Overrides | None = None,
+    rows: Any = None,
+    reward: Any = None,
+    **objects: Unpack[JobObjects],
 ) -> DryRunResult:
     """Try a job in seconds: its prompts, reward, coordination and store, on responses drawn at random. No model samples
     or is trained, and nothing is kept.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from staleflow.pipeline.api.code_objects import write_code
 from staleflow.pipeline.api.overrides import Overrides, override_lines
@@ -36,6 +36,29 @@ OBJECTS = {
     "eval_rows": "task.eval_source",
 }
 """Keys of a job that functions, classes and rows are given for, by the name of their argument."""
+
+
+class JobObjects(TypedDict, total=False):
+    """Functions, classes and rows in place of what a job names; each may also be a name, as in a job file."""
+
+    loss: Callable[..., Any] | str
+    """A class as in docs/extending.md, "A loss with a knob"."""
+    advantage: Callable[..., Any] | str
+    """A function of rewards and their validity, both [groups, members]."""
+    routing: Callable[..., Any] | str
+    """A class as in docs/extending.md, "A routing rule"."""
+    source: Callable[..., Any] | str
+    """A source of prompts, or an environment of many turns: a class or a coroutine."""
+    agent: Callable[..., Any] | str
+    """A function that asks for the model's turns over HTTP."""
+    tools: Sequence[Callable[..., Any] | str]
+    """Functions that the model may call."""
+    tracker: Callable[..., Any] | str
+    """A class that receives the metrics of each step."""
+    eval_rows: Any
+    """Held-out rows, as `rows`."""
+
+
 WITH_KNOBS = ("loss", "routing")
 """Those whose classes may have knobs."""
 

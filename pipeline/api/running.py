@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from staleflow.pipeline.api.job_loading import Job, JobSource, new_job, resumable_job, with_objects
+from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, new_job, resumable_job, with_objects
 from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.run_handle import Progress, RunHandle
 from staleflow.pipeline.api.run_status import RunResult
@@ -28,7 +28,7 @@ def start(
     progress: Progress = False,
     rows: Any = None,
     reward: Any = None,
-    **objects: Any,
+    **objects: Unpack[JobObjects],
 ) -> RunHandle:
     """Start a run in the background of this process. Returns once the job is checked, after a second or two.
 
@@ -40,7 +40,8 @@ def start(
         progress: Whether to print a line for each step; or a function, which is called with the RunStatus after each.
         rows: Rows to train on in place of `task.source`: mappings, a pandas.DataFrame or a datasets.Dataset, with the
             columns that `task.columns` names. They are kept with the run.
-        reward: A function `(response, row) -> float`, or a mapping from names of parts to functions, which are added.
+        reward: A function `(answer, row) -> float`, or a mapping from names of parts to functions, which are added.
+            `answer` is what `task.answer_pattern` finds in the response: all of it without a pattern, "" if nothing.
         objects: `loss`, `advantage`, `routing`, `source`, `agent`, `tools`, `tracker`: a function or class in place of
             what the job names; `eval_rows`: rows of the evaluation before and after training.
 
@@ -62,7 +63,7 @@ def run(
     progress: Progress = True,
     rows: Any = None,
     reward: Any = None,
-    **objects: Any,
+    **objects: Unpack[JobObjects],
 ) -> RunResult:
     """Run a job from start to end, with a printed line for each step. Ctrl-C, or a notebook's interrupt, stops the run
     in order at its next step; the result then says `stopped = "interrupted"`.
@@ -90,7 +91,7 @@ async def run_async(
     progress: Progress = True,
     rows: Any = None,
     reward: Any = None,
-    **objects: Any,
+    **objects: Unpack[JobObjects],
 ) -> RunResult:
     """`run` for a coroutine: the caller's event loop goes on meanwhile. Cancelling it stops the run in order, and
     raises CancelledError once the run has ended.

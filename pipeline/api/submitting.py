@@ -8,10 +8,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from staleflow.pipeline.api import own_loop
-from staleflow.pipeline.api.job_loading import JobSource, new_job, resumable_job, with_objects
+from staleflow.pipeline.api.job_loading import JobObjects, JobSource, new_job, resumable_job, with_objects
 from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
@@ -107,7 +107,7 @@ def submit(
     overrides: Overrides | None = None,
     rows: Any = None,
     reward: Any = None,
-    **objects: Any,
+    **objects: Unpack[JobObjects],
 ) -> SubmittedJob:
     """Submit a job to a Dask cluster, whose workers run its driver, too. It goes on when the caller ends.
 

@@ -22,7 +22,7 @@ from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Synch
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.engine_settings import ENGINES, SAMPLING_REFUSED, EngineSettings
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import choice
@@ -302,6 +302,11 @@ class RunConfig:
     tracking: TrackingConfig = TrackingConfig()
     workload: WorkloadConfig = WorkloadConfig()
     simulation: SimulationConfig = SimulationConfig()
+
+    def __repr__(self) -> str:
+        """One line: all settings are thousands of characters, which `staleflow config explain` prints."""
+        model = "no model" if self.emulated else self.model.path
+        return f"<Job {self.name}: {self.steps} steps, eta {self.eta}, {model}, {self.task.source}>"
 
     @property
     def run_dir(self) -> Path:

@@ -22,7 +22,7 @@ from staleflow.pipeline.config.user_files import data_file, split_code
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text
 from staleflow.tasks.settings import extensions, reward_functions
-from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.source_kinds import SourceType, kind_of
 
 PARTS = ("reward", "data", "template")

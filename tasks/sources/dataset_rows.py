@@ -21,7 +21,7 @@ from staleflow.tasks.rendering.task_source import (
     require_text,
     set_apart,
 )
-from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns
 
 HELD_OUT_SHARE = 0.1
 """Maximum share of a data set's rows, at its end, that is held out for evaluation (but at least one row)."""

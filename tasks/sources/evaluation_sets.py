@@ -8,7 +8,7 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import TaskSource
-from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.source_kinds import is_environment
 from staleflow.tasks.sources.dataset_rows import Use
 from staleflow.tasks.sources.task_sources import make_source

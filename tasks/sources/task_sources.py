@@ -27,7 +27,7 @@ from staleflow.tasks.rendering.task_source import (
 )
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
-from staleflow.tasks.settings.columns import Columns
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.reward_functions import load_reward, reward_fault
 from staleflow.tasks.settings.reward_part import RewardPart

@@ -49,3 +49,8 @@ def test_an_unknown_name_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'xyzzy'$"):
         getattr(staleflow, "xyzzy")  # noqa: B009
     assert not hasattr(staleflow, "__wrapped__")
+
+
+def test_a_job_is_shown_on_one_line() -> None:
+    job = staleflow.load_job("examples/demo.toml", {"steps": 7})
+    assert repr(job) == "<Job demo: 7 steps, eta 1, runs/base/running-sums, reasoning_gym:chain_sum>"
