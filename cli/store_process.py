@@ -54,8 +54,7 @@ def reprocess(
             f"branch {branch}: {result.scored} responses of {result.rows} trajectories scored; mean reward of those "
             f"trained on: {result.mean_before:.3f} -> {result.mean_after:.3f}"
         )
-        rest = "the rest is stored" if len(result.errors) < result.scored else "there is no other"
-        print_errors(result.errors, f"could not be scored; {rest}")
+        print_errors(result.errors, "could not be scored; the rest is stored")
         click.echo(f"see: staleflow store diff {run} main {branch}")
     if result.errors:
         sys.exit(1)

@@ -179,4 +179,4 @@ if not TYPE_CHECKING:  # type checkers would take every unknown name for one
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})

@@ -77,7 +77,7 @@ def reprocess(
 ) -> ReprocessResult:
     """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name), or by the job's
     own if that is empty. changes: of keys in MAY_CHANGE, as KEY=VALUE. progress: called with (rows done, total rows).
-    Raises ConfigError before anything is computed."""
+    Raises ConfigError before anything is computed, and, with nothing stored, if no response could be scored."""
     config = _with_reward(_changed(run_dir, changes), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
@@ -101,6 +101,12 @@ def reprocess(
         done += len(block.rewards)
         progress(done, count)
     require_all(done, count)
+    scored = int((table["response_tokens"] > 0).sum())
+    if errors and len(errors) >= scored:
+        raise ConfigError(
+            f"{config.reward.named}: it failed on all {scored} responses, so nothing is stored; on trajectory "
+            f"{min(errors)}: {errors[min(errors)]}"
+        )
     consumed = table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value)
     estimate = _advantages(config, table, consumed, rewards, valid)
     before = consumed & (table["loss_mask"] > 0)
@@ -117,7 +123,7 @@ def reprocess(
         branch=branch,
         snapshot=snapshot,
         rows=count,
-        scored=int((table["response_tokens"] > 0).sum()),
+        scored=scored,
         errors=errors,
         mean_before=float(table["reward"][before].mean()) if before.any() else 0.0,
         mean_after=float(rewards[consumed & valid].mean()) if (consumed & valid).any() else 0.0,

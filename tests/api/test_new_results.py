@@ -59,6 +59,17 @@ def test_a_function_scores_the_responses_on_a_branch(run: staleflow.Run, client:
     assert "def length(response: str" in Path(file).read_text(), "kept, as the branch is"
 
 
+def test_a_reward_that_fails_on_every_response_leaves_no_branch(run: staleflow.Run, client: Client) -> None:
+    def broken(answer: str, record: dict[str, Any]) -> float:
+        raise KeyError("grade")
+
+    with pytest.raises(staleflow.ConfigError, match=r"failed on all \d+ responses, so nothing is stored; .*grade"):
+        run.reprocess(branch="again", reward=broken, client=client)
+    assert run.branches == ("main",)
+    assert not list((run.path / "code").glob("branch_*"))
+    run.reprocess(branch="again", reward=lambda answer, record: 1.0, client=client)
+
+
 def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.Run, client: Client) -> None:
     before = set((run.path / "code").glob("*"))
     with pytest.raises(staleflow.ConfigError, match="name the reward"):
