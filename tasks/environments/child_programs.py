@@ -46,6 +46,7 @@ class ChildPrograms:
     @contextlib.contextmanager
     def owning(self) -> Iterator[None]:
         """What is started inside, and by tasks that are created inside, belongs to this episode."""
+        _adopt_streams()
         _adopt_user_code()
         with _owned_by(self):
             yield
@@ -139,12 +140,19 @@ def _output() -> RelayedOutput:
     return RelayedOutput()
 
 
+def _adopt_streams() -> None:
+    """From now on what is printed in an episode's context is shown as user code's, also if something has replaced the
+    standard streams since the last call."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, _EpisodeStream):
+            setattr(sys, name, _EpisodeStream(stream))
+
+
 @functools.cache
 def _adopt_user_code() -> None:
-    """From now on a program that is started in an episode's context is started in the episode's group, and what is
-    printed there is shown as user code's. It is Popen's constructor that is replaced, since user code calls Popen by
-    itself and asyncio does so too."""
-    sys.stdout, sys.stderr = _EpisodeStream(sys.stdout), _EpisodeStream(sys.stderr)
+    """From now on a program that is started in an episode's context is started in the episode's group. It is Popen's
+    constructor that is replaced, since user code calls Popen by itself and asyncio does so too."""
     start = subprocess.Popen.__init__
 
     @functools.wraps(start)

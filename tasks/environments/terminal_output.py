@@ -7,6 +7,7 @@ messages pass through `printable`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -54,5 +55,7 @@ def _relay(stream: IO[bytes]) -> None:
         while piece := stream.readline(LONGEST_LINE + 1):
             ends = piece.endswith(b"\n")
             if begins:
-                sys.stderr.write(shown_line(piece.decode("utf-8", "replace").rstrip("\n")) + "\n")
+                # A standard error that is closed must not end this thread: whoever writes would get a broken pipe.
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.write(shown_line(piece.decode("utf-8", "replace").rstrip("\n")) + "\n")
             begins = ends

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from staleflow.stores.printable import printable
+from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.terminal_output import LONGEST_LINE, RelayedOutput
 from staleflow.tasks.episodes.episode_host import Episodes
 from staleflow.tasks.rendering.reward_values import LONGEST_NAME, MOST_PARTS, NoNumber, numbers_of
@@ -117,3 +121,30 @@ def test_long_lines_are_cut_and_carriage_returns_leave_the_last_text(capfd: pyte
     output.wait()
     lines = capfd.readouterr().err.splitlines()
     assert lines == ["x" * LONGEST_LINE + "...", "20 %", "\ufffd"]
+
+
+def test_output_is_relayed_again_after_standard_error_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ended with the first line that could not be shown, and who wrote the next one got a broken pipe."""
+    output = RelayedOutput()
+    closed, shown = io.StringIO(), io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    os.write(output.fileno(), b"lost\n")
+    output.wait()
+    monkeypatch.setattr(sys, "stderr", shown)
+    os.write(output.fileno(), b"shown\n")
+    output.close()
+    output.wait()
+    assert shown.getvalue() == "shown\n"
+
+
+def test_what_an_episode_prints_is_shown_as_user_codes_after_the_streams_were_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a library or a test may do: the streams were looked at once in a process."""
+    for _ in range(2):
+        stream = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", stream)
+        with ChildPrograms().owning():
+            print("begin\x1b[2J")
+        assert stream.getvalue() == "begin\\x1b[2J\n"
