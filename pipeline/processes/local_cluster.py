@@ -43,6 +43,9 @@ ACTORS = (
 MODELS = ("staleflow.tasks.engines.transformers", "staleflow.tasks.training.policy_trainer", "safetensors.torch")
 """Modules that workers need besides if there is a model."""
 METHOD = "distributed.worker.multiprocessing-method"
+_PREPARING = threading.Lock()
+"""Locked while the environment is that of workers: of two runs that start at once, the one that ends first would leave
+its variables in the process, where PYTHONSAFEPATH keeps every child from importing what is beside it."""
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -88,7 +91,7 @@ def prepare(threads: int, modules: Sequence[str]) -> None:
     forkserver.set_forkserver_preload(["staleflow.pipeline.processes.preloading"])
     named = {"STALEFLOW_PRELOAD": ",".join((*WORKER, *modules)), "PYTHONSAFEPATH": "1"}
     resource_tracker.ensure_running()  # which the server needs, and which lets signals through once it has started
-    with _environment({**worker_environment(threads), **named}), _ctrl_c_later():
+    with _PREPARING, _environment({**worker_environment(threads), **named}), _ctrl_c_later():
         forkserver.ensure_running()
     if (server := _server()) is not None:
         atexit.unregister(_end)  # of an earlier server

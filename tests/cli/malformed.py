@@ -132,7 +132,7 @@ DATA = (
     Case(name="data: a bad row", command="run job.toml", says=("data.jsonl, line 21: not JSON",),
          prepare=(changed("data.jsonl", lambda t: t + "{'prompt': 1}\n"),)),
     Case(name="data: a row without prompt", command="run job.toml",
-         says=("data.jsonl, line 21", "'prompt'", "task.columns.prompt"),
+         says=("data.jsonl, line 21", "'prompt'"),
          prepare=(changed("data.jsonl", lambda t: t + '{"question": "1", "answer": "2"}\n'),)),
     Case(name="data: a row that is no object", command="run job.toml", says=("data.jsonl, line 21", "object"),
          prepare=(changed("data.jsonl", lambda t: t + "[1]\n"),)),

@@ -1,0 +1,29 @@
+"""The environment that worker processes are started with is taken back, whoever starts them at the same time."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from staleflow.pipeline.processes import local_cluster
+
+
+def test_runs_that_start_at_once_leave_no_variable_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYTHONSAFEPATH stayed, and children of the process could not import what was beside them."""
+    before = dict(os.environ)
+    first, second = threading.Event(), threading.Event()
+
+    def overlapping() -> None:
+        first.set()
+        second.wait(0.2)  # for another one to come in, which it must not
+
+    monkeypatch.setattr(local_cluster.forkserver, "ensure_running", overlapping)
+    threads = [threading.Thread(target=local_cluster.prepare, args=(1, ())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert first.is_set()
+    assert dict(os.environ) == before
