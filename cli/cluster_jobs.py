@@ -89,17 +89,17 @@ def list_jobs(show_all: bool, as_json: bool, where: Where) -> None:
     """List the jobs of a cluster: those that wait or run, and those that ended within the last day."""
     from staleflow.pipeline.cluster import job_lookup
 
-    found = asyncio.run(job_lookup.all_jobs(where))
-    jobs = found if show_all else job_lookup.recent(found, time.time())
+    every_job = asyncio.run(job_lookup.all_jobs(where))
+    jobs = every_job if show_all else job_lookup.recent(every_job, time.time())
     if as_json:
         click.echo(json.dumps(jobs, indent=2))
         return
-    if not found:
+    if not every_job:
         click.echo("no jobs; `staleflow submit CONFIG` submits one")
     for job in jobs:
         click.echo(_row(job))
-    if len(jobs) < len(found):
-        click.echo(f"{len(found) - len(jobs)} ended more than a day ago; --all lists them too", err=True)
+    if len(jobs) < len(every_job):
+        click.echo(f"{len(every_job) - len(jobs)} ended more than a day ago; --all lists them too", err=True)
 
 
 @click.command("status")
@@ -113,12 +113,12 @@ def status(id: str, as_json: bool, where: Where) -> None:
     from staleflow.pipeline.recovery import job_record
 
     if job_record.is_there(Path(id)):
-        found = job_lookup.Match(job_record.read(Path(id)))
+        match = job_lookup.Match(job_record.read(Path(id)))
     else:
-        found = job_lookup.matching(asyncio.run(job_lookup.all_jobs(where)), id)
-    job = found.job
-    if found.note:
-        click.echo(found.note, err=True)
+        match = job_lookup.matching(asyncio.run(job_lookup.all_jobs(where)), id)
+    job = match.job
+    if match.note:
+        click.echo(match.note, err=True)
     if as_json:
         click.echo(json.dumps(job, indent=2))
         return
@@ -147,10 +147,10 @@ def logs(id: str, follow: bool, as_json: bool, where: Where) -> None:
             async for line in job_record.followed(Path(id), forever=follow):
                 print_line(job_record.read(Path(id))["id"], line)
             return str(job_record.read(Path(id))["state"])
-        found = job_lookup.matching(await job_lookup.all_jobs(where), id)
-        if found.note:
-            click.echo(found.note, err=True)
-        job = found.job["id"]
+        match = job_lookup.matching(await job_lookup.all_jobs(where), id)
+        if match.note:
+            click.echo(match.note, err=True)
+        job = match.job["id"]
         async for line in job_lookup.log_lines(where, job, follow=follow):
             print_line(job, line)
         return str(job_lookup.matching(await job_lookup.all_jobs(where), job).job["state"])

@@ -42,7 +42,7 @@ def command(
         local_cluster.quiet_process(config.cluster.threads)
         from staleflow.pipeline.profiling.engine_measurement import measure_engine
 
-        progress = (lambda _: None) if as_json else (lambda what: click.echo(f"  {what}", err=True))
+        progress = (lambda _: None) if as_json else (lambda line: click.echo(f"  {line}", err=True))
         profile = measure_engine(config, steps, max_running, progress)
     profiling.write_profile(path, profile)
     if as_json:

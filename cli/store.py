@@ -95,7 +95,8 @@ def _row(run: Run) -> dict[str, Any]:
 )
 @worker_options
 def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where: Where) -> None:
-    """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails."""
+    """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails,
+    or if no step is stored."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
@@ -106,7 +107,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
     if as_json:
         click.echo(json.dumps({**result.as_dict(), "bias": None if bias is None else bias.as_dict()}, indent=2))
     elif result.clean and not result.num_steps:
-        click.echo(f"{run}: no steps stored yet, nothing to verify")
+        click.echo(f"{run}: NOT VERIFIED: no steps are stored yet, so there is nothing to verify")
     else:
         covered = f"{result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
         covered += f"{result.max_staleness} ({stored.bound})"
@@ -121,7 +122,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
             click.echo(f"  {check:<13} not checked: it needs what cannot be read")
         for line in bias.lines if bias is not None else ():
             click.echo(f"  {line}")
-    if not result.clean:
+    if not result.clean or not result.num_steps:  # an empty check does not pass
         sys.exit(1)
 
 

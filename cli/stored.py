@@ -76,7 +76,7 @@ def starting(where: Where, count: int) -> str:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, *, quiet: bool, first: str = "") -> Iterator[Callable[[int, int], None]]:
+def progress_bar(label: str, *, quiet: bool, first: str = "") -> Iterator[Callable[[int, int], None]]:
     """A progress bar on a terminal; nothing elsewhere. first: a line for when all is checked and work begins, which the
     first call, (0, 0), says."""
     from rich.console import Console
@@ -84,7 +84,7 @@ def progress_bar(what: str, *, quiet: bool, first: str = "") -> Iterator[Callabl
 
     console = Console(stderr=True)
     with Progress(console=console, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task(what)
+        task = bar.add_task(label)
 
         def progress(done: int, total: int) -> None:
             if total:

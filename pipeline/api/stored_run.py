@@ -281,9 +281,9 @@ class Run(RunData):
         """The lock of the run's folder. Raises FolderInUse if a process works on the run."""
         return run_folder.only_here(self._path)
 
-    def _refuse_past(self, what: str) -> None:
+    def _refuse_past(self, operation: str) -> None:
         if self._at_step is not None:
-            raise ConfigError(f"{self._source}: cannot {what} the run as of a step; open it without at_step")
+            raise ConfigError(f"{self._source}: cannot {operation} the run as of a step; open it without at_step")
 
 
 def open_run(source: str | Path, *, branch: str = MAIN, at_step: int | None = None) -> Run:
@@ -318,7 +318,7 @@ def list_runs(folder: str | Path = RUNS) -> list[Run]:
     if not path.is_dir() and (path.exists() or path != Path(RUNS)):
         why = "a file, not a folder" if path.exists() else "no such folder"
         raise ConfigError(f"{folder}: {why}; name the folder that holds runs, by default {RUNS}")
-    return [Run(found, str(found)) for found in run_folder.list_runs(path)]
+    return [Run(folder, str(folder)) for folder in run_folder.list_runs(path)]
 
 
 def _opened(run: Run) -> Run:

@@ -252,7 +252,7 @@ NO_RUN = (
 STORES = (
     Case(name="store: none", command="store audit runs/finished", says=("runs/finished", "no store"),
          prepare=(gone("runs/finished/store"),)),
-    Case(name="store: no steps", command="store audit runs/early", says=("nothing to verify",), code=0,
+    Case(name="store: no steps", command="store audit runs/early", says=("NOT VERIFIED", "no steps are stored"), code=1,
          prepare=(without_steps,)),
     Case(name="store: no steps, exported", command="store export runs/early --to jsonl", says=("stored yet",),
          prepare=(without_steps,)),
