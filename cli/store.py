@@ -116,6 +116,11 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
             findings = [f for f in result.findings if f.check == check]
             holds = "not verified: the run keeps no bound" if check in result.not_verified else "holds"
             click.echo(f"  {check:<13} {holds if not findings else f'BROKEN, {len(findings)} findings'}")
+            if check == "fingerprints" and not findings:
+                compared = result.weights_compared
+                click.echo(
+                    f"      weights of instances: {f'compared {compared} times' if compared else 'NOT VERIFIED'}"
+                )
             for finding in findings[:10]:
                 click.echo(f"      {finding.where}: {finding.what}")
         for check in result.unchecked:

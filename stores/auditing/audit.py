@@ -59,10 +59,13 @@ class AuditReport:
     """Checks that a damaged store makes impossible. If there are any, the counts above are not those of the store."""
     not_verified: tuple[str, ...] = ()
     """Checks that had nothing to check, such as the bound of a run that keeps none."""
+    weights_compared: int = 0
+    """Times that the fingerprint of an instance's weights was compared with the published one: 0 means that no
+    instance's weights are verified."""
 
     @property
     def clean(self) -> bool:
-        """Whether every check holds."""
+        """Whether nothing was found wrong. What could not be checked is in `unchecked` and `not_verified`."""
         return not self.findings
 
     @property
@@ -111,6 +114,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
     findings += consumption.findings(store.header, trained, _all_rows(store, single_consumption.READ))
     findings += lost
     findings += _fingerprints(commits, digests)
+    published = {commit.step + 1: commit.weights for commit in commits if commit.kind == "step"}
     return AuditReport(
         num_steps=len(trained),
         num_trajectories=consumption.num_rows,
@@ -119,6 +123,12 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
         checks=CHECKS,
         findings=tuple(findings),
         not_verified=() if store.header.eta is not None else (CHECK,),
+        weights_compared=sum(
+            bool(fingerprint) and comparable(fingerprint, published.get(version, ""))
+            for commit in commits
+            for version, fingerprint in commit.loaded.values()
+            if version in published
+        ),
     )
 
 
