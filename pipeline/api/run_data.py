@@ -16,6 +16,10 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import TrajectoryId
 
 if TYPE_CHECKING:
+    import datasets
+    import pandas
+    import xarray
+
     from staleflow.pipeline.runtime.evaluation_results import Evaluation
     from staleflow.pipeline.stored_runs.steps import ConsumedBatch
     from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
@@ -118,7 +122,7 @@ class RunData:
         of a run that has stored nothing yet."""
         return self._store().steps() if self._has_store() else []
 
-    def metrics(self) -> Any:
+    def metrics(self) -> pandas.DataFrame:
         """The metrics of the training steps.
 
         Returns:
@@ -191,26 +195,27 @@ class RunData:
 
         return [int(id) for id in ranked(self._store(), order, count, _of_step(where, step))]
 
-    def view(self, trajectories: Iterable[int], *, model: str = "") -> list[TrajectoryView]:
+    def view(self, trajectories: int | Iterable[int], *, model: str = "") -> list[TrajectoryView]:
         """Trajectories for display, token by token: text, policy version, instance, probability and importance ratio.
 
         Args:
-            trajectories: Their ids.
+            trajectories: Their ids, or one id.
             model: Folder of a checkpoint, or a hub name, to compute importance ratios under. Without, the ratios are
                 those of logprobs stored on this branch, if there are any.
         """
         from staleflow.pipeline.stored_runs.views import view
 
-        return view(self._path, self._store(), [TrajectoryId(id) for id in trajectories], model)
+        ids = [trajectories] if isinstance(trajectories, int) else trajectories
+        return view(self._path, self._store(), [TrajectoryId(id) for id in ids], model)
 
-    def page(self, trajectories: Iterable[int], *, model: str = "") -> str:
+    def page(self, trajectories: int | Iterable[int], *, model: str = "") -> str:
         """Trajectories as a self-contained HTML page, their tokens coloured by policy version or importance ratio. The
         arguments are those of `view`."""
         from staleflow.pipeline.stored_runs.trajectory_page import page
 
         return page(self._source, self.view(trajectories, model=model), model or self._branch)
 
-    def to_pandas(self, where: str = "", *, texts: bool = True) -> Any:
+    def to_pandas(self, where: str = "", *, texts: bool = True) -> pandas.DataFrame:
         """Trajectories as a `pandas.DataFrame`, one row each; token columns hold numpy arrays.
 
         Args:
@@ -239,11 +244,11 @@ class RunData:
 
         return dask_table(self._path, self._store(), where, texts=texts)
 
-    def to_xarray(self) -> Any:
+    def to_xarray(self) -> xarray.Dataset:
         """All trajectories as an `xarray.Dataset` over `trajectory` and `token`; tokens stay on disk until computed."""
         return self._store().to_xarray()
 
-    def to_dataset(self, where: str = "") -> Any:
+    def to_dataset(self, where: str = "") -> datasets.Dataset:
         """Trajectories as a `datasets.Dataset` in memory, with the columns of an exported one, such as `prompt` and
         `completion`. For more than fits into memory, `export` one. Raises ConfigError."""
         from staleflow.pipeline.stored_runs.tables import hugging_face_dataset

@@ -27,7 +27,7 @@ class RunFacts:
     def of(cls, source: str, branch: str, at_step: int | None, summary: Summary | None, *, live: bool) -> RunFacts:
         """What to show of a run with this summary; None before it has a store."""
         ended = summary is not None and summary.ended
-        last = None if summary is None else summary.last_step
+        last = None if summary is None else summary.last_trained
         return cls(
             source=source,
             branch=branch,

@@ -12,7 +12,7 @@ import html
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from staleflow.pipeline.jobs.summary import step_line
 from staleflow.pipeline.runtime.run_report import Outcomes
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import tokens_per_s
+from staleflow.stores.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class RunHandle:
                 self._print(str(self._result if self._result is not None else self._error))
 
     async def _execute(self) -> RunResult:
-        with self._stop:
+        with self._stop, self._printing_warnings():
             end = await execute(
                 self._job,
                 self._show,
@@ -184,6 +185,19 @@ class RunHandle:
                 security=self._security,
             )
         return RunResult(run_dir=end.run_dir, stopped=end.stopped, summary=end.summary)
+
+    @contextlib.contextmanager
+    def _printing_warnings(self) -> Iterator[None]:
+        """Meanwhile, print what this run's driver warns of: a run's own log has a handler, so Python prints nothing."""
+        driver, log = threading.get_ident(), logging.getLogger("staleflow")
+        handler = logging.Handler(logging.WARNING)
+        handler.addFilter(lambda record: record.thread == driver and self._progress is True)
+        handler.emit = lambda record: self._print(f"warning: {printable(record.getMessage())}")  # type: ignore[method-assign]
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
 
     def _announce(self, line: str) -> None:
         """Receive a line for the user, such as what the run waits for."""
@@ -196,10 +210,9 @@ class RunHandle:
         self._waiting = False
         self._doing = doing or self._doing
         self._version, self._outcomes = snapshot.version, outcomes
-        if self._num_shown < 0:
-            self._num_shown = outcomes.earlier_steps
-        new = outcomes.steps[self._num_shown :]
-        self._num_shown += len(new)
+        # Read anew each time: the first states of a resumed run come before the driver knows its stored steps.
+        new = outcomes.steps[max(self._num_shown, outcomes.earlier_steps) :]
+        self._num_shown = len(outcomes.steps)
         for step in new:
             self._doing = "training"
             if self._progress is True:

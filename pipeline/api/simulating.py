@@ -18,7 +18,7 @@ from typing import Any
 from staleflow.pipeline.api.job_loading import Job, JobSource, load_job, override_texts
 from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.simulation_inputs import recorded_run
-from staleflow.pipeline.api.stored_run import Run
+from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import actor_settings, knob_tree
 from staleflow.pipeline.processes.local_cluster import without_script
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
@@ -37,7 +37,7 @@ BASELINES = (
 )
 PICTURE_STEPS = 12
 """Most steps in a picture; with more, pulls would be too thin to see."""
-ELSEWHERE = "choose another folder with --out"
+ELSEWHERE = "choose another folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +113,8 @@ def simulate(
     """Run a job in virtual time: how long it would take, without using a GPU.
 
     Args:
-        job: The path of a job file, a nested mapping or a Job; or a stored Run, whose responses and measured times the
-            simulation repeats.
+        job: The path of a job file, a nested mapping or a Job; or a stored run, by its folder or as a Run, whose
+            responses and measured times the simulation repeats.
         overrides: Values that replace the job's, as in `load_job`.
         sweep: Values to try, by key with dots, such as `{"staleness.eta": [0, 1, 2]}`; of several keys all
             combinations. A value may be a function or class.
@@ -128,6 +128,8 @@ def simulate(
         ActorLost: A simulation's process was killed.
     """
     changes = override_texts(overrides)
+    if isinstance(job, (str, Path)) and (Path(job) / "store").is_dir():
+        job = open_run(job)
     if isinstance(job, Run):
         path = job.path
         rows = variants(

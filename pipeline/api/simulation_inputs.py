@@ -71,5 +71,5 @@ def assumptions(config: RunConfig, path: str) -> str:
     if (config.run_dir / "summary.json").is_file():
         measure = f"this job has run, with all of them measured: staleflow simulate --from {config.run_dir}"
     elif profile.is_file():
-        measure = f"there is a profile of this job: --set profile={profile}"
+        measure = f"there is a profile of this job: set profile={profile}"
     return f"assumed, not measured: {', '.join(assumed)}; {measure}"

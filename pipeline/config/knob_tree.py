@@ -115,10 +115,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         override.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"--set {override}: not UTF-8 text") from None
+        raise ConfigError(f"override {override}: not UTF-8 text") from None
     key, sign, text = override.partition("=")
     if not sign or not key:
-        raise ConfigError(f"--set {override}: expected key=value, such as training.learning_rate=1e-4")
+        raise ConfigError(f"override {override}: expected key=value, such as training.learning_rate=1e-4")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except (ValueError, RecursionError):  # also a number of too many digits; the key's type is checked later
@@ -126,11 +126,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node: Any = tree
     *parents, leaf = key.split(".")
     if not all((*parents, leaf)):
-        raise ConfigError(f"--set {override}: the key has an empty part; expected key=value, such as task.chat=true")
+        raise ConfigError(f"override {override}: the key has an empty part; expected key=value, such as task.chat=true")
     for parent in parents:
         if isinstance(node.get(parent), str):  # short for a table with that name
             node[parent] = {"name": node[parent]}
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"--set {override}: {parent} is a value, not a table")
+            raise ConfigError(f"override {override}: {parent} is a value, not a table")
     node[leaf] = value

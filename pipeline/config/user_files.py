@@ -9,6 +9,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from staleflow.pipeline.config import session_files
 from staleflow.pipeline.config.factories import make_strategies
 from staleflow.pipeline.config.schema import TRACKERS, RunConfig
@@ -126,22 +128,34 @@ def placed(config: RunConfig, run_dir: Path) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Load once the code that the job names by file to decide, to train and to track with, and construct its rules and
-    losses. Raises ConfigError."""
+    """Load once the code that the job names by file to decide, to train and to track with, construct its rules and
+    losses, and try its advantage on rewards of a batch's shape. Raises ConfigError."""
     make_strategies(config)
     if config.tracking.tracker:
         check_tracker(config.tracking.tracker)
-    ADVANTAGES.make(config.training.advantage)
+    rewards = np.tile(np.linspace(0.0, 1.0, config.batch.group_size), (config.batch.groups_per_step, 1))
+    ADVANTAGES.make(config.training.advantage).advantages(rewards, np.ones(rewards.shape, np.bool_))
     LOSSES.make(config.training.loss)
 
 
 def check_tracker(named: str) -> None:
-    """Raise ConfigError if a tracker's package is not installed, or its class cannot be loaded."""
+    """Raise ConfigError if a tracker's package is not installed, or its class cannot be loaded or lacks a method."""
     if named not in TRACKERS:
-        user_code.load(named, "tracking.tracker")
+        tracker = user_code.load(named, "tracking.tracker")
+        if isinstance(tracker, type):
+            require_tracker(tracker, named)
     elif importlib.util.find_spec(named) is None:
         raise ConfigError(
             f"tracking.tracker = {named!r}: the package is not installed; pip install 'staleflow[{named}]'"
+        )
+
+
+def require_tracker(tracker: object, named: str) -> None:
+    """Raise ConfigError if a tracker, or its class, lacks one of the methods that a run calls."""
+    if missing := [name for name in ("step", "close") if not callable(getattr(tracker, name, None))]:
+        raise ConfigError(
+            f"tracking.tracker = {named!r}: has no method {' and no '.join(missing)}; a tracker has "
+            "step(step, metrics) and close()"
         )
 
 

@@ -212,7 +212,7 @@ class Tracking:
             try:
                 self._trackers.append(PACKAGES[named](str(run_dir), job))
             except Exception as error:  # noqa: BLE001  a service's
-                logger.warning("tracking.tracker = %r: cannot be reached, the run goes on without it: %r", named, error)
+                logger.error("tracking.tracker = %r: cannot be reached, the run goes on without it: %r", named, error)
         elif named:
             make = user_code.load(named, "tracking.tracker")
             try:
@@ -220,6 +220,7 @@ class Tracking:
             except (Exception, SystemExit) as error:  # user code
                 said = f"{type(error).__name__}: {user_code.said(error)}"
                 raise ConfigError(f"tracking.tracker = {named!r}: cannot be constructed: {said}") from error
+            user_files.require_tracker(self._trackers[-1], named)
         self._next, self._next_evaluation = first, evaluations
 
     def steps(self, steps: Sequence[Mapping[str, float]]) -> None:
@@ -248,4 +249,4 @@ class Tracking:
                 if method != "close":
                     with contextlib.suppress(Exception):
                         tracker.close()
-                logger.warning("tracker %s failed and is not called again: %r", type(tracker).__name__, error)
+                logger.error("tracker %s failed and is not called again: %r", type(tracker).__name__, error)

@@ -59,7 +59,9 @@ def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(MAY_CHANGE):
-            raise ConfigError(f"--set {override}: cannot be changed when resuming; these can: {', '.join(MAY_CHANGE)}")
+            raise ConfigError(
+                f"override {override}: cannot be changed when resuming; these can: {', '.join(MAY_CHANGE)}"
+            )
     if run_dir.resolve().name.startswith("."):
         raise ConfigError(f"{run_dir}: the name of a run's folder must not begin with a dot; rename it")
     config = load_job(run_dir, overrides)
@@ -99,7 +101,7 @@ def reached(config: RunConfig) -> PolicyVersion:
     stored = store.summary()
     trained = stored.num_steps
     if trained > config.steps or (trained == config.steps and stored.ended):
-        raise ConfigError(f"{run_dir}: all {trained} steps are trained; --set steps=N with a larger N trains further")
+        raise ConfigError(f"{run_dir}: all {trained} steps are trained; set steps=N with a larger N to train further")
     points = [v for v in ResumePoints(run_dir / "resume").whole() if v <= trained]
     every = config.training.resume_every
     begun = trained <= 2 * every and (run_dir / "resume").is_dir()  # a second point waits for the first one
@@ -135,7 +137,7 @@ def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
     if job.eta is None and header.eta is not None and config.steps > header.eta:  # of earlier versions
         raise ConfigError(
             f"{config.run_dir}: steps = {config.steps} in the job, {header.eta} in the store: with staleness.admission "
-            f"= {config.staleness.admission.name} this is its eta, which is fixed; use --set steps={header.eta} or "
+            f"= {config.staleness.admission.name} this is its eta, which is fixed; set steps={header.eta} or "
             "fewer"
         )
     sizes = (

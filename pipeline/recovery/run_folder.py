@@ -49,7 +49,7 @@ def refuse_taken(run_dir: Path) -> None:
     events = run_dir / "events.jsonl"
     kept = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
     if kept or (events.is_file() and events.stat().st_size):
-        raise ConfigError(f"{run_dir} already holds a run; choose another with --set name=..., or remove it")
+        raise ConfigError(f"{run_dir} already holds a run; set another name=..., or remove it")
 
 
 def refuse_used(run_dir: Path) -> None:

@@ -43,7 +43,7 @@ def selected(columns: Columns, where: str) -> npt.NDArray[np.bool_]:
     try:
         return Selection(where).mask(columns)
     except ConfigError as error:
-        raise ConfigError(str(error).removeprefix("--where ")) from error
+        raise ConfigError(str(error).removeprefix("where ")) from error
 
 
 def trajectories(columns: Columns, where: str, sort: str, page: int) -> Page:

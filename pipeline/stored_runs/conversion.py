@@ -37,7 +37,7 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
     if not needs_conversion(run_dir / "store"):
         raise ConfigError(f"{run_dir}: already of this version; nothing to convert")
     if out.exists():
-        raise ConfigError(f"{out} already exists; choose another place with --out, or remove it")
+        raise ConfigError(f"{out} already exists; choose another place, or remove it")
     claim_folder(out.parent, "--out")
     part = out.with_name(f".{out.name}.converting.part")
     try:

@@ -111,7 +111,7 @@ def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple
     store = VersionedStore.open(run_dir / "store", branch=branch)
     rows = chosen_positions(store, where)
     if not len(rows):
-        none = f"no trajectory matches --where {where!r}" if where else "no trajectory is stored yet"
+        none = f"no trajectory matches where = {where!r}" if where else "no trajectory is stored yet"
         raise ConfigError(f"{run_dir}: {none}")
     claim_folder(out.parent, "--out")
     return store, rows
@@ -119,7 +119,7 @@ def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple
 
 def _refuse_taken(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} already exists; choose another place with --out, or remove it")
+        raise ConfigError(f"{out} already exists; choose another place, or remove it")
 
 
 def _written(

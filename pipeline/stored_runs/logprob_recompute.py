@@ -160,7 +160,7 @@ def _chosen(
     """Settings, the store as it is now, and which of its rows are chosen. Raises ConfigError."""
     config = load_job(run_dir)
     if branch and where:
-        raise ConfigError("--branch stores the logprobs of all trajectories; omit --where")
+        raise ConfigError("a branch stores the logprobs of all trajectories; omit where")
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)
     if branch:

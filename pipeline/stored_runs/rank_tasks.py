@@ -143,7 +143,7 @@ def _others(pool: Pool, own: str, ranks: int) -> list[str]:
     while len(found := [address for address in pool.free(model=True) if address != own]) < ranks - 1:
         if time.monotonic() > until:
             raise ConfigError(
-                f"training.ranks = {ranks}: {len(found) + 1} workers are free; start more, or --set training.ranks="
+                f"training.ranks = {ranks}: {len(found) + 1} workers are free; start more, or set training.ranks="
                 f"{len(found) + 1}, which gives weights that are equal up to rounding"
             )
         time.sleep(LOOK_S)

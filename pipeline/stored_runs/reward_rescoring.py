@@ -141,7 +141,7 @@ def _changed(run_dir: Path, changes: tuple[str, ...]) -> RunConfig:
     """The stored job with changes to how it rewards. Raises ConfigError."""
     for change in changes:
         if not change.startswith(MAY_CHANGE):
-            raise ConfigError(f"--set {change}: only how responses are scored can change: {', '.join(MAY_CHANGE)}")
+            raise ConfigError(f"override {change}: only how responses are scored can change: {', '.join(MAY_CHANGE)}")
     return user_files.located(load_job(run_dir, changes)) if changes else load_job(run_dir)
 
 

@@ -125,7 +125,7 @@ def train_offline(
     ranks, free = plan.config.training.ranks, len(pool.free(model=True))
     if free < ranks:
         raise ConfigError(
-            f"training.ranks = {ranks}: {free} workers are free; start more, or --set training.ranks={free}"
+            f"training.ranks = {ranks}: {free} workers are free; start more, or set training.ranks={free}"
         )
     topic = f"staleflow-offline-{secrets.token_hex(4)}"
     pool.client.subscribe_topic(topic, lambda event: report(event[1]))
@@ -142,14 +142,14 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith(MAY_CHANGE):
-            raise ConfigError(f"--set {override}: cannot be changed offline; these can: {', '.join(MAY_CHANGE)}")
+            raise ConfigError(f"override {override}: cannot be changed offline; these can: {', '.join(MAY_CHANGE)}")
     _refuse_taken(out)
     config = load_job(run_dir, overrides)
     if config.emulated:
         raise ConfigError(f"{run_dir}: an emulated run has nothing to train a model on")
     store = VersionedStore.open(run_dir / "store", branch=branch)
     if not chosen_rows(store, where):
-        matches = f" matches --where {where!r}" if where else " is stored yet"
+        matches = f" matches where = {where!r}" if where else " is stored yet"
         raise ConfigError(f"{run_dir}: no trajectory that was trained on{matches}")
     claim_folder(out.parent, "--out")
     if config.training.kl.reference:
@@ -216,7 +216,7 @@ def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Offline
 
 def _refuse_taken(out: Path) -> None:
     if out.exists():
-        raise ConfigError(f"{out} already exists; choose another with --out, or remove it")
+        raise ConfigError(f"{out} already exists; choose another folder, or remove it")
 
 
 def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared: bool) -> OfflineTrainingResult:

@@ -71,7 +71,7 @@ class Summary:
     """Stored tokens, prompts included."""
     last: StepRecord | None
     """The latest commit; None before the first."""
-    last_step: StepRecord | None
+    last_trained: StepRecord | None
     """The latest training step; None before the first."""
 
     @property
@@ -166,7 +166,7 @@ class StoreReader:
             num_rows=num_rows(root),
             num_tokens=int(table[:, COMMIT_AT["tokens"]].sum()),
             last=records.get(count - 1),
-            last_step=records[int(trained[-1])] if len(trained) else None,
+            last_trained=records[int(trained[-1])] if len(trained) else None,
         )
 
     # -- trajectories --------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class Selection:
 
     def _wrong(self, what: str) -> ConfigError:
         text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}..."
-        return ConfigError(f"--where {text!r}: {what}")
+        return ConfigError(f"where {text!r}: {what}")
 
 
 def _is_text(value: Any) -> bool:

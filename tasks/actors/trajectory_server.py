@@ -102,7 +102,7 @@ class TrajectoryServer:
         self._known = KnownResponses(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
         self._points = ResumePoints(path.with_name("resume"))
         self._tasks = DrawnTasks(self._prompts, prompts.sets)
-        self._last_record: StepRecord | None = None
+        self._last_trained: StepRecord | None = None
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._writing = SpoolThread(self._spool)
         self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
@@ -118,7 +118,7 @@ class TrajectoryServer:
     def _recover(self, records: Sequence[StepRecord]) -> None:
         """Have again what was in flight when the server before this one ended."""
         if records:
-            self._last_record = records[-1]
+            self._last_trained = records[-1]
         ledger = self._last_ledger
         for entry in self._spool.read():
             self._flight.apply(entry)
@@ -417,7 +417,7 @@ class TrajectoryServer:
         Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
         """
         begin = time.monotonic()
-        if record.repeats(last := self._last_record):  # it is asked for again, by one that did not hear of it
+        if record.repeats(last := self._last_trained):  # it is asked for again, by one that did not hear of it
             return {"commit_s": 0.0, **(last.metrics if last else {})}
         step = record.step if record.kind == "step" else None
         batch = None if step is None else self._batches.batch(step)
@@ -448,7 +448,7 @@ class TrajectoryServer:
 
     async def _commit(self, record: StepRecord, rows: list[Ended]) -> None:
         await self._in(self._store_thread, self._store.commit, record, rows)
-        self._last_record = record
+        self._last_trained = record
         self._known.add(rows)
         step = record.step if record.kind == "step" else None
         done = self._flight.stored((e.trajectory.id for e in rows), step)
@@ -459,9 +459,9 @@ class TrajectoryServer:
 
     @property
     def _last_ledger(self) -> LedgerState:
-        if self._last_record is None:
+        if self._last_trained is None:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
-        return self._last_record.ledger
+        return self._last_trained.ledger
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
         """Decode responses; takes up to a microsecond a token, so not on the event loop."""

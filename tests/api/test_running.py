@@ -77,7 +77,7 @@ def test_rows_and_a_function_of_this_module_train_a_model(job: Path, capsys: pyt
     assert "<table>" in result._repr_html_()
 
 
-def test_a_started_run_is_watched_stopped_and_resumed(tmp_path: Path) -> None:
+def test_a_started_run_is_watched_stopped_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     third = threading.Event()
 
     def watch(status: staleflow.RunStatus) -> None:
@@ -105,7 +105,10 @@ def test_a_started_run_is_watched_stopped_and_resumed(tmp_path: Path) -> None:
     assert 3 <= steps < 200
     with pytest.raises(ConfigError, match="eta=3: cannot be changed when resuming"):
         staleflow.resume(handle.run_dir, ["staleness.eta=3"])
-    resumed = staleflow.start_resumed(handle.run_dir, {"steps": steps + 2}).result()
+    capsys.readouterr()
+    resumed = staleflow.resume(handle.run_dir, {"steps": steps + 2})
+    printed = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert printed == [f"{step}/{steps + 2}" for step in (steps, steps + 1)]
     assert resumed.stopped == ""
     assert len(resumed.run.steps()) == steps + 2
 
@@ -156,6 +159,28 @@ def test_a_rule_of_this_module_routes_and_replays(tmp_path: Path) -> None:
     named = result.run.job.rollout.routing
     assert named.name == f"{result.run_dir}/code/routing_LastInstance.py:LastInstance"
     assert result.run.replay().difference == ""
+
+
+class NoNetwork:
+    """A tracker that fails at the first step."""
+
+    def __init__(self, run_dir: str, job: dict[str, Any]) -> None:
+        pass
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        raise OSError("no network")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_tracker_that_fails_is_printed_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = staleflow.run(emulated(tmp_path), tracker=NoNetwork)
+    assert result.summary["steps"] == 4
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: tracker")]
+    assert warnings == ["warning: tracker NoNetwork failed and is not called again: OSError('no network')"]
 
 
 def test_a_name_that_is_taken_is_refused_at_once(tmp_path: Path) -> None:

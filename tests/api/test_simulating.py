@@ -49,6 +49,8 @@ def test_a_stored_run_is_simulated_with_what_it_recorded(tmp_path: Path, stored:
     workload: Any = result.variant.job.workload
     assert (workload.kind, workload.run) == ("recorded", str(stored))
     assert result.variant.job.staleness.eta == 2
+    (named,) = staleflow.simulate(stored)
+    assert named.variant.job.workload == workload
 
 
 def test_a_script_without_a_guard_may_sweep(tmp_path: Path) -> None:

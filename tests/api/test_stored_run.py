@@ -169,7 +169,7 @@ def test_the_best_and_the_worst(run: staleflow.Run) -> None:
     assert run.ranked("longest", 1, "step == 2 and fate == 'consumed'") == [9]
     with pytest.raises(staleflow.ConfigError, match="order = 'last': choose one of worst, best, longest"):
         run.ranked("last", 1)  # type: ignore[arg-type]
-    (view,) = run.view([4])
+    (view,) = run.view(4)
     assert [(t.text, t.version) for t in view.tokens] == [("2", 0)]
     page = run.page([4, 5])
     assert page.startswith("<!doctype html>")

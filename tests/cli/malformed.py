@@ -84,9 +84,9 @@ VALUES = (
     _set("400 digits", "training.learning_rate=" + "9" * 400, "training.learning_rate", "at most"),
     _set("5000 digits", "training.learning_rate=" + "9" * 5000, "training.learning_rate"),
     _set("more than 64 bits in options", "task.options.min_terms=" + "9" * 30, "task.options.min_terms", "64 bits"),
-    _set("no override", "steps", "--set steps: expected key=value"),
+    _set("no override", "steps", "override steps: expected key=value"),
     _set("an override of no table", "steps.x=1", "steps is a value, not a table"),
-    _set("an empty part of a key", "task..source=1", "--set task..source=1"),
+    _set("an empty part of a key", "task..source=1", "override task..source=1"),
     _set("a name of two lines", 'name="a\\nb"', "name = 'a\\nb'", "plain folder name"),
     _set("a name of 300 characters", f"name={LONG}", "plain folder name", "at most"),
     _set("a name with a NUL", 'name="a\\u0000b"', "plain folder name"),
@@ -95,7 +95,7 @@ VALUES = (
     _set("a runs_dir with a NUL", 'runs_dir="a\\u0000b"', "runs_dir"),
     _set("a model with a NUL", 'model.path="a\\u0000b"', "model.path", "zero byte"),
     _set("data with a NUL", 'task.source="jsonl:a\\u0000b"', "task.source", "zero byte"),
-    _set("an override that is no UTF-8", "task.template={prompt}\udcff", "--set task.template", "not UTF-8 text"),
+    _set("an override that is no UTF-8", "task.template={prompt}\udcff", "override task.template", "not UTF-8 text"),
     _set("an empty model", "model.path= ", "model.path", "no such folder"),
     _set("a runs_dir that is a file", "runs_dir=data.jsonl", "data.jsonl", "set runs_dir to another folder"),
     _set("a runs_dir that is read-only", "runs_dir=/proc/none", "/proc/none", "set runs_dir to another folder"),
@@ -342,7 +342,7 @@ JOURNALS = (
 )  # fmt: skip
 
 RESUMES = (
-    Case(name="resume: finished", command="resume runs/finished", says=("all 4 steps are trained", "--set steps=N")),
+    Case(name="resume: finished", command="resume runs/finished", says=("all 4 steps are trained", "set steps=N")),
     Case(name="resume: no job file", command="resume runs/finished", says=("runs/finished", "no such run"),
          prepare=(gone(CONFIG),)),
     Case(name="resume: a broken job file", command="resume runs/finished", says=("config.toml: not valid TOML",),
@@ -356,7 +356,7 @@ RESUMES = (
     Case(name="resume: no resume point", command="resume runs/finished --set steps=9",
          says=("no complete resume point",), prepare=(gone("runs/finished/resume"),)),
     Case(name="run: a name that is taken", command="run job.toml --set name=finished",
-         says=("runs/finished already holds a run", "--set name=")),
+         says=("runs/finished already holds a run", "set another name=")),
     Case(name="submit: a name that is taken", says=("runs/finished already holds a run",),
          command="submit job.toml --scheduler tcp://127.0.0.1:9 --set name=finished"),
 )  # fmt: skip

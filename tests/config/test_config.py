@@ -92,7 +92,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("training.learning_rate=" + "9" * 400, "learning_rate = 9+... .400 characters. is out of range"),
         ("training.learning_rate=" + "9" * 5000, "learning_rate must be a number, not '9+... .5002 characters."),
         ("task.options={a = [1, {b = 99999999999999999999}]}", "task.options.a.b = 9+ is out of range"),
-        ("task..chat=true", "--set task..chat=true: the key has an empty part"),
+        ("task..chat=true", "override task..chat=true: the key has an empty part"),
         ("task.answer_pattern='so(-?'", r"answer_pattern = 'so\(-\?' does not compile: missing \)"),
         ("task.answer_pattern='so.*'", r"answer_pattern = 'so.\*' has no group; put the answer's part in \( \)"),
         ('task.template={"q": "{prompt}"}', r'any other brace twice: \{\{"q": "\{prompt\}"\}\}$'),

@@ -83,7 +83,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
 
     again = command("resume", folder)
     assert again.returncode == 2
-    assert f"all {trained + 3} steps are trained; --set steps=N" in again.stderr
+    assert f"all {trained + 3} steps are trained; set steps=N" in again.stderr
 
 
 @pytest.mark.slow

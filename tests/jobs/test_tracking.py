@@ -100,6 +100,9 @@ def test_a_tracker_that_cannot_be_constructed_is_one_line(job: Path, tmp_path: P
     config = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine", "tracking.tensorboard=false"))
     with pytest.raises(ConfigError, match=r"Mine': cannot be constructed: OSError: no net$"):
         Tracking(config, tmp_path)
+    (tmp_path / "made.py").write_text("def tracker(run_dir, job):\n    return {}\n")
+    with pytest.raises(ConfigError, match=r"made.py:tracker': has no method step and no close"):
+        Tracking(loading.load(job, (f"tracking.tracker={tmp_path}/made.py:tracker",)), tmp_path)
     missing = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Other",))
     with pytest.raises(ConfigError, match="has no function Other"):
         user_files.check(missing)

@@ -361,7 +361,7 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(tmp
     job, file = tmp_path / "job.toml", tmp_path / "file"
     job.write_text('[rollout.engine]\nname = "emulated"\n')
     file.write_text("")
-    with pytest.raises(ConfigError, match="choose another folder with --out"):
+    with pytest.raises(ConfigError, match="choose another folder"):
         CliRunner().invoke(command, [str(job), "--out", str(file / "p.json")], catch_exceptions=False)
 
 

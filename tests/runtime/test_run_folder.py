@@ -218,7 +218,7 @@ def test_a_folder_without_a_store_is_used_again_and_one_that_holds_anything_is_n
     assert load_job(folder).seed == 5
     for name in ("store", "checkpoints", "resume"):
         (folder / name).mkdir()
-        with pytest.raises(ConfigError, match="already holds a run; choose another with --set name="):
+        with pytest.raises(ConfigError, match="already holds a run; set another name="):
             refuse_taken(folder)
         (folder / name).rmdir()
     (folder / "events.jsonl").write_text("{}\n")
@@ -266,7 +266,7 @@ def test_a_run_that_keeps_no_bound_may_be_given_other_steps(light: Path) -> None
         longer = resumption.load(config.run_dir, (f"steps={steps}",))
         assert resumption.reached(longer) == 0
         resumption.refuse_unfit(longer, dataclasses.replace(header, eta=4))
-    with pytest.raises(ConfigError, match=r"steps = 4 in the job, 3 in the store: .*--set steps=3 or fewer"):
+    with pytest.raises(ConfigError, match=r"steps = 4 in the job, 3 in the store: .*set steps=3 or fewer"):
         resumption.refuse_unfit(longer, dataclasses.replace(header, eta=3))
 
 

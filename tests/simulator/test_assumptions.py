@@ -34,7 +34,7 @@ def test_assumed_numbers_are_named_with_the_way_to_measure_them(
     assert said("job.toml", "--json") == ""
     Path("profiles").mkdir()
     Path("profiles/mine.json").write_text("{}")
-    assert said("job.toml").endswith("; there is a profile of this job: --set profile=profiles/mine.json")
+    assert said("job.toml").endswith("; there is a profile of this job: set profile=profiles/mine.json")
     Path("runs/mine").mkdir(parents=True)
     Path("runs/mine/summary.json").write_text("{}")
     expected = "this job has run, with all of them measured: staleflow simulate --from runs/mine"

@@ -544,7 +544,7 @@ def test_a_killed_simulation_and_an_unwritable_folder_are_one_line(
     path.write_text(knob_tree.to_toml(job()))
     file.write_text("")
     monkeypatch.setattr("staleflow.pipeline.api.simulating._simulated", killed)
-    with pytest.raises(ConfigError, match="choose another folder with --out"):
+    with pytest.raises(ConfigError, match="choose another folder"):
         CliRunner().invoke(command, [str(path), "--out", str(file / "out")], catch_exceptions=False)
     with pytest.raises(ActorLost, match="a simulation process was killed"):
         CliRunner().invoke(command, [str(path), "--sweep", "staleness.eta=0,1"], catch_exceptions=False)

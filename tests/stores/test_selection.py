@@ -66,7 +66,7 @@ def test_it_chooses(text: str, chosen: list[int]) -> None:
     ],
 )
 def test_what_it_does_not_understand_is_one_line(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match="--where") as caught:
+    with pytest.raises(ConfigError, match=r"^where ") as caught:
         Selection(text).mask(COLUMNS)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
