@@ -27,6 +27,11 @@ class ActorSilent(ActorLost):
     """An actor did not answer within its deadline: its process was stopped, or is too slow. who: as of ActorLost."""
 
 
+class WeightsRefused(ActorLost):
+    """An instance cannot take the published weights, or has others than these after a load: it samples no further
+    token. who: as of ActorLost."""
+
+
 class ActorFailed(StaleflowError, RuntimeError):
     """An actor is there and failed by an error of its own, which the message names. who: as of ActorLost."""
 

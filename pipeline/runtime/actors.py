@@ -38,9 +38,9 @@ from staleflow.stores.errors import (
     ActorFailed,
     ActorLost,
     ActorSilent,
-    ProtocolViolation,
     StoreError,
     TransferFailed,
+    WeightsRefused,
 )
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_folder import FOLDER_PREFIX
@@ -429,7 +429,7 @@ class Actors:
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         """Load a version on an instance, or the newest if nobody has that one any more, and check that it then holds
-        what was published. Raises ProtocolViolation if it holds something else."""
+        what was published. Raises WeightsRefused if it holds something else."""
         instance.fetching = version
         try:
             await self._pull(instance, version)
@@ -453,10 +453,10 @@ class Actors:
         level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
         logger.log(level, "%s pulled version %d in %.1f s", instance.id, version, elapsed_s)
         published = self._published[version]
-        expected = published.fingerprint
-        if loaded.fingerprint and loaded.fingerprint != expected:
-            raise ProtocolViolation(
-                f"{instance.id} holds {loaded.fingerprint} after pulling version {version}, {expected} was published"
+        if loaded.fingerprint != published.fingerprint or loaded.weights.contradicted:
+            raise WeightsRefused(
+                f"{instance.id} has other weights than were published as version {version}: {loaded.weights.line}",
+                instance.id,
             )
         instance.version, instance.fingerprint = version, loaded.fingerprint
         pairs = zip(loaded.probe, published.probe, strict=True)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.stores.weights.weight_report import WeightReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +121,19 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The result of loading weights. fingerprint: of the weights the engine now holds, not of the file; empty if it
-    cannot be computed. elapsed_s: of the whole load; stalled_s: of decoding's pause. probe: see Engine.logprobs."""
+    """The result of loading weights."""
 
     version: PolicyVersion
     fingerprint: str
+    """Fingerprint of the published weights as this process has read them."""
+    weights: WeightReport
+    """What the engine computes with from now on, compared with them part by part, on every worker."""
     elapsed_s: float
+    """Seconds of the whole load."""
     stalled_s: float
+    """Seconds that decoding paused."""
     probe: tuple[float, ...] = ()
+    """See Engine.logprobs."""
 
 
 class Engine(Protocol):
@@ -158,12 +164,15 @@ class Engine(Protocol):
         ...
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
-        """Load new weights. Running requests continue under them with the tokens they have, prefilled again. What is
-        kept of earlier turns is void.
+        """Load new weights, and compare what the engine computes with afterwards with what was published. Running
+        requests continue under them with the tokens they have, prefilled again. What is kept of earlier turns is void.
 
         Where versions are adapters, served side by side, nothing that runs or is kept is affected: what is submitted
         from now on may be sampled under this version, too. One that is not among the latest is dropped as soon as
-        nothing runs under it."""
+        nothing runs under it.
+
+        Raises StoreError if the file cannot be read or has other tensors than the engine's: nothing has changed then.
+        Raises WeightsRefused if loading failed half-way."""
         ...
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:

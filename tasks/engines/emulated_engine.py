@@ -29,6 +29,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.stores.weights import weight_folder, weight_hash
+from staleflow.stores.weights.weight_report import compared_by_name
 from staleflow.tasks.emulation.batch_simulator import DecodingInstance, DraftedTokens, Finished
 from staleflow.tasks.emulation.emulated_episodes import left_to_sample
 from staleflow.tasks.emulation.workload import Turn
@@ -104,6 +105,7 @@ class EmulatedEngine:
         self._version = PolicyVersion(0)
         self._served = [self._version]
         """The versions that requests may be sampled under."""
+        self._weights = weights(self._version)
         self._batch = self._new_batch()
         self._running: dict[TrajectoryId, _Running] = {}
         self._ended: list[Sampled | Failed] = []
@@ -173,12 +175,12 @@ class EmulatedEngine:
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = self._clock.now()
         loaded = weight_folder.read_arrays(weights)
-        weight_folder.check_shapes(weight_folder.shapes(_held()), weight_folder.shapes(loaded), weights)
+        weight_folder.check_shapes(weight_folder.shapes(self._weights), weight_folder.shapes(loaded), weights)
+        self._weights = loaded
         settings = self._settings
         if settings.adapters:
             self._serve(version)
-            fingerprint, elapsed_s = weight_hash.fingerprint(loaded), self._clock.now() - begin
-            return Loaded(version=version, fingerprint=fingerprint, elapsed_s=elapsed_s, stalled_s=0.0)
+            return self._loaded(version, loaded, begin, stalled_s=0.0)
         with self._changed:
             done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
             self._collect()
@@ -188,8 +190,7 @@ class EmulatedEngine:
             self._version, self._served = version, [version]
             self._changed.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
-        fingerprint, elapsed_s = weight_hash.fingerprint(loaded), self._clock.now() - begin
-        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=elapsed_s, stalled_s=elapsed_s)
+        return self._loaded(version, loaded, begin, stalled_s=self._clock.now() - begin)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         with self._changed:
@@ -321,6 +322,17 @@ class EmulatedEngine:
         self._contexts.pop(trajectory, None)
         self._batch.forget(trajectory)
 
+    def _loaded(
+        self, version: PolicyVersion, published: dict[str, weight_hash.Array], begin_s: float, stalled_s: float
+    ) -> Loaded:
+        return Loaded(
+            version=version,
+            fingerprint=weight_hash.fingerprint(published),
+            weights=compared_by_name(self._weights, published),
+            elapsed_s=self._clock.now() - begin_s,
+            stalled_s=stalled_s,
+        )
+
     def _response(self, request: Request) -> _Running:
         """The course of a request according to the workload; a greedy one's depends on the prompt only."""
         workload, members = self._settings.workload, self._settings.members
@@ -364,7 +376,3 @@ class EmulatedEngine:
             finish=finish,
             **drafts.counts(),
         )
-
-
-def _held() -> dict[str, weight_hash.Array]:
-    return weights(0)

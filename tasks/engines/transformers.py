@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.stores.weights.weight_report import compared_by_name
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
 from staleflow.tasks.engines.drafted_steps import DraftCounts, DraftedSteps
 from staleflow.tasks.engines.engine_settings import TransformersSettings
@@ -127,8 +128,8 @@ class TransformersEngine:
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = time.monotonic()
         if self._adapters is not None:
-            held = fingerprint(self._serve(self._adapters, version, weights))
-            return Loaded(version=version, fingerprint=held, elapsed_s=time.monotonic() - begin, stalled_s=0.0)
+            held = self._serve(self._adapters, version, weights)
+            return loaded_weights(version, held, weight_folder.read(weights), begin, stalled_s=0.0)
         named = dict(self._model.named_parameters())
         loaded = weight_folder.read(weights)
         weight_folder.check_shapes(weight_folder.shapes(named), weight_folder.shapes(loaded), weights)
@@ -145,8 +146,7 @@ class TransformersEngine:
             for running in interrupted:
                 self._start(running)
             stalled_s = time.monotonic() - paused
-        held = fingerprint(named)
-        return Loaded(version=version, fingerprint=held, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
+        return loaded_weights(version, named, loaded, begin, stalled_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         deadline = time.monotonic() + timeout_s
@@ -441,6 +441,20 @@ def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return locked
+
+
+def loaded_weights(
+    version: PolicyVersion, held: Mapping[str, Any], published: Mapping[str, Any], begin_s: float, stalled_s: float
+) -> Loaded:
+    """The result of a load that began at `begin_s` of the monotonic clock. held: what the model computes with."""
+    report = compared_by_name(held, published)
+    return Loaded(
+        version=version,
+        fingerprint=fingerprint(published),
+        weights=report,
+        elapsed_s=time.monotonic() - begin_s,
+        stalled_s=stalled_s,
+    )
 
 
 def resolve_device(name: str) -> str:

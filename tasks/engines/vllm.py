@@ -17,9 +17,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.stores.weights.weight_report import WeightReport, total
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
 from staleflow.tasks.engines.engine_settings import VllmSettings
@@ -109,8 +111,13 @@ class VllmEngine:
         weight_folder.check_shapes(self._shapes, weight_folder.read_shapes(weights), weights)
         prepared = self._prepare(weights)
         stalled_s: float = self._call(lambda: self._load(version, weights, prepared)).result()
-        fingerprint = self._fingerprint()
-        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
+        return Loaded(
+            version=version,
+            fingerprint=fingerprint(weight_folder.read(weights)),
+            weights=self._compared(weights),
+            elapsed_s=time.monotonic() - begin,
+            stalled_s=stalled_s,
+        )
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
         with self._changed:
@@ -334,7 +341,7 @@ class VllmEngine:
                 engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
         except Exception as error:
-            raise ActorLost(f"{self._instance}: weights of two versions after {weights}: {error}") from error
+            raise WeightsRefused(f"{self._instance}: vLLM cannot load {weights}: {error}") from error
         with self._changed:
             self._requests.change_version(version)
         self._scheduler.change_version(version, keep=self._settings.keep)
@@ -412,9 +419,13 @@ class VllmEngine:
             stalled_s = self._call(lambda: self._load_adapter(held, version, weights)).result()
             if stalled_s is None:
                 time.sleep(ROOM_POLL_S)
-        one = self._settings.tensor_parallel == 1
-        fingerprint = self._call(lambda: held.fingerprint(version, weights)).result() if one else ""
-        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=time.monotonic() - begin, stalled_s=stalled_s)
+        return Loaded(
+            version=version,
+            fingerprint=fingerprint(weight_folder.read(weights)),
+            weights=self._call(lambda: held.compared(version, weights)).result(),
+            elapsed_s=time.monotonic() - begin,
+            stalled_s=stalled_s,
+        )
 
     def _prepare(self, weights: Path) -> bool | Exception:
         """Do an update during decoding, where possible; True if it only has to be finished. Failures are returned: only
@@ -427,14 +438,12 @@ class VllmEngine:
             return error
         return bool(ready)
 
-    def _fingerprint(self) -> str:
-        """Fingerprint of the held weights; empty if they are sharded. In the caller's thread: hashing takes longer than
-        loading, decoding continues, and only another load, which waits for this one, changes the weights."""
-        if self._settings.tensor_parallel > 1:
-            return ""
-        self._engine.collective_rpc("release_weights")
-        (fingerprint,) = self._engine.collective_rpc("held_fingerprint", args=(self._shapes,))
-        return str(fingerprint)
+    def _compared(self, weights: Path) -> WeightReport:
+        """What all workers have, compared with a published file. In the caller's thread: decoding continues, and only
+        another load, which waits for this one, changes the weights."""
+        if self._settings.tensor_parallel == 1:
+            self._engine.collective_rpc("release_weights")
+        return total(self._engine.collective_rpc("compared_weights", args=(str(weights),)))
 
     def _call(self, call: Callable[[], Any]) -> Future[Any]:
         """Queue a call for the driving thread; calls are carried out in order."""

@@ -19,7 +19,7 @@ import torch
 
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.stores.weights.weight_report import Part, WeightReport, compared, total
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import LoraConfig
 
@@ -44,7 +44,7 @@ def arguments(config: LoraConfig, served: int, layers: list[str]) -> dict[str, A
 
 
 class VllmAdapters:
-    """The adapters of an LLMEngine in this process. Only the thread that drives it calls anything but `fingerprint`."""
+    """The adapters of an LLMEngine in this process. Only the thread that drives it calls anything."""
 
     def __init__(self, engine: Any, config: LoraConfig, served: int) -> None:
         self._engine = engine
@@ -95,27 +95,28 @@ class VllmAdapters:
         for version in tuple(self._held):
             self.drop(version)
 
-    def fingerprint(self, version: PolicyVersion, file: Path) -> str:
-        """Fingerprint of what is in a version's slot, by the names in its file."""
-        number = self._held[version].lora_int_id
-        (found,) = self._engine.collective_rpc("held_adapter", args=(number, str(file), self._config.scaling))
-        return str(found)
+    def compared(self, version: PolicyVersion, file: Path) -> WeightReport:
+        """What is in a version's slot on each worker, compared with its file."""
+        args = (self._held[version].lora_int_id, str(file), self._config.scaling)
+        return total(self._engine.collective_rpc("compared_adapter", args=args))
 
 
 class AdapterExtension:
     """Methods that vLLM adds to its worker class; called by name from the engine."""
 
     model_runner: Any
+    vllm_config: Any
 
-    def held_adapter(self, number: int, file: str, scaling: float) -> str:
-        """Fingerprint of an adapter that this worker holds. vLLM keeps it for its own kernels: layers fused, filled
-        up to the size of the slot, and B times alpha / rank. Each tensor is compared with what its kernels must have
-        been given for that of the file; where it is that, the file's counts as held."""
+    def compared_adapter(self, number: int, file: str, scaling: float) -> WeightReport:
+        """An adapter that this worker has, compared with its file. vLLM keeps it for its own kernels: layers fused,
+        filled up to the size of the slot, and B times alpha / rank. Shards of it are not compared."""
+        tensors = weight_folder.read(Path(file))
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            return WeightReport(not_verified={"an adapter's shards": len(tensors)})
+        halves = {layer.module: layer for layer in adapters.layers(weight_folder.shapes(tensors), file)}
         manager = self.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(number)
-        tensors = weight_folder.read(Path(file))
-        halves = {layer.module: layer for layer in adapters.layers(weight_folder.shapes(tensors), file)}
-        found: dict[str, torch.Tensor] = {}
+        parts: dict[str, Part] = {}
         for name, module in manager.modules.items():
             for part, own in enumerate(manager.packed_modules.get(name, [name])):
                 layer = halves.get(own)
@@ -123,9 +124,10 @@ class AdapterExtension:
                     continue
                 down, up = (layer.down, module.lora_a_stacked, 1.0), (layer.up, module.lora_b_stacked, scaling)
                 for key, stacked, times in (down, up):
-                    tensor, held = tensors[key], stacked[part][slot, 0]
-                    rows, columns = tensor.shape
-                    given = tensor.to(held) * times
-                    same = torch.equal(held[:rows, :columns], given) and held.count_nonzero() == given.count_nonzero()
-                    found[key] = tensor if same else held
-        return fingerprint(found)
+                    held = stacked[part][slot, 0]
+                    rows, columns = tensors[key].shape
+                    whole = torch.zeros_like(held)
+                    whole[:rows, :columns] = tensors[key].to(held) * times
+                    parts[key] = Part(name=key, held=held, published=whole)
+        missing = (Part(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
+        return compared([*parts.values(), *missing])

@@ -28,7 +28,7 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader.utils import initialize_model
 
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.stores.weights.weight_report import WeightReport, compared_by_name
 from staleflow.tasks.engines.unfusing import unfused
 
 BACKEND = "staleflow"
@@ -174,15 +174,15 @@ class WorkerExtension:
         if self.weight_transfer_engine.spare is not None:
             self.weight_transfer_engine.spare.release()
 
-    def held_fingerprint(self, shapes: weight_folder.Shapes) -> str:
-        """Fingerprint of the weights this worker holds, by the checkpoint's names and shapes; empty if sharded,
-        or fused in a way that cannot be undone here."""
-        model = self.model_runner.get_model()
+    def compared_weights(self, path: str) -> WeightReport:
+        """What this worker has, compared with a published file."""
+        model, published = self.model_runner.get_model(), weight_folder.read(Path(path))
+        shapes = weight_folder.shapes(published)
         held = unfused(dict(model.named_parameters()), shapes, getattr(model, "packed_modules_mapping", {}))
         if held is None:
-            return ""
+            return WeightReport(not_verified={"fused or sharded in a way that is unknown here": len(published)})
         # Some kernels keep biases as float32; all is published in the model's own type.
-        return fingerprint({n: t.to(self.model_runner.dtype) for n, t in held.items()})
+        return compared_by_name({n: t.to(self.model_runner.dtype) for n, t in held.items()}, published)
 
 
 def keep_weights_beside_packed_copies() -> None:

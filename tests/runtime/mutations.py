@@ -412,9 +412,9 @@ MUTATIONS = (
         name="other_weights_trusted",
         module="actors",
         breaks="an instance holds what was published",
-        old="        if loaded.fingerprint and loaded.fingerprint != expected:\n",
-        new="        if loaded.fingerprint and not expected:\n",
-        check=check(on_actors.test_an_instance_that_holds_other_weights_than_were_published_is_a_violation),
+        old="        if loaded.fingerprint != published.fingerprint or loaded.weights.contradicted:\n",
+        new="        if loaded.fingerprint != published.fingerprint:\n",
+        check=check(on_actors.test_an_instance_that_has_other_weights_than_were_published_is_lost),
     ),
     Mutation(
         name="version_before_it_is_loaded",

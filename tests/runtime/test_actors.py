@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.stores.errors import ActorLost, ProtocolViolation, StoreError, TransferFailed
+from staleflow.stores.errors import ActorLost, StoreError, TransferFailed, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
@@ -128,11 +128,14 @@ def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
     body.place(script, faults=[Fault(actor="rollout-0", method="pull", late_s=2.0)])
 
 
-def test_an_instance_that_holds_other_weights_than_were_published_is_a_violation(body: Body) -> None:
+def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Body) -> None:
     async def script(stage: Stage) -> None:
         await publish(stage, V2)
-        with pytest.raises(ProtocolViolation, match="rollout-0 holds weights-1 after pulling version 2, weights-2 was"):
+        with pytest.raises(
+            WeightsRefused, match=r"rollout-0 .* version 2: 1 parts verified, .* 1 contradicted"
+        ) as caught:
             await stage.actors.pull(first(stage), V2)
+        assert caught.value.who == "rollout-0"
         assert first(stage).version == V0
 
     body.place(script, world=World(loads_wrong=True))

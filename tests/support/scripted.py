@@ -27,6 +27,7 @@ from staleflow.stores.trajectories.records import RunHeader, StepRecord
 from staleflow.stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_delta import DeltaFile
+from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.actor_calls import call
 from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
@@ -240,8 +241,14 @@ class VirtualEngine:
         self._kept.clear()
         for held in self._requests.values():
             held.marks.append((version, self._tokens(held)))
-        held_version = version - 1 if self._world.loads_wrong else version
-        return Loaded(version=version, fingerprint=self._world.fingerprint(held_version), elapsed_s=0.0, stalled_s=0.0)
+        wrong = self._world.loads_wrong
+        return Loaded(
+            version=version,
+            fingerprint=self._world.fingerprint(version),
+            weights=WeightReport(verified=2 - wrong, contradicted=int(wrong), names=("norm.weight",) * wrong),
+            elapsed_s=0.0,
+            stalled_s=0.0,
+        )
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return tuple(float(x) + self._world.drift for x in word_logprobs(np.asarray(tokens[1:], np.int32)))

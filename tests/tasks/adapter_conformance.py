@@ -56,6 +56,7 @@ class Versions:
         loaded = engine.load(PolicyVersion(version), self.file(version))
         assert loaded.version == engine.version == version
         assert loaded.fingerprint == fingerprint(self.tensors(version))
+        assert loaded.weights.outcome == "verified", loaded.weights.line
 
     def logprobs(self, version: int, tokens: list[int]) -> tuple[float, ...]:
         """Of tokens[1:], by a plain forward pass of the model with the version's adapter merged into it."""

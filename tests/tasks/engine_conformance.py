@@ -159,6 +159,7 @@ class EngineTests:
         done = wait_until_sampling(engine, 3)
         loaded = engine.load(PolicyVersion(5), path)
         assert (loaded.version, loaded.fingerprint, engine.version) == (5, fingerprint, 5)
+        assert loaded.weights.outcome == "verified", loaded.weights.line
         mixed = 0
         for sampled in collect(engine, 20, done).values():
             versions = [s.version for s in sampled.segments]

@@ -1,0 +1,55 @@
+"""The comparison of an engine's weights with what was published: three outcomes, and nothing passes as verified."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+import pytest
+import torch
+
+from staleflow.stores.weights import weight_report
+from staleflow.stores.weights.weight_report import NO_PARTS, Part, WeightReport, compared, compared_by_name, total
+
+
+def test_the_worked_example() -> None:
+    assert doctest.testmod(weight_report).failed == 0
+
+
+def test_one_flipped_bit_of_one_tensor_contradicts() -> None:
+    published = {"a": torch.randn(3, 4), "b": torch.randn(2, dtype=torch.bfloat16)}
+    held = {name: tensor.clone() for name, tensor in published.items()}
+    assert compared_by_name(held, published) == WeightReport(verified=2)
+    held["b"].view(torch.int16)[1] ^= 1
+    report = compared_by_name(held, published)
+    assert (report.verified, report.contradicted, report.names) == (1, 1, ("b",))
+    assert report.outcome == "contradicted"
+
+
+def test_bits_count_and_not_values() -> None:
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert compared([Part(name="nan", held=nan, published=nan.clone())]).outcome == "verified"
+    assert compared([Part(name="zero", held=zero, published=-zero)]).outcome == "contradicted"
+    assert compared([Part(name="type", held=zero, published=zero.double())]).outcome == "contradicted"
+    assert compared([Part(name="array", held=np.zeros(2), published=np.zeros(2))]).outcome == "verified"
+
+
+@pytest.mark.parametrize("report", [WeightReport(), WeightReport(verified=9, not_verified={"packed": 1})])
+def test_nothing_compared_and_one_part_not_compared_are_not_verified(report: WeightReport) -> None:
+    assert report.outcome == "not verified"
+    assert (NO_PARTS in report.line) == (not report.verified)
+
+
+def test_a_tensor_that_only_one_side_has_is_not_verified() -> None:
+    report = compared_by_name({"a": np.zeros(1), "b": np.zeros(1)}, {"a": np.zeros(1), "c": np.zeros(1)})
+    assert (report.verified, sum(report.not_verified.values())) == (1, 2)
+
+
+def test_one_workers_contradiction_is_the_engines() -> None:
+    one, two = (
+        WeightReport(verified=3),
+        WeightReport(verified=2, not_verified={"packed": 2}, contradicted=1, names=("q",)),
+    )
+    assert total([one, two]) == WeightReport(verified=5, not_verified={"packed": 2}, contradicted=1, names=("q",))
+    assert total([one, two]).outcome == "contradicted"
+    assert total([]).outcome == "not verified"
