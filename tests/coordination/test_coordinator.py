@@ -338,6 +338,18 @@ def test_a_group_without_signal_is_filtered_and_replaced() -> None:
     assert not only(commands, Train)
 
 
+def test_a_reward_that_could_not_be_computed_is_no_reward_of_zero_to_a_filter() -> None:
+    """Next to a reward of one, a zero would be a signal."""
+    bench = Bench(eta=0, size=2, filtering="no_signal")
+    bench.join()
+    bench.arrive(0)
+    bench.sampled(0)
+    bench.scored(0, 1.0)
+    bench.sampled(1)
+    commands = bench.scored(1, 0.0, error="it raised")
+    assert {e.reason for e in only(commands, Retire)[0].endings} == {AbortReason.NO_SIGNAL}
+
+
 def test_surplus_members_are_aborted_where_they_run() -> None:
     bench = Bench(eta=0, size=1, members_started=2)
     bench.join()

@@ -127,6 +127,15 @@ def test_deliveries_in_any_order_never_double_a_token_and_never_leave_a_gap(seed
     assert len(merged) == len(set(merged)), "what one instance sampled under one version is one segment"
 
 
+def test_a_routing_begins_a_segment_also_on_the_same_instance_under_the_same_version() -> None:
+    """Its context was computed anew there: logprobs before and after may differ as those of two instances do."""
+    state = flight(drawn(0), routed(0, 1), tokens(0, 1, 0, 3), tokens(0, 1, 3, 2), routed(0, 2), tokens(0, 2, 5, 4))
+    state.apply(tokens(0, 2, 9, 1))
+    t = state.live[TrajectoryId(0)]
+    assert [(s.version, s.instance, len(s.tokens)) for s in t.segments] == [(0, "a", 5), (0, "a", 5)]
+    check_tokens(t)
+
+
 @pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
 def test_a_delivery_with_a_logprob_that_is_not_finite_is_not_taken(value: float) -> None:
     """What is there stays, and the same tokens with finite ones are taken."""

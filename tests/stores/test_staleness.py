@@ -190,6 +190,14 @@ def test_within_a_window_a_step_passes_over_unfinished_groups_and_no_further() -
     finish(ledger, 2)
     assert ledger.consume(1).groups == (2, 3, 5)
     ledger.validate()
+    edge = StalenessLedger(eta=2, groups_per_step=3, group_size=1, window=3)
+    for group in range(6):
+        route(edge, group, 0)
+    for group in (0, 1, 5):
+        finish(edge, group)
+    assert not edge.ready(), "2, 3 and 4 are in the window, the first place outside of it is that of 5"
+    finish(edge, 3)
+    assert edge.consume(0).groups == (0, 1, 3)
     free = StalenessLedger(eta=2, groups_per_step=3, group_size=1)
     for group in range(6):
         route(free, group, 0)

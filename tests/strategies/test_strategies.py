@@ -34,7 +34,7 @@ from staleflow.pipeline.strategies.routing import (
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Hypothesis, LaggingInstance, Status
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_entries import EntryState
+from staleflow.stores.staleness.ledger_entries import Ending, EntryState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 from tests.support.entries import entry
@@ -241,18 +241,42 @@ def test_how_far_ahead_each_admission_starts_work(admission: str, eta: int, alph
     assert play(admission, eta=eta, alpha=alpha)[1] == started
 
 
-def test_steps_that_do_not_wait_drop_what_was_due_and_keep_the_bound() -> None:
+def finish_alone(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
+    """Finish a group of one member; returns what ends with that."""
+    ledger.complete(GroupId(group), TrajectoryId(group))
+    return ledger.occupy(GroupId(group))
+
+
+def reserve_alone(ledger: StalenessLedger, group: int, version: int) -> None:
+    ledger.start(GroupId(group))
+    ledger.reserve(GroupId(group), TrajectoryId(group), PolicyVersion(version))
+
+
+def test_steps_that_do_not_wait_drop_what_others_leave_no_place_for() -> None:
     ledger = StalenessLedger(eta=0, groups_per_step=1, group_size=1, waits=False)
-    for g in (0, 1):
-        ledger.start(GroupId(g))
-        ledger.reserve(GroupId(g), TrajectoryId(g), PolicyVersion(0))
-    ledger.complete(GroupId(1), TrajectoryId(1))
-    ledger.occupy(GroupId(1))
-    if ledger.entries.get(GroupId(0)) is not None:
-        consumption = ledger.consume(0)
-        (late,) = [e for e in consumption.endings if e.fate is Fate.ABORTED]
-        assert (late.trajectory, late.reason) == (0, AbortReason.TOO_STALE)
-    assert ledger.num_ended[Fate.ABORTED, AbortReason.SURPLUS_GROUP] == 1
+    for group in (0, 1):
+        reserve_alone(ledger, group, 0)
+    (surplus,) = finish_alone(ledger, 1)
+    assert (surplus.trajectory, surplus.fate, surplus.reason) == (0, Fate.ABORTED, AbortReason.SURPLUS_GROUP)
+    assert ledger.consume(0).groups == (1,)
+    ledger.validate()
+
+
+def test_steps_that_do_not_wait_drop_what_has_become_too_old_and_keep_the_bound() -> None:
+    """A step that takes newer work passes over an unfinished group, whose last step that was."""
+    ledger = StalenessLedger(eta=1, groups_per_step=1, group_size=1, waits=False)
+    for group in (0, 1):
+        reserve_alone(ledger, group, 0)
+    assert finish_alone(ledger, 1) == ()
+    assert [e.fate for e in ledger.consume(0).endings] == [Fate.CONSUMED], "0 may still be trained by step 1"
+    ledger.publish(PolicyVersion(1))
+    reserve_alone(ledger, 2, 1)
+    assert finish_alone(ledger, 2) == ()
+    consumption = ledger.consume(1)
+    assert consumption.groups == (2,)
+    (late,) = [e for e in consumption.endings if e.fate is Fate.ABORTED]
+    assert (late.trajectory, late.reason) == (0, AbortReason.TOO_STALE)
+    assert ledger.num_ended[Fate.ABORTED, AbortReason.TOO_STALE] == 1
     ledger.validate()
 
 

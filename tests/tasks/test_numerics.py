@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import torch
 from staleflow.stores.weights.weight_hash import in_order
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.settings.knobs import values
+from staleflow.tasks.training import policy_trainer
 from staleflow.tasks.training.advantage import ADVANTAGES
 from staleflow.tasks.training.loss import LOSSES, DecoupledPpo
 from staleflow.tasks.training.microbatches import Row, microbatches, minibatches, token_weights
@@ -241,6 +245,31 @@ def test_a_trainer_goes_on_from_its_resume_point_as_if_it_had_never_stopped(tiny
     (tmp_path / "state").write_bytes((tmp_path / "state").read_bytes()[:1000])
     with pytest.raises(StoreError, match="no resume point of this job"):
         other.load_state(tmp_path / "state")
+
+
+def test_a_resume_point_that_is_written_after_the_next_step_is_of_the_moment_it_was_begun(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may run as late as it likes: what it writes is a copy that no step changes."""
+    late: list[Callable[[], object]] = []
+
+    def queued(work: Callable[[], object]) -> Future[None]:
+        late.append(work)
+        return Future()
+
+    monkeypatch.setattr(policy_trainer, "in_background", queued)
+    data = rows(8)
+    one = trainer(tiny_model, minibatches=3)
+    one.step(0, data)
+    one.begin_save(tmp_path / "state")
+    expected = one.step(1, data)
+    (write,) = late
+    write()
+    other = trainer(tiny_model, minibatches=3, seed=5)
+    other.load_state(tmp_path / "state")
+    assert other.step(1, data) == expected
+    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_rows_without_gradient_still_count_in_the_denominator(tiny_model: Any) -> None:
