@@ -1,0 +1,274 @@
+"""What the trajectory server answers is written: over a store in memory and over one on disk, verb by verb."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from staleflow.pipeline.config import actor_settings
+from staleflow.stores.errors import ActorFailed
+from staleflow.stores.in_flight.spool import Spool
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import (
+    AbortReason,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
+from staleflow.tasks.actors.server_messages import RewardItem, SaidItem, TurnItem
+from staleflow.tasks.actors.server_settings import ServerSettings
+from staleflow.tasks.actors.trajectory_server import TrajectoryServer
+from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.sources.reward_process import ScoredResponse
+from tests.support import virtual_time
+from tests.support.bodies import Body
+from tests.support.scripted import World, response, server_class
+
+ZERO, ONE = TrajectoryId(0), TrajectoryId(1)
+V0 = PolicyVersion(0)
+LONG_S = 500.0
+"""Virtual seconds after which all that can happen without a thread has happened."""
+
+
+def in_memory() -> type[TrajectoryServer]:
+    return server_class(World())
+
+
+def on_disk() -> type[TrajectoryServer]:
+    class DiskServer(server_class(World())):  # type: ignore[misc]  # a class made at run time
+        stores: ClassVar[Any] = VersionedStore
+
+    return DiskServer
+
+
+@dataclass
+class Scene:
+    """A server of four trajectories in two groups, `server`, and what others like it are made of."""
+
+    made: type[TrajectoryServer]
+    settings: ServerSettings
+    server: TrajectoryServer
+
+    @classmethod
+    async def create(cls, made: type[TrajectoryServer], folder: Path) -> Scene:
+        config = Body(folder).config("rollout.max_new_tokens=100")
+        settings = actor_settings.server_settings(config, folder / "store", 128)
+        scene = cls(made, settings, made(settings, 0.0))
+        await scene.server.draw(0, 2)
+        return scene
+
+    def restart(self) -> TrajectoryServer:
+        """Another server, as it is made after the loss of the one before."""
+        self.server = self.made(replace(self.settings, resumed=True), 0.0)
+        return self.server
+
+    async def sample(self, *trajectories: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> None:
+        """Route trajectories under epoch 1, and deliver nine tokens of each."""
+        await self.server.payloads(tuple((t, 1) for t in trajectories))
+        await self.server.deliver([sampled(t, finish) for t in trajectories])
+
+    async def reward(self, *trajectories: TrajectoryId) -> None:
+        await self.sample(*trajectories)
+        await self.server.rewarded([RewardItem(t, 9, 1, ScoredResponse(reward=1.0)) for t in trajectories])
+
+    async def take(self) -> None:
+        """Have both trajectories of a group in the batch of step 0."""
+        await self.reward(ZERO, ONE)
+        await self.server.batch(0, (ZERO, ONE), (V0, V0), 0)
+
+
+def sampled(trajectory: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> Sampled:
+    tokens = np.asarray(response(trajectory, 9), np.int32)
+    segment = Segment(version=V0, instance=InstanceId("a"), tokens=tokens, logprobs=np.zeros(9, np.float32))
+    return Sampled(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=finish)
+
+
+def block_spool(server: TrajectoryServer) -> tuple[asyncio.Event, asyncio.Future[Any]]:
+    """Have the thread that writes a server's spool wait for an event; returns that, and when it has done so."""
+    opened = asyncio.Event()
+    wait: Callable[[], Any] = opened.wait
+    return opened, asyncio.get_running_loop().run_in_executor(server._writing._thread, wait)
+
+
+def record_of_step() -> StepRecord:
+    ledger = LedgerState(num_started=4, num_ended={"consumed:none": 2}, live=((2, 4),), next_step=1, version=0)
+    return StepRecord(kind="step", step=0, ledger=ledger)
+
+
+ENDING = Ending(trajectory=ZERO, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
+SAID = SaidItem(
+    trajectory=ZERO, tokens=9, epoch=1, messages=(Message("tool", "3"),), seconds=0.5, replayed=()
+)  # fmt: skip
+Step = Callable[[Scene], Awaitable[Any]]
+
+
+async def nothing(scene: Scene) -> None:
+    """The server as it is created."""
+
+
+async def zero_sampled(scene: Scene) -> None:
+    await scene.sample(ZERO)
+
+
+async def restarted(scene: Scene) -> None:
+    await scene.sample(ZERO)
+    scene.restart()
+
+
+async def evaluated(scene: Scene) -> None:
+    """Nothing is sampled for an evaluation; that this is so is written too."""
+
+
+WRITES: dict[str, tuple[Step, Step]] = {
+    "draw": (nothing, lambda scene: scene.server.draw(2, 1)),
+    "payloads": (nothing, lambda scene: scene.server.payloads(((ZERO, 1),))),
+    "deliver": (nothing, lambda scene: scene.server.deliver([sampled(ZERO)])),
+    "give": (zero_sampled, lambda scene: scene.server.give([SAID])),
+    "restart": (zero_sampled, lambda scene: scene.server.restart([(ZERO, 9, 1)])),
+    "rewarded": (
+        zero_sampled,
+        lambda scene: scene.server.rewarded([RewardItem(ZERO, 9, 1, ScoredResponse(reward=0.5))]),
+    ),
+    "batch": (
+        lambda scene: scene.reward(ZERO, ONE),
+        lambda scene: scene.server.batch(0, (ZERO, ONE), (V0, V0), 0),
+    ),
+    "retire": (zero_sampled, lambda scene: scene.server.retire((ENDING,), (V0,))),
+    "commit": (lambda scene: scene.take(), lambda scene: scene.server.commit(record_of_step())),
+    "resume": (restarted, lambda scene: scene.server.resume((ZERO,))),
+    "forget_evaluated": (evaluated, lambda scene: scene.server.forget_evaluated()),
+}
+"""By verb that changes what is in flight: what comes before, so that it changes something, and its call."""
+
+READS: dict[str, Step] = {
+    "found": lambda scene: scene.server.found(),
+    "held_out": lambda scene: scene.server.held_out(1),
+    "evaluation_items": lambda scene: scene.server.evaluation_items(),
+    "evaluated": lambda scene: scene.server.evaluated([GroupId(0)]),
+    "keep_time": lambda scene: scene.server.keep_time(1.0),
+    "held_out_notice": lambda scene: scene.server.held_out_notice(),
+    "other_responses": lambda scene: scene.server.other_responses((ZERO,), frozenset()),
+    "episodes": lambda scene: scene.server.episodes([(ZERO, 1)]),
+    "newest_turns": lambda scene: scene.server.newest_turns([TurnItem(ZERO, 9, 1, "")]),
+    "scoring_items": lambda scene: scene.server.scoring_items((ZERO,)),
+}
+"""Verbs that change nothing in flight."""
+
+NEITHER = {"close"}
+"""It waits until all is written."""
+
+both_stores = pytest.mark.parametrize("make", [in_memory, on_disk])
+
+
+def test_every_verb_of_the_server_is_known_to_write_or_not_to() -> None:
+    verbs = {name for name, _ in inspect.getmembers(TrajectoryServer, inspect.iscoroutinefunction) if name[0] != "_"}
+    assert verbs == WRITES.keys() | READS.keys() | NEITHER
+    assert not WRITES.keys() & READS.keys()
+
+
+@both_stores
+@pytest.mark.parametrize("verb", WRITES)
+def test_no_verb_is_answered_before_what_it_changes_is_in_the_spool(
+    make: Callable[[], type[TrajectoryServer]], tmp_path: Path, verb: str
+) -> None:
+    """While the spool's thread is blocked it is not; then a server that is made anew has what was answered."""
+    before, ask = WRITES[verb]
+
+    async def scenario() -> None:
+        scene = await Scene.create(make(), tmp_path)
+        await before(scene)
+        server = scene.server
+        opened, blocked = block_spool(server)
+        answer = asyncio.ensure_future(ask(scene))
+        await asyncio.wait({answer}, timeout=LONG_S)
+        assert not answer.done(), f"{verb} was answered while nothing could be written"
+        opened.set()
+        await asyncio.gather(blocked, answer)
+        assert repr(scene.restart()._flight) == repr(server._flight)
+        assert scene.server._last_ledger == server._last_ledger
+
+    virtual_time.run(scenario())
+
+
+@both_stores
+@pytest.mark.parametrize("verb", READS)
+def test_what_writes_nothing_does_not_wait_for_the_spool_and_changes_nothing_in_flight(
+    make: Callable[[], type[TrajectoryServer]], tmp_path: Path, verb: str
+) -> None:
+    async def scenario() -> None:
+        scene = await Scene.create(make(), tmp_path)
+        await scene.sample(ZERO)
+        in_flight = repr(scene.server._flight)
+        opened, blocked = block_spool(scene.server)
+        await asyncio.wait_for(READS[verb](scene), LONG_S)
+        assert repr(scene.server._flight) == in_flight
+        opened.set()
+        await blocked
+
+    virtual_time.run(scenario())
+
+
+@both_stores
+def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_that_failed(
+    make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record counts as the last one once it is in the store, and not when that is tried."""
+
+    async def scenario() -> None:
+        scene = await Scene.create(make(), tmp_path)
+        await scene.take()
+        server = scene.server
+        with monkeypatch.context() as patch:
+
+            def fail(*_: Any) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(server._store, "commit", fail)
+            with pytest.raises(ActorFailed, match="No space left"):
+                await server.commit(record_of_step())
+        assert (await server.found()).ledger.next_step == 0
+        await server.commit(record_of_step())
+        (stored,) = server._store.steps()
+        assert (stored.step, stored.num_rows) == (0, 2)
+        await server.commit(record_of_step())
+        assert len(server._store.steps()) == 1, "a repeated one is in the store once"
+
+    virtual_time.run(scenario())
+
+
+@both_stores
+def test_what_a_resume_has_undone_does_not_come_back_although_that_could_not_be_written(
+    make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entries before it are removed instead: without this one they would be read as the run's own."""
+
+    async def scenario() -> None:
+        scene = await Scene.create(make(), tmp_path)
+        await scene.sample(ZERO, ONE)
+        server = scene.restart()
+        with monkeypatch.context() as patch:
+
+            def full(*_: Any) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(Spool, "_write", full)
+            await server.resume((ZERO,))
+        assert server._flight.live[ZERO].num_tokens == 0
+        later = scene.restart()
+        assert later._flight.live[ZERO].num_tokens == 0
+
+    virtual_time.run(scenario())
