@@ -13,13 +13,61 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import StoreError, TransferFailed
 from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.partial_file import Incoming
 from staleflow.stores.weights.weight_folder import ParameterFolder
 from staleflow.tasks.actors.parameter_server import PIECES_AT_ONCE, Fetched, ParameterServer, Source
 from tests.support import virtual_time
+from tests.support.scripted import PlayedParameterServer, World
+from tests.tasks.parameter_conformance import NUM_BYTES, ParameterHost, ParameterServerTests
 
 V4 = PolicyVersion(4)
 CALL_S = 60.0
 PIECE = 7
+
+
+class RealHost(ParameterHost):
+    """A host with a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = ParameterFolder(folder)
+        self.server = ParameterServer(str(folder), CALL_S, PIECE)
+
+    def publish(self, version: int) -> None:
+        path = self._folder.path(PolicyVersion(version))
+        with self._folder.incoming(path, NUM_BYTES) as incoming:
+            for piece in list(incoming.missing.values()):
+                incoming.write(piece, data_of(NUM_BYTES)[piece.offset : piece.offset + piece.size])
+
+    def versions(self) -> list[int]:
+        return list(self._folder.versions())
+
+
+class PlayedHost(ParameterHost):
+    """A host of a world, as tests of the runtime have them."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._here = world.weights.setdefault(name, set())
+        self.server = PlayedParameterServer(world, name, "", CALL_S)
+
+    def publish(self, version: int) -> None:
+        self._here.add(version)
+
+    def versions(self) -> list[int]:
+        return sorted(self._here)
+
+
+class TestParameterServer(ParameterServerTests):
+    def host(self, folder: Path, name: str) -> ParameterHost:
+        return RealHost(folder / name)
+
+
+class TestPlayedParameterServer(ParameterServerTests):
+    @pytest.fixture(autouse=True)
+    def world(self) -> None:
+        self._world = World()
+
+    def host(self, folder: Path, name: str) -> ParameterHost:
+        return PlayedHost(self._world, name)
 
 
 def data_of(size: int) -> bytes:
@@ -62,6 +110,40 @@ class Host:
         return Path(fetched.path).read_bytes()
 
 
+@pytest.mark.parametrize("verb", ["prune", "ensure"])
+def test_what_the_server_answers_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """A version has a path once its last byte is written, and old ones are gone when that is said."""
+
+    async def scenario() -> None:
+        source, target = RealHost(tmp_path / "a"), RealHost(tmp_path / "b")
+        source.publish(4)
+        for version in (2, 3):
+            target.publish(version)
+        opened = asyncio.Event()
+        prune, write = ParameterFolder.prune, Incoming.write
+
+        async def pruned(*args: Any) -> Any:  # a thread that waits, to a loop in virtual time
+            await opened.wait()
+            return prune(*args)
+
+        async def written(*args: Any) -> None:
+            await opened.wait()
+            write(*args)
+
+        monkeypatch.setattr(ParameterFolder, "prune", pruned)
+        monkeypatch.setattr(Incoming, "write", written)
+        asked = target.server.prune((), PolicyVersion(3)) if verb == "prune" else target.ensure(4, source)
+        answer = asyncio.ensure_future(asked)
+        await asyncio.wait({answer}, timeout=5 * CALL_S)
+        assert not answer.done() and target.versions() == [2, 3]
+        opened.set()
+        await answer
+        assert target.versions() == ([3] if verb == "prune" else [2, 3, 4])
+        await target.server.close()
+
+    virtual_time.run(scenario())
+
+
 Fault = Callable[[int, Callable[[], Awaitable[bytes | None]]], Awaitable[bytes | None]]
 
 
@@ -74,7 +156,7 @@ async def is_silent(number: int, well: Any) -> bytes | None:
     return b""
 
 
-async def is_torn(number: int, well: Any) -> bytes | None:
+async def is_torn(number: int, well: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
     data = await well()
     return data[:-1] if data else data
 
@@ -179,7 +261,7 @@ def test_a_host_hands_on_what_has_arrived_before_it_has_all(tmp_path: Path) -> N
     async def scenario() -> None:
         source, between, last = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b"), Host(tmp_path / "c")
 
-        async def slowly(number: int, well: Any) -> bytes | None:
+        async def slowly(number: int, well: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
             await asyncio.sleep(1.0)
             return await well()
 
