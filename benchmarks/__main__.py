@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),
-    "ablation": (("--out", "{folder}/ablation.md"),),
+    "ablation": (("--out", "{folder}"),),
     "reality": (("emulated",), ("overhead",), ("short",), ("transformers",)),
     "reprocess": ((),),
     "run_page": ((),),

@@ -1,26 +1,29 @@
-"""The gain of each strategy when the tail is long: examples/longtail.toml (7B fit, 4 instances, B 256).
+"""What each strategy gains when the tail is long: examples/longtail.toml (7B fit, 4 instances, 32 groups of 8 a step).
 
-    python benchmarks/ablation.py --out docs/ablation.md
+    python -m benchmarks.ablation --out docs
 
-Means of three seeds, 36 steps. First the routing rules by bound, each at its best over the pull rules and a small sweep
-of its setting, `deadline` without any; then one strategy added at a time.
+writes ablation.json, of which benchmarks/simulated.py makes a section of its page. Means of three seeds, 36 steps.
+First the routing rules by bound, each at its best over the pull rules and a small sweep of its knob, `deadline` without
+any; then one strategy added at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.simulator.analysis import Measures, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 
 JOB = "examples/longtail.toml"
-FEWEST = ("steps=36",)
+STEPS = ("steps=36",)
 """Steps of a run; 24 of them are measured at bound 3."""
 SEEDS = (1, 2, 3)
 PULLS = ("greedy", "hypothesis")
@@ -31,26 +34,67 @@ ROUTINGS = {
 }
 """Routing rules, each with the settings that are tried."""
 SYNCHRONOUS = ("staleness.eta=0", "staleness.admission=synchronous", "rollout.routing=least_requests")
-LEAST, GREEDY, HYPOTHESIS, KEEP = (
+LEAST, GREEDY, HYPOTHESIS, KEEP, MIGRATION = (
     "rollout.routing=least_requests",
     "rollout.synchronization=greedy",
     "rollout.synchronization=hypothesis",
     "rollout.on_pull=keep",
+    "rollout.migration=largest_gain",
 )
-STEPS = {
-    "synchronous": SYNCHRONOUS,
-    "reservations, bound 3": (LEAST, GREEDY),
-    "+ deadline": (GREEDY,),
-    "+ hypothesis pulls": (HYPOTHESIS,),
-    "+ migration": (HYPOTHESIS, "rollout.migration=largest_gain"),
-    "deadline, cache kept over pulls": (KEEP, GREEDY),
-    "+ migration ": (KEEP, GREEDY, "rollout.migration=largest_gain"),
-    "+ redundancy, 2 groups of 34": (KEEP, GREEDY, "batch.extra_groups=2"),
-    "+ stragglers cut, 1 % at most": (KEEP, GREEDY, "batch.stragglers=truncate", "batch.stragglers.patience=0.1",
-                                      "batch.stragglers.share=0.01"),
-    "+ stragglers cut, 10 % at most": (KEEP, GREEDY, "batch.stragglers=truncate", "batch.stragglers.patience=0.1",
-                                       "batch.stragglers.share=0.1"),
-}  # fmt: skip
+TRUNCATE = ("batch.stragglers=truncate", "batch.stragglers.patience=0.1")
+CASES = {
+    "`synchronous`, `least_requests`": SYNCHRONOUS,
+    "`least_requests`, `greedy`, `interrupt`": (LEAST, GREEDY),
+    "`deadline`, `greedy`, `interrupt`": (GREEDY,),
+    "`deadline`, `hypothesis`, `interrupt`": (HYPOTHESIS,),
+    "`deadline`, `hypothesis`, `interrupt`, `largest_gain`": (HYPOTHESIS, MIGRATION),
+    "`deadline`, `greedy`, `keep`": (KEEP, GREEDY),
+    "`deadline`, `greedy`, `keep`, `largest_gain`": (KEEP, GREEDY, MIGRATION),
+    "`deadline`, `greedy`, `keep`, `extra_groups` 2": (KEEP, GREEDY, "batch.extra_groups=2"),
+    "`deadline`, `greedy`, `keep`, truncated, `share` .01": (KEEP, GREEDY, *TRUNCATE, "batch.stragglers.share=0.01"),
+    "`deadline`, `greedy`, `keep`, truncated, `share` .1": (KEEP, GREEDY, *TRUNCATE, "batch.stragglers.share=0.1"),
+}
+"""Settings by their name on the page. The staleness bound is the job's, 3, but where rollout is synchronous."""
+SECTION = """\
+## A long tail
+
+examples/longtail.toml: 7B, 4 instances, 32 groups of 8, lognormal lengths, 36 steps, means of three seeds, as a ratio
+to synchronous ({synchronous:,.0f} tokens/s). `python -m benchmarks.ablation --out docs` writes ablation.json.
+
+| `eta` 3 unless synchronous | ratio | of the roofline | prefilled again, per sampled token |
+|---|---|---|---|"""
+ADVICE = """\
+The last row trains on unfinished responses, so it is not comparable with the others. Routing rules, each with its best
+knob and pull rule, with `interrupt` and with `keep`:
+"""
+
+
+def stored(folder: Path) -> list[dict[str, Any]]:
+    """The results in a folder; none if it has none."""
+    path = folder / "ablation.json"
+    results: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return results
+
+
+def section(results: list[dict[str, Any]]) -> list[str]:
+    """The lines of the page about these results."""
+    base = next(r["tokens_per_s"] for r in results if r["part"] == "synchronous")
+    lines = [SECTION.format(synchronous=base)]
+    for r in results:
+        if r["part"] == "strategies":
+            shares = [(r["discarded"], f"{r['discarded']:.1%} discarded"), (r["truncated"], f"{r['truncated']:.2%}")]
+            settings = ", ".join([r["settings"], *(text for share, text in shares if share)])
+            lines.append(f"| {settings} | {r['ratio']:.2f} | {r['of_roofline']:.0%} | {r['reprefilled']:.2f} |")
+    lines += ["", ADVICE, f"| `eta` | {' | '.join(f'`{name}`' for name in ROUTINGS)} |", "|---" * 4 + "|"]
+    ratios = {(r["eta"], r["routing"], r["on_pull"]): f"{r['ratio']:.2f}" for r in results if r["part"] == "routing"}
+    for eta in dict.fromkeys(eta for eta, _, _ in ratios):
+        cells = [f"{ratios[eta, name, 'interrupt']}, {ratios[eta, name, 'keep']}" for name in ROUTINGS]
+        lines.append(f"| {eta} | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        "![Four instances at bound 3: they pull in turns, fill with new work, then drain](longtail.png)",
+    ]
 
 
 def run(overrides: tuple[str, ...]) -> Measures:
@@ -60,68 +104,50 @@ def run(overrides: tuple[str, ...]) -> Measures:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("docs"))
     parser.add_argument("--quick", action="store_true", help="one seed, bound 1, few steps")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     args = parser.parse_args()
-    seeds_run: tuple[int, ...] = tuple(args.seeds)
-    bounds: tuple[int, ...] = (1, 2, 3)
-    few = FEWEST
-    if args.quick:
-        seeds_run, bounds, few = SEEDS[:1], (1,), ("steps=4",)
+    seeds, bounds = (SEEDS[:1], [1]) if args.quick else (args.seeds, [1, 2, 3])
+    steps = ("steps=4",) if args.quick else STEPS
     with ProcessPoolExecutor(args.processes) as pool:
 
-        def seeds(overrides: tuple[str, ...]) -> list[Measures]:
-            return list(pool.map(run, [(*overrides, *few, f"seed={s}") for s in seeds_run]))
+        def measured(overrides: tuple[str, ...]) -> list[Measures]:
+            return list(pool.map(run, [(*overrides, *steps, f"seed={seed}") for seed in seeds]))
 
-        def rate(results: list[Measures]) -> float:
-            return mean(m.steady_tokens_per_s for m in results)
+        def rate(overrides: tuple[str, ...]) -> float:
+            return mean(m.steady_tokens_per_s for m in measured(overrides))
 
-        base = rate(seeds(SYNCHRONOUS))
-        lines = [f"synchronous: {base:,.0f} tokens/s.", ""]
-        lines += [f"| bound | on pull | {' | '.join(ROUTINGS)} |", "|---" * 5 + "|"]
+        base = rate(SYNCHRONOUS)
+        results: list[dict[str, Any]] = [{"part": "synchronous", "tokens_per_s": base}]
         for eta, on_pull in itertools.product(bounds, ("interrupt", "keep")):
-            cells = []
-            for routing, settings in ROUTINGS.items():
+            for routing, knobs in ROUTINGS.items():
+                chosen = (f"staleness.eta={eta}", f"rollout.on_pull={on_pull}", f"rollout.routing={routing}")
                 rates = {
-                    (setting, pull): rate(
-                        seeds(
-                            (
-                                f"staleness.eta={eta}",
-                                f"rollout.on_pull={on_pull}",
-                                f"rollout.routing={routing}",
-                                f"rollout.synchronization={pull}",
-                                *setting,
-                            )
-                        )
-                    )
-                    for setting, pull in itertools.product(settings, PULLS)
+                    (knob, pull): rate((*chosen, f"rollout.synchronization={pull}", *knob))
+                    for knob, pull in itertools.product(knobs, PULLS)
                 }
                 best = max(rates, key=rates.__getitem__)
-                how = ", ".join([s.removeprefix("rollout.").replace("=", " ") for s in best[0]] + [best[1]])
-                cells.append(f"{rates[best] / base:.2f} ({how})")
-            lines.append(f"| {eta} | {on_pull} | {' | '.join(cells)} |")
-            print(lines[-1], flush=True)
-        lines += [
-            "",
-            "| | tokens/s, ratio | of the bound | prefilled again, per token sampled | dropped | cut |",
-            "|---|---|---|---|---|---|",
-        ]
-        for name, overrides in STEPS.items():
-            results = seeds(overrides)
-            again = mean(m.reprefilled_tokens / m.sampled_tokens for m in results)
-            dropped = mean(m.dropped / (m.dropped + m.ended["consumed"]) for m in results)
-            cut = "cut" in name
-            ended = mean(m.commands.get("Interrupt", 0) / m.ended["consumed"] for m in results) if cut else 0.0
-            lines.append(
-                f"| {name.strip()} | {rate(results) / base:.2f} | "
-                f"{mean(m.of_bound for m in results):.0%} | {again:.2f} | "
-                f"{dropped:.1%} | {ended:.2%} |"
-            )
-            print(lines[-1], flush=True)
-    if args.out:
-        args.out.write_text("\n".join(["# What each strategy gains", "", (__doc__ or "").strip(), "", *lines]) + "\n")
+                values = [text.removeprefix("rollout.routing.").replace("=", " ") for text in best[0]]
+                results.append(
+                    {"part": "routing", "eta": eta, "on_pull": on_pull, "routing": routing,
+                     "best": ", ".join([*values, best[1]]), "ratio": rates[best] / base}
+                )  # fmt: skip
+        results += [_strategy(name, measured(overrides), base) for name, overrides in CASES.items()]
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "ablation.json").write_text("[\n" + ",\n".join(json.dumps(r) for r in results) + "\n]\n")
+    print("\n".join(section(results)))
+
+
+def _strategy(name: str, runs: list[Measures], base: float) -> dict[str, Any]:
+    truncated = mean(m.commands.get("Interrupt", 0) / m.ended["consumed"] for m in runs) if "truncated" in name else 0.0
+    return {
+        "part": "strategies", "settings": name, "ratio": mean(m.steady_tokens_per_s for m in runs) / base,
+        "of_roofline": mean(m.of_bound for m in runs),
+        "reprefilled": mean(m.reprefilled_tokens / m.sampled_tokens for m in runs),
+        "discarded": mean(m.dropped / (m.dropped + m.ended["consumed"]) for m in runs), "truncated": truncated,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Every strategy against every baseline in virtual time: published cost models, three workloads, several sizes, means
-over seeds.
+"""Every strategy against every baseline in virtual time: published cost models, three workloads, two sizes, means over
+seeds.
 
-    python benchmarks/simulated.py --out docs
+    python -m benchmarks.simulated --out docs
 
-writes simulated.json, simulated.md and a picture. No baseline is weakened: where a rule has a knob it gets a small
-sweep and its best value counts, and every system keeps the KV cache over a weight update (rollout.on_pull = "keep").
-staleflow's row is the default setting, for all models and workloads. The sweeps are run with the first seed, and the
-best of each with all. What is done is in simulated.json, which --resume goes on from; rows are done seed by seed, the
-short table first. --quick does a little of it: whether it works.
+writes simulated.json, simulated.png and, with the results of benchmarks/ablation.py, simulated.md. No baseline is
+weakened: where a rule has a knob it gets a small sweep and its best value counts, and every system keeps the KV cache
+over a weight update (rollout.on_pull = "keep"). The rows of staleflow have the same settings for all models and
+workloads. The sweeps are run with the first seed, and the best of each with all. --resume keeps the rows that
+simulated.json has; rows are run seed by seed, the short table first. --quick does a little of it: whether it works.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import gc
 import itertools
 import json
 import os
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import ablation
 from staleflow.pipeline.config import actor_settings, factories, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.simulator.analysis import measure
@@ -49,9 +51,9 @@ GROUPS_AN_INSTANCE = 8
 STEPS = 36
 """Of which 24 are measured at a bound of 3: six cycles of the longest. With 12, most of it is the pipeline filling."""
 SEEDS = (1, 2, 3)
-SIZES = (4, 16, 128)
-SWEPT = (4, 16)
-"""Sizes at which knobs are swept; above, the values that were best at 16 are used."""
+SIZES = (4, 16)
+SWEPT = (4,)
+"""Sizes at which knobs are swept; above, the values that were best there are used."""
 TRAINER_SHARE = 0.8
 """Training takes the physical minimum of the rollout over this: provisioned so that rollout may run at 80 % of it."""
 CUT = ("batch.stragglers=truncate", "batch.stragglers.patience=0.1", "batch.stragglers.share=0.02")
@@ -116,8 +118,8 @@ def long_rows(swept: bool) -> list[Row]:
     for eta in (1, 2, 3) if swept else ():
         for name in ("random", "round_robin"):
             rows.append(Row(f"reservations, {name}", "", eta, (f"rollout.routing={name}",)))
-    for eta in (1, 2, 3) if swept else (3,):
-        for mu in (0.1, 0.2, 0.3) if swept else (0.2,):
+    for eta in (1, 2, 3) if swept else ():
+        for mu in (0.1, 0.2, 0.3):
             extra = ("rollout.routing=throughput_optimal", f"rollout.routing.mu={mu}")
             rows.append(Row("reservations, throughput_optimal", f"mu {mu:g}", eta, extra))
     return rows
@@ -217,16 +219,30 @@ def ratio(rates: BySeed, base: BySeed) -> float:
     return sum(rates[s] for s in both) / sum(base[s] for s in both) if both else 0.0
 
 
-SETTING = f"""\
-Setting: {GROUPS_AN_INSTANCE} groups of 8 per step for each instance, prompts of 512 tokens, responses cut at
-16,000, at most 256 running per instance, the KV cache kept over weight updates; {STEPS} steps. Training takes the
-rollout's physical minimum over {TRAINER_SHARE:g}, on as many GPUs as rollout has; colocated, both use all of these
-GPUs in turn. Numbers are tokens trained on per second, as a ratio to the best synchronous run there is on GPUs of
-their own (`least_requests`, `deadline`, or with a redundant group). In brackets: the setting that was best for the
-rule. `staleflow` is the default: reservations and `deadline`, nothing set. `credits` drops work that is too old,
-mostly long responses; `backlog` (AReaL) and `over_provision` (APRIL) train on it, and keep no bound; staleflow
-waits for it, or, under "stragglers cut", ends the last unfinished responses of a step, 2 % of them at most, once
-the trainer has waited a tenth of a step for them.
+HEAD = f"""\
+# Simulated throughput
+
+The coordinator of real runs on simulated instances (`python -m benchmarks.simulated --out docs`; simulated.json has
+every run). No GPU was used.
+
+| | |
+|---|---|
+| models | 7B, 14B, 32B, 30B-A3B: decode-step times published with StaleFlow |
+| lengths | lognormal: median 2,000, sigma 1; bimodal: median 1,000, 15 % of them 15 times as long; agentic: lognormal \
+in five turns, tools of 5 s |
+| tokens | 512 a prompt, at most 16,000 a response |
+| batch | {GROUPS_AN_INSTANCE} groups of 8 for each instance, {STEPS} steps |
+| rollout | 4 or 16 instances of at most 256 running, `synchronization = "greedy"`, `on_pull = "keep"` |
+| training | on as many GPUs as rollout; a step takes the rollout's roofline / {TRAINER_SHARE:g} |
+
+So these are not the defaults: `on_pull` is `"interrupt"` unless it is set. `deadline` could delay new work to shorten
+decode steps.
+
+## Rules
+
+Tokens/s trained on, as a ratio to the best synchronous run (`least_requests`, `deadline`, or one redundant group): mean
+over 12 combinations of model and lengths (least-most), each rule at its best of the values tried, with `least_requests`
+unless named, `eta` 3 at most. With 16 instances only the last one or two values were tried. Three seeds, or as stated.
 """
 SHOWN = {
     "synchronous, colocated": "colocated",
@@ -238,110 +254,120 @@ SHOWN = {
     "over_provision": "over_provision (no bound)",
 }
 KEPT = ("synchronous, colocated", "one_step", "pipeline_depth", "windowed_fifo", "credits")
+PLAIN = "reservations, least_requests"
 ROUTINGS = ("random", "round_robin", "least_requests", "throughput_optimal")
+SETTINGS: tuple[tuple[str, int | None, str, str], ...] = (
+    ("synchronous, colocated", None, "`synchronous`, `colocated`", ""),
+    ("one_step", None, "`one_step`", ""),
+    ("pipeline_depth", None, "`pipeline_depth`", "`depth` 1, 2, 3, 4"),
+    ("windowed_fifo", None, "`windowed_fifo`", "`ahead`, `window_share`: 0, 1; 1, .3; 1, 1; 2, .3"),
+    ("credits", None, "`credits`", "`alpha` .5, 1, 2, 3"),
+    ("over_provision", None, "`over_provision`, keeps no bound", "`excess` .5, 1, 2"),
+    ("backlog", None, "`backlog`, keeps no bound", "`eta` 1, 2, 3"),
+    (PLAIN, 3, "`staleflow`", "`eta` 3"),
+    *(("staleflow", eta, "`staleflow`, `deadline`", f"`eta` {eta}") for eta in (1, 2, 3)),
+    (CUTTING, None, "the same, stragglers truncated", "`eta` 3, `patience` .1, `share` .02"),
+)
+"""system, eta (None: its best), and what the page says: the rule and the values tried."""
 
 
-def tables(results: list[dict[str, Any]]) -> str:
-    """Markdown: the default against plain reservation by bound, then each size's systems at a bound of 3 at most."""
-    lines = ["# Simulated: every strategy against every baseline", "", SETTING]
-    planned = list(work_of(SIZES, list(MODELS), list(WORKLOADS), STEPS, SEEDS))
-    if len(results) < len(planned):
-        lines += [
-            f"So far {len(results)} of {len(planned)} runs are done, the most telling first; `--resume` goes on. What "
-            "was not run is left empty.",
-            "",
-        ]
+def page(results: list[dict[str, Any]], long_tail: list[dict[str, Any]]) -> str:
+    """The page of all results, as Markdown. long_tail: those of benchmarks/ablation.py."""
     sizes = sorted({r["instances"] for r in results})
-    lines += ["## The default against plain reservation", ""]
-    lines += ["Tokens/s of the default over those of reservations with `least_requests`, the same seeds of both.", ""]
-    lines += ["| instances | model | workload | seeds | bound 0 | bound 1 | bound 2 | bound 3 |", "|---" * 8 + "|"]
-    gains: list[float] = []
+    lines = [HEAD, f"| `admission` | tried | {' | '.join(f'{size} instances' for size in sizes)} |"]
+    lines += ["|---" * (2 + len(sizes)) + "|"]
+    for system, eta, rule, tried in SETTINGS:
+        cells = [_cell([r for r in results if r["instances"] == size], system, eta) for size in sizes]
+        if any(cells):
+            lines.append(f"| {rule} | {tried} | {' | '.join(cells)} |")
+    lines.append("")
     for size in sizes:
-        for own, model, workload in combinations([r for r in results if r["instances"] == size]):
-            cells, seeds = [], 0
-            for eta in (0, 1, 2, 3):
-                pair = [_by_seed(own, name, eta) for name in ("staleflow", "reservations, least_requests")]
-                both = sorted(pair[0].keys() & pair[1].keys())
-                seeds = max(seeds, len(both))
-                if not both:
-                    cells.append("")
-                    continue
-                gains.append(ratio(*pair))
-                cells.append(f"{gains[-1]:.3f}")
-            lines.append(f"| {size} | {model} | {workload} | {seeds} | {' | '.join(cells)} |")
-    if gains:
-        lines += [
-            "",
-            f"{sum(gains) / len(gains):.3f} on average over {len(gains)}, {min(gains):.3f} at least, {max(gains):.3f} "
-            f"at most; {sum(g < 0.99 for g in gains)} are more than 1 % behind.",
-            "",
-        ]
-    for size in sizes:
-        lines += [f"## {size} instances", "", *systems_table([r for r in results if r["instances"] == size]), ""]
-    swept = [r for r in results if r["instances"] == 16 and r["system"].startswith("reservations, ")]
-    if any(r["system"] == "reservations, random" for r in swept):
-        lines += ["## Gain of the bound and of routing", "", "16 instances, first seed, ratio to synchronous.", ""]
-        lines += ["| model | workload | bound | " + " | ".join(ROUTINGS) + " | deadline |", "|---" * 8 + "|"]
-        first = [r for r in results if r["instances"] == 16 and r["seed"] == SEEDS[0]]
-        for own, model, workload in combinations(first):
-            rates = rates_of(own)
-            base = best(rates, "synchronous")[0]
-            for eta in (1, 2, 3):
-                names = [*(f"reservations, {name}" for name in ROUTINGS), "staleflow"]
-                tops = [ratio(best(rates, name, eta)[0], base) for name in names]
-                lines.append(f"| {model} | {workload} | {eta} | " + " | ".join(f"{t:.2f}" for t in tops) + " |")
-    return "\n".join(lines) + "\n"
+        lines += _margins([r for r in results if r["instances"] == size], size)
+    lines += _details(results)
+    lines += ["", "![Ratio to synchronous by model, lengths and rule](simulated.png)", ""]
+    lines += ablation.section(long_tail) if long_tail else []
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def _by_seed(results: list[dict[str, Any]], system: str, eta: int) -> dict[int, float]:
-    return {r["seed"]: r["steady_tokens_per_s"] for r in results if r["system"] == system and r["eta"] == eta}
+def _cell(results: list[dict[str, Any]], system: str, eta: int | None) -> str:
+    """The mean ratio to synchronous over models and workloads, with the least, the most and the seeds."""
+    ratios, seeds = [], set()
+    for own, _, _ in combinations(results):
+        rates = rates_of(own)
+        rate, base = best(rates, system, eta)[0], best(rates, "synchronous")[0]
+        if rate and base:
+            ratios.append(ratio(rate, base))
+            seeds.add(len(rate))
+    if not ratios:
+        return ""
+    text = f"{statistics.mean(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+    if seeds == {len(SEEDS)}:
+        return text
+    return text + (", one seed" if seeds == {1} else f", {min(seeds)}-{max(seeds)} seeds")
 
 
-def systems_table(results: list[dict[str, Any]]) -> list[str]:
-    head = ["model", "workload", "synchronous, tokens/s", *SHOWN.values(), "**staleflow**", "**stragglers cut**"]
-    head += ["most responses cut", "dropped by credits"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    ratios: list[float] = []
+def _margins(results: list[dict[str, Any]], size: int) -> list[str]:
+    """`staleflow` with `deadline` at bound 3 against the best other rule that keeps the bound, over the same seeds."""
     margins: list[tuple[float, str]] = []
     for own, model, workload in combinations(results):
         rates = rates_of(own)
-        base = best(rates, "synchronous")[0]
-        ours, cut = best(rates, "staleflow", 3)[0], best(rates, CUTTING)[0]
-        if not base or not ours:
-            continue
-        ratios.append(ratio(ours, base))
-        rivals = {system: ratio(ours, best(rates, system)[0]) for system in KEPT if best(rates, system)[0]}
-        if rivals:
+        ours = best(rates, "staleflow", 3)[0]
+        rivals = {system: ratio(ours, rate) for system in KEPT if (rate := best(rates, system)[0])}
+        if ours and rivals:
             rival = min(rivals, key=rivals.__getitem__)
-            margins.append((rivals[rival], f"{rival} on {model} {workload}"))
-        cells = []
-        for system in SHOWN:
-            rate, knob = best(rates, system)
-            cells.append((f"{ratio(rate, base):.2f}" + (f" ({knob})" if knob else "")) if rate else "")
-        cells += [f"**{ratios[-1]:.2f}**", f"**{ratio(cut, base):.2f}**" if cut else ""]
-        shares = [r["commands"].get("Interrupt", 0) / r["ended"]["consumed"] for r in own if r["system"] == CUTTING]
-        cells.append(f"{max(shares):.1%}" if shares else "")
-        cells.append(_dropped([r for r in own if (r["system"], r["knob"]) == ("credits", best(rates, "credits")[1])]))
-        mean = sum(base.values()) / len(base)
-        lines.append(f"| {model} | {workload} | {mean:,.0f} | {' | '.join(cells)} |")
-    if ratios:
-        lines += ["", f"staleflow, bound 3: {sum(ratios) / len(ratios):.2f} times synchronous on average, "]
-        lines[-1] += f"{max(ratios):.2f} at most, {min(ratios):.2f} at least."
-    if margins:
-        level = sum(0.99 <= m <= 1.01 for m, _ in margins)
-        lines[-1] += (
-            f" Against the best baseline that keeps the bound, as far as they were run: ahead by more than 1 % on "
-            f"{sum(m > 1.01 for m, _ in margins)} of {len(margins)} lines, level on {level}, behind on "
-            f"{sum(m < 0.99 for m, _ in margins)}; {min(margins)[0]:.3f} times {min(margins)[1]} at least."
-        )
+            margins.append((rivals[rival], f"`{rival}`, {model}, {workload}"))
+    if not margins:
+        return []
+    values = [margin for margin, _ in margins]
+    ahead, behind = sum(v > 1.01 for v in values), sum(v < 0.99 for v in values)
+    level = len(values) - ahead - behind
+    return [
+        f"- {size} instances, `staleflow` with `deadline` at `eta` 3 against the best other rule that keeps the bound:",
+        f"  more than 1 % ahead on {ahead} of {len(values)} combinations, level on {level}, behind on {behind}; "
+        f"{min(margins)[0]:.3f} at least",
+        f"  ({min(margins)[1]}).",
+    ]
+
+
+def _details(results: list[dict[str, Any]]) -> list[str]:
+    """What routing gains, what truncation truncates, and what `credits` discards."""
+    sizes = sorted({r["instances"] for r in results})
+    parts = [own for size in sizes for own, _, _ in combinations([r for r in results if r["instances"] == size])]
+    gains = [
+        ratio(*pair)
+        for rates in map(rates_of, parts)
+        for eta in (0, 1, 2, 3)
+        if all(pair := [best(rates, system, eta)[0] for system in ("staleflow", PLAIN)])
+    ]
+    lines = []
+    if gains:
+        lines += [
+            "- `deadline` over `least_requests`, both with `staleflow`, `eta` 0 to 3, the same seeds: "
+            f"{statistics.mean(gains):.3f} times on",
+            f"  average over {len(gains)} pairs, {min(gains):.3f} to {max(gains):.3f}.",
+        ]
+    first = [r for r in results if r["instances"] == SWEPT[0] and r["seed"] == SEEDS[0]]
+    names = [*(f"reservations, {name}" for name in ROUTINGS), "staleflow"]
+    if {*names} <= {r["system"] for r in first}:
+        means = [[float(_cell(first, name, eta).split()[0]) for name in names] for eta in (1, 2, 3)]
+        spans = [f"{min(of_eta):.2f} to {max(of_eta):.2f}" for of_eta in means]
+        lines += [
+            f"- Means of all five routing rules with `staleflow`, {SWEPT[0]} instances, seed {SEEDS[0]}: {spans[0]} at "
+            "`eta` 1,",
+            f"  {spans[1]} at 2, {spans[2]} at 3.",
+        ]
+    shares = [r["commands"].get("Interrupt", 0) / r["ended"]["consumed"] for r in results if r["system"] == CUTTING]
+    if shares:
+        lines.append(f"- Truncation ends at most {max(shares):.1%} of the responses of a run.")
+    stale = []
+    for own in parts:
+        runs = [r["ended"] for r in own if (r["system"], r["knob"]) == ("credits", "alpha 3")]
+        discarded = sum(n for ended in runs for why, n in ended.items() if "too_stale" in why)
+        if runs:
+            stale.append(discarded / (discarded + sum(ended["consumed"] for ended in runs)))
+    if stale:
+        lines.append(f"- `credits` with `alpha` 3 discards {min(stale):.0%} to {max(stale):.0%} of its responses.")
     return lines
-
-
-def _dropped(results: list[dict[str, Any]]) -> str:
-    """The share of the responses that were dropped because they were too old; empty without runs."""
-    dropped = sum(n for r in results for why, n in r["ended"].items() if "too_stale" in why)
-    trained = sum(r["ended"]["consumed"] for r in results)
-    return f"{dropped / (dropped + trained):.0%}" if results else ""
 
 
 def combinations(results: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], str, str]]:
@@ -361,7 +387,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     systems_run = {(r["instances"], r["system"]) for r in results}
-    size = max((4, 16, 128), key=lambda size: (sum(size == one for one, _ in systems_run), size == 16))
+    size = max(SIZES, key=lambda size: (sum(size == one for one, _ in systems_run), size))
     labels = {name: shown for name, shown in {**SHOWN, "staleflow": "staleflow"}.items() if (size, name) in systems_run}
     colors = dict(zip([*SHOWN, "staleflow"], COLORS, strict=True))
     figure = Figure(figsize=(11, 3.6), layout="constrained")
@@ -420,7 +446,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="keep the rows that simulated.json has already")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--tables", action="store_true", help="write the tables of simulated.json, and run nothing")
+    parser.add_argument("--tables", action="store_true", help="write the page of the stored results, and run nothing")
     args = parser.parse_args()
     models = ["7B"] if args.quick else list(MODELS)
     sizes = [4] if args.quick else args.sizes
@@ -446,9 +472,10 @@ def main() -> None:
     if not args.tables:
         run(work_of(sizes, models, workloads, steps, seeds))
         run(bests_of(results, seeds, steps))
-    (args.out / "simulated.md").write_text(tables(results))
+    text = page(results, ablation.stored(args.out))
+    (args.out / "simulated.md").write_text(text)
     draw(results, args.out / "simulated.png")
-    print(tables(results))
+    print(text)
 
 
 def written(results: list[dict[str, Any]]) -> str:

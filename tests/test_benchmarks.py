@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import agentic, time_to_quality
+from benchmarks import ablation, agentic, time_to_quality
 from benchmarks.__main__ import COMMANDS
-from benchmarks.simulated import best, ratio, tables
+from benchmarks.simulated import best, page, ratio
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.support.simulated_store import stored_simulation
@@ -52,7 +52,8 @@ def test_agents_in_virtual_time(
 
 def test_the_pages_of_stored_results_can_be_written_again() -> None:
     assert agentic.page(json.loads(Path("docs/agentic.json").read_text())) == Path("docs/agentic.md").read_text()
-    assert tables(json.loads(Path("docs/simulated.json").read_text())) == Path("docs/simulated.md").read_text()
+    simulated = json.loads(Path("docs/simulated.json").read_text())
+    assert page(simulated, ablation.stored(Path("docs"))) == Path("docs/simulated.md").read_text()
 
 
 def test_settings_are_chosen_by_one_seed_and_compared_over_the_seeds_that_both_have() -> None:
