@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -309,119 +310,131 @@ def page(results: list[dict[str, Any]]) -> str:
     def of(part: str) -> list[dict[str, Any]]:
         return [r for r in results if r["part"] == part]
 
-    lines = ["# Agents in virtual time, in ROLL Flash's settings", "", INTRODUCTION, "![bars](agentic.png)", ""]
-    lines += ["## Environments that wait for nobody", "", LOCK_STEP]
+    lines = [HEAD, LOCK_STEP]
     lines += table(
-        ["turns", "trajectories", "lock step, s", "each on its own, s", "times as fast"],
+        ["turns, trajectories", "lock step, s", "each on its own, s", "ratio"],
         [
-            [str(r["turns"]), str(r["trajectories"]), f"{r['locked_s']:.0f}", f"{r['free_s']:.0f}", f"{r['ratio']:.2f}"]
+            [f"{r['turns']}, {r['trajectories']}", f"{r['locked_s']:.0f}", f"{r['free_s']:.0f}", f"{r['ratio']:.2f}"]
             for r in of("lock_step")
         ],
     )
-    lines += ["## Redundant environments", "", REDUNDANCY]
-    rows = []
-    for kind in FAILING:
-        found = {(r["groups"], r["members"]): r for r in of("redundancy") if r["failing"] == kind}
-        if found:
-            plain = found[32, 8]["seconds"]
-            cells = [
-                f"{r['seconds']:.0f} ({plain / r['seconds']:.1f}x)" if (r := found.get(shape)) else ""
-                for shape in REDUNDANT
-            ]
-            rows.append([kind, *cells])
-    lines += table(["seconds a batch", *(f"{g} x {m}" for g, m in REDUNDANT)], rows)
-    lines += ["## Asynchronous training", "", ASYNCHRONOUS]
-    rows = []
-    for name in JOBS:
-        own = {r["system"]: r for r in of("asynchronous") if r["job"] == name}
-        for system, r in own.items():
-            base = own["synchronous"]["step_s"]
-            locked = own.get("synchronous, lock step", own["synchronous"])["step_s"]
-            started = r["consumed"] + sum(r["dropped"].values())
-            why = ", ".join(f"{n} {reason.partition(':')[2]}" for reason, n in sorted(r["dropped"].items()))
-            rows.append(
-                [
-                    name, system, f"{r['step_s']:.0f}", f"{base / r['step_s']:.2f}", f"{locked / r['step_s']:.2f}",
-                    "yes" if r["bound_kept"] else "no", f"{sum(r['dropped'].values()) / started:.1%}", why or "-",
-                ]
-            )  # fmt: skip
-    head = ["job", "system", "s a step", "of synchronous", "of lock step", "bound kept", "dropped", "why"]
-    lines += table(head, rows)
-    lines += ["## Contexts that are still cached", "", PREFIX]
-    head = ["KV tokens", "affinity", "prefilled, of context", "cached, of what was computed"]
+    lines += [REDUNDANCY, *table(["seconds a batch", *(f"{g} x {m}" for g, m in REDUNDANT)], _redundancy(of))]
+    names = list(dict.fromkeys(r["job"] for r in of("asynchronous")))
+    head = [cell for name in names for cell in (f"{name}: s a step (ratio)", "discarded")]
+    lines += [ASYNCHRONOUS, *table(["system", *head], _asynchronous(of("asynchronous"), names))]
+    lines += [PREFIX]
     lines += table(
-        ["routing", *head, "s a step"],
-        [[r["routing"], *_cached(r), f"{r['step_s']:.1f}"] for r in of("prefix")],
+        ["engine, routing", "KV tokens", "cached with affinity", "without", "s a step with", "without"],
+        [*_affinity(of("prefix"), "routing"), *_affinity(of("prefix_real"), "engine")],
     )
-    if of("prefix_real"):
-        lines += [PREFIX_REAL, *table(["engine", *head], [[r["engine"], *_cached(r)] for r in of("prefix_real")])]
-    lines += ["## Single turns: queue scheduling and prompt replication", "", SINGLE]
+    lines += [SINGLE]
     lines += table(
-        ["8 x 8, filtered", "batch by batch, s", "as a queue, s"],
-        [[f"{r['extra']} extra prompts", f"{r['batch_s']:.0f}", f"{r['queue_s']:.0f}"] for r in of("queue")],
-    )
-    lines += table(
-        ["groups x members", "a group on one instance, s", "members apart, s"],
+        ["job", "baseline, s", "here, s", "the paper, s"],
         [
-            [f"{r['groups']} x {r['members']}", f"{r['together_s']:.0f}", f"{r['apart_s']:.0f}"]
-            for r in of("replication")
+            *(_single(f"queue, {r['extra']} extra groups", r["batch_s"], r["queue_s"]) for r in of("queue")),
+            *(_single(f"{r['groups']} x {r['members']}", r["together_s"], r["apart_s"]) for r in of("replication")),
         ],
     )
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _cached(r: dict[str, Any]) -> list[str]:
-    affinity = "yes" if r["affinity"] else "no"
-    return [f"{r['kv_tokens']:,}", affinity, f"{r['prefilled']:.1%}", f"{r['cached']:.1%}"]
+def _redundancy(of: Callable[[str], list[dict[str, Any]]]) -> list[list[str]]:
+    rows = []
+    for kind in FAILING:
+        seconds = {(r["groups"], r["members"]): r["seconds"] for r in of("redundancy") if r["failing"] == kind}
+        cells = [
+            f"{seconds[shape]:.0f} ({seconds[32, 8] / seconds[shape]:.1f})" if shape in seconds else ""
+            for shape in REDUNDANT
+        ]
+        rows += [[kind, *cells]] if seconds else []
+    return rows
 
 
-INTRODUCTION = """\
-`python -m benchmarks.agentic --out docs` simulates all of this with the coordinator that runs on clusters, unchanged
-from table to table. The paper (arXiv 2510.11345) gives distributions of latency, batch sizes and its own seconds; it
-does not give the number of turns, their tokens, or the engines of its latency experiments. Assumed here: a 7B model
-([simulated.md](simulated.md)) on eight instances, prompts of 500 tokens, about 100 tokens a turn, 100 tokens an answer.
-Latencies are drawn for each step on its own; none is negative. Ratios depend on what is assumed; that is why some of it
-is varied.
+def _asynchronous(results: list[dict[str, Any]], names: list[str]) -> list[list[str]]:
+    runs = {(r["job"], r["system"]): r for r in results}
+    rows = []
+    for system in dict.fromkeys(r["system"] for r in results):
+        cells = []
+        for name in names:
+            r, base = runs[name, system], runs[name, "synchronous"]
+            dropped = sum(r["dropped"].values())
+            cells += [f"{r['step_s']:.0f} ({base['step_s'] / r['step_s']:.2f})"]
+            cells += [f"{dropped / (r['consumed'] + dropped):.1%}"]
+        rows.append([system, *cells])
+    return rows
+
+
+def _affinity(results: list[dict[str, Any]], label: str) -> list[list[str]]:
+    """A row for each routing rule or engine and cache, with affinity and without."""
+    rows = []
+    for kind, kv_tokens in dict.fromkeys((r[label], r["kv_tokens"]) for r in results):
+        pair = {r["affinity"]: r for r in results if (r[label], r["kv_tokens"]) == (kind, kv_tokens)}
+        cached = [f"{pair[affinity]['cached']:.1%}" if affinity in pair else "" for affinity in (True, False)]
+        seconds = [
+            f"{r['step_s']:.0f}" if (r := pair.get(affinity, {})).get("step_s") else "" for affinity in (True, False)
+        ]
+        rows.append([f"`{kind}`", f"{kv_tokens:,}", *cached, *seconds])
+    return rows
+
+
+def _single(name: str, baseline_s: float, here_s: float) -> list[str]:
+    return [name, f"{baseline_s:.0f}", f"{here_s:.0f}", PAPER.get(name, "")]
+
+
+PAPER = {
+    "queue, 0 extra groups": "125 to 58",
+    "queue, 16 extra groups": "37",
+    "32 x 16": "116 to 89",
+    "64 x 16": "149 to 81",
+    "16 x 64": "162 to 83",
+}
+"""Seconds that the paper gives for its baseline and for its own system."""
+HEAD = """\
+# Agents in virtual time
+
+ROLL Flash's experiments (arXiv 2510.11345), simulated with the coordinator of real runs: `python -m
+benchmarks.agentic --out docs`; agentic.json has every run. The paper gives latencies, batch sizes and seconds, but
+neither turns, tokens nor engines. Assumed here: a 7B model on eight instances, prompts of 500 tokens, 100 tokens a
+turn and an observation, `on_pull = "keep"`, `least_requests`. Ratios depend on these.
+
+![Seconds a batch and steps per second](agentic.png)
 """
 LOCK_STEP = """\
-Latency N(10, 10) s. In lock step no environment takes its next turn before all of the batch have answered; else each
-goes on when it can, and only the batch is waited for. The paper: 892 s against 362 s, 2.46 times. The slowest answer of
-512 takes about 41 s and the mean one 10.8 s, so its seconds point to about 20 answers, one less than turns.
+## Environments that do not wait for each other
+
+Latency N(10, 10) s. Baseline, as in the paper: no environment takes its next turn before all of the batch have
+replied. The paper: 892 to 362 s, 2.46 times.
 """
 REDUNDANCY = """\
-Latency N(10, 5) s, four turns (three answers and an end), 32 groups of 8 trained. What is surplus when the batch is
-complete is aborted, its tool call cancelled. The paper: 243 s for 32 x 8, 45 s for 36 x 9 (5.4 times), 46 s for
-36 x 12. Normal latencies alone cannot give that, as the first row shows: the slowest of 256 episodes is a few
-deviations behind the mean, not five times it. There must be environments that stop altogether, which is what the paper
-says redundancy is for; how many, and how long they are waited for, it does not say. So here the same with steps that
-are never answered, given up after 200 s. Both numbers are assumptions: the seconds are chosen so that a stopped
-environment costs about what the paper's 32 x 8 take, and only with a step in 200 is the ratio the paper's.
+## Redundant environments
+
+Latency N(10, 5) s, four turns, 32 x 8 trained; what is surplus is aborted. The paper: 243 s for 32 x 8, 45 s for 36 x
+9 (5.4 times), 46 s for 36 x 12. It does not say how often environments hang; normal latencies alone do not give its
+ratio. Here a step that hangs is given up after 200 s. In brackets: times as fast as 32 x 8 of the same row.
 """
 ASYNCHRONOUS = f"""\
-Training takes {1 - ROLLOUT_SHARE:.0%} of a synchronous step (the paper: rollout is over 70 %), on GPUs of its own.
-ALFWorld-like: 16 x 8, 25 turns on average, answers in 2 s (median, lognormal). SWE-like: 8 x 8, 30 turns, answers in
-5 s, 30 s until an environment has begun. Lengths, turns and latencies are assumed. Synchronous has environment-level
-asynchrony already; lock step has not. The paper, with redundancy: 2.72 times synchronous on ALFWorld and 1.81 on SWE.
-Redundant: two more groups and one more member each. `credits` is ROLL Flash's rule, here with fractional alpha too.
+## Asynchronous training
+
+Training takes {1 - ROLLOUT_SHARE:.0%} of a synchronous step, on GPUs of its own. ALFWorld-like: 16 x 8, 25 turns,
+latency 2 s (median, lognormal). SWE-like: 8 x 8, 30 turns, 5 s, 30 s to reset. Redundant: two groups and one member
+more. `credits` is ROLL Flash's rule. The bound held in all runs. Ratios are to `synchronous`, which has no lock step
+between environments. The paper's are to its own synchronous training with as many GPUs: 2.72 on ALFWorld (2.27
+without redundancy), 1.81 on SWE (1.68).
 """
 PREFIX = """\
-Ten turns, 32 x 8, bound 1; each pull drops what is cached. "Prefilled" is the share of all tokens of context, over all
-turns, that an instance had to compute; least possible is what is new. Without affinity a turn goes where routing says.
-What is kept gives way to what runs, least recently used first, and is let go where an episode has ended.
-[engines.md](engines.md#contexts-of-later-turns) says what engines keep, find and count.
-"""
-PREFIX_REAL = """\
-The same, as real engines count it (`python -m benchmarks.prefix --engine vllm --out docs`): a tiny model on two
-instances on CPUs, 8 x 4, bound 1, routed by `least_requests`, turns of 16 tokens, answers of 60. New are 14.5%. vLLM
-finds whole pages, here of 32 tokens. A turn that ends makes room at its instance, where routing then often sends it.
+## Cached contexts
+
+Share of the context computed before that a turn finds cached, bound 1, with and without `rollout.affinity`; a pull
+drops what is cached. Simulated, by routing rule: ten turns, 32 x 8. Real engines on CPUs (`python -m
+benchmarks.prefix`): a tiny model, two instances, 8 x 4, `least_requests`.
 """
 SINGLE = """\
-What ROLL Flash calls queue scheduling and prompt replication is what routing always does here: each response is scored
-the moment it ends, a filtered group is replaced at once, and members of a group go where there is room. Baselines: a
-batch sampled, scored and filtered as a whole, and drawn again while groups are missing; and a group as one request to
-one instance. Eight instances of 16 places, at most 8,192 tokens, half of the groups filtered, and lengths that are
-alike within a group (correlation .7) for the second table: assumed. The paper: 125 s batch by batch, 58 s as a queue,
-37 s with 16 extra prompts; and 116 to 89 s (32 x 16), 149 to 81 s (64 x 16), 162 to 83 s (16 x 64).
+## Single turns
+
+Baselines, as in the paper: a batch (8 x 8, half of the groups filtered) is sampled, scored and filtered as a whole,
+and drawn again while groups are missing; or a group goes to one instance as one request. Here a response is scored
+when it ends, a filtered group is replaced at once, and members go to different instances. Eight instances of 16
+slots, at most 8,192 tokens; lengths correlate by .7 within the groups of the last three rows.
 """
 
 
