@@ -1,4 +1,4 @@
-"""docs/tasks.md: its environments and its job run as printed."""
+"""docs/environments.md: its environments and its job run as printed; docs/tasks.md: its answer pattern works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.episodes.tools import ToolEpisode, tools_of
 from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer
 
-PAGE = Path("docs/tasks.md").read_text()
+PAGE = Path("docs/environments.md").read_text()
+TASKS_PAGE = Path("docs/tasks.md").read_text()
 
 
 def blocks(heading: str, language: str) -> list[str]:
@@ -24,9 +25,9 @@ def blocks(heading: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["Guess", "guess"])
-def test_the_environments_of_the_page_are_played(name: str, tmp_path: Path) -> None:
-    (tmp_path / "games.py").write_text("\n\n".join(blocks("Environments of many turns", "python")))
+@pytest.mark.parametrize(("name", "heading"), [("Guess", "A class with reset and step"), ("guess", "A coroutine")])
+def test_the_environments_of_the_page_are_played(name: str, heading: str, tmp_path: Path) -> None:
+    (tmp_path / "games.py").write_text("\n\n".join(blocks(heading, "python")))
     source = SourceSettings(source=f"{tmp_path}/games.py:{name}", options={}, seed=0)
     task = source.build().task(0)
     assert task.prompt == "Guess my number, from 1 to 20."
@@ -50,7 +51,7 @@ def test_the_environments_of_the_page_are_played(name: str, tmp_path: Path) -> N
 
 def test_the_job_with_tools_is_valid() -> None:
     (job,) = blocks("Tools", "toml")
-    config = loading.from_tree({"model": {"path": "x"}, **tomllib.loads(job)}, "docs/tasks.md")
+    config = loading.from_tree({"model": {"path": "x"}, **tomllib.loads(job)}, "docs/environments.md")
     made = actor_settings.episode_settings(config)
     assert made is not None and made.roles == ("tool",)
     assert '"arguments": {"expression": "12 * 7"}' in config.task.system
@@ -78,8 +79,9 @@ def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
             tool.server.close()
 
 
-def test_each_answer_pattern_of_the_page_finds_what_its_system_message_asks_for() -> None:
-    jobs = [tomllib.loads(job)["task"] for job in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL) if "[task]" in job]
+def test_each_answer_pattern_of_the_pages_finds_what_its_system_message_asks_for() -> None:
+    blocks_of_both = re.findall(r"```toml\n(.*?)```", TASKS_PAGE + PAGE, re.DOTALL)
+    jobs = [tomllib.loads(job)["task"] for job in blocks_of_both if "[task]" in job]
     assert len(jobs) == 2
     for task in jobs:
         assert "\\boxed{}" in task["system"]
