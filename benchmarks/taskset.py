@@ -6,7 +6,7 @@ The taskset is its own `textarena` with the game Hangman: the package's environm
 train client run as they are, and ask the endpoint for token ids; the transformers engine samples. A model is pretrained
 on games of a careless player, who guesses letters of the words and others alike, and earns reward in some of them.
 
-Needs `verifiers`, `textarena`, `nltk` and `uv`; docs/endpoint.md says how they are installed side by side. Nothing is
+Needs `verifiers`, `textarena`, `nltk` and `uv`; docs/agents.md says how they are installed side by side. Nothing is
 downloaded: the words that the game draws from are written here.
 """
 

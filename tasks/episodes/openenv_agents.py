@@ -33,7 +33,7 @@ class BadAction(ValueError):
 
 
 def load_environment(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """The environment at a URL, or of a package. options: see docs/endpoint.md. Raises ConfigError."""
+    """The environment at a URL, or of a package. options: see docs/agents.md. Raises ConfigError."""
     check_options(options, OPTIONS, where)
     environment = OpenEnvironment(name, options, where)
     return LoadedAgent(run=environment.run, blocking=True, options={}, prepare=environment.prepare)

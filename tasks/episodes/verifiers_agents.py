@@ -25,7 +25,7 @@ NO_KEY = "STALEFLOW_NO_KEY"
 
 
 def load_taskset(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """The taskset of that id. options: see OPTIONS and docs/endpoint.md. Raises ConfigError."""
+    """The taskset of that id. options: see OPTIONS and docs/agents.md. Raises ConfigError."""
     check_options(options, OPTIONS, where)
     if (held_out := options.get("held_out_tasks", 0)) < 0:
         raise ConfigError(f"{where}: task.options.held_out_tasks = {held_out} must be at least 0")

@@ -9,7 +9,7 @@ from staleflow.tasks.settings.knobs import knob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointConfig:
-    """The HTTP endpoint that agents call for the model's turns; docs/endpoint.md."""
+    """The HTTP endpoint that agents call for the model's turns; docs/agents.md."""
 
     host: str = knob("127.0.0.1", "name or address that each environment host listens on for its agents")
     port: int = knob(0, "port; 0: a free one, as it must be with several environment hosts", low=0, high=65_535)
