@@ -43,6 +43,12 @@ def test_the_index_lists_every_page() -> None:
     assert pages <= listed
 
 
+def test_the_modules_that_the_architecture_page_names_exist() -> None:
+    names = re.findall(r"`((?:cli|pipeline|tasks|stores)/[\w/]+(?:\.py)?)`", Path("docs/architecture.md").read_text())
+    assert len(names) > 30
+    assert [name for name in names if not Path(name).exists()] == []
+
+
 def test_the_version_is_stated_in_pyproject_and_heads_the_changelog_once_released() -> None:
     version = tomllib.loads(Path("pyproject.toml").read_text())["project"]["version"]
     released = re.findall(r"^## \[(\d\S*)\]", Path("CHANGELOG.md").read_text(), flags=re.MULTILINE)
