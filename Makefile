@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test install install-test generated smollm2-model smollm2 tools tools-vllm test-vllm test-agents nightly-vllm nightly bench soak clean
+.PHONY: demo demo-agent test install install-test generated models smollm2-model smollm2 tools tools-vllm test-vllm test-agents nightly-vllm nightly bench soak clean
 
 install: $(STAMP)  ## what running jobs needs, and nothing else
 
@@ -86,6 +86,9 @@ test-agents: $(AGENTS_STAMP)  ## the endpoint with its clients' own packages: op
 	$(AGENTS_VENV)/bin/pytest -W default -m 'slow or not slow' $(AGENT_TESTS)
 	PATH=$(abspath $(AGENTS_VENV))/bin:$$PATH PYTHONPATH=$(AGENTS_VENV)/mcp2:. $(AGENTS_VENV)/bin/pytest -W default \
 	    -m 'slow or not slow' -k taskset tests/tasks/test_agent_packages.py
+
+models: install-test  ## try each family of models with every part of the system: docs/models.md; about an hour
+	$(BIN)/python -m benchmarks.model_matrix
 
 generated: install-test  ## the files that are made from the code
 	$(BIN)/staleflow config schema > docs/job.schema.json

@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "reprocess": ((),),
     "run_page": ((),),
     "long_store": ((),),
+    "model_matrix": (("--out", "{folder}"),),
     "training": ((), ("--prompts",), ("--memory",)),
     "learning": (("--set", "runs_dir={folder}"),),
     "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),

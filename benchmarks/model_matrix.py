@@ -85,8 +85,15 @@ def make_rows() -> list[Any]:
 
 def weights_of(trainer: Any) -> dict[str, Any]:
     """A copy of the weights that a trainer publishes."""
-    copies: dict[str, Any] = trainer.published(lambda weights: {n: t.clone() for n, t in weights.items()})
-    return copies
+    import torch
+
+    from staleflow.stores.weights.weight_hash import Weights, in_order
+
+    def copies(weights: Weights) -> dict[str, Any]:
+        return {name: torch.as_tensor(tensor).clone() for name, tensor in in_order(weights)}
+
+    weights: dict[str, Any] = trainer.published(copies)
+    return weights
 
 
 def two_steps(trainer: Any) -> Reason:
@@ -142,6 +149,11 @@ class Trial:
             self._engine = build_engine(settings, InstanceId("rollout-0"), 1)
         return self._engine
 
+    def close(self) -> None:
+        """End the engine's thread."""
+        if self._engine is not None:
+            self._engine.close()
+
     def loaded(self, path: Path) -> Any:
         """A model as users load it."""
         import torch
@@ -179,14 +191,11 @@ class Trial:
         return "padded" if why else ""
 
     def try_recompute(self) -> Reason:
-        import torch
-
         again = trainer_of(self.model, recompute_activations=True)
         if why := two_steps(again):
             return why
         expected, values = weights_of(self.trainer), weights_of(again)
         worst = max(float((values[name] - expected[name]).abs().max()) for name in expected)
-        del torch
         return "" if worst < 1e-6 else f"weights differ by {worst:.1e}"
 
     def try_bfloat16(self) -> Reason:
@@ -200,18 +209,16 @@ class Trial:
     def try_resume(self) -> Reason:
         import torch
 
-        point = self.folder / "point"
+        point, before = self.folder / "point", weights_of(self.trainer)
         self.trainer.save_state(point)
         resumed = trainer_of(self.model)
         resumed.load_state(point)
-        kept = trainer_of(self.model)
-        kept.load_state(point)
-        for trainer in (resumed, kept):
+        for trainer in (resumed, self.trainer):
             trainer.step(2, make_rows())
-        one, other, before = weights_of(resumed), weights_of(kept), weights_of(self.trainer)
-        if all(torch.equal(one[name], before[name]) for name in before):
+        first, second = weights_of(resumed), weights_of(self.trainer)
+        if all(torch.equal(first[name], before[name]) for name in before):
             return "a step changed nothing"
-        return "" if all(torch.equal(one[name], other[name]) for name in one) else "weights differ"
+        return "" if all(torch.equal(first[name], second[name]) for name in first) else "weights differ"
 
     def try_reload(self) -> Reason:
         from staleflow.stores.trajectory import PolicyVersion
@@ -228,6 +235,7 @@ class Trial:
 
     def try_checkpoint(self) -> Reason:
         from safetensors import safe_open
+
         from staleflow.stores.trajectory import PolicyVersion
         from staleflow.stores.weights.weight_folder import ParameterFolder
 
@@ -238,7 +246,7 @@ class Trial:
         shapes = []
         for path in (self.model, out):
             with safe_open(path / "model.safetensors", "np") as file:
-                shapes.append({name: file.get_slice(name).get_shape() for name in file.keys()})
+                shapes.append({name: file.get_slice(name).get_shape() for name in sorted(file.keys())})
         if shapes[0] != shapes[1]:
             names = sorted(shapes[0].keys() ^ shapes[1].keys())
             return f"{len(names)} tensors have other names, the first is {names[0]}" if names else "shapes differ"
@@ -297,6 +305,7 @@ def try_family(family: str, *, quick: bool) -> dict[str, str]:
                 lines = str(error).strip().splitlines()
                 why = f"{type(error).__name__}: {lines[0] if lines else ''}"
             outcomes[column] = why or "yes"
+        trial.close()
         return outcomes
 
 
@@ -320,9 +329,9 @@ def page(results: dict[str, dict[str, str]]) -> str:
     lines = [
         "# Models",
         "",
-        f"What works for each family of causal language models, tried on tiny random models by `make models` ({versions}"
-        f", {platform.machine()} processor, float32 unless a column says otherwise). Not tried: GPUs, vLLM, more than "
-        "one rank, real weights.",
+        "What works for each family of causal language models, tried on tiny random models by `make models` "
+        f"({versions}, {platform.machine()} processor, float32 unless a column says otherwise). Not tried: GPUs, vLLM, "
+        "more than one rank, real weights.",
         "",
         *(f"- **{column}**: {meaning}" for column, meaning in COLUMNS.items()),
         "",
