@@ -1,0 +1,488 @@
+"""Everything that an audit can find wrong, each with one planted fault. A finding without a row here fails a test."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import icechunk
+import numpy as np
+import pytest
+import zarr
+
+from staleflow.stores.auditing import audit, conservation, findings, row_checks, single_consumption, snapshot_audit
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.layout import COMMIT_AT
+from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, PolicyVersion, ended_as
+from tests.stores.store_conformance import ended, segment
+
+MODULES: tuple[ModuleType, ...] = (audit, conservation, row_checks, single_consumption, snapshot_audit)
+"""All modules that report findings."""
+STEPS, ETA = 3, 2
+HEADER = RunHeader(run="r", eta=ETA, groups_per_step=1, group_size=2, members_started=2)
+Rows = Callable[[int, list[Ended]], list[Ended]]
+Record = Callable[[StepRecord], StepRecord]
+Edit = Callable[[Any], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault in a sound run, and the finding that it must be. rows, record: what a commit stores instead of what it
+    should. edit: changes the arrays of the finished store. files: changes its folder. alone: whether nothing else is
+    found, as what is wrong contradicts nothing else. history: whether only the full audit finds it."""
+
+    name: str
+    check: str
+    where: str
+    what: str
+    """A regular expression for all of the text."""
+    rows: Rows = lambda step, rows: rows
+    record: Record = lambda record: record
+    edit: Edit | None = None
+    files: Callable[[Path], None] | None = None
+    alone: bool = True
+    history: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# -- a sound run -----------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, fault: Fault | None = None) -> None:
+    """Store a run of three steps with a fault: each consumes a group of two and drops another, and none is left."""
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(folder, HEADER)
+    counts: Counter[str] = Counter()
+    for step in range(STEPS + 1):
+        first = 4 * step
+        rows = [ended(rng, first + i, step) for i in range(2)] if step < STEPS else []
+        dropped = [ended(rng, first + i, step, Fate.ABORTED, loss_mask=False) for i in (2, 3)]
+        rows += [replace(row, reason=AbortReason.SURPLUS_GROUP) for row in dropped] if step < STEPS else []
+        if fault is not None:
+            rows = fault.rows(step, rows)
+        counts.update(ended_as(r.fate, r.reason) for r in rows)
+        record = StepRecord(
+            kind="step" if step < STEPS else "end",
+            step=step,
+            ledger=LedgerState(num_started=min(first + 4, 4 * STEPS), num_ended=dict(counts), live=(),
+                               next_step=min(step + 1, STEPS), version=min(step, STEPS)),
+            weight_fingerprint=f"w{step + 1}" if step < STEPS else "",
+            loaded_fingerprints={"a": (step, f"w{step}")} if step else {},
+            batch_fingerprint=batch_fingerprint((r.trajectory, r.advantage) for r in rows if r.fate is Fate.CONSUMED)
+            if step < STEPS else "",
+        )  # fmt: skip
+        store.commit(record if fault is None else fault.record(record), rows)
+    if fault is not None and fault.edit is not None:
+        repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+        session = repository.writable_session("main")
+        fault.edit(zarr.open_group(session.store, mode="r+"))
+        session.commit("planted")
+    if fault is not None and fault.files is not None:
+        fault.files(folder)
+
+
+def found_in(folder: Path, *, history: bool = False) -> list[Finding]:
+    if history:
+        return list(snapshot_audit.audit_history(folder))
+    return list(audit.audit(VersionedStore.open(folder)).findings)
+
+
+@dataclass(frozen=True)
+class Audited:
+    """What an audit of a run with a fault has found. sites: (module, line) of what made the findings."""
+
+    findings: list[Finding]
+    sites: set[tuple[str, int]]
+
+
+@functools.cache
+def audited(fault: Fault) -> Audited:
+    """Plant a fault, and audit."""
+    made = Audited([], set())
+
+    def finding(**values: str) -> Finding:
+        caller = sys._getframe(1)
+        made.sites.add((caller.f_globals["__name__"], caller.f_lineno))
+        return Finding(**values)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        written(Path(folder) / "s", fault)
+        for module in MODULES:
+            patch.setattr(module, Finding.__name__, finding)
+        made.findings.extend(found_in(Path(folder) / "s", history=fault.history))
+    return made
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def of_row(number: int, **changes: Any) -> Rows:
+    """Change values of a stored trajectory."""
+
+    def change(step: int, rows: list[Ended]) -> list[Ended]:
+        return [r if r.trajectory.id != number else replace(r, **changes) for r in rows]
+
+    return change
+
+
+def of_trajectory(number: int, **changes: Any) -> Rows:
+    def change(step: int, rows: list[Ended]) -> list[Ended]:
+        return [
+            r if r.trajectory.id != number else replace(r, trajectory=replace(r.trajectory, **changes)) for r in rows
+        ]
+
+    return change
+
+
+def of_record(step: int, change: Callable[[StepRecord], StepRecord], kind: str = "step") -> Record:
+    return lambda record: change(record) if (record.kind, record.step) == (kind, step) else record
+
+
+def of_ledger(step: int, kind: str = "step", **changes: Any) -> Record:
+    return of_record(step, lambda record: replace(record, ledger=replace(record.ledger, **changes)), kind)
+
+
+def sampled_under(number: int, version: int) -> Rows:
+    """Have a trajectory end with tokens of a version, which its v_traj allows."""
+    more = segment(np.random.default_rng(1), version, 2)
+
+    def change(step: int, rows: list[Ended]) -> list[Ended]:
+        return [
+            r
+            if r.trajectory.id != number
+            else replace(r, trajectory=replace(r.trajectory, spans=(*r.trajectory.spans, more)))
+            for r in rows
+        ]
+
+    return change
+
+
+def lost(number: int) -> Rows:
+    return lambda step, rows: [r for r in rows if r.trajectory.id != number]
+
+
+def at_token(array: str, row: int, token: Callable[[int], int], value: float) -> Edit:
+    """Overwrite a token's value. token: which of the row's, given the length of its prompt."""
+
+    def edit(root: Any) -> None:
+        at = int(root["rows/offset"][row]) + token(int(root["rows/prompt_tokens"][row]))
+        root[f"tokens/{array}"][at] = value
+
+    return edit
+
+
+def shortened(array: str, count: int = 1) -> Edit:
+    def edit(root: Any) -> None:
+        held = root[array]
+        held.resize((held.shape[0] - count, *held.shape[1:]))
+
+    return edit
+
+
+def shortened_tokens(root: Any) -> None:
+    for name in ("ids", "logprobs", "versions", "mask"):
+        shortened(f"tokens/{name}", 2)(root)
+
+
+def row_recorded_too_many(root: Any) -> None:
+    """The last record says that it stored one row more than it did."""
+    table, text = np.asarray(root["commits"][:]), np.asarray(root["records"][:]).tobytes()
+    at, size = table[-1, [COMMIT_AT["record_offset"], COMMIT_AT["record_bytes"]]].tolist()
+    changed = re.sub(rb'"num_rows": ?0', b'"num_rows": 1', text[at : at + size])
+    assert len(changed) in (size, size + 1)
+    table[-1, COMMIT_AT["record_bytes"]] = len(changed)
+    root["commits"][:] = table
+    root["records"].resize((at + len(changed),))
+    root["records"][at:] = np.frombuffer(changed, np.uint8)
+
+
+def unreadable_record(root: Any) -> None:
+    at = int(root["commits"][-1, COMMIT_AT["record_offset"]])
+    root["records"][at] = ord("x")
+
+
+def stored_again(root: Any) -> None:
+    root["rows/trajectory"][0] = root["rows/trajectory"][4]
+
+
+def given_logprob(root: Any) -> None:
+    """Of a token that an environment gave."""
+    versions, mask = root["tokens/versions"][:], root["tokens/mask"][:]
+    prompts = np.concatenate(
+        [np.arange(a, a + n) for a, n in zip(root["rows/offset"][:], root["rows/prompt_tokens"][:], strict=True)]
+    )
+    given = np.setdiff1d(np.flatnonzero((versions == -1) & (mask == 0)), prompts)
+    root["tokens/logprobs"][int(given[0])] = -0.5
+
+
+def damaged(folder: Path) -> None:
+    """Overwrite the second half of the largest chunk."""
+    chunk = max((folder / "chunks").iterdir(), key=lambda path: path.stat().st_size)
+    data = chunk.read_bytes()
+    chunk.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+
+
+FAULTS = (
+    # -- the bound
+    Fault(
+        name="older_than_v_traj", check="bound", where="trajectory 4", what="a token of version 0, v_traj is 1",
+        rows=of_trajectory(4, v_traj=PolicyVersion(1)),
+    ),
+    Fault(
+        name="too_old", check="bound", where="trajectory 8", what="consumed by step 2, v_traj is -1 and eta 2",
+        rows=of_trajectory(8, v_traj=PolicyVersion(-1)),
+    ),
+    Fault(
+        name="too_new", check="bound", where="trajectory 0", what="consumed by step 0, v_traj is 1 and eta 2",
+        rows=of_trajectory(0, v_traj=PolicyVersion(1)), alone=False,
+    ),
+    *(
+        Fault(
+            name=f"token_{newer}_newer", check="bound", where="trajectory 4",
+            what=f"a token of version {1 + newer}, consumed by step 1", rows=sampled_under(4, 1 + newer),
+        )
+        for newer in range(1, ETA + 2)
+    ),
+    # -- the arrays
+    Fault(
+        name="other_turns", check="arrays", where="trajectory 1",
+        what=r"its spans have 3 turns, \d+ given tokens, 1.75 s; stored are 4 turns, .*",
+        edit=lambda root: root["rows/turns"].__setitem__(1, 4),
+    ),
+    Fault(
+        name="prompt_has_version", check="arrays", where="trajectory 0", what="1 tokens of the prompt have a version",
+        edit=at_token("versions", 0, lambda prompt: 0, 0),
+    ),
+    Fault(
+        name="given_has_logprob", check="arrays", where="trajectory 1",
+        what="1 tokens that were not sampled have a logprob", edit=given_logprob,
+    ),
+    Fault(
+        name="logprob_not_finite", check="arrays", where="trajectory 0",
+        what="1 sampled tokens have a logprob that is not finite",
+        edit=at_token("logprobs", 0, lambda prompt: prompt, -np.inf), alone=False,
+    ),
+    Fault(
+        name="masked_without_gradient", check="arrays", where="trajectory 1",
+        what="1 tokens have a loss mask, and carry no gradient", edit=at_token("mask", 1, lambda prompt: 0, 1),
+    ),
+    Fault(
+        name="gradient_without_mask", check="arrays", where="trajectory 1",
+        what="1 tokens that carry gradient have no loss mask", edit=at_token("mask", 1, lambda prompt: prompt, 0),
+    ),
+    Fault(
+        name="segments_differ", check="arrays", where="store",
+        what="trajectory 0: its segments do not match its token versions",
+        edit=at_token("versions", 0, lambda prompt: prompt, 1),
+    ),
+    Fault(
+        name="damaged_chunk", check="arrays", where=r"(tokens|text|rows|records|commits).*", what=".*", files=damaged,
+        alone=False,
+    ),
+    Fault(
+        name="unreadable_record", check="arrays", where="records", what="step records cannot be read: .*",
+        edit=unreadable_record, alone=False,
+    ),
+    Fault(
+        name="column_too_short", check="arrays", where="rows/reward", what="11 rows, step records count 12",
+        edit=shortened("rows/reward"), alone=False,
+    ),
+    Fault(
+        name="tokens_of_different_lengths", check="arrays", where="tokens",
+        what=r"arrays of different lengths \[\d+, \d+\]", edit=shortened("tokens/ids"), alone=False,
+    ),
+    Fault(
+        name="tokens_cut_off", check="arrays", where="tokens/ids", what=r"truncated: \d+ of \d+ tokens",
+        edit=shortened_tokens, alone=False,
+    ),
+    # -- single consumption
+    Fault(
+        name="step_left_out", check="once", where="steps", what=r"steps are not 0, 1, 2, ...: \[0, 2\]",
+        record=of_record(1, lambda record: replace(record, kind="resume")), alone=False,
+    ),
+    Fault(
+        name="group_incomplete", check="once", where="step 1",
+        what=r"consumed 1 groups of sizes \[1\], a batch is 1 of 2", rows=of_row(4, fate=Fate.FILTERED),
+    ),
+    Fault(
+        name="two_groups", check="once", where="step 1", what=r"consumed 2 groups of sizes \[1\], a batch is 1 of 2",
+        rows=of_trajectory(4, group=GroupId(99)),
+    ),
+    Fault(
+        name="group_consumed_twice", check="once", where="group 0", what=r"consumed by steps \[0, 1\]",
+        rows=lambda step, rows: [replace(r, trajectory=replace(r.trajectory, group=GroupId(0))) if step == 1 else r
+                                 for r in rows],
+    ),
+    Fault(
+        name="stored_twice", check="once", where="trajectory 4", what="stored 2 times", edit=stored_again, alone=False,
+    ),
+    # -- conservation
+    Fault(
+        name="lost", check="conservation", where="step 1",
+        what="1 trajectories are neither stored nor in flight, first 7", rows=lost(7), alone=False,
+    ),
+    Fault(
+        name="stored_and_in_flight", check="conservation", where="step 1",
+        what="1 trajectories are stored and in flight, or were never started, first 2",
+        record=of_ledger(1, live=((2, 3),)),
+    ),
+    Fault(
+        name="never_started", check="conservation", where="step 2",
+        what="1 trajectories are stored and in flight, or were never started, first 11",
+        record=of_ledger(2, num_started=11),
+    ),
+    Fault(
+        name="counted_otherwise", check="conservation", where="step 0",
+        what="the ledger counted .*consumed:none': 1.*, the rows are .*consumed:none': 2.*",
+        record=of_ledger(0, num_ended={"consumed:none": 1, "aborted:surplus_group": 2}),
+    ),
+    Fault(
+        name="rows_not_accounted_for", check="conservation", where="rows",
+        what="12 rows, the step records account for 13", edit=row_recorded_too_many, alone=False,
+    ),
+    Fault(
+        name="work_in_flight_at_the_end", check="conservation", where="end",
+        what="2 trajectories still in flight after the end",
+        record=of_ledger(3, "end", num_started=14, live=((12, 14),)),
+    ),
+    # -- fingerprints
+    Fault(
+        name="other_batch", check="fingerprints", where="step 1",
+        what="the stored batch is not the one the trainer received",
+        record=of_record(1, lambda record: replace(record, batch_fingerprint="0" * 32)),
+    ),
+    Fault(
+        name="other_weights", check="fingerprints", where="step 2",
+        what="a held weights other than those published as version 2",
+        record=of_record(2, lambda record: replace(record, loaded_fingerprints={"a": (2, "w1")})),
+    ),
+)  # fmt: skip
+
+
+# -- what only the full audit reads ----------------------------------------------------------------------------------
+
+
+def added_branch(folder: Path, kind: str) -> set[Path]:
+    """Add a branch with other logprobs; returns the files of a kind that only it has."""
+    before = set((folder / kind).iterdir())
+    store = VersionedStore.open(folder)
+    count = store.array_lengths()["tokens/logprobs"]
+    logprobs = np.random.default_rng(0).random(count).astype(np.float32)
+    derived_branches.derive_logprobs(store, store.path, "other", logprobs, {})
+    return set((folder / kind).iterdir()) - before
+
+
+def branch_damaged(folder: Path) -> None:
+    for path in added_branch(folder, "chunks"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def branch_not_opened(folder: Path) -> None:
+    for path in added_branch(folder, "snapshots"):
+        path.write_bytes(path.read_bytes()[:20])
+
+
+def without_earlier(folder: Path) -> None:
+    """Cut off the oldest snapshot that is not the empty one."""
+    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    (_, _, earlier, *_) = repository.ancestry(branch="main")
+    path = folder / "snapshots" / earlier.id
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def changed_later(root: Any) -> None:
+    """What step 0 had stored is another value now."""
+    root["rows/reward"][0] = 77.0
+
+
+HISTORY = (
+    Fault(
+        name="branch_damaged", check="history", where="branch other", what=".*", files=branch_damaged, history=True,
+        alone=False,
+    ),
+    Fault(
+        name="branch_not_opened", check="history", where="branch other", what=".*", files=branch_not_opened,
+        history=True, alone=False,
+    ),
+    Fault(
+        name="earlier_snapshot_unreadable", check="history", where="main, step .*|branch main",
+        what="cannot be read: .*", files=without_earlier, history=True, alone=False,
+    ),
+    Fault(
+        name="earlier_value_changed", check="history", where="main, .*",
+        what="rows/reward, chunk 0: it differs from what the newest snapshot has in its place", edit=changed_later,
+        history=True, alone=False,
+    ),
+)  # fmt: skip
+ALL = (*FAULTS, *HISTORY)
+
+
+def test_a_sound_run_has_no_findings(tmp_path: Path) -> None:
+    written(tmp_path / "s")
+    assert found_in(tmp_path / "s") == []
+    assert found_in(tmp_path / "s", history=True) == []
+
+
+@pytest.mark.parametrize("fault", ALL, ids=str)
+def test_a_planted_fault_is_its_finding(fault: Fault) -> None:
+    found = audited(fault).findings
+    matching = [
+        f
+        for f in found
+        if f.check == fault.check and re.fullmatch(fault.where, f.where) and re.fullmatch(fault.what, f.what)
+    ]
+    assert matching, found
+    assert not fault.alone or found == matching
+
+
+# -- completeness ----------------------------------------------------------------------------------------------------
+
+
+def sites() -> Iterator[tuple[str, int, int]]:
+    """(module, first line, last line) of all places that make a finding."""
+    for module in MODULES:
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == Finding.__name__:
+                yield module.__name__, node.lineno, node.end_lineno or node.lineno
+
+
+def texts() -> Iterator[re.Pattern[str]]:
+    """What is said by functions that only yield texts, as expressions."""
+    for module in MODULES:
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Yield) and isinstance(node.value, ast.JoinedStr):
+                parts = [
+                    re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*" for part in node.value.values
+                ]
+                yield re.compile("".join(parts))
+
+
+def test_every_module_that_reports_findings_is_listed() -> None:
+    names = {path.stem for path in Path(findings.__file__).parent.glob("*.py") if "Finding(" in path.read_text()}
+    assert names - {"findings"} == {module.__name__.rpartition(".")[2] for module in MODULES}
+    assert all(importlib.import_module(module.__name__) is module for module in MODULES)
+
+
+def test_every_finding_has_a_planted_fault() -> None:
+    made = {site for fault in ALL for site in audited(fault).sites}
+    missing = [f"{name}:{a}" for name, a, b in sites() if not any(m == name and a <= at <= b for m, at in made)]
+    assert not missing, "findings that no row of FAULTS makes"
+    said = {finding.what for fault in ALL for finding in audited(fault).findings}
+    unsaid = [text.pattern for text in texts() if not any(text.fullmatch(what) for what in said)]
+    assert not unsaid, "texts of findings that no row of FAULTS makes"
