@@ -81,7 +81,7 @@ class Bench:
         environments: bool = False,
         adapters: bool = False,
         fill: bool = True,
-        **redundancy: int,
+        **redundancy: Any,
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002)

@@ -1,0 +1,390 @@
+"""Who is told of what: each event with the collaborators that learn or forget something by it. They give no commands,
+so that nobody would notice in the next one that a call is missing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, get_args
+
+import pytest
+
+from staleflow.pipeline.coordination.draft_lengths import DraftLengths
+from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
+from staleflow.pipeline.coordination.evaluations import MutableEvaluations
+from staleflow.pipeline.coordination.events import (
+    EnvironmentAnswered,
+    EnvironmentFailed,
+    EvaluationRequested,
+    Event,
+    GroupsArrived,
+    InstanceJoined,
+    InstanceLeaving,
+    InstanceLost,
+    InstanceReported,
+    NewGroup,
+    PullFinished,
+    RunResumed,
+    StepsTaken,
+    StopRequested,
+    Tick,
+    TrajectoryFailed,
+    TrajectoryInterrupted,
+    TrajectorySampled,
+    TrajectoryScored,
+    VersionPublished,
+)
+from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.pacing import Pacing
+from staleflow.pipeline.coordination.running_means import Cuts, Measured, RunningMean
+from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
+from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
+
+COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
+    LengthForecast: ("finished", "forget"),
+    EpisodeForecast: ("ended",),
+    Pacing: ("step_started", "step_finished", "replan"),
+    DraftLengths: ("hear", "lost", "step_finished", "replan"),
+    MutableEvaluations: ("begin", "stay", "lose", "sampled", "end", "close"),
+    Cuts: ("step_taken", "add"),
+    RunningMean: ("add",),
+}
+"""The methods of a coordinator's collaborators that change what they know."""
+QUESTIONS = {
+    LengthForecast: {"drawn", "expected_remaining", "longest_remaining"},
+    EpisodeForecast: {"acting_s", "sampled"},
+    Pacing: {"due_s", "pace_s", "steps_s"},
+    DraftLengths: {"due"},
+    MutableEvaluations: {"release"},
+    Cuts: set(),
+    RunningMean: set(),
+}
+"""Their other methods: what they say is seen in commands. Hosts that are released pull, or are given other work."""
+
+V1 = PolicyVersion(1)
+ZERO = TrajectoryId(0)
+STEPS = StepsTaken(running=1, kv_tokens=10, seconds=1.0, tokens=4)
+
+
+Call = tuple[object, str, tuple[Any, ...]]
+"""The subject of a call, its method, and its arguments."""
+
+
+class NotedBench(Bench):
+    """Notes by whom, and with what, the latest event was heard."""
+
+    noted: ClassVar[list[Call]] = []
+
+    def tell(self, event: Event) -> Any:
+        self.noted.clear()
+        return super().tell(event)
+
+    def heard(self) -> list[str]:
+        """The calls that the latest event came to."""
+        return [text for call in self.noted if (text := self._in_words(*call))]
+
+    def _in_words(self, subject: object, name: str, args: tuple[Any, ...]) -> str:
+        if isinstance(subject, RunningMean):
+            measured = self.coordinator._state.measured
+            means = {id(getattr(measured, field.name)): field.name for field in fields(Measured)}
+            return f"{means[id(subject)]}.add({args[0]:g})" if id(subject) in means else ""
+        shown = {
+            Pacing: (), MutableEvaluations: (), DraftLengths: args[:1] if name in ("hear", "lost") else (),
+        }.get(type(subject), args[:2])  # fmt: skip
+        return f"{type(subject).__name__}.{name}({', '.join(f'{value}' for value in shown)})"
+
+
+def acted(bench: NotedBench) -> NotedBench:
+    """Trajectory 0's first turn is with its environment."""
+    bench.join()
+    bench.arrive(0)
+    bench.sampled(0)
+    return bench
+
+
+def routed(**how: Any) -> Callable[[], NotedBench]:
+    """Group 0 runs on one instance."""
+
+    def make() -> NotedBench:
+        bench = NotedBench(**how)
+        bench.join()
+        bench.arrive(0)
+        return bench
+
+    return make
+
+
+def arrived_twice(bench: NotedBench) -> NotedBench:
+    bench.join()
+    bench.arrive(0, 1)
+    return bench
+
+
+def trained(bench: NotedBench) -> NotedBench:
+    """Step 0 trains group 0, while group 1 runs."""
+    arrived_twice(bench)
+    bench.finish(0)
+    return bench
+
+
+def pulled(bench: NotedBench) -> NotedBench:
+    trained(bench)
+    bench.publish(1)
+    return bench
+
+
+def evaluation(bench: NotedBench) -> NotedBench:
+    bench.join(A)
+    bench.tell(EvaluationRequested(evaluation=0, groups=(NewGroup(group=GroupId(-1), prompt_tokens=7),)))
+    return bench
+
+
+def with_two(bench: NotedBench) -> NotedBench:
+    bench.join(B)
+    return bench
+
+
+def then_sampled(bench: NotedBench, trajectory: int = 0) -> NotedBench:
+    bench.sampled(trajectory)
+    return bench
+
+
+def straggling() -> NotedBench:
+    """Step 1 has waited for trajectory 3 for longer than it may."""
+    bench = NotedBench(eta=0, groups=2, stragglers="truncate")
+    bench.join()
+    bench.arrive(0, 1)
+    bench.finish(0, 1)
+    bench.publish(1)
+    bench.arrive(2, 3)
+    bench.finish(2)
+    bench.tell(InstanceReported(instance=A, progress=((TrajectoryId(3), 4),)))
+    bench.now += 1000.0
+    return bench
+
+
+def cut() -> NotedBench:
+    bench = straggling()
+    bench.tell(Tick())
+    return bench
+
+
+REPLANNED = "Pacing.replan()"
+
+
+@dataclass(frozen=True)
+class Case:
+    """An event in a state, and the calls that it must come to. before: brings about the state."""
+
+    name: str
+    before: Callable[[], NotedBench]
+    event: Callable[[NotedBench], Event]
+    heard: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def scored(trajectory: int, error: str = "") -> Callable[[NotedBench], Event]:
+    return lambda bench: TrajectoryScored(trajectory=TrajectoryId(trajectory), reward=1.0, error=error)
+
+
+def sampled(trajectory: int) -> Callable[[NotedBench], Event]:
+    return lambda bench: TrajectorySampled(
+        trajectory=TrajectoryId(trajectory), epoch=bench.epochs[trajectory], tokens=5
+    )
+
+
+CASES = (
+    Case(
+        "a resumed run has a prompt in flight",
+        NotedBench,
+        lambda bench: RunResumed(step=0, num_ended=(), groups=(in_flight(0, member(0, 0, 3)),)),
+        ("prompt_tokens.add(10)",),
+    ),
+    Case(
+        "groups arrive",
+        routed(eta=1),
+        lambda bench: GroupsArrived(groups=(NewGroup(group=GroupId(1), prompt_tokens=30),)),
+        ("prompt_tokens.add(30)",),
+    ),
+    Case(
+        "an evaluation is requested",
+        routed(eta=1),
+        lambda bench: EvaluationRequested(evaluation=0, groups=(NewGroup(group=GroupId(-1), prompt_tokens=7),)),
+        ("MutableEvaluations.begin()", "MutableEvaluations.stay()"),
+    ),
+    Case(
+        "an instance joins",
+        NotedBench,
+        lambda bench: InstanceJoined(instance=A, version=PolicyVersion(0), kv_capacity=100, max_running=2),
+        (REPLANNED,),
+    ),
+    Case(
+        "an instance is lost",
+        routed(eta=1, max_attempts=3),
+        lambda bench: InstanceLost(instance=A, why="killed"),
+        ("MutableEvaluations.lose()", "DraftLengths.lost(a)"),
+    ),
+    Case(
+        "one of two instances is lost",
+        lambda: with_two(routed(eta=1, max_attempts=3)()),
+        lambda bench: InstanceLost(instance=B, why="killed"),
+        ("MutableEvaluations.lose()", "DraftLengths.lost(b)", REPLANNED),
+    ),
+    Case(
+        "the last attempt of a trajectory is lost with its instance",
+        routed(eta=1, max_attempts=0),
+        lambda bench: InstanceLost(instance=A, why="killed"),
+        ("LengthForecast.forget(0)", "MutableEvaluations.lose()", "DraftLengths.lost(a)"),
+    ),
+    Case(
+        "an instance leaves", routed(eta=1), lambda bench: InstanceLeaving(instance=A), (REPLANNED,)
+    ),
+    Case(
+        "an instance reports what it has decoded",
+        routed(eta=1),
+        lambda bench: InstanceReported(instance=A, progress=((ZERO, 4),), steps=STEPS),
+        ("DraftLengths.hear(a)",),
+    ),
+    Case(
+        "a trajectory is sampled",
+        routed(eta=1),
+        sampled(0),
+        ("MutableEvaluations.sampled()", "LengthForecast.finished(0, 5)"),
+    ),
+    Case(
+        "a turn is sampled", routed(eta=1, environments=True), sampled(0), ()
+    ),
+    Case(
+        "an evaluation's trajectory is sampled: by other rules, so no length is learned",
+        lambda: evaluation(NotedBench(eta=1)),
+        sampled(-1),
+        ("MutableEvaluations.sampled()",),
+    ),
+    Case(
+        "a trajectory is interrupted",
+        routed(eta=1),
+        lambda bench: TrajectoryInterrupted(trajectory=ZERO, epoch=1, tokens=3),
+        (),
+    ),
+    Case(
+        "a trajectory fails for good",
+        routed(eta=1, max_attempts=0),
+        lambda bench: TrajectoryFailed(trajectory=ZERO, epoch=1, error="x"),
+        ("LengthForecast.forget(0)",),
+    ),
+    Case(
+        "an environment answers",
+        lambda: acted(NotedBench(eta=1, environments=True)),
+        lambda bench: EnvironmentAnswered(trajectory=ZERO, epoch=1, tokens=9),
+        (),
+    ),
+    Case(
+        "an environment fails for good",
+        lambda: acted(NotedBench(eta=1, environments=True, max_attempts=0)),
+        lambda bench: EnvironmentFailed(trajectory=ZERO, epoch=1, error="x"),
+        ("LengthForecast.forget(0)",),
+    ),
+    Case(
+        "a reward completes the batch",
+        lambda: then_sampled(routed(eta=1)()),
+        scored(0),
+        ("Cuts.step_taken(1)", "Pacing.step_started()", "LengthForecast.forget(0)"),
+    ),
+    Case(
+        "an episode ends, and with it the batch is complete",
+        lambda: acted(NotedBench(eta=1, environments=True)),
+        scored(0),
+        (
+            "LengthForecast.finished(0, 5)", "EpisodeForecast.ended(5, 0)", "MutableEvaluations.sampled()",
+            "Cuts.step_taken(1)", "Pacing.step_started()", "LengthForecast.forget(0)",
+        ),
+    ),
+    Case(
+        "a reward completes a group without signal",
+        lambda: then_sampled(routed(eta=1, filtering="no_signal")()),
+        scored(0),
+        ("LengthForecast.forget(0)",),
+    ),
+    Case(
+        "the last reward of an evaluation",
+        lambda: then_sampled(evaluation(NotedBench(eta=1)), -1),
+        scored(-1),
+        ("MutableEvaluations.end()", "MutableEvaluations.close()"),
+    ),
+    Case(
+        "a pull is finished",
+        lambda: pulled(NotedBench(eta=1)),
+        lambda bench: PullFinished(instance=A, version=V1),
+        ("pull_s.add(1)",),
+    ),
+    Case(
+        "a version is published",
+        lambda: trained(NotedBench(eta=1)),
+        lambda bench: VersionPublished(version=V1),
+        ("interval_s.add(5)", "Pacing.step_finished()", "DraftLengths.step_finished()", REPLANNED),
+    ),
+    Case(
+        "a stop ends what is in flight",
+        lambda: arrived_twice(NotedBench(eta=1)),
+        lambda bench: StopRequested(why="test"),
+        ("LengthForecast.forget(0)", "LengthForecast.forget(1)"),
+    ),
+    Case(
+        "a stop ends an evaluation",
+        lambda: evaluation(NotedBench(eta=1)),
+        lambda bench: StopRequested(why="test"),
+        ("MutableEvaluations.close()", "LengthForecast.forget(-1)"),
+    ),
+    Case("time passes", routed(eta=1), lambda bench: Tick(), ("DraftLengths.replan()",)),
+    Case(
+        "a straggler is told to end",
+        straggling,
+        lambda bench: Tick(),
+        ("DraftLengths.replan()", "Cuts.add(1)"),
+    ),
+    Case(
+        "a straggler ends by itself before it could be cut off",
+        cut,
+        sampled(3),
+        ("MutableEvaluations.sampled()", "Cuts.add(-1)", "LengthForecast.finished(3, 5)"),
+    ),
+)  # fmt: skip
+
+
+def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def record(self: object, *args: Any, **kwargs: Any) -> Any:
+        NotedBench.noted.append((self, method.__name__, args))
+        return method(self, *args, **kwargs)
+
+    return record
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_event_is_heard_by_all_who_learn_or_forget_something_by_it(
+    monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    for cls, names in COLLABORATORS.items():
+        for name in names:
+            monkeypatch.setattr(cls, name, recorded(getattr(cls, name)))
+    bench = case.before()
+    bench.tell(case.event(bench))
+    assert sorted(bench.heard()) == sorted(case.heard)
+
+
+def test_every_event_and_everything_that_is_learned_or_forgotten_is_in_the_table() -> None:
+    assert {type(case.event(case.before())) for case in CASES} == set(get_args(Event))
+    heard = {call.partition("(")[0] for case in CASES for call in case.heard}
+    expected = {f"{cls.__name__}.{name}" for cls, names in COLLABORATORS.items() for name in names}
+    means = {f"{field.name}.add" for field in fields(Measured)}
+    assert heard == (expected - {"RunningMean.add"}) | means
+
+
+def test_the_methods_of_collaborators_are_known_to_learn_or_not_to() -> None:
+    for cls, names in COLLABORATORS.items():
+        public = {name for name, _ in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")}
+        assert public == {*names, *QUESTIONS[cls]}, cls
