@@ -22,8 +22,6 @@ class InstanceHandle:
     index: int
     outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    has_weights: bool = False
-    """Whether its engine was loaded by an earlier start of the run: it holds weights, which need not be the model's."""
     version: PolicyVersion = PolicyVersion(0)
     fetching: PolicyVersion | None = None
     """The version it is about to serve, while it pulls."""

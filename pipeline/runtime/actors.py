@@ -38,6 +38,7 @@ from staleflow.stores.errors import (
     ActorFailed,
     ActorLost,
     ActorSilent,
+    ConfigError,
     StoreError,
     TransferFailed,
     WeightsRefused,
@@ -78,6 +79,11 @@ Deadline = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
 
 
 SERVER = NamedActor("server")
+
+
+def unusable(refused: WeightsRefused) -> ConfigError:
+    """The error of a run whose first weights an instance refuses: another instance would refuse them, too."""
+    return ConfigError(f"rollout.engine cannot be updated by this trainer: {refused}; use another engine or model")
 
 
 class Actors:
@@ -203,17 +209,21 @@ class Actors:
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
         await self._publish_first(version, "" if resumption is None else resumption.fingerprint)
-        pulling = [i for i in self.instances.values() if version or i.has_weights]
-        await side_by_side(*(self._pull_first(instance, version, begin_s) for instance in pulling))
+        # Version 0 too, which engines have loaded from the model's folder: a mapping of names or a layout that updates
+        # get wrong shows before the first step, and what an instance serves is compared from its first token on.
+        await side_by_side(*(self._pull_first(i, version, begin_s) for i in list(self.instances.values())))
 
     async def _start(self, name: str, begin_s: float, place: Callable[[], Awaitable[T]]) -> T:
         """Place an actor as the run starts; one whose process is lost meanwhile is placed again. Raises ActorLost if
-        that happens too often, and ActorSilent if it misses its deadline, as it would again."""
+        that happens too often, ActorSilent if it misses its deadline and ConfigError if it refuses the first weights,
+        as it would again."""
         while True:
             try:
                 return await place()
             except ActorSilent:
                 raise
+            except WeightsRefused as refused:
+                raise unusable(refused) from refused
             except ActorLost as lost:
                 who = trainer_group.unit(lost.who)
                 if who.partition(".")[0] != name:
@@ -242,11 +252,13 @@ class Actors:
                 await self.restoring.restored(lost, asked_s)
 
     async def _pull_first(self, instance: InstanceHandle, version: PolicyVersion, begin_s: float) -> None:
-        """`pull`, by another instance if it is lost meanwhile."""
+        """`pull`, by another instance if it is lost meanwhile. Raises ConfigError if it refuses the weights."""
         try:
             await self.pull(instance, version)
         except ActorSilent:
             raise
+        except WeightsRefused as refused:
+            raise unusable(refused) from refused
         except ActorLost as lost:
             if lost.who != instance.id:
                 raise
@@ -334,14 +346,13 @@ class Actors:
             self._resumed,
         )
         instance = InstanceHandle(placed=placed, index=index)
-        if self._resumed:
-            instance.has_weights = await self.ask(name, "took_over", deadline="start_s")
+        took_over = self._resumed and await self.ask(name, "took_over", deadline="start_s")
         self.instances[instance.id] = instance
-        if instance.has_weights:
+        if took_over:
             logger.warning("%s goes on with an engine that is loaded, on %s", name, placed.address)
         else:
             logger.info("%s %s on %s", name, "takes a lost one's place" if attempt else "joins", placed.address)
-        if self._published and (max(self._published) > 0 or instance.has_weights):
+        if self._published:
             await self.pull(instance, max(self._published))
         return instance
 

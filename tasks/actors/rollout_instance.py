@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staleflow.stores.errors import ActorLost, ProtocolViolation
+from staleflow.stores.errors import ActorLost, ProtocolViolation, StoreError, WeightsRefused
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.actors.actor_calls import answers_calls, call
 from staleflow.tasks.actors.draft_corpus import OtherResponses
@@ -184,10 +184,14 @@ class RolloutInstance:
         self._asked_s = -math.inf  # what there is to draft from is asked for at once
 
     async def pull(self, version: PolicyVersion, path: str, probe: tuple[int, ...]) -> Loaded:
-        """Load published weights and compute the probe tokens' logprobs under them. Idempotent."""
+        """Load published weights and compute the probe tokens' logprobs under them. Idempotent. Raises WeightsRefused
+        if its engine cannot take them."""
 
         def load() -> Loaded:
-            loaded = self._engine.load(version, Path(path))
+            try:
+                loaded = self._engine.load(version, Path(path))
+            except StoreError as error:
+                raise WeightsRefused(f"{self._instance} cannot load version {version}: {error}") from error
             return dataclasses.replace(loaded, probe=self._engine.logprobs(probe) if probe else ())
 
         loaded: Loaded = await self._command(load)

@@ -404,8 +404,8 @@ MUTATIONS = (
         name="replacement_serves_the_base_model",
         module="actors",
         breaks="a replacement holds the newest version before it joins",
-        old="        if self._published and (max(self._published) > 0 or instance.has_weights):\n",
-        new="        if False:\n",
+        old="        if self._published:\n            await self.pull",
+        new="        if False:\n            await self.pull",
         check=check(on_actors.test_a_replacement_has_a_name_of_its_own_and_the_newest_version),
     ),
     Mutation(

@@ -11,7 +11,6 @@ from staleflow.stores.errors import ActorLost, StoreError, TransferFailed, Weigh
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
-from tests.support.scripted import World
 
 INSTANCES_APART = ("one", "one", "one", "two", "two")
 """Hosts of server, trainer, reward worker and two instances, which are placed in this order."""
@@ -118,19 +117,20 @@ def test_what_a_method_raises_on_purpose_comes_through(body: Body) -> None:
 def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
     async def script(stage: Stage) -> None:
         await publish(stage, V1)
-        assert (first(stage).version, first(stage).fingerprint) == (V0, "")
+        assert (first(stage).version, first(stage).fingerprint) == (V0, "weights-0")
         pull = asyncio.ensure_future(stage.actors.pull(first(stage), V1))
         await asyncio.sleep(1.0)
         assert first(stage).version == V0, "it is still loading"
         await pull
         assert (first(stage).version, first(stage).fingerprint) == (V1, "weights-1")
 
-    body.place(script, faults=[Fault(actor="rollout-0", method="pull", late_s=2.0)])
+    body.place(script, faults=[Fault(actor="rollout-0", method="pull", nth=2, late_s=2.0)])
 
 
 def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Body) -> None:
     async def script(stage: Stage) -> None:
         await publish(stage, V2)
+        stage.world.loads_wrong = True
         with pytest.raises(
             WeightsRefused, match=r"rollout-0 .* version 2: 1 parts verified, .* 1 contradicted"
         ) as caught:
@@ -138,19 +138,20 @@ def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Bo
         assert caught.value.who == "rollout-0"
         assert first(stage).version == V0
 
-    body.place(script, world=World(loads_wrong=True))
+    body.place(script)
 
 
 def test_an_instance_whose_logprobs_are_off_is_named(body: Body) -> None:
     async def script(stage: Stage) -> None:
         await publish(stage, V1)
+        stage.world.drift = 0.25
         await stage.actors.pull(first(stage), V1)
         assert first(stage).drift == pytest.approx(0.25)
         (alarm,) = stage.actors.alarms
         assert "rollout-0 at version 1: logprobs of the probe are up to 0.25 nats off" in alarm
         assert "rollout.drift_limit allows 0.2" in alarm
 
-    body.place(script, "rollout.drift_limit=0.2", world=World(drift=0.25))
+    body.place(script, "rollout.drift_limit=0.2")
 
 
 def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:
@@ -242,7 +243,9 @@ def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(body: 
         assert (two.version, two.fingerprint) == (V2, "weights-2")
 
     gone = TransferFailed("version 1 cannot be fetched: parameters-one does not hand it on")
-    body.place(script, hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", error=gone)])
+    body.place(
+        script, hosts=INSTANCES_APART, faults=[Fault(actor="parameters-two", method="ensure", nth=3, error=gone)]
+    )
 
 
 def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:

@@ -228,7 +228,7 @@ def test_the_store_has_the_times_of_the_runs_clock(body: Body, monkeypatch: pyte
 def test_weights_that_arrive_slowly_are_progress(body: Body, arrives: bool) -> None:
     """No instance has version 1 before it has arrived, which takes longer than stuck_s."""
     slow = [
-        Fault(actor="parameters-two", method="ensure", nth=n, late_s=2.0,
+        Fault(actor="parameters-two", method="ensure", nth=n + 2, late_s=2.0,  # both instances have asked for version 0
               change=lambda _, n=n: Fetched(path="", num_bytes=n * 1000 if arrives else 1000))
         for n in range(1, 61)
     ]  # fmt: skip
@@ -244,7 +244,7 @@ def test_weights_that_arrive_slowly_are_progress(body: Body, arrives: bool) -> N
 
 def test_weights_that_take_long_to_load_are_no_stuck_run(body: Body) -> None:
     """The deadline of a load goes by its bytes."""
-    slow = [Fault(actor=f"rollout-{i}", method="pull", late_s=45.0) for i in range(2)]
+    slow = [Fault(actor=f"rollout-{i}", method="pull", nth=2, late_s=45.0) for i in range(2)]
     run = body.run("staleness.eta=0", faults=slow, world=World(num_bytes=10**9 + 10**8))
     run.check()
     assert run.outcomes.losses == []

@@ -18,7 +18,7 @@ from staleflow.pipeline.runtime.scoring import SCORE_BATCH
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.trajectory import AbortReason, Fate
 from tests.support.bodies import Body, Run
-from tests.support.driver_runs import CALLS, LONG, REDUNDANT, RETRY, first_call, long_ones, until
+from tests.support.driver_runs import CALLS, IN_RUN, LONG, REDUNDANT, RETRY, first_call, long_ones, until
 from tests.support.in_process import CREATE_S, Fault
 from tests.support.scripted import World
 
@@ -67,7 +67,9 @@ def check_replaced(run: Run, instance: str, why: str) -> None:
 def test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced(body: Body, method: str, moment: Any) -> None:
     """Before or after it did what it was asked to: its trajectories go on elsewhere and none is lost."""
     victim = busiest(body, method)
-    run = body.run(*CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, dies=moment)])
+    run = body.run(
+        *CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, nth=IN_RUN[method], dies=moment)]
+    )
     check_replaced(run, victim, f"{victim} is gone: connection closed")
 
 
@@ -75,7 +77,11 @@ def test_an_instance_that_dies_in_the_middle_of_a_call_is_replaced(body: Body, m
 @pytest.mark.parametrize("method", CALLS)
 def test_an_instance_that_never_answers_a_call_is_replaced_after_call_s(body: Body, method: str, moment: Any) -> None:
     victim = busiest(body, method)
-    run = body.run(*CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, silent=moment)])
+    run = body.run(
+        *CALLS[method],
+        world=long_ones(),
+        faults=[Fault(actor=victim, method=method, nth=IN_RUN[method], silent=moment)],
+    )
     # A poll waits half a second by itself, and three of these call the trajectory server, which may take call_s, too.
     allowed_s = {"next_events": 6.5, "route": 6, "interrupt": 6}.get(method, 3)
     check_replaced(run, victim, f"{victim} did not answer within {allowed_s:g} s (deadlines.call_s)")
@@ -87,14 +93,16 @@ def test_an_instance_that_never_answers_a_call_is_replaced_after_call_s(body: Bo
 @pytest.mark.parametrize("method", CALLS)
 def test_a_call_that_fails_on_its_way_counts_as_a_loss(body: Body, method: str) -> None:
     victim = busiest(body, method)
-    faults = [Fault(actor=victim, method=method, error=OSError("connection reset by peer"))]
+    faults = [Fault(actor=victim, method=method, nth=IN_RUN[method], error=OSError("connection reset by peer"))]
     check_replaced(body.run(*CALLS[method], world=long_ones(), faults=faults), victim, "connection reset by peer")
 
 
 @pytest.mark.parametrize("method", CALLS)
 def test_an_answer_that_is_late_but_within_its_deadline_is_taken(body: Body, method: str) -> None:
     victim = busiest(body, method)
-    run = body.run(*CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, late_s=2.0)])
+    run = body.run(
+        *CALLS[method], world=long_ones(), faults=[Fault(actor=victim, method=method, nth=IN_RUN[method], late_s=2.0)]
+    )
     run.check()
     assert run.outcomes.losses == []
 
@@ -110,7 +118,7 @@ def test_a_lost_instances_trajectories_are_sampled_again_from_their_tokens(body:
 
 
 def test_a_replacement_holds_the_newest_version_before_it_joins(body: Body) -> None:
-    run = body.run("steps=5", faults=[Fault(actor="rollout-0", method="pull", nth=2, dies="before")])
+    run = body.run("steps=5", faults=[Fault(actor="rollout-0", method="pull", nth=3, dies="before")])
     check_replaced(run, "rollout-0", "connection closed")
     joined = next(e for _, e in run.events("InstanceJoined") if e.instance == "rollout-0.1")
     assert joined.version >= 2
@@ -138,10 +146,10 @@ def test_an_instance_that_is_lost_again_and_again_ends_the_run(body: Body) -> No
 
 def test_a_lost_instance_that_goes_on_is_no_longer_listened_to(body: Body) -> None:
     """Its process lives; from the moment of its loss on only what was under way comes to an end there."""
-    faults = [Fault(actor="rollout-1", method="pull", nth=2, error=OSError("reset"))]
+    faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
     run = body.run("steps=6", world=long_ones(), faults=faults, meanwhile=no_nanny)
     run.check()
-    failed_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("rollout-1", "pull")][1]
+    failed_s = [c.at_s for c in run.workers.calls if (c.actor, c.method) == ("rollout-1", "pull")][2]
     assert all(c.at_s < failed_s + 0.01 for c in run.workers.calls if c.actor == "rollout-1")
     assert run.ended_s > failed_s + 2
 
@@ -155,7 +163,7 @@ def test_a_loss_is_shown_while_the_run_goes_on(body: Body) -> None:
 
 def test_tokens_that_a_given_up_instance_delivers_late_are_not_stored_twice(body: Body) -> None:
     """Its poll was under way, and so brings what is sampled elsewhere by then."""
-    faults = [Fault(actor="rollout-1", method="pull", nth=2, error=OSError("reset"))]
+    faults = [Fault(actor="rollout-1", method="pull", nth=3, error=OSError("reset"))]
     run = body.run("steps=4", world=long_ones(), faults=faults, meanwhile=no_nanny)
     run.check()
     assert len(run.outcomes.losses) == 1
@@ -168,7 +176,7 @@ def test_an_instance_that_goes_on_after_it_was_given_up_changes_nothing(
 ) -> None:
     """Without a nanny its process lives; it samples what is sampled elsewhere too, and answers late."""
     victim = busiest(body, method)
-    faults = [Fault(actor=victim, method=method, **how)]
+    faults = [Fault(actor=victim, method=method, nth=IN_RUN[method], **how)]
     run = body.run(*CALLS[method], world=long_ones(), faults=faults, meanwhile=no_nanny)
     run.check()
     assert victim in run.outcomes.losses[0]

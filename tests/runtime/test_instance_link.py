@@ -26,6 +26,7 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.base import EngineLoad
 from tests.support.bodies import Body, Stage
+from tests.support.driver_runs import IN_RUN
 from tests.support.in_process import Fault
 from tests.support.scripted import World
 
@@ -94,7 +95,9 @@ class Linked:
         return [event for _, event in self.told if isinstance(event, types)]
 
     def sent(self, *but: str) -> list[str]:
-        return [m for m in self.stage.workers.methods(ONE) if m not in ("next_events", "report", *but)]
+        """The methods called since the pull with which every instance begins."""
+        begun = [m for m in self.stage.workers.methods(ONE) if m not in ("next_events", "report")]
+        return [m for m in begun[1:] if m not in but]
 
     async def lost(self) -> ActorLost:
         """How the link ends."""
@@ -164,7 +167,7 @@ def test_a_command_waits_until_the_one_before_it_is_answered(body: Body) -> None
         await asyncio.sleep(2.0)
         assert [e.trajectory for e in one.events(TrajectorySampled)] == [A]
 
-    linked(body, script, faults=[Fault(actor=ONE, method="pull", late_s=2.5)])
+    linked(body, script, faults=[Fault(actor=ONE, method="pull", nth=2, late_s=2.5)])
 
 
 def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> None:
@@ -284,7 +287,7 @@ def test_silence_is_a_loss_at_the_deadline_of_the_call(body: Body, method: str) 
         asked = [c.at_s for c in one.stage.workers.calls if (c.actor, c.method) == (ONE, method)][-1]
         assert asyncio.get_running_loop().time() == pytest.approx(asked + seconds, abs=0.01)
 
-    linked(body, script, faults=[Fault(actor=ONE, method=method, silent="before")])
+    linked(body, script, faults=[Fault(actor=ONE, method=method, nth=IN_RUN[method], silent="before")])
 
 
 def test_an_engine_that_stands_still_is_lost_after_sample_s_although_every_call_is_answered(body: Body) -> None:

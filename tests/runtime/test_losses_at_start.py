@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from staleflow.stores.errors import ActorFailed, ActorLost
+from staleflow.stores.errors import ActorFailed, ActorLost, ConfigError
 from tests.support.bodies import Body
 from tests.support.in_process import Fault
+from tests.support.scripted import World
 
 RANKS = ("steps=2", "training.ranks=2")
 CALLS = [
     ("trainer", "__init__"), ("trainer", "lead"), ("trainer", "publish_initial"), ("trainer-1", "__init__"),
     ("trainer-1", "join"), ("trainer-1", "follow"), ("server", "__init__"), ("server", "held_out"),
     ("server", "held_out_notice"), ("server", "keep_time"), ("reward-0", "__init__"), ("reward-0", "check"),
-    ("rollout-0", "__init__"), ("rollout-1", "__init__"), ("parameters-one", "__init__"),
+    ("rollout-0", "__init__"), ("rollout-1", "__init__"), ("rollout-1", "pull"), ("parameters-one", "__init__"),
 ]  # fmt: skip
 
 
@@ -48,3 +50,22 @@ def test_an_error_of_its_own_while_the_run_starts_ends_the_run_at_once(body: Bod
     run = body.run(*RANKS, faults=[Fault(actor=actor, method=method, error=failed)])
     assert str(run.raised()) == f"{actor} failed: RuntimeError: CUDA out of memory"
     assert run.outcomes.losses == []
+
+
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        (World(refuses="3 tensors differ from the model's"), r"cannot load version 0: 3 tensors differ"),
+        (World(loads_wrong=True), r"other weights than were published as version 0: .* 1 contradicted \(norm.weight\)"),
+    ],
+)
+def test_weights_that_engines_cannot_be_updated_with_end_the_run_before_the_first_step(
+    body: Body, world: World, message: str
+) -> None:
+    """Each instance of the run would refuse them, and its replacements, too."""
+    run = body.run(*RANKS, world=world)
+    error = run.raised()
+    assert isinstance(error, ConfigError)
+    assert re.match(rf"rollout.engine cannot be updated by this trainer: rollout-[01] .*{message}", str(error))
+    assert run.outcomes.losses == []
+    assert not run.workers.methods("rollout-0").count("route")

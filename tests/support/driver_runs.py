@@ -4,6 +4,7 @@ of a run."""
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from typing import Any
 
 from staleflow.stores.trajectory import Fate, Trajectory
@@ -17,6 +18,8 @@ REDUNDANT = (*LONG, "batch.extra_groups=1", "batch.extra_members=1")
 EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4")
 CALLS = {"route": RETRY, "interrupt": RETRY, "abort": REDUNDANT, "pull": RETRY, "next_events": RETRY, "report": RETRY}
 """By method of an instance, a shape of job in which it is called."""
+IN_RUN: defaultdict[str, int] = defaultdict(lambda: 1, pull=2)
+"""By method, the number of its first call of an instance in the run: every instance pulls once before."""
 
 
 def long_ones() -> World:
@@ -32,8 +35,8 @@ def evaluations(run: Run) -> list[int]:
 
 
 def first_call(run: Run, actor: str, method: str) -> float:
-    """When it was called, on the loop's clock."""
-    return next(c.at_s for c in run.workers.calls if (c.actor, c.method) == (actor, method))
+    """When it was first called in the run, on the loop's clock."""
+    return [c.at_s for c in run.workers.calls if (c.actor, c.method) == (actor, method)][IN_RUN[method] - 1]
 
 
 async def until(run: Run, condition: Any) -> None:

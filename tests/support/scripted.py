@@ -84,6 +84,8 @@ class World:
     """Size of a version."""
     loads_wrong: bool = False
     """Whether engines end up with weights other than those they read."""
+    refuses: str = ""
+    """What engines say of weights that they cannot load; empty if they can."""
     trained: list[tuple[int, str]] = field(default_factory=list)
     """(step, digest of its rows) of each step that a trainer trained, in that order."""
     chance: str = ""
@@ -236,6 +238,8 @@ class VirtualEngine:
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         self._advance()
+        if self._world.refuses:
+            raise StoreError(self._world.refuses)
         assert str(weights) == self._world.path(version)
         self.version = version
         self._kept.clear()
