@@ -325,7 +325,7 @@ def page(results: list[dict[str, Any]]) -> str:
     lines += [PREFIX]
     lines += table(
         ["engine, routing", "KV tokens", "cached with affinity", "without", "s a step with", "without"],
-        [*_affinity(of("prefix"), "routing"), *_affinity(of("prefix_real"), "engine")],
+        _affinity([r for r in of("prefix") if r["routing"] != "throughput_optimal"] + of("prefix_real")),
     )
     lines += [SINGLE]
     lines += table(
@@ -364,16 +364,18 @@ def _asynchronous(results: list[dict[str, Any]], names: list[str]) -> list[list[
     return rows
 
 
-def _affinity(results: list[dict[str, Any]], label: str) -> list[list[str]]:
-    """A row for each routing rule or engine and cache, with affinity and without."""
+def _affinity(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A row for each engine, routing rule and cache, with affinity and without."""
+    pairs: dict[tuple[str, int], dict[bool, dict[str, Any]]] = {}
+    for r in results:
+        name = f"`{r.get('engine', 'emulated')}`, `{r.get('routing', 'least_requests')}`"
+        pairs.setdefault((name, r["kv_tokens"]), {})[r["affinity"]] = r
     rows = []
-    for kind, kv_tokens in dict.fromkeys((r[label], r["kv_tokens"]) for r in results):
-        pair = {r["affinity"]: r for r in results if (r[label], r["kv_tokens"]) == (kind, kv_tokens)}
-        cached = [f"{pair[affinity]['cached']:.1%}" if affinity in pair else "" for affinity in (True, False)]
-        seconds = [
-            f"{r['step_s']:.0f}" if (r := pair.get(affinity, {})).get("step_s") else "" for affinity in (True, False)
-        ]
-        rows.append([f"`{kind}`", f"{kv_tokens:,}", *cached, *seconds])
+    for (name, kv_tokens), pair in pairs.items():
+        sides = [pair.get(affinity, {}) for affinity in (True, False)]
+        cached = [f"{r['cached']:.1%}" if r else "" for r in sides]
+        seconds = [f"{r['step_s']:.0f}" if "step_s" in r else "" for r in sides]
+        rows.append([name, f"{kv_tokens:,}", *cached, *seconds])
     return rows
 
 
@@ -425,8 +427,8 @@ PREFIX = """\
 ## Cached contexts
 
 Share of the context computed before that a turn finds cached, bound 1, with and without `rollout.affinity`; a pull
-drops what is cached. Simulated, by routing rule: ten turns, 32 x 8. Real engines on CPUs (`python -m
-benchmarks.prefix`): a tiny model, two instances, 8 x 4, `least_requests`.
+drops what is cached. Simulated (`emulated`): ten turns, 32 x 8. Real engines on CPUs (`python -m benchmarks.prefix`):
+a tiny model, two instances, 8 x 4.
 """
 SINGLE = """\
 ## Single turns

@@ -342,9 +342,8 @@ def _details(results: list[dict[str, Any]]) -> list[str]:
     lines = []
     if gains:
         lines += [
-            "- `deadline` over `least_requests`, both with `staleflow`, `eta` 0 to 3, the same seeds: "
-            f"{statistics.mean(gains):.3f} times on",
-            f"  average over {len(gains)} pairs, {min(gains):.3f} to {max(gains):.3f}.",
+            "- `deadline` over `least_requests`, both with `staleflow`, `eta` 0 to 3: on average",
+            f"  {statistics.mean(gains):.3f} times ({min(gains):.3f} to {max(gains):.3f}).",
         ]
     first = [r for r in results if r["instances"] == SWEPT[0] and r["seed"] == SEEDS[0]]
     names = [*(f"reservations, {name}" for name in ROUTINGS), "staleflow"]
