@@ -2,7 +2,7 @@
 
     python -m benchmarks.model_matrix [FAMILY ...] [--out FOLDER] [--quick]      (or: make models)
 
-Each family's tiny model (benchmarks/model_families.py) goes through the columns below, each in this order, in a process
+Each tiny model (benchmarks/models/model_families.py) goes through the columns below, each in this order, in a process
 of its own. A column says `yes`, `padded` or the reason why not. --quick: five families, without the whole runs.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.model_families import CONTEXT, FAMILIES, VOCABULARY, WINDOW, make_family_model
+from benchmarks.models.model_families import CONTEXT, FAMILIES, VOCABULARY, WINDOW, make_family_model
 
 COLUMNS = {
     "engine": "the embedded engine samples 6 requests of different lengths that join and leave, longer than any window "

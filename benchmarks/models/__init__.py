@@ -1,0 +1,1 @@
+"""What the model matrix tries: tiny models of each family."""
