@@ -48,6 +48,11 @@ class StoreError(StaleflowError, OSError):
     """The store cannot be read or written: nothing half-written is kept."""
 
 
+class StoreUnavailable(StoreError):
+    """The bucket of a store does not answer, or refuses: ask again. Nothing is lost and nothing has to be undone: a
+    commit that was applied without an answer is recognized when it is repeated."""
+
+
 class ProtocolViolation(StaleflowError, AssertionError):
     """An invariant was about to be broken: a bug in staleflow. The message lists the events that led to it."""
 

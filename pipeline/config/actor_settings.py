@@ -222,6 +222,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         max_error_share=config.reward.max_error_share,
         store=str(store),
         header=dataclasses.replace(run_header(config), longest_prompt=longest),
+        commit_s=config.deadlines.commit_s,
         resumed=resumed,
         drafts=drafts_from_responses(config),
     )

@@ -247,7 +247,10 @@ class DeadlineConfig:
         above=0,
     )
     commit_s: float = knob(
-        3600.0, "seconds for the commit of one step; training goes on meanwhile, at most two steps ahead", above=0
+        3600.0,
+        "seconds for the commit of one step, tried again while the store's bucket fails; training goes on meanwhile, "
+        "at most two steps ahead",
+        above=0,
     )
     stuck_s: float = knob(
         300.0, "seconds without progress before the run stops and reports what it was waiting for", above=0

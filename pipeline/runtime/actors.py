@@ -3,7 +3,8 @@
 Invariants:
 - Every call has a deadline. A lost actor shows as ActorLost, which names the deadline where one was missed.
 - A call that hands on an actor (NamedActor) may take call_s longer: its own call to that one has to fail first, so
-  that who failed is who counts as lost, not who asked. What was slow and answers again is lost to nobody.
+  that who failed is who counts as lost, not who asked. So may a commit: the trajectory server itself gives up after
+  commit_s, and names the cause. What was slow and answers again is lost to nobody.
 - Rollout instances and reward workers are replaced by those who use them: what they held is known elsewhere. The
   trainer and the trajectory server hold state of their own and are restored (restoring.py); who called one is kept
   waiting, and its call is made again.
@@ -50,6 +51,7 @@ from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.parameter_server import ParameterServer
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
+from staleflow.tasks.actors.store_thread import while_bucket_fails
 from staleflow.tasks.actors.trainer import StepResult
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import Loaded
@@ -162,7 +164,7 @@ class Actors:
         knob = deadline or "call_s"
         limit = f"deadlines.{knob}" if deadline or within_s is None else ""
         allowed_s: float = getattr(self._config.deadlines, knob) if within_s is None else within_s
-        if knob == "call_s" and any(isinstance(arg, NamedActor) for arg in args):
+        if knob == "commit_s" or (knob == "call_s" and any(isinstance(arg, NamedActor) for arg in args)):
             allowed_s += self._config.deadlines.call_s
         given = [self.actor(arg.name) if isinstance(arg, NamedActor) else arg for arg in args]
         asked = call(self.actor(name), method, *given, within_s=allowed_s, who=name, limit=limit)
@@ -316,11 +318,19 @@ class Actors:
 
     async def place_server(self, begin_s: float, *, resumed: bool) -> Placed:
         """Place the trajectory server. begin_s: the present moment on the run's clock. resumed: it has the store, and
-        what it finds in the spool. Raises as Workers.place does."""
+        what it finds in the spool. It is placed again while the store's bucket fails. Raises as Workers.place does."""
         settings = actor_settings.server_settings(
             self._config, self._run_dir / "store", self._facts.context, resumed=resumed
         )
-        return await self._workers.place("server", "server", TrajectoryServer, settings, begin_s)
+
+        def failed(cause: str) -> None:
+            logger.warning("%s; the trajectory server waits for its store", cause)
+
+        return await while_bucket_fails(
+            lambda: self._workers.place("server", "server", TrajectoryServer, settings, begin_s),
+            self._config.deadlines.commit_s,
+            failed,
+        )
 
     async def place_instance(self, index: int) -> InstanceHandle:
         """Place instance `index`; under a new name if it replaces one, so that late answers of the old do not match."""

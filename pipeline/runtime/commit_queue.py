@@ -14,16 +14,19 @@ from collections.abc import Callable
 from staleflow.pipeline.config.schema import DeadlineConfig
 from staleflow.pipeline.coordination.commands import Retire
 from staleflow.pipeline.runtime.actors import Actors
+from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.weights.resume_points import KEPT
 
 MOST_UNCOMMITTED = KEPT - 1
 """Trained steps that may be unstored: the versions of all resume points but the oldest that is kept."""
+LOOK_S = 2.0
+"""Seconds between two looks whether the server tries a commit again."""
 
 
 class Commits:
     """The queue of one run's retirements and commits. stored: is told each record and the metrics of its batch. say:
-    is told how long a commit has taken, whenever that is another deadlines.call_s."""
+    is told how long a commit has taken, whenever that is another deadlines.call_s, and why the store's bucket fails."""
 
     def __init__(
         self,
@@ -79,20 +82,34 @@ class Commits:
             self._room.clear()
 
     async def _commit(self, record: StepRecord) -> dict[str, float]:
-        telling = asyncio.ensure_future(self._tell_slow(record))
+        slow = asyncio.ensure_future(self._report_slow(record))
         try:
             metrics: dict[str, float] = await self._actors.ask("server", "commit", record, deadline="commit_s")
             return metrics
         finally:
-            telling.cancel()
+            slow.cancel()
 
-    async def _tell_slow(self, record: StepRecord) -> None:
-        taken_s = 0.0
+    async def _report_slow(self, record: StepRecord) -> None:
+        """Say how long a commit takes every deadlines.call_s, and why as soon as the store's bucket fails."""
+        call_s, taken_s, said_s, outage = self._deadlines.call_s, 0.0, 0.0, ""
+        what = f"step {record.step}" if record.kind == "step" else "the run's end"
         while True:
-            await asyncio.sleep(self._deadlines.call_s)
-            taken_s += self._deadlines.call_s
-            what = f"step {record.step}" if record.kind == "step" else "the run's end"
+            await asyncio.sleep(min(LOOK_S, call_s - (taken_s - said_s)))
+            taken_s += min(LOOK_S, call_s - (taken_s - said_s))
+            before, outage = outage, await self._outage()
+            if taken_s - said_s < call_s and bool(outage) == bool(before):
+                continue
+            said_s = taken_s
+            goes_on = f"sampling goes on within the staleness bound, training up to {MOST_UNCOMMITTED} steps ahead"
+            why = f": {outage}; it is tried again" if outage else ""
             self._say(
-                f"committing {what} for {taken_s:g} s (deadlines.commit_s allows {self._deadlines.commit_s:g}); "
-                f"training goes on up to {MOST_UNCOMMITTED} steps ahead"
+                f"committing {what} for {taken_s:g} s{why} (deadlines.commit_s allows "
+                f"{self._deadlines.commit_s:g}); {goes_on}"
             )
+
+    async def _outage(self) -> str:
+        """Why the server tries a commit again; empty if it does not, or does not answer."""
+        try:
+            return str(await self._actors.ask_once("server", "outage"))
+        except (ActorLost, ActorFailed):
+            return ""

@@ -13,17 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import icechunk
 import numpy as np
 import numpy.typing as npt
 import zarr
 
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories import dataframes, layout
 from staleflow.stores.trajectories.column_chunks import read_all
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, Column, Rows, chosen, empty_rows, shown_columns
 from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord
-from staleflow.stores.trajectories.repository import MAIN, branch_names, first_line, repository_at
+from staleflow.stores.trajectories.repository import (
+    MAIN,
+    branch_names,
+    bucket_fails,
+    failure,
+    first_line,
+    repository_at,
+)
 from staleflow.stores.trajectory import Ended, Fate, TrajectoryId
 
 FORMAT = "columns"
@@ -213,6 +221,8 @@ class StoreReader:
         try:
             yield from list(self._block(root, rows))
             return
+        except StoreUnavailable:
+            raise
         except StoreError:
             pass
         for i in range(len(rows)):
@@ -229,6 +239,8 @@ class StoreReader:
             for number in range(-(-length // size)):
                 try:
                     self._slice(root, name, number * size, min(length, (number + 1) * size))
+                except StoreUnavailable:
+                    raise
                 except StoreError as error:
                     yield DamagedChunk(array=name, number=number, elements=size, what=str(error))
 
@@ -383,6 +395,8 @@ class StoreReader:
         try:
             return np.asarray(array[first:last])
         except Exception as error:  # zarr, numcodecs and icechunk each raise their own for a damaged chunk
+            if bucket_fails(Path(self._where), error):
+                raise failure(Path(self._where), f"{name} cannot be read", error) from error
             size = stored_chunk(array)
             for number in range(first // size, -(-last // size)):  # find the damaged one
                 try:
@@ -397,11 +411,14 @@ class StoreReader:
 
     def _read_root(self) -> Root:
         """The arrays as they are now; of a snapshot always the same."""
-        if self._at_snapshot is None:
-            return Root(self._repository.readonly_session(self._branch))
-        if self._root is None:
-            self._root = Root(self._repository.readonly_session(snapshot_id=self._at_snapshot))
-        return self._root
+        try:
+            if self._at_snapshot is None:
+                return Root(self._repository.readonly_session(self._branch))
+            if self._root is None:
+                self._root = Root(self._repository.readonly_session(snapshot_id=self._at_snapshot))
+            return self._root
+        except icechunk.IcechunkError as error:
+            raise failure(Path(self._where), "the store cannot be read", error) from error
 
 
 def check_format(found: object, where: str) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import icechunk
 
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.files import publish
-from staleflow.stores.trajectories.storage import bucket_storage, name_url, refuse_silent, storage_at
+from staleflow.stores.trajectories.storage import bucket_storage, name_url, refuse_silent, storage_at, url_of
 
 if "ICECHUNK_LOG" not in os.environ:
     # At each opening it warns that several committers on a local disk lose commits; a run has only one.
@@ -36,12 +36,15 @@ def repository_at(path: Path) -> Any:
     try:
         return open_repository(path)
     except (icechunk.IcechunkError, OSError) as error:
-        raise StoreError(f"{path}: the store cannot be opened: {first_line(error)}") from error
+        raise failure(path, "the store cannot be opened", error) from error
 
 
 def open_repository(path: Path) -> Any:
     """As `repository_at`, but raises Icechunk's own errors."""
-    return icechunk.Repository.open(storage_at(path), config=_config())
+    storage = storage_at(path)
+    if url_of(path):
+        icechunk.Repository.fetch_config(storage)  # refused with a reason, as what opening asks first is not
+    return icechunk.Repository.open(storage, config=_config())
 
 
 @contextlib.contextmanager
@@ -103,7 +106,8 @@ def snapshot_of(repository: Any, step: int, path: Path) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time move the head of a store: held for milliseconds; the lock ends with the process."""
+    """Let one process at a time move the head of a store: held for milliseconds, or as long as a bucket
+    takes; the lock ends with the process."""
     with path.with_name(f".{path.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -118,9 +122,25 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line.partition("-> ")[2] for line in lines if line.startswith(("|-> ", "`-> "))]
     if not causes:
-        return lines[0] if lines else type(error).__name__
+        return lines[0].removeprefix("x ") if lines else type(error).__name__
     said = re.search(r'message: "([^"]+)"', causes[-1])
-    return said[1] if said else causes[-1]
+    if causes[-1] == "Error":  # the answer to a HEAD, which has no text
+        return "refused without a reason"
+    return said[1].rstrip(".") if said else causes[-1]
+
+
+def bucket_fails(path: Path, error: BaseException) -> bool:
+    """Whether an error of the store at `path` is a failure of its bucket, which may pass: it does not answer, or it
+    refuses a request. An object that is missing is damage, and a folder has no such failures."""
+    said = str(error)
+    return bool(url_of(path)) and "object store" in said and "NoSuchKey" not in said
+
+
+def failure(path: Path, what: str, error: BaseException) -> StoreError:
+    """The error, of one line, of a store at `path`: what cannot be done, and why."""
+    if bucket_fails(path, error):
+        return StoreUnavailable(f"{path}: {what}: {url_of(path)} does not take requests: {first_line(error)}")
+    return StoreError(f"{path}: {what}: {first_line(error)}")
 
 
 def _config() -> Any:

@@ -17,9 +17,9 @@ speed: docs/store.md). There is one committer; with several, Icechunk would not 
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -30,7 +30,7 @@ import numpy.typing as npt
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.trajectories import layout
 from staleflow.stores.trajectories.column_chunks import CODEC as CHUNK_CODEC
 from staleflow.stores.trajectories.column_chunks import append_all
@@ -43,11 +43,13 @@ from staleflow.stores.trajectories.repository import (
     MAIN,
     branch_names,
     creating,
+    failure,
     first_line,
     locked,
     open_repository,
     snapshot_of,
 )
+from staleflow.stores.trajectories.storage import url_of
 from staleflow.stores.trajectories.stored_ids import StoredIds
 from staleflow.stores.trajectory import Ended
 
@@ -71,9 +73,11 @@ class VersionedStore(StoreReader):
         self._head = str(repository.lookup_branch(branch)) if at_snapshot is None else at_snapshot
         super().__init__(repository, at_snapshot=at_snapshot, where=where, branch=branch)
         self._stored: StoredIds | None = None
-        """Loaded by the first commit."""
+        """Loaded by the first commit, and by one that follows a failed one."""
         self._has_columns = False
         """Whether a commit has created the columns that the store is older than."""
+        self._failed = False
+        """Whether the last commit failed: it may have been applied all the same."""
 
     @classmethod
     def create(cls, path: Path, header: RunHeader) -> Self:
@@ -115,7 +119,7 @@ class VersionedStore(StoreReader):
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise StoreError(f"{path}: the store cannot be opened: {first_line(error)}") from error
+            raise failure(path, "the store cannot be opened", error) from error
 
     @classmethod
     def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
@@ -137,52 +141,68 @@ class VersionedStore(StoreReader):
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)
         except (icechunk.IcechunkError, OSError) as error:
-            raise StoreError(
-                f"{path}: cannot be set back to its first {num_steps} steps: {first_line(error)}"
-            ) from error
+            raise failure(path, f"cannot be set back to its first {num_steps} steps", error) from error
         return undone
 
     # -- writing -------------------------------------------------------------------------------------------------
 
     def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+        """As of TrajectoryStore. Raises StoreUnavailable if the bucket fails: then the same commit may be asked for
+        again, and is not applied twice."""
         if not self._commits:
             raise StoreError(f"{self._where}: {self._branch} was opened read-only")
         ids = [e.trajectory.id for e in ended]
+        path, digest = Path(self._where), _digest(record, ids)
         try:
-            with self._exclusive():
-                session = self._repository.writable_session(MAIN)
-                root = zarr.open_group(session.store, mode="r+")
-                self._stored = self._stored or self._stored_ids(root)
-                if twice := self._stored.among(ids):
-                    raise StoreError(f"{self._where}: trajectory {twice[0]} would be stored twice")
-                num_tokens = self._append(root, record, ended)
-                kind = {"kind": record.kind, "step": record.step, "rows": len(ended), "tokens": num_tokens}
-                snapshot: str = session.commit(f"{record.kind} {record.step}", metadata=kind)
-        except StoreError:
+            with locked(path):
+                if self._failed:  # credentials are read when a repository is opened
+                    self._repository, self._stored = open_repository(path), None
+                snapshot = self._committed_before(digest) or self._committed(record, ended, digest)
+        except StoreError as error:
+            self._failed = isinstance(error, StoreUnavailable)
             raise
-        except (icechunk.IcechunkError, OSError) as error:
+        except Exception as error:  # zarr raises its own for what Icechunk could not read
             # The session is dropped: what was written before the failure belongs to no snapshot.
+            self._failed = True
+            what = f"{path}: {record.kind} {record.step} could not be stored"
+            if url := url_of(path):
+                raise StoreUnavailable(f"{what}: {url} does not take it: {first_line(error)}") from error
             raise StoreError(
-                f"{self._where}: {record.kind} {record.step} could not be stored: {first_line(error)}; "
-                "free space or move runs_dir; everything before this commit is stored"
+                f"{what}: {first_line(error)}; free space or move runs_dir; everything before this commit is stored"
             ) from error
+        self._failed = False
         self._head = snapshot
-        self._stored.add(ids)
+        if self._stored is not None:
+            self._stored.add(ids)
         self._has_columns |= bool(ids)
         return snapshot
 
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Lock the store for a commit. Raises StoreError if the branch is not where this committer left it: on a local
-        file system Icechunk would silently lose one of two commits."""
-        with locked(Path(self._where)):
-            head = str(self._repository.lookup_branch(MAIN))
-            if head != self._head:
-                raise StoreError(
-                    f"{self._where}: another process has committed since ({head}, not {self._head}): the run was "
-                    "resumed elsewhere, and this is no longer its store"
-                )
-            yield
+    def _committed_before(self, digest: str) -> str:
+        """The snapshot of a commit that was applied although it failed here; empty if it was not. Raises StoreError if
+        the branch is not where this committer left it: on a local file system Icechunk would silently lose one of two
+        commits."""
+        head = str(self._repository.lookup_branch(MAIN))
+        if head == self._head:
+            return ""
+        newest = next(iter(self._repository.ancestry(snapshot_id=head)))
+        if self._failed and str(newest.parent_id) == self._head and newest.metadata.get("digest") == digest:
+            return head
+        raise StoreError(
+            f"{self._where}: another process has committed since ({head}, not {self._head}): the run was "
+            "resumed elsewhere, and this is no longer its store"
+        )
+
+    def _committed(self, record: StepRecord, ended: Sequence[Ended], digest: str) -> str:
+        """Append and commit; returns the snapshot."""
+        session = self._repository.writable_session(MAIN)
+        root = zarr.open_group(session.store, mode="r+")
+        if self._stored is None:
+            self._stored = self._stored_ids(root)
+        if twice := self._stored.among([e.trajectory.id for e in ended]):
+            raise StoreError(f"{self._where}: trajectory {twice[0]} would be stored twice")
+        num_tokens = self._append(root, record, ended)
+        numbers = {"kind": record.kind, "step": record.step, "rows": len(ended), "tokens": num_tokens}
+        return str(session.commit(f"{record.kind} {record.step}", metadata=numbers | {"digest": digest}))
 
     @property
     def _commits(self) -> bool:
@@ -222,6 +242,12 @@ class VersionedStore(StoreReader):
         filled = replace(record, num_rows=len(ended), num_tokens=packed.num_tokens)
         append_all(root.store, appended | _packed_record(root, filled, packed.rows["trajectory"]))
         return packed.num_tokens
+
+
+def _digest(record: StepRecord, ids: Sequence[int]) -> str:
+    """What a commit is known by: 32 hex digits of its record and its trajectories."""
+    text = json.dumps([CODEC.encode(record), list(ids)], separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _packed_record(root: Any, record: StepRecord, ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:

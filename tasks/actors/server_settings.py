@@ -12,7 +12,8 @@ from staleflow.tasks.training.advantage import Advantage, Overlong
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Settings of the trajectory server; see BatchConfig and RewardConfig. store: the store's folder. reward: the
-    reward functions as the job names them, for messages. resumed: whether to continue an existing store."""
+    reward functions as the job names them, for messages. commit_s: seconds for which a commit is tried again while the
+    store's bucket fails. resumed: whether to continue an existing store."""
 
     prompts: PromptSettings
     reward: str
@@ -23,6 +24,7 @@ class ServerSettings:
     max_error_share: float
     store: str
     header: RunHeader
+    commit_s: float
     resumed: bool = False
     drafts: bool = False
     """Whether engines draft from the responses that the server knows."""

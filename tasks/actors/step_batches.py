@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from staleflow.stores.in_flight.in_flight_state import InFlight
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectory import Ended
 from staleflow.tasks.actors.server_settings import ServerSettings
+from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.training.batches import batch_metrics, consumed_rows
 from staleflow.tasks.training.microbatches import BatchPart, PackedRows, part_end
 
@@ -28,17 +27,11 @@ class StepBatch:
 class StepBatches:
     """The batches of steps that are trained or wait for their commit, each made when it is first asked for.
 
-    flight: has what each step has taken. stored: the rows of a step that is stored. thread: computes fingerprints."""
+    flight: has what each step has taken. stored: has the rows of steps that are stored; its thread computes
+    fingerprints."""
 
-    def __init__(
-        self,
-        flight: InFlight,
-        stored: Callable[[int], Iterable[Ended]],
-        settings: ServerSettings,
-        thread: ThreadPoolExecutor,
-    ) -> None:
-        self._flight, self._stored = flight, stored
-        self._settings, self._thread = settings, thread
+    def __init__(self, flight: InFlight, stored: StoreThread, settings: ServerSettings) -> None:
+        self._flight, self._stored, self._settings = flight, stored, settings
         self._made: dict[int, StepBatch] = {}
         self._again: list[Ended] = []
         """The rows of a stored step that is trained again, number `_again_step`."""
@@ -50,7 +43,7 @@ class StepBatches:
             settings, group_size = self._settings, self._settings.group_size
             rows = consumed_rows(step, self._flight.batches[step], group_size, settings.advantage, settings.overlong)
             values = [(e.trajectory, e.advantage) for e in rows]
-            fingerprint = asyncio.get_running_loop().run_in_executor(self._thread, batch_fingerprint, values)
+            fingerprint = asyncio.get_running_loop().run_in_executor(self._stored.executor, batch_fingerprint, values)
             metrics = batch_metrics(rows, group_size)
             self._made[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
         return self._made[step]
@@ -60,7 +53,7 @@ class StepBatches:
         if step in self._flight.batches:
             return await _part_of(self.batch(step).rows, first)
         if step != self._again_step or not first:
-            self._again, self._again_step = await asyncio.to_thread(lambda: list(self._stored(step))), step
+            self._again, self._again_step = await self._stored.consumed(step), step
         part = await _part_of(self._again, first)
         if not part.rest:
             self._again, self._again_step = [], -1

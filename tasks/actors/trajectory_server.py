@@ -18,10 +18,9 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from staleflow.stores.in_flight.in_flight_state import InFlight
 from staleflow.stores.in_flight.spool import Spool
@@ -63,6 +62,7 @@ from staleflow.tasks.actors.server_messages import (
 )
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.step_batches import StepBatches
+from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.task_cache import DrawnTasks
 from staleflow.tasks.engines.base import Sampled
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
@@ -102,12 +102,12 @@ class TrajectoryServer:
         self._known = KnownResponses(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
         self._points = ResumePoints(path.with_name("resume"))
         self._tasks = DrawnTasks(self._prompts, prompts.sets)
-        self._last_trained: StepRecord | None = None
-        self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._last_record: StepRecord | None = None
+        self._storing = StoreThread(self._store, settings.commit_s)
         self._writing = SpoolThread(self._spool)
         self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
         self._answers = GivenAnswers(self._prompts)
-        self._batches = StepBatches(self._flight, self._store.ended, settings, self._store_thread)
+        self._batches = StepBatches(self._flight, self._storing, settings)
         if stored is None:
             self._spool.clear()
         else:
@@ -118,7 +118,7 @@ class TrajectoryServer:
     def _recover(self, records: Sequence[StepRecord]) -> None:
         """Have again what was in flight when the server before this one ended."""
         if records:
-            self._last_trained = records[-1]
+            self._last_record = records[-1]
         ledger = self._last_ledger
         for entry in self._spool.read():
             self._flight.apply(entry)
@@ -414,10 +414,11 @@ class TrajectoryServer:
     async def commit(self, record: StepRecord) -> dict[str, float]:
         """Commit a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
 
-        Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit.
+        Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit. While
+        the store's bucket fails, the commit is tried again for deadlines.commit_s. Raises StoreError.
         """
         begin = time.monotonic()
-        if record.repeats(last := self._last_trained):  # it is asked for again, by one that did not hear of it
+        if record.repeats(last := self._last_record):  # it is asked for again, by one that did not hear of it
             return {"commit_s": 0.0, **(last.metrics if last else {})}
         step = record.step if record.kind == "step" else None
         batch = None if step is None else self._batches.batch(step)
@@ -433,22 +434,23 @@ class TrajectoryServer:
         await self._commit(record, rows)
         return metrics | {"commit_s": time.monotonic() - begin}
 
+    async def outage(self) -> str:
+        """Why the store's bucket does not take a commit that is tried again; empty if none is."""
+        return self._storing.outage
+
     async def close(self) -> None:
         self._tasks.close()
         self._writing.close()
-        self._store_thread.shutdown(wait=True)
+        self._storing.close()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
         return time.monotonic() - self._epoch
 
-    async def _in(self, thread: ThreadPoolExecutor, function: Any, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(thread, function, *args)
-
     async def _commit(self, record: StepRecord, rows: list[Ended]) -> None:
-        await self._in(self._store_thread, self._store.commit, record, rows)
-        self._last_trained = record
+        await self._storing.commit(record, rows)
+        self._last_record = record
         self._known.add(rows)
         step = record.step if record.kind == "step" else None
         done = self._flight.stored((e.trajectory.id for e in rows), step)
@@ -459,9 +461,9 @@ class TrajectoryServer:
 
     @property
     def _last_ledger(self) -> LedgerState:
-        if self._last_trained is None:
+        if self._last_record is None:
             return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
-        return self._last_trained.ledger
+        return self._last_record.ledger
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
         """Decode responses; takes up to a microsecond a token, so not on the event loop."""

@@ -18,9 +18,11 @@ from tests.commands import command
 from tests.jobs.test_resume import until_step
 from tests.runtime.test_run import check
 from tests.support import forking
-from tests.support.bucket import BUCKET, served
+from tests.support.bucket import BUCKET, FailingProxy, served
 
 LOCAL = ("--set", "cluster.kind=local", "--set", "cluster.scheduler_file=")
+ICECHUNK_TRIES = 10
+"""Requests that Icechunk makes before it reports that a bucket fails."""
 URL = f"s3://{BUCKET}/runs"
 
 
@@ -77,6 +79,35 @@ def test_a_killed_run_goes_on_and_commands_take_its_url(tmp_path: Path) -> None:
         assert "only the store is in a bucket; name the run's folder" in refused.stderr
     missing = command("store", "audit", f"{URL}/nothing")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_run_outlives_a_bucket_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It resets connections for longer than Icechunk itself tries, and then the credentials have expired."""
+    profile = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    profile.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = tests\n")
+    one = Job(folder=tmp_path, seed=1)
+    one.write()
+    with FailingProxy(os.environ["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        run = [sys.executable, "-m", "staleflow.cli.main", "run", str(one.file), "--store", URL, *LOCAL]
+        with forking.Popen([*run, "--set", "steps=9"], stderr=subprocess.PIPE, text=True) as process:
+            until_step(process, 3)
+            proxy.fault = "reset"
+            proxy.wait_refused(ICECHUNK_TRIES + 1)
+            proxy.fault, proxy.expired = "", "old"
+            proxy.wait_refused(proxy.num_refused + 3)
+            profile.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = tests\n")
+            said = process.stderr.read()
+        assert process.returncode == 0, said
+        check(one.run_dir, 9)
+        reported = [line for line in said.splitlines() if "] committing step" in line]
+        assert "The provided token has expired; it is tried again (deadlines.commit_s allows " in reported[-1]
+        assert "does not take it: Connection reset by peer" in said
+        assert json.loads(command("store", "audit", one.run_dir, "--json").stdout)["clean"]
 
 
 @pytest.mark.usefixtures("bucket")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from staleflow.pipeline.coordination.commands import Draw
 from staleflow.pipeline.runtime.commit_queue import MOST_UNCOMMITTED
 from staleflow.stores.weights.resume_points import ResumePoints
 from tests.support.bodies import Body, Run
+from tests.support.in_process import Fault
 from tests.support.scripted import World
 
 
@@ -50,7 +52,10 @@ def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
     run.check()
     assert run.outcomes.losses == []
     told = [what for _, _, _, what in run.said if what.startswith("committing")]
-    assert told[0] == ("committing step 0 for 3 s (deadlines.commit_s allows 60); training goes on up to 2 steps ahead")
+    assert told[0] == (
+        "committing step 0 for 3 s (deadlines.commit_s allows 60); sampling goes on within the staleness bound, "
+        "training up to 2 steps ahead"
+    )
     assert len(told) >= 2 * 5
 
 
@@ -66,6 +71,42 @@ def test_prompts_are_drawn_while_a_commit_goes_on(body: Body) -> None:
 def test_a_commit_longer_than_commit_s_is_tried_again_and_then_ends_the_run(body: Body) -> None:
     """Each time by a new server: the old one hangs."""
     run = body.run("deadlines.commit_s=9", world=quick(20.0))
-    why = "server did not answer within 9 s (deadlines.commit_s)"
+    why = "server did not answer within 12 s (deadlines.commit_s)"
     assert str(run.raised()) == f"server was lost 4 times within an hour, last: {why}"
     assert len(run.outcomes.losses) == 4
+
+
+def test_a_bucket_that_fails_for_minutes_ends_nothing(body: Body) -> None:
+    """Training waits two steps ahead, sampling goes on, and what is said names the cause and how long it lasts."""
+    world = quick(0.5)
+    world.length, world.outage = (lambda _: 60), (3.0, 303.0)
+    run = body.run("steps=12", "deadlines.commit_s=400", world=world)
+    run.check()
+    assert run.outcomes.losses == []
+    reported = [(at_s, what) for at_s, _, _, what in run.said if "the provided token has expired" in what]
+    assert reported[0][0] < 3.0 + 5.0
+    assert "it is tried again (deadlines.commit_s allows 400); sampling goes on" in reported[0][1]
+    assert max(float(re.search(r"for (\d+) s", what)[1]) for _, what in reported) >= 297  # type: ignore[index]
+    asked = [c for c in run.workers.calls if c.method == "commit"]
+    assert len(asked) == 13, "the server tries again, the driver does not ask again"
+    during = [event for at_s, event in run.events("TrajectorySampled") if 3.0 < at_s < 303.0]
+    assert len(during) >= 4 * MOST_UNCOMMITTED
+    trained = [c for c in run.workers.calls if c.method == "train" and 3.0 < c.at_s < 303.0]
+    assert len(trained) == MOST_UNCOMMITTED
+
+
+def test_a_bucket_that_fails_for_longer_than_commit_s_ends_the_run_with_the_cause(body: Body) -> None:
+    world = quick(0.5)
+    world.outage = (3.0, 500.0)
+    run = body.run("steps=12", "deadlines.commit_s=60", world=world)
+    assert "the provided token has expired; tried again for 60 s (deadlines.commit_s)" in str(run.raised())
+    assert run.outcomes.losses == []
+
+
+def test_a_server_that_is_lost_while_the_bucket_fails_comes_back_with_it(body: Body) -> None:
+    world = quick(0.5)
+    world.outage = (3.0, 63.0)
+    lost = Fault(actor="server", method="outage", nth=5, dies="before")
+    run = body.run("steps=12", "deadlines.commit_s=400", world=world, faults=[lost])
+    run.check()
+    assert len(run.outcomes.losses) == 1

@@ -13,14 +13,15 @@ import pytest
 import zarr
 
 from staleflow.stores.auditing.audit import audit
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.s3_url import parsed
 from staleflow.stores.trajectories.records import TrajectoryStore
 from staleflow.stores.trajectories.repository import check_bucket
 from staleflow.stores.trajectories.storage import bucket_storage
 from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
-from tests.support.bucket import BUCKET, served
+from tests.support.bucket import BUCKET, FailingProxy, served
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +105,108 @@ def test_what_cannot_be_used_is_said_in_one_line(url: str, monkeypatch: pytest.M
     for wrong in ("s3://bucket", "s3://bucket/", "s3:///prefix", "gs://bucket/prefix", "runs"):
         with pytest.raises(ConfigError, match="name one as s3://BUCKET/PREFIX"):
             parsed(wrong)
+
+
+@pytest.fixture
+def proxy(server: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailingProxy]:
+    """Between the test and the bucket."""
+    with FailingProxy(server["AWS_ENDPOINT_URL"]) as between:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.endpoint)
+        yield between
+
+
+def two_steps(path: Path, rng: Any) -> list[list[Ended]]:
+    """The rows of two steps, the first of which is committed to a new store."""
+    rows = [[ended(rng, 4 * step + i, step) for i in range(4)] for step in range(2)]
+    store = VersionedStore.create(path, replace(HEADER, url=f"s3://{BUCKET}/runs/{path.parent.name}"))
+    store.commit(record(0), rows[0])
+    return rows
+
+
+def check_causes(causes: list[str]) -> None:
+    """The errors of one request after another. Each is one line; that of the first, which is how every further attempt
+    begins while the bucket fails, names the cause, as Icechunk does not do for all later ones."""
+    assert len(causes) > 5
+    assert "The provided token has expired" in causes[0]
+    assert all(f"s3://{BUCKET}/" in cause and "\n" not in cause for cause in causes)
+
+
+def ids(path: Path) -> list[int]:
+    return [int(e.trajectory.id) for e in VersionedStore.open(path).ended()]
+
+
+def test_a_commit_that_fails_at_any_request_can_be_repeated(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
+    """Credentials expire at its first request, at its fifth, and so on, until there are no more."""
+    rows = two_steps(tmp_path / "store", rng)
+    store = VersionedStore.open(tmp_path / "store")
+    causes: list[str] = []
+    while True:
+        proxy.expired, proxy.requests_before = "tests", 4 * len(causes)
+        try:
+            store.commit(record(1), rows[1])
+            break
+        except StoreUnavailable as error:
+            causes.append(str(error))
+    proxy.expired = ""
+    check_causes(causes)
+    assert ids(tmp_path / "store") == list(range(8))
+    assert [r.step for r in VersionedStore.open(tmp_path / "store").steps()] == [0, 1]
+
+
+def test_a_commit_whose_answer_is_lost_is_not_applied_twice(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
+    rows = two_steps(tmp_path / "store", rng)
+    store = VersionedStore.open(tmp_path / "store")
+    proxy.lost_answers = 1
+    with pytest.raises(StoreUnavailable, match="does not take it: Failed to commit, expected parent"):
+        store.commit(record(1), rows[1])
+    store.commit(record(1), rows[1])
+    store.commit(record(2), [ended(rng, 8, 2)])
+    assert ids(tmp_path / "store") == list(range(9))
+    assert [r.step for r in VersionedStore.open(tmp_path / "store").steps()] == [0, 1, 2]
+
+
+def test_a_commit_of_another_process_is_not_taken_for_one_whose_answer_was_lost(
+    tmp_path: Path, rng: Any, proxy: FailingProxy
+) -> None:
+    rows = two_steps(tmp_path / "store", rng)
+    store = VersionedStore.open(tmp_path / "store")
+    proxy.expired = "tests"
+    with pytest.raises(StoreUnavailable):
+        store.commit(record(1), rows[1])
+    proxy.expired = ""
+    VersionedStore.open(tmp_path / "store").commit(record(1), [ended(rng, 7, 1)])
+    with pytest.raises(StoreError, match="another process has committed since"):
+        store.commit(record(1), rows[1])
+
+
+def test_credentials_are_read_anew(
+    tmp_path: Path, rng: Any, proxy: FailingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(profile))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    profile.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = tests\n")
+    rows = two_steps(tmp_path / "store", rng)
+    store = VersionedStore.open(tmp_path / "store")
+    proxy.expired = "old"
+    with pytest.raises(StoreUnavailable):
+        store.commit(record(1), rows[1])
+    profile.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = tests\n")
+    store.commit(record(1), rows[1])
+    assert ids(tmp_path / "store") == list(range(8))
+
+
+def test_a_bucket_that_fails_is_not_reported_as_damage(tmp_path: Path, rng: Any, proxy: FailingProxy) -> None:
+    two_steps(tmp_path / "store", rng)
+    causes: list[str] = []
+    while True:
+        proxy.expired = ""
+        store = VersionedStore.pinned(tmp_path / "store")
+        proxy.expired, proxy.requests_before = "tests", len(causes)
+        try:
+            assert list(store.damage()) == []
+            break
+        except StoreUnavailable as error:
+            causes.append(str(error))
+    check_causes(causes)

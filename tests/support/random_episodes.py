@@ -177,6 +177,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
     header = RunHeader(run="episodes", eta=0, groups_per_step=1, group_size=1, members_started=1)
     prompts: Any = PlayedPrompts(plan.prompts)
     settings = ServerSettings(
+        commit_s=60.0,
         prompts=prompts, reward="none", group_size=1, members_started=1, advantage=DrGrpo(),
         overlong=Overlong(tokens=0, penalty=0.0, longest=MAX_TOKENS), max_error_share=1.0,
         store=str(folder / "store"), header=header,

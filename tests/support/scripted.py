@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from staleflow.stores.errors import ProtocolViolation, StoreError
+from staleflow.stores.errors import ProtocolViolation, StoreError, StoreUnavailable
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import RunHeader, StepRecord
 from staleflow.stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
@@ -74,6 +74,8 @@ class World:
     """Seconds until the trainer comes to saving a checkpoint."""
     commit_s: float = 0.0
     """Seconds a commit takes, in the server's thread."""
+    outage: tuple[float, float] = (0.0, 0.0)
+    """When the store's bucket begins to fail and when it takes requests again, on the loop's clock."""
     reward_s: float = 0.02
     prune_s: float = 0.0
     """Seconds until a host begins to remove old versions."""
@@ -96,6 +98,12 @@ class World:
     """Whether engines report NaN as the logprob of the newest token of a trajectory."""
     figures: Callable[[int], dict[str, float]] = lambda step: {}
     """Metrics that training a step reports besides its times."""
+
+    def check_bucket(self, request: str) -> None:
+        """Raise StoreUnavailable during the outage."""
+        begin_s, end_s = self.outage
+        if begin_s <= asyncio.get_running_loop().time() < end_s:
+            raise StoreUnavailable(f"{request}: the provided token has expired")
 
     def path(self, version: int) -> str:
         return f"/memory/v{version}"
@@ -132,17 +140,21 @@ def server_class(world: World) -> type[TrajectoryServer]:
         async def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:  # type: ignore[override]
             """As in a thread: the commit is there at the end of its time."""
             await asyncio.sleep(world.commit_s)
+            world.check_bucket("the commit")
             return super().commit(record, ended)
+
+    slow = SlowStore if world.commit_s or any(world.outage) else MemoryStore
 
     class Stores:
         @staticmethod
         def create(path: Path, header: RunHeader) -> MemoryStore:
             if str(path) in world.stores:
                 raise StoreError(f"{path}: is there already")
-            return world.stores.setdefault(str(path), SlowStore(header) if world.commit_s else MemoryStore(header))
+            return world.stores.setdefault(str(path), slow(header))
 
         @staticmethod
         def open(path: Path) -> MemoryStore:
+            world.check_bucket("opening")
             return world.stores[str(path)]
 
     class InMemoryServer(TrajectoryServer):

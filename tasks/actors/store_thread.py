@@ -1,0 +1,81 @@
+"""A trajectory store beside an event loop: commits in a thread of its own, tried again while the store's bucket fails.
+
+A bucket that answers with errors, not at all, or that the credentials at hand have expired for, may be back in minutes.
+Until then a commit waits, and everything else goes on. Each attempt reads the credentials anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from staleflow.stores.errors import StoreError, StoreUnavailable
+from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+"""Seconds between two attempts: the first, doubled each time up to the longest. Icechunk itself tries for half a minute
+before an attempt fails, if the bucket is busy or resets connections, and not at all if it refuses the credentials."""
+
+
+async def while_bucket_fails(attempt: Callable[[], Awaitable[T]], within_s: float, failed: Callable[[str], None]) -> T:
+    """Make attempts until one does not fail by the store's bucket. failed: called with the cause of each failure.
+    Raises StoreError with the cause if the bucket fails for `within_s` seconds."""
+    now_s = asyncio.get_running_loop().time
+    begin_s, pause_s = now_s(), FIRST_PAUSE_S
+    while True:
+        try:
+            return await attempt()
+        except StoreUnavailable as error:
+            failed(str(error))
+            if now_s() - begin_s + pause_s > within_s:
+                raise StoreError(
+                    f"{error}; tried again for {within_s:g} s (deadlines.commit_s); what was stored before is whole: "
+                    "check the bucket and its credentials, and resume the run"
+                ) from error
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+class StoreThread:
+    """One store's. commit_s: seconds for which a request is tried again while the bucket fails."""
+
+    def __init__(self, store: VersionedStore, commit_s: float) -> None:
+        self._store = store
+        self._commit_s = commit_s
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self.outage = ""
+        """Why the bucket did not take the latest request; empty if it did."""
+
+    async def commit(self, record: StepRecord, rows: Sequence[Ended]) -> None:
+        """Have a commit stored. Raises StoreError."""
+        await self._done(lambda: self._store.commit(record, rows))
+
+    async def consumed(self, step: int) -> list[Ended]:
+        """The rows that a stored step consumed, in its order. Raises StoreError."""
+        return await self._done(lambda: list(self._store.ended(step)))
+
+    def close(self) -> None:
+        """Wait until nothing is stored any more."""
+        self.executor.shutdown(wait=True)
+
+    async def _done(self, request: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        result = await while_bucket_fails(
+            lambda: loop.run_in_executor(self.executor, request), self._commit_s, self._failed
+        )
+        self.outage = ""
+        return result
+
+    def _failed(self, cause: str) -> None:
+        if not self.outage:
+            logger.warning("%s; it is tried again for %g s (deadlines.commit_s)", cause, self._commit_s)
+        self.outage = cause
