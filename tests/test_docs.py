@@ -7,6 +7,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,29 @@ def test_the_modules_that_the_architecture_page_names_exist() -> None:
     names = re.findall(r"`((?:cli|pipeline|tasks|stores)/[\w/]+(?:\.py)?)`", Path("docs/architecture.md").read_text())
     assert len(names) > 30
     assert [name for name in names if not Path(name).exists()] == []
+
+
+def job_keys(schema: dict[str, Any], prefix: str = "") -> set[str]:
+    """The keys of a job file and of its tables, such as `rollout.engine`, by its JSON Schema."""
+    keys: set[str] = set()
+    for part in (schema, *schema.get("anyOf", []), *schema.get("oneOf", [])):
+        for name, value in part.get("properties", {}).items():
+            keys |= {prefix + name, *job_keys(value, f"{prefix}{name}.")}
+    return keys
+
+
+def test_pages_name_keys_that_a_job_file_may_have() -> None:
+    keys = job_keys(json.loads(Path("docs/job.schema.json").read_text()))
+    tables = "|".join(sorted({key.partition(".")[0] for key in keys if "." in key} - {"task"}))
+    example = "rollout.engine.echoes"  # of the engine that docs/extending.md adds
+    named = {
+        (str(page), name)
+        for page in PAGES
+        for name in re.findall(rf"`((?:{tables})(?:\.[a-z_]+)+)(?![\w./])", page.read_text())
+        if not name.endswith(".json")
+    }
+    assert len(named) > 100
+    assert [where for where in sorted(named) if where[1] not in keys | {example}] == []
 
 
 def test_the_version_is_stated_in_pyproject_and_heads_the_changelog_once_released() -> None:
