@@ -190,7 +190,7 @@ class Decides:
         for gone in list(self._one.trajectories):
             self._fleet.remove(self._one, gone, 0)
         for trajectory, _ in load.progress:
-            self._fleet.add(self._one, trajectory, 0, 1.0)
+            self._fleet.add(self._one, trajectory, 0)
         for row, length in self._drafts.due(self._fleet):
             self._fleet.set_draft_length(self._fleet[row], length)
             self._engine.speculate(length)

@@ -9,7 +9,6 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.pacing import Pacing
 from staleflow.pipeline.coordination.strategy_set import Strategies
 from staleflow.pipeline.strategies.admission import ADMISSION, Late
 from staleflow.pipeline.strategies.affinity import Affinity
@@ -91,6 +90,7 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         synchronization=SYNCHRONIZATION.make(rollout.synchronization, given | {"cost": pulling}),
         filtering=FILTERING.make(config.batch.filtering),
         migration=MIGRATION.make(rollout.migration, given),
+        costs=costs,
         stragglers=STRAGGLERS.make(config.batch.stragglers),
         max_attempts=rollout.max_attempts,
         environments=config.acts,
@@ -118,18 +118,8 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
         waits=strategies.admission.late is Late.WAIT,
         window=_window(strategies, batch.groups_per_step),
     )
-    forecast = LengthForecast(config.rollout.max_new_tokens, rare=1 / config.trajectories_per_step)
-    rollout = config.rollout
-    pacing = Pacing(
-        costs,
-        forecast,
-        eta=config.ledger_eta,
-        groups=batch.groups_per_step,
-        group_size=batch.group_size,
-        slack=strategies.routing.pace_slack if strategies.routing.knows_urgency else 1.0,  # finding it costs time
-        recomputes=rollout.on_pull == "interrupt",
-    )
-    return Coordinator(ledger, strategies, forecast, pacing, drafts, validate_each=validate_each)
+    forecast = LengthForecast(config.rollout.max_new_tokens)
+    return Coordinator(ledger, strategies, forecast, drafts, validate_each=validate_each)
 
 
 def _window(strategies: Strategies, groups_per_step: int) -> int:

@@ -26,13 +26,14 @@ MOVED = {
     "staleness.alpha": "staleness.admission.alpha",
     "staleness.excess": "staleness.admission.excess",
     "rollout.mu": "rollout.routing.mu",
-    "rollout.pace_slack": "rollout.routing.pace_slack",
     "rollout.load_threshold": "rollout.synchronization.load_threshold",
     "rollout.migration_gain": "rollout.migration.gain",
     "training.loss.aggregation": "training.aggregation",
     "training.loss.entropy_bonus": "training.entropy_bonus",
 }
 """Keys that were in the table that selects an entry, and where they are now."""
+REMOVED = ("rollout.pace_slack",)
+"""Keys of settings that are no more."""
 CHOICES: tuple[tuple[str, Registry[Any]], ...] = (
     ("batch.filtering", FILTERING),
     ("batch.stragglers", STRAGGLERS),
@@ -46,7 +47,6 @@ CHOICES: tuple[tuple[str, Registry[Any]], ...] = (
 )
 """Keys that select an entry of a registry."""
 BEFORE_WINDOWS = {
-    "rollout.routing": {"deadline": "deadline@1"},
     "batch.stragglers": {"truncate": "truncate@1", "retry": "retry@1"},
 }
 """Rules that decide otherwise now, and what they are called as they were in jobs that know no staleness.window_share:
@@ -75,6 +75,9 @@ def convert_job(tree: Mapping[str, Any]) -> dict[str, Any]:
         table, _, field = key.rpartition(".")
         name = _table(job, table).get(field, {})
         _table(job, table)[field] = {"name": name} if isinstance(name, str) else name
+    for key in REMOVED:
+        table, _, field = key.rpartition(".")
+        _table(job, table).pop(field, None)
     for old, new in MOVED.items():
         table, _, name = old.rpartition(".")
         if name in (values := _table(job, table)):
@@ -92,8 +95,6 @@ def _keep_own_knobs(entry: dict[str, Any], registry: Registry[Any], options: Map
         kept = {knob: entry[knob] for knob in keys_of(registry.find(name)) if knob in entry}
     else:
         kept = dict(entry.get("options", {}) if options is None else options)
-        if entry.get("pace_slack"):
-            kept["pace_slack"] = entry["pace_slack"]
     entry.clear()
     entry.update({"name": name} | kept if name else kept)
 

@@ -59,7 +59,6 @@ from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.inspection import CoordinatorView
 from staleflow.pipeline.coordination.moves import Move, Moves
-from staleflow.pipeline.coordination.pacing import Pacing
 from staleflow.pipeline.coordination.phases import Phase, Transition
 from staleflow.pipeline.coordination.pulls import Pulls
 from staleflow.pipeline.coordination.route_planner import Placement
@@ -79,26 +78,24 @@ class Coordinator(CoordinatorView):
         ledger: StalenessLedger,
         strategies: Strategies,
         forecast: LengthForecast,
-        pacing: Pacing,
         drafts: DraftLengths,
         *,
         validate_each: bool = False,
     ) -> None:
         super().__init__(CoordinatorState(ledger, side_by_side=strategies.adapters), forecast, History())
-        self._pacing = pacing
         self._drafts = drafts
         self._strategies = strategies
         self._validate_each = validate_each
         self._stopped = False
         self._num_events = 0
         self._placement = Placement(
-            self._state, strategies.admission, strategies.routing, strategies.affinity, forecast, pacing
+            self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
         )
         self._hosts = EvaluationHosts(
             self._state, self._placement, strategies.evaluation_share, fill=strategies.evaluation_fill
         )
         self._pulls = Pulls(self._state, strategies.synchronization, self._placement)
-        self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, self._placement, pacing)
+        self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs)
         self._commands: list[Command] = []
 
     def handle(self, event: Event, now: float) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
@@ -185,7 +182,6 @@ class Coordinator(CoordinatorView):
         if self._state.fleet.get(event.instance) is not None:  # it restarted before its end was noticed
             self._lose_instance(event.instance, "it joined anew")
         self._state.join(event.instance, event.version, event.kv_capacity, event.max_running)
-        self._replan()
 
     def _on_instance_leaving(self, event: InstanceLeaving) -> None:
         """Interrupt what runs on an instance: it goes on elsewhere from the tokens it has."""
@@ -197,17 +193,14 @@ class Coordinator(CoordinatorView):
             self._commands.append(
                 Interrupt(trajectory=live.id, epoch=live.epoch, instance=event.instance, cause=self._history.cause)
             )
-        self._replan()
 
     def _on_instance_reported(self, event: InstanceReported) -> None:
         instance = self._state.fleet.get(event.instance)
         if instance is None:
             return
-        running = self._state.hear_progress(instance, event.progress, event.safe)
+        self._state.hear_progress(instance, event.progress, event.safe)
         if event.steps is not None:
             self._drafts.hear(event.instance, instance.draft_length, event.steps)
-        if self._strategies.routing.knows_urgency:
-            self._state.set_pace(instance, self._placement.most_urgent_s(running, self._state.now))
 
     def _on_sampled(self, event: TrajectorySampled) -> None:
         live = self._state.running(event.trajectory, event.epoch)
@@ -264,8 +257,7 @@ class Coordinator(CoordinatorView):
             if not live.evaluated:  # of the others, sampling has told
                 if not live.cut_off:
                     self.forecast.finished(live.group, live.tokens, live.forecast)
-                acting_s = live.acting_s + self._state.now - live.since
-                self.forecast.episodes.ended(live.tokens, live.given_tokens, acting_s)
+                self.forecast.episodes.ended(live.tokens, live.given_tokens)
             self._forget(live.id, self._state.leave_home(live))
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
@@ -291,9 +283,7 @@ class Coordinator(CoordinatorView):
 
     def _on_version_published(self, event: VersionPublished) -> None:
         self._state.publish(event.version)
-        self._pacing.step_finished(self._state.now)
         self._drafts.step_finished()
-        self._replan()
 
     def _on_stop_requested(self) -> None:
         self._stopped = True
@@ -307,7 +297,7 @@ class Coordinator(CoordinatorView):
         if not self._stopped:
             for move in self._moves.rescues():
                 self._move(move)
-            for move in self._moves.migrations(self._state.now):
+            for move in self._moves.migrations():
                 self._move(move)
 
     # -- what to do ----------------------------------------------------------------------------------------------
@@ -330,7 +320,6 @@ class Coordinator(CoordinatorView):
         if self._state.training or not self.ledger.ready():
             return
         batch = self._state.consume()
-        self._pacing.step_started(batch.step, self._state.now)
         for member in batch.members:
             self._history.note(member, f"consumed by step {batch.step}")
         for group in batch.groups:
@@ -340,7 +329,7 @@ class Coordinator(CoordinatorView):
         self._retire(batch.surplus)
 
     def _synchronize(self, loads: Iterable[Instance]) -> None:
-        for instance in self._pulls.due(loads, self._state.now):
+        for instance in self._pulls.due(loads):
             self._pull(instance)
 
     def _pull(self, instance: Instance) -> None:
@@ -367,7 +356,7 @@ class Coordinator(CoordinatorView):
         """Serve the queue level by level, oldest promises first. A level stops at its first trajectory that finds no
         instance: most of those behind it, of the same version, would find none either. A shorter one might, and so
         might one of a later level, which is asked all the same: memory that is free is used."""
-        queue, now = self._state.queue, self._state.now
+        queue = self._state.queue
         blocked: set[int] = set()
         # Sending the first member of a fresh group opens a level for its siblings: always continue with the lowest.
         while True:
@@ -375,7 +364,7 @@ class Coordinator(CoordinatorView):
             if level is None:
                 return
             live = queue.head(level)
-            place = self._hosts.place(live) if live.evaluated else self._placement.place(live, now)
+            place = self._hosts.place(live) if live.evaluated else self._placement.place(live)
             if isinstance(place, str):
                 self._history.refused(live.id, place, again=not self._state.refuse(live, place))
                 blocked.add(level)
@@ -389,12 +378,11 @@ class Coordinator(CoordinatorView):
             self._commands.append(Speculate(instance=instance.instance, length=length, cause=self._history.cause))
 
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
-        pace_s = self._placement.pace_s(live, self._state.now)
         fresh = live.v_traj < 0 and not live.evaluated
         forecast = self.forecast.expected_remaining(live.group, 0) if fresh else live.forecast
         # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
         self._state.leave_home(live)
-        self._state.send(live, instance, pace_s=pace_s, forecast=forecast)
+        self._state.send(live, instance, forecast=forecast)
         self._history.note(live.id, f"routed to {instance.instance} at version {instance.version}")
         self._commands.append(
             Route(
@@ -434,7 +422,6 @@ class Coordinator(CoordinatorView):
                     self._retry(live, Transition.INSTANCE_LOST, f"{name} was lost: {why}")
             self._state.lose(instance)
             self._drafts.lost(name)
-        self._replan()
 
     def _retry(self, live: LiveTrajectory, transition: Transition, what: str) -> None:
         """Queue a trajectory once more, or give it up after too many attempts."""
@@ -491,10 +478,3 @@ class Coordinator(CoordinatorView):
     def _forget(self, trajectory: TrajectoryId, kept_on: InstanceId | None) -> None:
         if kept_on is not None:
             self._commands.append(Forget(trajectory=trajectory, instance=kept_on, cause=self._history.cause))
-
-    def _replan(self) -> None:
-        """Plan the pace anew: the fleet or the seconds of a step have changed."""
-        caps = [i.max_running for i in self._state.fleet]
-        if caps:
-            kv_capacity = max(i.kv_capacity for i in self._state.fleet)
-            self._pacing.replan(len(caps), max(caps), kv_capacity, self._state.measured)

@@ -7,7 +7,6 @@ written here only, together, by the verbs of `MutableFleet`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -38,8 +37,6 @@ class Instance:
     trajectories: dict[TrajectoryId, None] = field(default_factory=dict)
     num_evaluated: int = 0
     """Of these, the ones that belong to an evaluation."""
-    pace_s: float = math.inf
-    """Seconds a token may take for its most urgent trajectory to be in time; infinite if none is urgent."""
     draft_length: int = 0
     """Tokens that it was told to draft at most for a decode step of a request."""
 
@@ -57,7 +54,7 @@ class Fleet:
         self.side_by_side = side_by_side
         self._by_id: dict[InstanceId, Instance] = {}
         self._rows: list[Instance] = []
-        self._numbers = np.zeros((7, 8))
+        self._numbers = np.zeros((6, 8))
         self._versions: list[PolicyVersion] | None = None
 
     def __len__(self) -> int:
@@ -86,16 +83,12 @@ class Fleet:
         return self._numbers[1, : len(self._rows)]
 
     @property
-    def pace_s(self) -> npt.NDArray[np.float64]:
+    def version(self) -> npt.NDArray[np.float64]:
         return self._numbers[2, : len(self._rows)]
 
     @property
-    def version(self) -> npt.NDArray[np.float64]:
-        return self._numbers[3, : len(self._rows)]
-
-    @property
     def draft_lengths(self) -> npt.NDArray[np.float64]:
-        return self._numbers[6, : len(self._rows)]
+        return self._numbers[5, : len(self._rows)]
 
     def versions(self) -> list[PolicyVersion]:
         """The versions in service, oldest first."""
@@ -107,7 +100,7 @@ class Fleet:
         """Which instances serve at least this version and have room for a trajectory of this size, also once those they
         run have grown to what is typical (else some would be preempted). An empty instance has room for anything."""
         count = len(self._rows)
-        running, held, _, version, capacity, cap, _ = self._numbers[:, :count]
+        running, held, version, capacity, cap, _ = self._numbers[:, :count]
         needed = np.maximum(held + kv_tokens, (running + 1) * typical_kv_tokens)
         fits: BoolArray = (version >= least_version) & (running < cap) & ((needed <= capacity) | (running == 0))
         return fits
@@ -117,7 +110,7 @@ class Fleet:
         count = len(self._rows)
         if not count:
             return "no instance"
-        running, _, _, version, _, cap, _ = self._numbers[:, :count]
+        running, _, version, _, cap, _ = self._numbers[:, :count]
         recent = version >= least_version
         if not recent.any():
             return "version too old"
@@ -133,8 +126,7 @@ class Fleet:
             if one.row != row:
                 raise ProtocolViolation(f"{one.instance} is in row {row}, not {one.row}")
             own = (
-                one.num_running, one.kv_tokens, one.pace_s, one.version, one.kv_capacity, one.max_running,
-                one.draft_length,
+                one.num_running, one.kv_tokens, one.version, one.kv_capacity, one.max_running, one.draft_length,
             )  # fmt: skip
             if own != tuple(self._numbers[:, row]):
                 raise ProtocolViolation(f"{one.instance} has {own}, the arrays say {tuple(self._numbers[:, row])}")
@@ -164,14 +156,14 @@ class MutableFleet(Fleet):
         self._rows.append(one)
         self._by_id[instance] = one
         self._versions = None
-        self._numbers[4:, one.row] = kv_capacity, max_running, 0
+        self._numbers[3:, one.row] = kv_capacity, max_running, 0
         self._update(one)
         return one
 
     def empty(self, instance: Instance) -> None:
         """Give an instance nothing more: it may run no trajectory from now on."""
         instance.max_running = 0
-        self._numbers[5, instance.row] = 0
+        self._numbers[4, instance.row] = 0
 
     def lose(self, instance: Instance) -> None:
         """Remove an instance that runs nothing any more; the last row moves into its place."""
@@ -185,12 +177,11 @@ class MutableFleet(Fleet):
             last.row = instance.row
             self._rows[instance.row] = last
 
-    def add(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int, pace_s: float) -> None:
-        """Let an instance run one more trajectory, which is in time at `pace_s` seconds a token."""
+    def add(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
+        """Let an instance run one more trajectory."""
         instance.trajectories[trajectory] = None
         instance.num_evaluated += is_evaluated(trajectory)
         instance.kv_tokens += kv_tokens
-        instance.pace_s = min(instance.pace_s, pace_s)
         self._update(instance)
 
     def remove(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
@@ -198,8 +189,6 @@ class MutableFleet(Fleet):
         del instance.trajectories[trajectory]
         instance.num_evaluated -= is_evaluated(trajectory)
         instance.kv_tokens -= kv_tokens
-        if not instance.trajectories:
-            instance.pace_s = math.inf
         self._update(instance)
 
     def grow(self, instance: Instance, kv_tokens: int) -> None:
@@ -207,14 +196,9 @@ class MutableFleet(Fleet):
         instance.kv_tokens += kv_tokens
         self._update(instance)
 
-    def set_pace(self, instance: Instance, pace_s: float) -> None:
-        """Set what its most urgent trajectory needs."""
-        instance.pace_s = pace_s
-        self._update(instance)
-
     def set_draft_length(self, instance: Instance, length: int) -> None:
         """Set how many tokens it drafts at most."""
-        instance.draft_length = self._numbers[6, instance.row] = length
+        instance.draft_length = self._numbers[5, instance.row] = length
 
     def start_pull(self, instance: Instance, version: PolicyVersion) -> None:
         """Count an instance as serving `version`, which it is about to load."""
@@ -242,5 +226,4 @@ class MutableFleet(Fleet):
         numbers, row = self._numbers, instance.row
         numbers[0, row] = len(instance.trajectories)  # one by one: a slice would cost three times as much
         numbers[1, row] = instance.kv_tokens
-        numbers[2, row] = instance.pace_s
-        numbers[3, row] = instance.version
+        numbers[2, row] = instance.version

@@ -45,14 +45,11 @@ class _Siblings:
 
 
 class LengthForecast:
-    """Forecasts response lengths. max_tokens: a response's limit. rare: the share of trajectories that may outlast
-    `longest_remaining`."""
+    """Forecasts response lengths. max_tokens: a response's limit."""
 
-    def __init__(self, max_tokens: int, rare: float) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self.episodes = EpisodeForecast()
         self._max_tokens = max_tokens
-        self._rare = rare
-        self.num_finished = 0
         self._latest: deque[int] = deque()
         self._sorted: list[int] = []
         # Of the sorted window at the last refresh, and the sums of its tails: tails[i] = sum(lengths[i:]).
@@ -71,7 +68,6 @@ class LengthForecast:
 
     def finished(self, group: GroupId, length: int, forecast: float) -> None:
         """A trajectory of `group` ended by itself; `forecast` is what was expected of it when it was first routed."""
-        self.num_finished += 1
         self._latest.append(length)
         insort(self._sorted, length)
         if len(self._latest) > WINDOW:
@@ -108,30 +104,6 @@ class LengthForecast:
         if not left:
             return most / 2
         return min(float(most), max(1.0, self._tails[at] / left * scale - tokens))
-
-    def longest_remaining(self, group: GroupId, tokens: int) -> float:
-        """Further tokens that trajectories with `tokens` so far exceed only in a share `rare` of all cases; all allowed
-        ones unless `knows`."""
-        most = max(1, self._max_tokens - tokens)
-        if not self.knows:
-            return float(most)
-        scale = self._scale(group)
-        at = bisect_right(self._lengths, tokens / scale)
-        last = len(self._lengths) - 1 - int(self._rare * len(self._lengths))
-        if at > last:  # among the rarest already: the longest seen, or the limit
-            longest = self._lengths[-1] * scale
-            return min(float(most), max(1.0, longest - tokens)) if longest > tokens else float(most)
-        return min(float(most), max(1.0, self._lengths[last] * scale - tokens))
-
-    def drawn(self, share: float) -> int:
-        """The length that this share of the latest finished trajectories, in [0, 1), does not exceed. Only if it
-        `knows`."""
-        return self._lengths[int(share * len(self._lengths))]
-
-    @property
-    def mean(self) -> float:
-        """Mean length of the latest finished trajectories, tokens; half of the limit unless `knows`."""
-        return self._tails[0] / len(self._lengths) if self.knows else self._max_tokens / 2
 
     @property
     def mean_position(self) -> float:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.pacing import Pacing
 from staleflow.pipeline.coordination.phases import Phase
-from staleflow.pipeline.coordination.route_planner import Placement
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.filtering import Stragglers, Straggling
 from staleflow.pipeline.strategies.migration import Load, Migration, Movable
+from staleflow.tasks.emulation.cost_model import StepCosts
 
 MOVES_A_TICK = 0.125
 """Share of the instances that may give trajectories away in one tick: moves change the loads the next ones go by."""
@@ -38,19 +37,17 @@ class Moves:
         migration: Migration,
         stragglers: Stragglers,
         forecast: LengthForecast,
-        placement: Placement,
-        pacing: Pacing,
+        costs: StepCosts,
     ) -> None:
         self._state = state
         self._migration = migration
         self._stragglers = stragglers
         self._forecast = forecast
-        self._placement = placement
-        self._pacing = pacing
+        self._costs = costs
 
-    def migrations(self, now: float) -> list[Move]:
+    def migrations(self) -> list[Move]:
         """Let the slowest instances give single trajectories to the fastest ones, where that pays."""
-        fleet, rule = self._state.fleet, self._migration
+        fleet, rule, ledger = self._state.fleet, self._migration, self._state.ledger
         if len(fleet) < 2 or not rule.active:
             return []
         order = self._by_speed()
@@ -71,7 +68,7 @@ class Moves:
                     remaining=self._forecast.episodes.sampled(
                         self._forecast.expected_remaining(live.group, live.tokens)
                     ),
-                    pace_s=self._placement.pace_s(live, now),
+                    due=ledger.deadline(ledger.entries[live.group].version),
                 )
                 for live in movable
             ]
@@ -135,5 +132,5 @@ class Moves:
     def _by_speed(self) -> list[Instance]:
         """Instances by the seconds of their decode step, fastest first."""
         fleet = self._state.fleet
-        rows = self._pacing.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
+        rows = self._costs.steps_s(fleet.running, fleet.kv_tokens).argsort(kind="stable")
         return [fleet[int(row)] for row in rows]

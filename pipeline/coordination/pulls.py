@@ -19,7 +19,7 @@ class Pulls:
         self._rule = rule
         self._placement = placement
 
-    def due(self, looked_at: Iterable[Instance], now: float) -> Iterator[Instance]:
+    def due(self, looked_at: Iterable[Instance]) -> Iterator[Instance]:
         """Those of `looked_at` that should pull. Work that one gets after its pull is not counted for the next."""
         published, rule, placement = self._state.ledger.version, self._rule, self._placement
         held = self._state.evaluation.hosts if self._state.evaluation is not None else ()
@@ -29,7 +29,7 @@ class Pulls:
         if rule.weighs:  # the cheapest to interrupt come first, and get the work that is there
             lagging.sort(key=lambda i: i.kv_tokens)
         demand = placement.demand(published)
-        sample = placement.fresh_work(now)
+        sample = placement.fresh_work()
         measured = self._state.measured
         # Beside those it serves, an instance loads a version while it goes on decoding.
         pull_s = 0.0 if self._state.fleet.side_by_side else measured.pull_s.value

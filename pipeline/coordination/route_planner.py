@@ -3,12 +3,8 @@ which instances have room, the routing rule which of these takes it. Pure: propo
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 from staleflow.pipeline.coordination.fleet import BoolArray, Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.pacing import Pacing
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.admission import Admission
@@ -16,7 +12,7 @@ from staleflow.pipeline.strategies.affinity import Affinity
 from staleflow.pipeline.strategies.migration import Load
 from staleflow.pipeline.strategies.routing import Candidate, Routing
 from staleflow.stores.staleness.ledger_entries import EntryState
-from staleflow.stores.trajectory import GroupId, PolicyVersion
+from staleflow.stores.trajectory import PolicyVersion
 
 
 class Placement:
@@ -29,7 +25,6 @@ class Placement:
         routing: Routing,
         affinity: Affinity | None,
         forecast: LengthForecast,
-        pacing: Pacing,
     ) -> None:
         """affinity: None where no trajectory has a second turn, or cached contexts are of no account."""
         self._state = state
@@ -37,9 +32,8 @@ class Placement:
         self._routing = routing
         self._affinity = affinity
         self._forecast = forecast
-        self._pacing = pacing
 
-    def place(self, live: LiveTrajectory, now: float) -> Instance | str:
+    def place(self, live: LiveTrajectory) -> Instance | str:
         """The instance that takes a trajectory, or why it has to wait."""
         fleet, routing = self._state.fleet, self._routing
         least_version = self._least_version(live)
@@ -52,59 +46,23 @@ class Placement:
             return target
         if not fitting.any():
             return fleet.refusal(live.kv_tokens, least_version)
-        row = routing.choose(self.work(live, now), fleet, fitting)
+        row = routing.choose(self.work(live), fleet, fitting)
         if row is not None and not (0 <= row < len(fleet) and fitting[row]):
             return "routing named an instance that does not fit"
         home = self._home(live, fitting)
         if home is not None and (row is None or self._stays(live, home, fleet[row])):
             return home
         if row is None:
-            return "pace too slow" if routing.knows_urgency else "gain too small"
+            return "gain too small"
         return fleet[row]
 
-    def work(self, live: LiveTrajectory, now: float) -> Candidate:
+    def work(self, live: LiveTrajectory) -> Candidate:
         """A trajectory, as routing may know it."""
-        return Candidate(
-            kv_tokens=live.kv_tokens,
-            pace_s=self.pace_s(live, now),
-            planned_s=self._pacing.plan.step_s,
-            continued=live.tokens > 0,
-        )
+        return Candidate(kv_tokens=live.kv_tokens, continued=live.tokens > 0)
 
-    def fresh_work(self, now: float) -> Candidate:
+    def fresh_work(self) -> Candidate:
         """A trajectory as it will be drawn next, halfway through its response."""
-        pace_s = math.inf
-        if self._routing.knows_urgency:
-            due = self._state.ledger.deadline(self._state.ledger.version)
-            pace_s = self._pacing.pace_s(due, GroupId(-1), 0, now)
-        kv_tokens = int(self._state.measured.prompt_tokens.value + self._forecast.mean_position)
-        return Candidate(kv_tokens=kv_tokens, pace_s=pace_s, planned_s=self._pacing.plan.step_s)
-
-    def pace_s(self, live: LiveTrajectory, now: float) -> float:
-        """Seconds a token of a trajectory may take for it to be in time; infinite if routing does not ask."""
-        if not self._routing.knows_urgency or live.evaluated:
-            return math.inf
-        ledger = self._state.ledger
-        version = ledger.entries[live.group].version
-        due = ledger.deadline(version if version >= 0 else ledger.version)
-        return self._pacing.pace_s(due, live.group, live.tokens, now)
-
-    def most_urgent_s(self, running: Iterable[LiveTrajectory], now: float) -> float:
-        """Seconds a token may take for all of `running` to be in time; infinite if there are none."""
-        ledger = self._state.ledger
-        entries = ledger.entries
-        least_tokens: dict[PolicyVersion, int] = {}  # of one version, the one with most before it is the most urgent
-        for live in running:
-            if live.evaluated:
-                continue
-            version = entries[live.group].version
-            if live.tokens < least_tokens.get(version, math.inf):
-                least_tokens[version] = live.tokens
-        paces_s = [
-            self._pacing.pace_s(ledger.deadline(version), GroupId(-1), tokens, now)
-            for version, tokens in least_tokens.items()
-        ]
-        return min(paces_s, default=math.inf)
+        return Candidate(kv_tokens=int(self._state.measured.prompt_tokens.value + self._forecast.mean_position))
 
     def demand(self, version: PolicyVersion) -> int:
         """Trajectories that an instance serving `version` could be given, from the queue or freshly drawn."""

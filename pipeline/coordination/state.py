@@ -252,9 +252,8 @@ class CoordinatorState(PendingChanges):
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
-    def send(self, live: LiveTrajectory, instance: Instance, *, pace_s: float, forecast: float) -> None:
-        """Route a queued trajectory, under a promise. pace_s: seconds a token may take. forecast: tokens expected of
-        it; kept the first time only."""
+    def send(self, live: LiveTrajectory, instance: Instance, *, forecast: float) -> None:
+        """Route a queued trajectory, under a promise. forecast: tokens expected of it; kept the first time only."""
         phase = next_phase(live.phase, Transition.ROUTED)
         promised = self.level(live.group)
         if live.evaluated:
@@ -268,7 +267,7 @@ class CoordinatorState(PendingChanges):
         live.epoch += 1
         live.instance, live.refused = instance.instance, ""
         live.phase, live.since = phase, self._now
-        self._fleet.add(instance, live.id, live.kv_tokens, pace_s)
+        self._fleet.add(instance, live.id, live.kv_tokens)
         if self.level(live.group) != promised:
             self._change_level(live.group)
 
@@ -327,7 +326,6 @@ class CoordinatorState(PendingChanges):
         """Queue a trajectory for its next turn, with the `tokens` it has now."""
         phase = next_phase(live.phase, Transition.ANSWERED)
         live.given_tokens += tokens - live.tokens
-        live.acting_s += self._now - live.since
         live.phase, live.since = phase, self._now
         live.tokens = live.safe_tokens = tokens
         self._enqueue(live)
@@ -338,7 +336,6 @@ class CoordinatorState(PendingChanges):
         failed for it."""
         live.phase, live.since = next_phase(live.phase, Transition.RESTARTED), self._now
         live.tokens = live.safe_tokens = live.turns = live.given_tokens = 0
-        live.acting_s = 0.0
         live.attempts += 1
         self._enqueue(live)
         self._routing_changed = True
@@ -398,11 +395,9 @@ class CoordinatorState(PendingChanges):
         instance: Instance,
         progress: Iterable[tuple[TrajectoryId, int]],
         safe: Iterable[tuple[TrajectoryId, int]] = (),
-    ) -> list[LiveTrajectory]:
-        """Take in the (trajectory, tokens) of a report, and of those tokens what is safe; returns those that do run
-        there. A report may be older than a later routing: only progress of what still runs here counts, and only
-        upwards."""
-        running: list[LiveTrajectory] = []
+    ) -> None:
+        """Take in the (trajectory, tokens) of a report, and of those tokens what is safe. A report may be older than a
+        later routing: only progress of what still runs here counts, and only upwards."""
         grown = 0
         for member, tokens in progress:
             if member in instance.trajectories:
@@ -410,7 +405,6 @@ class CoordinatorState(PendingChanges):
                 if tokens > live.tokens:
                     grown += tokens - live.tokens
                     live.tokens = tokens
-                running.append(live)
         for member, tokens in safe:
             if member in instance.trajectories:
                 live = self._live[member]
@@ -418,12 +412,6 @@ class CoordinatorState(PendingChanges):
                 live.tokens = max(tokens, live.tokens)
                 live.safe_tokens = max(tokens, live.safe_tokens)
         self._fleet.grow(instance, grown)
-        return running
-
-    def set_pace(self, instance: Instance, pace_s: float) -> None:
-        """Set the seconds a token may take for an instance's most urgent trajectory to be in time."""
-        self._fleet.set_pace(instance, pace_s)
-        self._routing_changed = True
 
     def set_draft_length(self, instance: Instance, length: int) -> None:
         self._fleet.set_draft_length(instance, length)

@@ -10,6 +10,7 @@ from staleflow.pipeline.strategies.filtering import Filtering, Stragglers
 from staleflow.pipeline.strategies.migration import Migration
 from staleflow.pipeline.strategies.routing import Routing
 from staleflow.pipeline.strategies.synchronization import Synchronization
+from staleflow.tasks.emulation.cost_model import StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class Strategies:
     synchronization: Synchronization
     filtering: Filtering
     migration: Migration
+    costs: StepCosts
+    """Of decode steps."""
     stragglers: Stragglers = Stragglers()
     max_attempts: int = 3
     """Failures a trajectory survives: of an engine or of its environment, or lost instances."""

@@ -35,8 +35,6 @@ class LiveTrajectory:
     """Turns that its environment was asked to answer, since its episode began."""
     given_tokens: int = 0
     """Of its tokens, those that its environment gave."""
-    acting_s: float = 0.0
-    """Seconds that its environment took for the turns before."""
     home: InstanceId | None = None
     """Where its latest turn was sampled, until the next one is: what it has so far may be cached there."""
     home_version: PolicyVersion = PolicyVersion(-1)
@@ -89,7 +87,6 @@ def found_in_flight(found: GroupInFlight, sampled: Phase, now: float) -> list[Li
             safe_tokens=member.tokens,
             reward=member.reward,
             given_tokens=member.given_tokens,
-            acting_s=member.acting_s,
             since=now,
         )
         for member in found.members

@@ -14,12 +14,13 @@ from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A running trajectory that could move. remaining: tokens it is expected still to sample. pace_s: seconds per token
-    it can afford."""
+    """A running trajectory that could move."""
 
     kv_tokens: int
     remaining: float
-    pace_s: float
+    """Tokens it is expected still to sample."""
+    due: int
+    """The last training step that its bound allows it to be consumed by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,8 @@ class LargestGain(Migration):
 
     def moves(self, source: Load, target: Load, movable: Sequence[Movable], limit: int) -> list[int]:
         here, there = source, target
-        # Urgent work gains most from a light instance; among equals, small contexts are cheaper to move.
-        order = sorted(range(len(movable)), key=lambda i: (movable[i].pace_s, movable[i].kv_tokens))
+        # What its step waits for soonest comes first, and of that what is cheapest to move.
+        order = sorted(range(len(movable)), key=lambda i: (movable[i].due, movable[i].kv_tokens))
         moved: list[int] = []
         for i in order:
             if len(moved) == limit:

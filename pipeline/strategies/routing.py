@@ -5,7 +5,6 @@ Declined work stays in the queue and can still go to any instance and to a newer
 
 from __future__ import annotations
 
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -28,42 +27,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a rule sees of a trajectory. kv_tokens: tokens of KV cache it needs at once. pace_s: seconds per token it
-    can afford to be in time for its step; infinite if unknown."""
+    """What a rule sees of a trajectory."""
 
     kv_tokens: int
-    pace_s: float = math.inf
-    planned_s: float = 0.0
-    """Planned seconds per decode step; no instance needs to be faster."""
+    """Tokens of KV cache it needs at once."""
     continued: bool = False
     """Whether it has a reserved place already, and perhaps tokens."""
 
 
 class Loads(Protocol):
-    """What a rule sees of the instances, arrays of shape [instances]. pace_s: least of their running trajectories'."""
+    """What a rule sees of the instances, arrays of shape [instances]: running trajectories and KV tokens of these."""
 
     @property
     def running(self) -> Numbers: ...
     @property
     def kv_tokens(self) -> Numbers: ...
-    @property
-    def pace_s(self) -> Numbers: ...
 
 
 class Routing(RegistryEntry, ABC):
     """A routing rule. It reads the speculative state and never modifies it."""
 
     __slots__ = ()
-
-    @property
-    @abstractmethod
-    def knows_urgency(self) -> bool:
-        """Whether the rule reads pace_s; otherwise it is not computed."""
-
-    @property
-    def pace_slack(self) -> float:
-        """Factor on the planned seconds of a decode step; 0: found by playing the run out."""
-        return 0.0
 
     @property
     def weighs_seconds(self) -> bool:
@@ -85,7 +69,6 @@ class ReadOnlyLoads:
 
     running: Numbers
     kv_tokens: Numbers
-    pace_s: Numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +76,8 @@ class OwnRouting(UserCode, Routing):
     """A rule from a user's file: it receives read-only arrays, and its errors carry its name. As with every rule, the
     coordinator checks that the chosen instance fits."""
 
-    @property
-    def knows_urgency(self) -> bool:
-        return self._guarded("knows_urgency", lambda: bool(self.code.knows_urgency))
-
-    @property
-    def pace_slack(self) -> float:
-        return self._guarded("pace_slack", lambda: float(getattr(self.code, "pace_slack", 0.0)))
-
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
-        read_only = ReadOnlyLoads(_read_only(loads.running), _read_only(loads.kv_tokens), _read_only(loads.pace_s))
+        read_only = ReadOnlyLoads(_read_only(loads.running), _read_only(loads.kv_tokens))
         row = self._guarded("choose", lambda: self.code.choose(work, read_only, _read_only(fitting)))
         try:
             return None if row is None else operator.index(row)
@@ -141,8 +116,6 @@ class Random(Routing):
 
     rng: np.random.Generator = parameter()
 
-    knows_urgency = False
-
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         return int(self.rng.choice(np.flatnonzero(fitting)))
 
@@ -156,8 +129,6 @@ class RoundRobin(Routing):
     """Each instance in turn."""
 
     _last: int = field(default=-1, init=False, compare=False)
-
-    knows_urgency = False
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         rows = np.flatnonzero(fitting)
@@ -174,8 +145,6 @@ class RoundRobin(Routing):
 class LeastRequests(Routing):
     """The instance with the fewest running trajectories; ties go to the first."""
 
-    knows_urgency = False
-
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         return int(np.where(fitting, loads.running, np.inf).argmin())
 
@@ -191,8 +160,6 @@ class ThroughputOptimal(Routing):
 
     cost: StepCosts = parameter()
     mu: float = knob(0.1, "least throughput gain, as a share of an empty instance's gain", low=0, high=1)
-
-    knows_urgency = False
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         gains = np.where(fitting, self.cost.marginal_gains(loads.running, loads.kv_tokens, work.kv_tokens), -np.inf)
@@ -212,61 +179,17 @@ class ThroughputOptimal(Routing):
 class Deadline(Routing):
     """The instance whose decode step is shortest with the new work, counting what it runs and how long that has become:
     every reserved place has a step that will wait for it, so no instance may lag behind with its oldest trajectories.
-
-    New work waits while no instance stays within the planned limit of a decode step, or within what the most urgent of
-    its trajectories can afford if that is more. The plan has a limit only where that makes steps shorter
-    (pipeline/coordination/pacing.py). Work that has begun never waits.
     """
 
     cost: StepCosts = parameter()
-
-    knows_urgency = True
 
     @property
     def weighs_seconds(self) -> bool:
-        return False  # only compares instances, and follows what it plans only while steps take as long as planned
+        return False  # only compares instances
 
     def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
         after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + work.kv_tokens)
-        limit_s = np.maximum(np.minimum(loads.pace_s, work.pace_s), work.planned_s)
-        within = fitting & (after_s <= limit_s)
-        fastest = int(np.where(within if within.any() else fitting, after_s, np.inf).argmin())
-        return fastest if within[fastest] or work.continued or loads.running[fastest] == 0 else None
+        return int(np.where(fitting, after_s, np.inf).argmin())
 
     def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
-        return running == 0 or self.cost.step_s(running + 1, kv_tokens + work.kv_tokens) <= max(
-            work.pace_s, work.planned_s
-        )
-
-
-@ROUTING.register("deadline@1", listed=False)
-@dataclass(frozen=True, slots=True)
-class DeadlineByGain(Routing):
-    """The instance whose throughput gains most, among those that keep all deadlines with the new work. A decode step
-    may take no longer than an instance's most urgent trajectory can afford, or than planned if that is more.
-
-    New work waits if there is none. Work that has begun never waits: it goes to the fastest then.
-    """
-
-    cost: StepCosts = parameter()
-    pace_slack: float = knob(
-        0.0,
-        "factor on the planned seconds of a decode step; 0: found by playing the run out, as deadline does",
-        low=0,
-    )
-
-    knows_urgency = True
-
-    def choose(self, work: Candidate, loads: Loads, fitting: BoolArray) -> int | None:
-        after_s = self.cost.steps_s(loads.running + 1, loads.kv_tokens + work.kv_tokens)
-        in_time = fitting & (after_s <= np.maximum(np.minimum(loads.pace_s, work.pace_s), work.planned_s))
-        if in_time.any():
-            gains = self.cost.marginal_gains(loads.running, loads.kv_tokens, work.kv_tokens)
-            return int(np.where(in_time, gains, -np.inf).argmax())
-        fastest = int(np.where(fitting, after_s, np.inf).argmin())
-        return fastest if work.continued or loads.running[fastest] == 0 else None
-
-    def takes(self, work: Candidate, running: int, kv_tokens: float) -> bool:
-        return running == 0 or self.cost.step_s(running + 1, kv_tokens + work.kv_tokens) <= max(
-            work.pace_s, work.planned_s
-        )
+        return True

@@ -64,7 +64,7 @@ from staleflow.stores.trajectory import (
 class MemberInFlight:
     """A trajectory in flight, in numbers. version: the oldest one of its tokens, -1 if it has none. sampled: its
     present turn has ended by itself. reward: None if it has none, also for good. given_tokens: those of its tokens that
-    its environment gave, which took acting_s seconds for them."""
+    its environment gave."""
 
     trajectory: TrajectoryId
     version: PolicyVersion = PolicyVersion(-1)
@@ -73,7 +73,6 @@ class MemberInFlight:
     scored: bool = False
     reward: float | None = None
     given_tokens: int = 0
-    acting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +277,6 @@ class InFlight:
             scored=scored,
             reward=t.reward if scored and not t.error else None,
             given_tokens=sum(len(span.tokens) for span in given),
-            acting_s=sum(span.seconds for span in given),
         )
 
     # -- entries -------------------------------------------------------------------------------------------------

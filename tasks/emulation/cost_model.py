@@ -54,10 +54,6 @@ class StepCosts(Protocol):
 
     def marginal_gains(self, running: Numbers, kv_tokens: Numbers, added_kv_tokens: float) -> Numbers: ...
 
-    def decode_s(self, running: int, kv_tokens: float, num_steps: float) -> float: ...
-
-    def steps_within(self, running: int, kv_tokens: float, seconds: float) -> float: ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
@@ -189,12 +185,6 @@ class DraftedCosts:
         after = (running + 1) / self.steps_s(running + 1, kv_tokens + added_kv_tokens)
         gains: Numbers = after - running / self.steps_s(running, kv_tokens)
         return gains
-
-    def decode_s(self, running: int, kv_tokens: float, num_steps: float) -> float:
-        return self._of(running).decode_s(running, kv_tokens, num_steps)
-
-    def steps_within(self, running: int, kv_tokens: float, seconds: float) -> float:
-        return self._of(running).steps_within(running, kv_tokens, seconds)
 
     def _of(self, running: int) -> CostModel:
         """The model of an instance that runs so many."""

@@ -137,8 +137,6 @@ def test_an_interrupt_stops_the_run_in_order(tmp_path: Path) -> None:
 class LastInstance:
     """A routing rule of a notebook."""
 
-    knows_urgency = False
-
     def choose(self, work: Any, loads: Any, fitting: Any) -> int | None:
         rows = fitting.nonzero()[0]
         return int(rows[-1]) if len(rows) else None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.config.job_conversion import CHOICES, MOVED, convert_job, is_earlier_job
+from staleflow.pipeline.config.job_conversion import CHOICES, MOVED, REMOVED, convert_job, is_earlier_job
 from staleflow.pipeline.config.knob_tree import to_toml
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.strategies.routing import OwnRouting
@@ -126,19 +126,19 @@ def test_each_key_of_an_earlier_job_that_is_none_any_more_has_moved() -> None:
                 loading.from_tree({"model": tree["model"], table: {name: set_to}})
             except ConfigError:
                 refused.add(f"{table}.{name}")
-    assert {key for key in refused if key.count(".") == 1} - {"rollout.engine", "training.loss"} <= MOVED.keys()
+    assert {key for key in refused if key.count(".") == 1} - {"rollout.engine", "training.loss"} <= {*MOVED, *REMOVED}
 
 
 def test_knobs_of_user_code_move_into_its_table() -> None:
     tree = with_values(
         earlier(), **{
-            "rollout.routing": "mine.py:Rule", "rollout.routing_options": {"most": 3}, "rollout.pace_slack": 1.5,
+            "rollout.routing": "mine.py:Rule", "rollout.routing_options": {"most": 3},
             "training.loss.name": "mine.py:Loss", "training.loss.options": {"slope": 2.0},
             "training.advantage": "mine.py:best",
         }
     )  # fmt: skip
     config = loading.from_tree(convert_job(tree))
-    assert config.rollout.routing == OwnRouting(name="mine.py:Rule", knobs={"most": 3, "pace_slack": 1.5})
+    assert config.rollout.routing == OwnRouting(name="mine.py:Rule", knobs={"most": 3})
     assert config.training.loss == OwnLoss(name="mine.py:Loss", knobs={"slope": 2.0})
     assert config.training.advantage.name == "mine.py:best"
 
@@ -148,6 +148,6 @@ def test_jobs_that_know_no_windows_keep_the_rules_they_decided_by() -> None:
     assert loading.from_tree(convert_job(tree)).rollout.routing.name == "deadline"
     del tree["staleness"]["window_share"], tree["training"]["epochs"], tree["evaluation"]["fill"]
     config = loading.from_tree(convert_job(tree))
-    assert (config.rollout.routing.name, config.batch.stragglers.name) == ("deadline@1", "truncate@1")
+    assert config.batch.stragglers.name == "truncate@1"
     assert config.training.advantage.name == "reinforce_plus_plus_baseline"
     assert not config.evaluation.fill

@@ -36,7 +36,6 @@ class Fullest:
     cost: CostModel
     rng: np.random.Generator
     share: float = knob(0.5, "share", low=0, high=1)
-    knows_urgency = False
 
     def choose(self, work, loads, fitting):
         return int(np.where(fitting, loads.running, -1.0).argmax())
@@ -45,7 +44,6 @@ class Fullest:
         return True
 
 class Plain:
-    knows_urgency = False
     def choose(self, work, loads, fitting): return int(self.row)
     def takes(self, work, running, kv_tokens): return True
 
@@ -76,11 +74,6 @@ class Moody(Plain):
     row = 0
     def takes(self, work, running, kv_tokens): return np.zeros(2)
 
-class Shy(Plain):
-    row = 0
-    @property
-    def knows_urgency(self): raise OSError("ask later")
-
 class Idle(Plain):
     def choose(self, work, loads, fitting): return None
 
@@ -89,7 +82,6 @@ class Meddles(Plain):
         loads.running[:] = 0
 
 class Half:
-    knows_urgency = False
     def choose(self, work, loads, fitting): return None
 
 class Undecorated(Plain):
@@ -236,7 +228,6 @@ def test_an_instance_that_does_not_fit_is_refused_with_a_reason(mine: Path, name
         ("Raises", "choose raised ZeroDivisionError: integer division or modulo by zero"),
         ("Meddles", "choose raised ValueError: assignment destination is read-only"),
         ("Leaves", "choose raised SystemExit: 0"),
-        ("Shy", "knows_urgency raised OSError: ask later"),
     ],
 )
 def test_what_a_rule_does_wrong_names_the_rule(mine: Path, name: str, message: str) -> None:

@@ -44,7 +44,6 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.pacing import Pacing
 from staleflow.pipeline.coordination.strategy_set import Strategies
 from staleflow.pipeline.strategies.admission import ADMISSION
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
@@ -92,15 +91,15 @@ class Bench:
             synchronization=SYNCHRONIZATION.make(entry(SYNCHRONIZATION, synchronization), given),
             filtering=entry(FILTERING, filtering),
             migration=MIGRATION.make(entry(MIGRATION, migration), given),
+            costs=cost,
             stragglers=entry(STRAGGLERS, stragglers, share=straggler_share),
             max_attempts=max_attempts,
             environments=environments,
             adapters=adapters,
             evaluation_fill=fill,
         )
-        forecast = LengthForecast(100, rare=0.01)
-        pacing = Pacing(cost, forecast, eta=eta, groups=groups, group_size=size, slack=1.0, recomputes=True)
-        self.coordinator = Coordinator(ledger, strategies, forecast, pacing, DraftLengths(cost, 0), validate_each=True)
+        forecast = LengthForecast(100)
+        self.coordinator = Coordinator(ledger, strategies, forecast, DraftLengths(cost, 0), validate_each=True)
         self.now = 0.0
         self.epochs: dict[int, int] = {}
 
@@ -558,26 +557,15 @@ def test_the_last_of_a_stuck_step_is_cut_off_or_retried_once(action: str) -> Non
         assert not [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]  # once a version
 
 
-def test_new_work_waits_rather_than_slow_down_what_is_urgent() -> None:
-    """Deadline routing learns lengths, then declines; and a refusal stands in the story once."""
-    bench = Bench(eta=1, groups=40, routing="deadline")
-    bench.join(A, max_running=64)
-    bench.arrive(*range(80))
-    for t in range(40):
-        bench.sampled(t, tokens=90)
-        bench.scored(t)
-    bench.publish(1)
-    bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
-    bench.tell(InstanceReported(instance=A, progress=tuple((TrajectoryId(t), 1) for t in range(40, 80))))
-    bench.arrive(*range(80, 120))
-    assert bench.coordinator.snapshot().refusals.get("pace too slow", 0) > 0
-    waiting = [
-        t for t in range(80, 120) if any("waits: pace" in line for line in bench.coordinator.story(TrajectoryId(t)))
-    ]
-    assert waiting
-    bench.tell(Tick())
-    story = bench.coordinator.story(TrajectoryId(waiting[0]))
-    assert sum("waits" in line for line in story) == 1
+def test_a_refusal_stands_in_the_story_once_while_its_reason_is_the_same() -> None:
+    bench = Bench(eta=1, groups=4)
+    bench.join(A, max_running=2)
+    bench.arrive(*range(4))
+    for _ in range(3):
+        bench.tell(Tick())
+    assert bench.coordinator.snapshot().refusals["concurrency cap"] > 0
+    assert [line for line in bench.coordinator.story(TrajectoryId(2)) if "waits" in line][1:] == []
+    assert "waits: concurrency cap" in "".join(bench.coordinator.story(TrajectoryId(2)))
 
 
 def test_a_lagging_instance_pulls_when_it_pays_and_not_before() -> None:

@@ -24,7 +24,7 @@ def fleet_of(**running: int) -> MutableFleet:
     for name, count in running.items():
         one = fleet.join(InstanceId(name), PolicyVersion(0), 10_000, 64)
         for number in itertools.islice(numbers, count):
-            fleet.add(one, TrajectoryId(number), 1, 1.0)
+            fleet.add(one, TrajectoryId(number), 1)
     return fleet
 
 
@@ -185,15 +185,15 @@ def test_a_request_that_comes_and_goes_does_not_change_what_is_worth_about_as_mu
     for _ in range(3):
         told.append(drafts.due(fleet))
         fleet.set_draft_length(fleet[0], 1)
-        fleet.add(fleet[0], TrajectoryId(100), 1, 1.0)
+        fleet.add(fleet[0], TrajectoryId(100), 1)
         told.append(drafts.due(fleet))
         fleet.remove(fleet[0], TrajectoryId(100), 1)
     assert told == [[(0, 1)], [], [], [], [], []]
     fleet.set_draft_length(fleet[0], 0)
-    fleet.add(fleet[0], TrajectoryId(100), 1, 1.0)
+    fleet.add(fleet[0], TrajectoryId(100), 1)
     assert drafts.due(fleet) == []
     fleet.set_draft_length(fleet[0], 1)
-    fleet.add(fleet[0], TrajectoryId(101), 1, 1.0)
+    fleet.add(fleet[0], TrajectoryId(101), 1)
     assert drafts.due(fleet) == [(0, 0)]
 
 
@@ -203,7 +203,7 @@ def test_where_all_that_are_left_are_leaving_nothing_is_decided() -> None:
     drafts.replan(fleet)
     assert drafts.due(fleet) == []
     fleet.join(B, PolicyVersion(0), 10_000, 64)
-    fleet.add(fleet[1], TrajectoryId(100), 1, 1.0)
+    fleet.add(fleet[1], TrajectoryId(100), 1)
     drafts.replan(fleet)
     assert [row for row, _ in drafts.due(fleet)] == [0, 1]
 
@@ -223,8 +223,6 @@ def test_without_drafts_the_costs_are_the_models() -> None:
     cost = CostModel(k1=1e-3, k2=8.0, k3=1.0, k4=0.5, b=0.1, prefill=0.2)
     each = DraftedCosts(cost)
     assert each.prefill == cost.prefill
-    assert each.decode_s(3, 70, 10) == cost.decode_s(3, 70, 10)
-    assert each.steps_within(3, 70, 99.0) == cost.steps_within(3, 70, 99.0)
     assert each.marginal_gain(3, 70, 9) == pytest.approx(cost.marginal_gain(3, 70, 9))
     assert each.marginal_gain(0, 0, 9) == pytest.approx(cost.marginal_gain(0, 0, 9))
     running, held = _floats((0, 3, 9)), _floats((0, 70, 200))

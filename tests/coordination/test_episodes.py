@@ -84,10 +84,9 @@ def test_a_resumed_episode_teaches_what_a_whole_one_does() -> None:
     whole.join()
     whole.arrive(0)
     whole.sampled(0, 5)
-    whole.now += 8.0
     answered(whole, 0, 905)
     resumed.join()
-    begun = replace(member(0, 0, 905), given_tokens=900, acting_s=9.0)
+    begun = replace(member(0, 0, 905), given_tokens=900)
     resumed.tell(RunResumed(step=0, num_ended=(), groups=(in_flight(0, begun),)))
     resumed.epochs[0] = 2
     for bench in (whole, resumed):
@@ -95,13 +94,11 @@ def test_a_resumed_episode_teaches_what_a_whole_one_does() -> None:
         bench.tell(TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0))
     episodes = [bench.coordinator.forecast.episodes for bench in (whole, resumed)]
     assert [one.sampled(1000) for one in episodes] == pytest.approx([100, 100])
-    assert [one.acting_s(1000) for one in episodes] == pytest.approx([10.0, 10.0])
 
 
 @pytest.mark.parametrize("turn", [1, 2])
 def test_a_row_that_is_no_instance_is_refused_in_every_turn(turn: int) -> None:
     class Rule:
-        knows_urgency = False
         turns = 0
 
         def choose(self, *_: object) -> int:

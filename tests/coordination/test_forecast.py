@@ -14,7 +14,7 @@ from staleflow.stores.trajectory import GroupId
 def test_its_error_is_that_of_the_latest(pairs: list[tuple[float, int]], window: int) -> None:
     before, forecast.WINDOW = forecast.WINDOW, window
     try:
-        learned = LengthForecast(500, rare=0.01)
+        learned = LengthForecast(500)
         for expected, length in pairs:
             learned.finished(GroupId(0), length, expected)
     finally:

@@ -58,7 +58,6 @@ SHAPES = {
     "one_step": ("staleness.admission=one_step", "rollout.routing=random"),
     "credits": ("staleness.admission=credits", "staleness.admission.alpha=1.5", "rollout.routing=round_robin"),
     "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
-    "deadline_by_gain": ("rollout.routing=deadline@1", "rollout.routing.pace_slack=1.0"),
     "windowed_fifo": ("staleness.admission=windowed_fifo", "rollout.routing=random"),
     "pipeline_depth": ("staleness.admission=pipeline_depth", "staleness.admission.depth=1.5"),
     "over_provision": ("staleness.admission=over_provision", "batch.extra_members=1"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def live(state: CoordinatorState, trajectory: int) -> LiveTrajectory:
 
 
 def send(state: CoordinatorState, trajectory: int, row: int = 0) -> None:
-    state.send(live(state, trajectory), state.fleet[row], pace_s=0.5, forecast=30.0)
+    state.send(live(state, trajectory), state.fleet[row], forecast=30.0)
 
 
 # -- invariants --------------------------------------------------------------------------------------------------
@@ -123,7 +122,6 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "tokens not counted": (lambda s: setattr(live(s, 0), "tokens", 40), "KV tokens"),
     "counted too much": (count_wrong, "KV tokens"),
     "arrays out of date": (move_in_arrays, "the arrays say"),
-    "pace out of date": (lambda s: setattr(s.fleet[0], "pace_s", math.inf), "the arrays say"),
     "version out of date": (lambda s: setattr(s.fleet[0], "version", PolicyVersion(3)), "the arrays say"),
     "rows swapped": (swap_rows, "is in row"),
     "instance without an id": (lambda s: s._fleet._by_id.pop(B), "by id and by row differ"),
@@ -198,7 +196,6 @@ NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[st
     "fail": (lambda s: s.fail(live(s, 1), Transition.FAILED), (False, [A], False, True)),
     "score": (lambda s: s.score(live(s, 2), 0.5), (False, [], False, False)),
     "hear_progress": (lambda s: s.hear_progress(s.fleet[0], [(TrajectoryId(0), 50)]), (False, [], False, False)),
-    "set_pace": (lambda s: s.set_pace(s.fleet[0], 0.1), (False, [], False, True)),
     "finish_pull": (lambda s: s.finish_pull(s.fleet[1]), (False, [B], False, False)),
     "abort": (
         lambda s: s.abort(GroupId(2), AbortReason.ENGINE_FAILED, TrajectoryId(6)),
@@ -271,10 +268,10 @@ def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no
     state.interrupt(live(state, 0), 9)
     send(state, 0, row=1)
     state.hear_progress(state.fleet[1], [(TrajectoryId(0), 30)])
-    assert (state.fleet[1].kv_tokens, state.fleet[1].pace_s) == (40, 0.5)
+    assert state.fleet[1].kv_tokens == 40
     assert state.fail(live(state, 0), Transition.INSTANCE_LOST) == 1
     assert (live(state, 0).tokens, live(state, 0).safe_tokens) == (9, 9)
-    assert (state.fleet[1].kv_tokens, state.fleet[1].pace_s) == (0, math.inf)
+    assert state.fleet[1].kv_tokens == 0
     validate(state)
 
 
@@ -383,7 +380,7 @@ def test_nobody_outside_the_room_calls_the_ledgers_verbs() -> None:
         "self._state.ledger.publish(3)",
         "state.fleet.add(instance, 3, 4, 0.1)",
         "self._state.queue.append(live, 3)",
-        "self._state.send(live, instance, pace_s=1.0, forecast=1.0)",
+        "self._state.send(live, instance, forecast=1.0)",
     ],
 )
 def test_a_write_by_another_module_is_seen(line: str) -> None:

@@ -29,8 +29,6 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.journal import Journal
-from staleflow.pipeline.coordination.pacing import Pacing, best_plan
-from staleflow.pipeline.coordination.running_means import Measured, RunningMean
 from staleflow.pipeline.profiling import fit as fitting
 from staleflow.pipeline.profiling.engine_profile import Grid, measure_prefill, measure_steps, profile_run
 from staleflow.pipeline.profiling.fit import (
@@ -134,12 +132,12 @@ def test_the_watch_says_when_steps_no_longer_agree_and_what_would() -> None:
     assert refit.model.step_s(64, 64_000) == pytest.approx(2 * model.step_s(64, 64_000), rel=0.05)
 
 
-# -- forecast and pace -------------------------------------------------------------------------------------------
+# -- forecast -------------------------------------------------------------------------------------------
 
 
-def learned(lengths: list[list[int]], max_tokens: int = 16_000, rare: float = 0.01) -> LengthForecast:
+def learned(lengths: list[list[int]], max_tokens: int = 16_000) -> LengthForecast:
     """From groups of lengths, siblings left known."""
-    forecast = LengthForecast(max_tokens, rare)
+    forecast = LengthForecast(max_tokens)
     for group, members in enumerate(lengths):
         for length in members:
             forecast.finished(GroupId(group), length, forecast.expected_remaining(GroupId(group), 0))
@@ -151,9 +149,6 @@ def test_the_forecast_is_the_mean_of_those_that_came_further() -> None:
     unknown = GroupId(-1)
     assert forecast.expected_remaining(unknown, 0) == pytest.approx(500, rel=0.05)
     assert forecast.expected_remaining(unknown, 500) == pytest.approx(250, rel=0.05)
-    assert forecast.longest_remaining(unknown, 0) == pytest.approx(990, rel=0.03)
-    assert forecast.longest_remaining(unknown, 600) == pytest.approx(390, rel=0.06)
-    assert forecast.longest_remaining(unknown, 5000) == 11_000
 
 
 def test_with_a_heavy_tail_more_is_expected_of_those_that_came_far() -> None:
@@ -163,11 +158,10 @@ def test_with_a_heavy_tail_more_is_expected_of_those_that_came_far() -> None:
     assert remaining == sorted(remaining)
 
 
-def test_before_it_knows_it_expects_half_and_fears_all() -> None:
+def test_before_it_knows_it_expects_half() -> None:
     forecast = learned([[10]] * 5, max_tokens=1000)
     assert not forecast.knows
     assert forecast.expected_remaining(GroupId(0), 200) == 400
-    assert forecast.longest_remaining(GroupId(0), 200) == 800
 
 
 def test_siblings_help_as_far_as_they_are_alike_and_the_error_says_so() -> None:
@@ -189,36 +183,7 @@ def test_siblings_help_as_far_as_they_are_alike_and_the_error_says_so() -> None:
 
 def test_the_window_follows_a_policy_that_drifts() -> None:
     forecast = learned([[100]] * 5000 + [[900]] * 5000)
-    assert forecast.mean == pytest.approx(900)
-
-
-def test_the_plan_weighs_rate_against_the_longest() -> None:
-    def running(eta: int, train_s: float = 20.0, longest: float = 16_000.0, acting_s: float = 0.0) -> float:
-        plan = best_plan(
-            PUBLISHED["7B"], eta=eta, trajectories=256, instances=4, max_running=256, mean_tokens=3100.0,
-            mean_context=3000.0, longest_tokens=longest, longest_acting_s=acting_s, train_s=train_s,
-        )  # fmt: skip
-        return plan.running
-
-    assert running(0) < running(1) < running(3)
-    assert running(3) < running(3, longest=4000.0)
-    assert running(3, acting_s=200.0) < running(3), "sampled faster: its environment takes its time too"
-    assert running(3, longest=1.0) == 256 or running(3, longest=1.0) > 200
-
-
-def test_later_steps_are_due_later_and_late_ones_shift_all() -> None:
-    forecast = learned([[1000]] * 100)
-    pacing = Pacing(PUBLISHED["7B"], forecast, eta=1, groups=8, group_size=8, slack=1.0, recomputes=True)
-    assert pacing.pace_s(3, GroupId(0), 0, 5.0) == math.inf
-    pacing.step_started(4, 100.0)
-    pacing.step_finished(110.0)
-    measured = Measured(prompt_tokens=RunningMean(500.0))
-    pacing.replan(4, 64, 100_000, measured)
-    interval = pacing.plan.interval_s
-    assert pacing.due_s(6, 110.0) == pytest.approx(100 + 2 * interval)
-    assert pacing.due_s(6, 1000.0) == pytest.approx(1000 + interval)
-    assert pacing.pace_s(6, GroupId(-1), 0, 110.0) > pacing.pace_s(5, GroupId(-1), 0, 110.0) >= 0
-    assert pacing.pace_s(6, GroupId(-1), 900, 110.0) > pacing.pace_s(6, GroupId(-1), 0, 110.0)
+    assert forecast.expected_remaining(GroupId(-1), 0) == pytest.approx(900)
 
 
 # -- the command -------------------------------------------------------------------------------------------------

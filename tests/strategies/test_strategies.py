@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +45,11 @@ COST = CostModel(k1=1e-5, k2=0.005, k3=0.0005, k4=0.001, b=0.002)
 class Loads:
     running: np.ndarray
     kv_tokens: np.ndarray
-    pace_s: np.ndarray
 
 
 def loads(*rows: tuple[float, ...]) -> Loads:
-    """(running, KV tokens[, pace of its most urgent]) each."""
-    return Loads(
-        np.array([r[0] for r in rows], float),
-        np.array([r[1] for r in rows], float),
-        np.array([r[2] if len(r) > 2 else math.inf for r in rows]),
-    )
+    """(running, KV tokens) each."""
+    return Loads(np.array([r[0] for r in rows], float), np.array([r[1] for r in rows], float))
 
 
 def choose(rule: Routing, work: Candidate, on: Loads, fitting: tuple[int, ...] | None = None) -> int | None:
@@ -124,28 +118,18 @@ def test_throughput_optimal_declines_a_gain_below_mu() -> None:
     assert rule.takes(SMALL, 0, 0)
 
 
-STEP_8_S = COST.step_s(9, 810)  # of an instance with 8 trajectories of 100 tokens, one more added
-
-
 @pytest.mark.parametrize(
-    ("work", "rows", "chosen", "why"),
+    ("rows", "fitting", "chosen", "why"),
     [
-        (SMALL, ((8, 800), (2, 200)), 1, "nobody is in a hurry: the larger gain"),
-        (SMALL, ((8, 800), (2, 200, 0.001)), 0, "the lighter one runs something urgent"),
-        (SMALL, ((8, 800, 0.001), (2, 200, 0.001)), None, "new work waits when all run something urgent"),
-        (
-            Candidate(kv_tokens=10, continued=True),
-            ((8, 800, 0.001), (2, 200, 0.001)),
-            1,
-            "work that has begun does not",
-        ),
-        (Candidate(kv_tokens=10, pace_s=STEP_8_S * 0.9), ((8, 800), (2, 200, 9.0)), 1, "it is itself in a hurry"),
-        (Candidate(kv_tokens=10, planned_s=STEP_8_S), ((8, 800, 0.001),), 0, "nobody need be faster than planned"),
-        (Candidate(kv_tokens=10, pace_s=0.0), ((0, 0),), 0, "an empty instance takes anything"),
+        (((8, 800), (2, 200)), None, 1, "the fewest run there"),
+        (((4, 100_000), (4, 200)), None, 1, "as many run, their contexts are shorter"),
+        (((8, 800), (2, 200)), (0,), 0, "the only one that fits"),
+        (((400, 400_000),), None, 0, "work never waits for a shorter step"),
     ],
 )
-def test_deadline_keeps_everyones_pace(work: Candidate, rows: tuple[Any, ...], chosen: int | None, why: str) -> None:
-    assert choose(Deadline(COST), work, loads(*rows)) == chosen, why
+def test_deadline_takes_the_shortest_decode_step(rows: Any, fitting: Any, chosen: int, why: str) -> None:
+    assert choose(Deadline(COST), SMALL, loads(*rows), fitting) == chosen, why
+    assert Deadline(COST).takes(SMALL, 400, 400_000)
 
 
 def lagging(**changes: Any) -> LaggingInstance:
@@ -182,13 +166,13 @@ def test_hypothesis_weighs_the_gain_against_the_interruption(changes: Any, pulls
 
 def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() -> None:
     rule = LargestGain(dataclasses.replace(COST, prefill=0.0001), 0.2)
-    crowd = [Movable(kv_tokens=100, remaining=500, pace_s=1.0 - i / 100) for i in range(60)]
+    crowd = [Movable(kv_tokens=100, remaining=500, due=60 - i) for i in range(60)]
     moved = rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60)
     assert moved[0] == 59
     assert 10 < len(moved) < 40
     assert len(rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=3)) == 3
     assert rule.moves(Load(running=30, kv_tokens=3000), Load(running=29, kv_tokens=2900), crowd, limit=9) == []
-    nearly_done = [Movable(kv_tokens=1000, remaining=1, pace_s=1.0)]
+    nearly_done = [Movable(kv_tokens=1000, remaining=1, due=1)]
     assert rule.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), nearly_done, limit=9) == []
     stay = Stay()
     assert stay.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60) == []
