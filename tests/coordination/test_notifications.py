@@ -37,7 +37,6 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.pacing import Pacing
 from staleflow.pipeline.coordination.running_means import Cuts, Measured, RunningMean
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
@@ -45,7 +44,6 @@ from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
     LengthForecast: ("finished", "forget"),
     EpisodeForecast: ("ended",),
-    Pacing: ("step_started", "step_finished", "replan"),
     DraftLengths: ("hear", "lost", "step_finished", "replan"),
     MutableEvaluations: ("begin", "stay", "lose", "sampled", "end", "close"),
     Cuts: ("step_taken", "add"),
@@ -53,9 +51,8 @@ COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
 }
 """The methods of a coordinator's collaborators that change what they know."""
 QUESTIONS = {
-    LengthForecast: {"drawn", "expected_remaining", "longest_remaining"},
-    EpisodeForecast: {"acting_s", "sampled"},
-    Pacing: {"due_s", "pace_s", "steps_s"},
+    LengthForecast: {"expected_remaining"},
+    EpisodeForecast: {"sampled"},
     DraftLengths: {"due"},
     MutableEvaluations: {"release"},
     Cuts: set(),
@@ -91,7 +88,7 @@ class NotedBench(Bench):
             means = {id(getattr(measured, field.name)): field.name for field in fields(Measured)}
             return f"{means[id(subject)]}.add({args[0]:g})" if id(subject) in means else ""
         shown = {
-            Pacing: (), MutableEvaluations: (), DraftLengths: args[:1] if name in ("hear", "lost") else (),
+            MutableEvaluations: (), DraftLengths: args[:1] if name in ("hear", "lost") else (),
         }.get(type(subject), args[:2])  # fmt: skip
         return f"{type(subject).__name__}.{name}({', '.join(f'{value}' for value in shown)})"
 
@@ -171,9 +168,6 @@ def cut() -> NotedBench:
     return bench
 
 
-REPLANNED = "Pacing.replan()"
-
-
 @dataclass(frozen=True)
 class Case:
     """An event in a state, and the calls that it must come to. before: brings about the state."""
@@ -220,7 +214,7 @@ CASES = (
         "an instance joins",
         NotedBench,
         lambda bench: InstanceJoined(instance=A, version=PolicyVersion(0), kv_capacity=100, max_running=2),
-        (REPLANNED,),
+        (),
     ),
     Case(
         "an instance is lost",
@@ -232,7 +226,7 @@ CASES = (
         "one of two instances is lost",
         lambda: with_two(routed(eta=1, max_attempts=3)()),
         lambda bench: InstanceLost(instance=B, why="killed"),
-        ("MutableEvaluations.lose()", "DraftLengths.lost(b)", REPLANNED),
+        ("MutableEvaluations.lose()", "DraftLengths.lost(b)"),
     ),
     Case(
         "the last attempt of a trajectory is lost with its instance",
@@ -241,7 +235,7 @@ CASES = (
         ("LengthForecast.forget(0)", "MutableEvaluations.lose()", "DraftLengths.lost(a)"),
     ),
     Case(
-        "an instance leaves", routed(eta=1), lambda bench: InstanceLeaving(instance=A), (REPLANNED,)
+        "an instance leaves", routed(eta=1), lambda bench: InstanceLeaving(instance=A), ()
     ),
     Case(
         "an instance reports what it has decoded",
@@ -292,7 +286,7 @@ CASES = (
         "a reward completes the batch",
         lambda: then_sampled(routed(eta=1)()),
         scored(0),
-        ("Cuts.step_taken(1)", "Pacing.step_started()", "LengthForecast.forget(0)"),
+        ("Cuts.step_taken(1)", "LengthForecast.forget(0)"),
     ),
     Case(
         "an episode ends, and with it the batch is complete",
@@ -300,7 +294,7 @@ CASES = (
         scored(0),
         (
             "LengthForecast.finished(0, 5)", "EpisodeForecast.ended(5, 0)", "MutableEvaluations.sampled()",
-            "Cuts.step_taken(1)", "Pacing.step_started()", "LengthForecast.forget(0)",
+            "Cuts.step_taken(1)", "LengthForecast.forget(0)",
         ),
     ),
     Case(
@@ -325,7 +319,7 @@ CASES = (
         "a version is published",
         lambda: trained(NotedBench(eta=1)),
         lambda bench: VersionPublished(version=V1),
-        ("interval_s.add(5)", "Pacing.step_finished()", "DraftLengths.step_finished()", REPLANNED),
+        ("interval_s.add(5)", "DraftLengths.step_finished()"),
     ),
     Case(
         "a stop ends what is in flight",
