@@ -54,7 +54,7 @@ def test_the_picture_of_the_packages_is_current() -> None:
     graph = architecture.package_graph(MODULES)
     assert graph["cli"] >= {"pipeline.config", "stores"}
     picture = Path("docs/architecture.svg").read_text()
-    assert picture == architecture.draw(graph) + "\n", "python -m docs.architecture > docs/architecture.svg"
+    assert picture == architecture.draw(graph) + "\n", "run `make generated`"
 
 
 def test_a_package_stands_above_what_it_imports() -> None:

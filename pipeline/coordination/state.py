@@ -389,6 +389,7 @@ class CoordinatorState(PendingChanges):
         self._fleet.lose(instance)
         self._evaluations.lose(instance.instance)
         self._loads_changed.pop(instance.instance, None)
+        self._pull_started_s.pop(instance.instance, None)
 
     def hear_progress(
         self,

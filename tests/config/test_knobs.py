@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,3 +69,79 @@ def test_only_knobs_are_read_and_tables_are_not_shared() -> None:
         build(Sample, {"given": 4}, "x", "a.")
     with pytest.raises(ConfigError, match=r"x: a.names must be a table, not 3"):
         build(Sample, {"names": 3}, "x", "a.")
+
+
+class _Reads(ast.NodeVisitor):
+    """Which attributes are read in a module. own: of `self`, by class; any: of anything else, under any name."""
+
+    def __init__(self) -> None:
+        self.knobs: dict[str, set[str]] = {}
+        """By class: the fields that it declares as knobs."""
+        self.bases: dict[str, set[str]] = {}
+        self.own: dict[str, set[str]] = {}
+        self.any: set[str] = set()
+        self._class = ""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        before, self._class = self._class, node.name
+        self.bases[node.name] = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        self.knobs[node.name] = {
+            field.target.id
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(field.value, ast.Call) and ast.unparse(field.value.func) == "knob"
+        }
+        self.generic_visit(node)
+        self._class = before
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.ctx, ast.Load):
+            of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+            (self.own.setdefault(self._class, set()) if of_self else self.any).add(node.attr)
+        self.generic_visit(node)
+
+
+def unread_knobs(sources: Iterable[str]) -> list[str]:
+    """Knobs that nothing reads: neither the methods of their class or of those below it, nor anybody else."""
+    reads = _Reads()
+    for source in sources:
+        reads.visit(ast.parse(source))
+
+    def below(name: str) -> set[str]:
+        return {name}.union(*(below(one) for one, bases in reads.bases.items() if name in bases))
+
+    return [
+        f"{name}.{knob}"
+        for name, knobs in sorted(reads.knobs.items())
+        for knob in sorted(knobs - reads.any)
+        if not any(knob in reads.own.get(one, ()) for one in below(name))
+    ]
+
+
+DECLARED = """
+class Rule:
+    share: float = knob(1.0, "read by nobody")
+    least: int = knob(1, "read by a class below it")
+    most: int = knob(1, "read by others")
+"""
+USED = """
+class Mine(Rule):
+    def check(self):
+        return self.least
+
+class Other:
+    def check(self, rule):
+        rule.share = 3
+        return self.share + rule.most
+"""
+
+
+def test_a_knob_that_nothing_reads_is_found() -> None:
+    assert unread_knobs([DECLARED, USED]) == ["Rule.share"]
+
+
+def test_every_knob_is_read() -> None:
+    sources = [
+        path.read_text() for folder in ("cli", "pipeline", "tasks", "stores") for path in Path(folder).rglob("*.py")
+    ]
+    assert unread_knobs(sources) == []

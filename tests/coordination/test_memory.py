@@ -1,0 +1,175 @@
+"""What is kept in memory is limited: over 10,000 trajectories nothing grows but what its limit allows."""
+
+from __future__ import annotations
+
+import asyncio
+import types
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.coordination import decision_log, forecast
+from staleflow.pipeline.coordination.events import InstanceLost, InstanceReported, PullFinished, StepsTaken
+from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectories.memory_store import MemoryStore
+from staleflow.stores.trajectories.records import LedgerState, StepRecord
+from staleflow.stores.trajectory import (
+    AbortReason,
+    Fate,
+    FinishReason,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    Segment,
+    TrajectoryId,
+)
+from staleflow.tasks.actors import trajectory_server
+from staleflow.tasks.actors.server_messages import RewardItem
+from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.sources.reward_process import ScoredResponse
+from tests.coordination.test_coordinator import A, Bench
+from tests.support import virtual_time
+from tests.support.bodies import Body
+from tests.support.scripted import World, server_class
+
+TRAJECTORIES = 10_000
+SOME = 200
+"""What anything may hold of a run that has eight trajectories in flight: twelve times as much, and constant tables."""
+LEAVES = (str, bytes, int, float, type, types.FunctionType, types.MethodType, types.ModuleType, np.ndarray)
+
+
+def held(root: object, keep_out: tuple[type[Any], ...] = ()) -> Iterator[tuple[str, int]]:
+    """(where, size) of every container that an object holds, and those in it hold, each once."""
+    seen: set[int] = set()
+    found: deque[tuple[str, Any]] = deque([(type(root).__name__, root)])
+    while found:
+        where, thing = found.popleft()
+        if isinstance(thing, np.ndarray):
+            yield where, thing.size
+        if thing is None or isinstance(thing, (*LEAVES, *keep_out)) or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, dict):
+            yield where, len(thing)
+            found.extend((f"{where}[]", value) for value in thing.values())
+        elif isinstance(thing, (list, tuple, set, frozenset, deque)):
+            yield where, len(thing)
+            found.extend((f"{where}[]", value) for value in thing)
+        else:
+            slots = (name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ()))
+            names = {*getattr(thing, "__dict__", {}), *slots}
+            found.extend(
+                (f"{where}.{name}", value) for name in names if (value := getattr(thing, name, None)) is not None
+            )
+
+
+def largest(root: object, keep_out: tuple[type[Any], ...] = ()) -> dict[str, int]:
+    """The containers with more than SOME items, by where they are."""
+    sizes: dict[str, int] = {}
+    for where, size in held(root, keep_out):
+        sizes[where] = max(size, sizes.get(where, 0))
+    return {where: size for where, size in sizes.items() if size > SOME}
+
+
+def test_what_is_held_is_seen() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.groups = {i: {"members": list(range(300))} for i in range(3)}
+            self.itself = self
+
+    assert largest(Holder()) == {"Holder.groups[][]": 300}
+
+
+def test_a_coordinator_keeps_no_more_than_its_limits_over_ten_thousand_trajectories() -> None:
+    """Groups are trained, filtered, and given up; instances pull, report, are lost while they pull."""
+    bench = Bench(eta=1, groups=2, size=2, filtering="no_signal", max_attempts=1)
+    bench.coordinator._validate_each = False  # other tests do
+    bench.join(A)
+    name, group, trained = A, 0, 0
+    steps = StepsTaken(running=4, kv_tokens=40, seconds=1.0, tokens=20)
+    while 2 * group < TRAJECTORIES:
+        bench.arrive(group, group + 1)
+        for member in range(2 * group, 2 * group + 4):
+            bench.tell(InstanceReported(instance=name, progress=((TrajectoryId(member), 3),), steps=steps))
+            bench.sampled(member, tokens=5 + member % 17)
+        # Of each ten groups one has no signal, and is replaced by another.
+        for member in range(2 * group, 2 * group + 4):
+            bench.scored(member, float(member % 2 and (member // 2) % 10 > 0))
+        group += 2
+        if bench.coordinator.training:
+            trained += 1
+            bench.publish(trained)
+            if trained % 50 == 0:
+                bench.tell(InstanceLost(instance=name, why="killed while it pulls"))
+                name = InstanceId(f"a.{trained}")
+                bench.join(name, version=trained)
+            else:
+                bench.tell(PullFinished(instance=name, version=PolicyVersion(trained)))
+    limits = {
+        "_log": decision_log.STORY_LINES, "_latest": forecast.WINDOW, "_sorted": forecast.WINDOW,
+        "_lengths": forecast.WINDOW, "_tails": forecast.WINDOW + 1, "_errors": forecast.WINDOW,
+    }  # fmt: skip
+    sizes = {where.rpartition(".")[2]: size for where, size in largest(bench.coordinator).items()}
+    assert sizes.keys() <= limits.keys(), sizes
+    assert all(size <= limits[name] for name, size in sizes.items()), sizes
+    assert bench.coordinator.ledger.num_started >= TRAJECTORIES
+    assert len(bench.coordinator._state._pull_started_s) <= 1
+
+
+def response_of(trajectory: TrajectoryId) -> Sampled:
+    tokens = np.full(3, 7, np.int32)
+    segment = Segment(
+        version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens, logprobs=-np.ones(3, np.float32)
+    )
+    return Sampled(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+
+
+def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thousand_trajectories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step draws, samples, scores and stores forty groups of two, and drops ten of them."""
+    groups, remembered = 40, 300
+    monkeypatch.setattr(trajectory_server, "MOST_TOKENS", remembered)
+
+    async def scenario() -> None:
+        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
+        server = server_class(World())(replace(settings, drafts=True), 0.0)
+        ended = {"consumed:none": 0, "aborted:surplus_group": 0}
+        for step in range(TRAJECTORIES // (2 * groups)):
+            first = step * groups
+            await server.draw(first, groups)
+            ids = [TrajectoryId(i) for i in range(2 * first, 2 * (first + groups))]
+            await server.payloads(tuple((i, 1) for i in ids))
+            await server.deliver([response_of(i) for i in ids])
+            items = await server.scoring_items(tuple(ids))
+            await server.rewarded([RewardItem(*item[:3], ScoredResponse(reward=float(item[0] % 2))) for item in items])
+            dropped = ids[-20:]
+            await server.batch(step, tuple(ids[:-20]), (PolicyVersion(step),) * (len(ids) - 20), 0)
+            endings = tuple(
+                Ending(
+                    trajectory=i, group=GroupId(i // 2), fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP, step=step
+                )
+                for i in dropped
+            )
+            await server.retire(endings, (PolicyVersion(step),) * 20)
+            ended["consumed:none"] += len(ids) - 20
+            ended["aborted:surplus_group"] += 20
+            ledger = LedgerState(
+                num_started=ids[-1] + 1, num_ended=dict(ended), live=(), next_step=step + 1, version=step
+            )
+            await server.commit(StepRecord(kind="step", step=step, ledger=ledger))
+            await asyncio.sleep(0)
+        assert largest(server, (MemoryStore,)) == {}
+        assert server._known._num_tokens <= remembered, "of stored responses, for drafts"
+        assert not server._flight.live and not server._spool._stored_by
+        parts = list((tmp_path / "spool").iterdir())
+        assert len(parts) == 1, "what is stored is in no part of the spool"
+        await server.close()
+
+    virtual_time.run(scenario())
