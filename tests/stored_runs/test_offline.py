@@ -348,11 +348,17 @@ def test_several_ranks_train_offline_as_one_does(stored: Path, tmp_path: Path) -
     assert (result.steps, result.rows, result.same_steps) == (3, 48, None)
     ours = load_file(Path(result.checkpoint) / "model.safetensors")
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
-    # AdamW divides by a gradient's own size, and what is next to nothing is decided by the order of the sums: single
-    # weights differ by more. What the run sampled differs from time to time; tests/tasks/test_ranks.py has fixed rows.
     off = np.concatenate([np.abs(ours[name].numpy() - weights.numpy()).ravel() for name, weights in theirs.items()])
+    # AdamW divides a gradient by its own size: of one that is next to nothing, the order of the sums decides how much
+    # of a whole update it becomes, and which weights these are depends on what the run sampled. So single weights are
+    # not compared: all others are off by the rounding of six updates, each half of 2^-23, and the gradients themselves
+    # by that of their sums.
     assert np.mean(off > 1e-6) < 1e-3
-    assert off.max() < 1e-5
+    records = [r.metrics for r in VersionedStore.open(stored / "store").steps() if r.kind == "step"]
+    history = [json.loads(line) for line in (tmp_path / "two" / "history.jsonl").read_text().splitlines()]
+    for run, again in zip(records, history, strict=True):
+        assert again["grad_norm"] == pytest.approx(run["grad_norm"], rel=1e-5)
+        assert again["loss"] == pytest.approx(run["loss"], rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.slow
