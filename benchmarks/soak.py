@@ -12,8 +12,10 @@ some before the last one has passed. Whatever has ended is started again by this
 and what the run does by itself is left to it. After a resume the whole store is audited, beside the run, and after the
 last one of those that come meanwhile; at the end the run is stopped, and every prompt is counted against the source.
 
-It fails (exit 1) if an audit has findings, a prompt was skipped or trained on twice, or the run did not train again
-within its deadlines.
+It fails (exit 1) if an audit has findings, a prompt was skipped or trained on twice, a start of the run ended by an
+error of its own, the run did not train again within its deadlines, a process outlived the run, or the tokens do not
+balance: what engines sampled, by their own record, is stored, in flight, or discarded for a reason that the journals
+have. The logs of a soak with findings are kept.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.soaking.balance import balance
 from benchmarks.soaking.cluster import Cluster
-from benchmarks.soaking.counting import AUDIT_S, Recoveries, audited, prompts, sampled
+from benchmarks.soaking.counting import AUDIT_S, Recoveries, audited, prompts
 from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene, left_out
 from benchmarks.soaking.job import KINDS, STEPS, Job
 from benchmarks.soaking.killing import kill_all
@@ -46,6 +49,9 @@ STEPS_AFTER = 2
 """Training steps reported after a fault until it has passed: the first may have been under way."""
 MORE_STEPS = 3
 """Steps that the run is trained further at the end, to its regular end."""
+
+LEFT_S = 20.0
+"""Seconds after the run's end until no process may be left that belongs to nobody."""
 
 ANEW = "everything was started anew"
 
@@ -133,6 +139,7 @@ class Soak:
                 self.say(scene.run.start())
         elif why := scene.run.over():
             self.say(f"the run has ended: {why}")
+            self._own_errors()
             self._retry_at = time.monotonic() + self.rng.uniform(0.0, 2.0)
         await asyncio.sleep(LOOK_S)
 
@@ -183,9 +190,23 @@ class Soak:
             self.say(f"{scene.run.start(here=True, steps=last)} to the end of step {last}")
             if await self._until_over("training to the end") and (summary := self._summary()) != last:
                 self.found(f"the run was to end after {last} steps, its summary has {summary}")
+        await self._leaks()
         if self._audit is not None:
             await self._audit
         await self._find()
+
+    def _own_errors(self) -> None:
+        """Note how starts of the run ended by themselves."""
+        for why in self.scene.run.errors:
+            self.found(f"the run ended by an error of its own: {why}")
+
+    async def _leaks(self) -> None:
+        """Note processes that outlive the run and their workers for longer than it takes a nanny's to notice."""
+        deadline = time.monotonic() + LEFT_S
+        while (left := self.scene.cluster.orphans()) and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_S)
+        for command in left:
+            self.found(f"a process outlives the run: {command}")
 
     async def _until_over(self, what: str) -> bool:
         """Wait until the run is over. False, and a finding, if it does not end within the job's deadlines."""
@@ -195,6 +216,7 @@ class Soak:
             await self.tend()
             if why := scene.run.over():
                 self.say(f"{what}: {why}")
+                self._own_errors()
                 return True
             if time.monotonic() > deadline:
                 self.found(f"{what}: not ended within {scene.job.limit_s:g} s; {self._state()}")
@@ -233,11 +255,9 @@ class Soak:
                 "when the run was asked to stop"
             )
             self.findings += counted.findings()
-            tokens = sampled(run_dir)
-            print(
-                f"tokens: {tokens.tokens:,} sampled; {tokens.again:,} sampled again, {tokens.lost:,} lost: "
-                f"{tokens.share:.2%}"
-            )
+            tokens = balance(run_dir, scene.cluster.records)
+            print(tokens.line())
+            self.findings += tokens.findings
 
 
 async def soak(args: argparse.Namespace, folder: Path, machine: Machine) -> list[str]:
@@ -319,6 +339,7 @@ def end(findings: list[str], args: argparse.Namespace, folder: Path) -> None:
     """Print the findings and exit with 1 if there are any; else remove a temporary folder."""
     print("findings:" if findings else "no findings", *findings, sep="\n  ")
     if findings:
+        print(f"the logs are kept in {folder / 'logs'}")
         sys.exit(1)
     if args.folder is None:
         with contextlib.suppress(OSError):

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.soaking.counting import Recoveries, prompts, sampled
+from benchmarks.soaking.balance import Balance, balance
+from benchmarks.soaking.counting import Recoveries, prompts
 from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, left_out
 from benchmarks.soaking.job import DIGITS, KINDS, Job, Kind, number_of
 from benchmarks.soaking.killing import kept
 from benchmarks.soaking.machine import Machine
+from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.events import (
+    InstanceLost,
     InstanceReported,
     PullFinished,
     RunResumed,
-    TrajectoryInterrupted,
+    Tick,
     TrajectorySampled,
 )
 from staleflow.pipeline.coordination.journal import CODEC, JournalEntry
@@ -28,7 +32,8 @@ from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.stores.store_conformance import ended, record
-from tests.support import forking
+from tests.support import forking, planted
+from tests.support.planted import DEFECTS
 
 HEADER = RunHeader(run="soak", eta=1, groups_per_step=1, group_size=2, members_started=2)
 GIVEN_UP = {"fate": Fate.ABORTED, "reason": AbortReason.RUN_ENDED}
@@ -80,20 +85,107 @@ def test_every_prompt_is_counted_against_the_source(tmp_path: Path) -> None:
     assert number_of((2, 2, 3, 11)) == 19
 
 
-def test_tokens_sampled_again_are_those_a_trajectory_falls_back_by(tmp_path: Path) -> None:
-    first = [
-        report((0, 10), (1, 30)),
-        end(1, 40),
-        TrajectoryInterrupted(trajectory=TrajectoryId(0), epoch=0, tokens=12),
+@dataclass
+class Recorded:
+    """A run of one start in a folder: what its engines recorded, what its journal has, and what is stored."""
+
+    folder: Path
+    lines: list[dict[str, object]] = field(default_factory=list)
+    entries: list[tuple[object, tuple[object, ...]]] = field(default_factory=list)
+    rows: list[Ended] = field(default_factory=list)
+
+    def sampled(self, trajectory: int, first: int, last: int, instance: str = "rollout-0", epoch: int = 0) -> None:
+        self.lines.append(
+            {"instance": instance, "trajectory": trajectory, "epoch": epoch, "first": first, "last": last}
+        )
+
+    def stored(self, trajectory: int) -> int:
+        """Store a trajectory of one span; returns its number of tokens."""
+        one = row(3 * trajectory)  # whose rows have one span
+        whole = replace(one.trajectory, id=TrajectoryId(trajectory), group=GroupId(trajectory // 2))
+        self.rows.append(replace(one, trajectory=whole))
+        return whole.num_tokens
+
+    def heard(self, event: object, *commands: object) -> None:
+        self.entries.append((event, commands))
+
+    def balance(self) -> Balance:
+        (self.folder / "records").mkdir()
+        lines = [json.dumps(line) + "\n" for line in self.lines]
+        (self.folder / "records" / "1.jsonl").write_text("".join(lines))
+        entries = [JournalEntry(now=0.0, event=event, commands=commands) for event, commands in self.entries]
+        encoded = [json.dumps(CODEC.encode(entry)) + "\n" for entry in entries]
+        (self.folder / "events.jsonl").write_text("".join(encoded))
+        VersionedStore.create(self.folder / "store", HEADER).commit(
+            replace(record(0), ledger=replace(record(0).ledger, live=())), self.rows
+        )
+        return balance(self.folder, self.folder / "records")
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path)
+
+
+def route(trajectory: int, instance: str = "rollout-0", epoch: int = 0) -> Route:
+    return Route(
+        trajectory=TrajectoryId(trajectory),
+        epoch=epoch,
+        instance=InstanceId(instance),
+        version=PolicyVersion(0),
+        cause="",
+    )
+
+
+def test_tokens_balance_if_each_is_stored_or_discarded_for_a_reason(recorded: Recorded) -> None:
+    sizes = [recorded.stored(trajectory) for trajectory in range(2)]
+    for trajectory, size in enumerate(sizes):
+        recorded.sampled(trajectory, 0, size // 2)  # looked at
+        recorded.sampled(trajectory, 0, size)
+    recorded.sampled(1, 0, 7, instance="rollout-1")
+    recorded.heard(Tick(), route(1, "rollout-1"))
+    recorded.heard(InstanceLost(instance=InstanceId("rollout-1"), why="killed"))
+    found = recorded.balance()
+    assert found.findings == ()
+    assert (found.sampled, found.stored, found.live) == (sum(sizes) + 7, sum(sizes), 0)
+    assert found.discarded == {"its instance was lost": 7}
+
+
+def test_tokens_that_are_lost_without_a_reason_are_found_though_they_were_sampled_again(recorded: Recorded) -> None:
+    sizes = [recorded.stored(trajectory) for trajectory in range(2)]
+    for trajectory, size in enumerate(sizes):
+        recorded.sampled(trajectory, 0, size)
+    recorded.sampled(1, 0, 7, instance="rollout-1")
+    recorded.heard(Tick(), route(1, "rollout-1"))
+    recorded.heard(InstanceLost(instance=InstanceId("rollout-2"), why="killed"))
+    (finding,) = recorded.balance().findings
+    assert finding.startswith("7 tokens of 1 trajectories were sampled, and are neither stored nor in flight")
+    assert finding.endswith("first 1")
+
+
+def test_a_trajectory_that_never_reached_the_store_and_a_member_that_is_missing_are_found(recorded: Recorded) -> None:
+    recorded.sampled(0, 0, recorded.stored(0))
+    recorded.sampled(1, 0, 9)
+    findings = recorded.balance().findings
+    assert [finding.split(",")[0] for finding in findings] == [
+        "9 tokens of 1 trajectories were sampled",
+        "1 groups were trained on with other than 2 members",
+        "1 groups have other than 2 stored members",
     ]
-    store = folder_with(tmp_path, [first, [report((0, 5)), end(0, 20), report((2, 9))]])
-    whole = [row(0), row(1)]
-    store.commit(record(0), whole)
-    found = sampled(tmp_path)
-    assert found.again == 12 - 5
-    assert found.tokens == 20 + 40 + 9 + 7
-    short = sum(max(0, n - r.trajectory.num_tokens) for n, r in zip((20, 40), whole, strict=True))
-    assert found.lost == short
+
+
+def test_stored_tokens_that_no_engine_sampled_and_versions_that_none_loaded_are_found(recorded: Recorded) -> None:
+    sizes = [recorded.stored(trajectory) for trajectory in range(2)]
+    recorded.sampled(0, 0, sizes[0])
+    recorded.sampled(1, 0, sizes[1] - 1)
+    recorded.lines.append({"instance": "rollout-0", "version": 4, "held": 3})
+    recorded.lines.append({"instance": "rollout-0", "version": 5, "held": 5})
+    for version in (4, 5):
+        recorded.heard(PullFinished(instance=InstanceId("rollout-0"), version=PolicyVersion(version)))
+    assert recorded.balance().findings == (
+        "1 pulls without the weights being loaded, first rollout-0 version 4",
+        "1 trajectories have stored tokens that no engine sampled, first 1",
+    )
 
 
 def test_a_finished_response_is_kept_unless_it_is_sampled_again_or_given_up(tmp_path: Path) -> None:
@@ -134,9 +226,13 @@ def test_each_kind_of_job_has_the_faults_of_its_own_roles() -> None:
     assert set(FAULTS) - left_out(Machine(), "plain") == by_kind["plain"] - set(NEEDS_ROOT)
 
 
-def soak(tmp_path: Path, *words: str) -> None:
+def run_soak(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.support.soaking", "--folder", str(tmp_path / "soak"), *words]
-    ran = forking.run(command, capture_output=True, text=True, timeout=3000)
+    return forking.run(command, capture_output=True, text=True, timeout=3000)
+
+
+def soak(tmp_path: Path, *words: str) -> None:
+    ran = run_soak(tmp_path, *words)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "no findings" in ran.stdout
 
@@ -156,6 +252,17 @@ def test_a_run_outlives_the_loss_of_its_trainer_its_server_and_its_driver(tmp_pa
         "kill -9 server",
         "kill -9 driver",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_planted_defect_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
+    monkeypatch.setenv(planted.NAME, defect)
+    ran = run_soak(tmp_path, "--faults", "1", "--seed", "1", "--job-kind", "plain", "--only", "kill -9 reward")
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert DEFECTS[defect][1] in ran.stdout.partition("findings:")[2]
+    assert (tmp_path / "soak" / "logs" / "run.log").is_file()
 
 
 @pytest.mark.slow

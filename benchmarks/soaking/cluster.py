@@ -13,12 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soaking.job import Kind
 from benchmarks.soaking.machine import THERE, Machine
+from benchmarks.soaking.recording import FOLDER
 
 ROLES = {
     "trainer": "trainer=1",
@@ -37,6 +38,10 @@ MORE_ROLES: dict[Kind, dict[str, str]] = {
 """Workers that a kind of job needs besides."""
 FAR = ("rollout-b", "rollout-c")
 """Those on the second host."""
+PRELOADS = ["benchmarks.soaking.recording"]
+"""Modules that workers load as they start."""
+MARK = "STALEFLOW_SOAK"
+"""Environment variable of every process that a soak's cluster and run start: the soak's folder."""
 REVIVE_S = 1.0
 """Seconds from the end of a process to its next start."""
 ENVIRONMENT = {
@@ -89,6 +94,7 @@ class Cluster:
         """Start a worker."""
         folder = str(self.folder / "workers")
         options = ["--nthreads", "1", "--memory-limit", "0", "--local-directory", folder, "--resources", resources]
+        options += [word for module in PRELOADS for word in ("--preload", module)]
         far = bool(self.machine.namespace) and name in FAR
         address = THERE if far else self.machine.address
         self._launch(name, ["worker", "--name", name, "--host", address, *options], far=far)
@@ -119,6 +125,16 @@ class Cluster:
         self._start_again(self.processes[name])
 
     @property
+    def records(self) -> Path:
+        """The folder of what engines record (recording.py)."""
+        return self.folder / "sampled"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of the cluster's and the run's processes."""
+        return {**os.environ, **ENVIRONMENT, MARK: str(self.folder), FOLDER: str(self.records)}
+
+    @property
     def scheduler(self) -> int:
         """The scheduler's process."""
         return self.processes["scheduler"].popen.pid
@@ -129,6 +145,19 @@ class Cluster:
             for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                 yield int(child)
                 yield from self.workers_of(int(child))
+
+    def orphans(self, known: Collection[int] = ()) -> list[str]:
+        """Command lines of processes that were started by the cluster or the run and that none of their processes has
+        below it any more. known: processes besides the cluster's whose children are no orphans."""
+        roots = {os.getpid(), *known, *(process.popen.pid for process in self.processes.values())}
+        mark = f"{MARK}={self.folder}\0".encode()
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, IndexError):
+                if mark in (folder / "environ").read_bytes() + b"\0" and not roots & set(_ancestors(int(folder.name))):
+                    line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found += [line.strip()] if line else []
+        return sorted(found)
 
     def close(self) -> None:
         """End everything, stopped processes too."""
@@ -152,7 +181,7 @@ class Cluster:
         with (self.folder / "logs" / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 command,
-                env={**os.environ, **ENVIRONMENT},
+                env=self.environment,
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,
@@ -164,6 +193,13 @@ class Cluster:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.popen.pid, signal.SIGKILL)
         process.popen.wait()
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    """A process and those above it."""
+    while pid:
+        yield pid
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def kill_all(pids: list[int]) -> None:

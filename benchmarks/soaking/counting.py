@@ -1,4 +1,4 @@
-"""What a soak counts: audits, prompts against their source, tokens sampled again, seconds until training went on."""
+"""What a soak counts: audits, prompts against their source, seconds until training went on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from statistics import median
 from typing import Any
 
 from benchmarks.soaking.job import number_of
-from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
-from staleflow.pipeline.recovery.resumption import parts
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Fate
 
@@ -93,45 +90,6 @@ def prompts(run_dir: Path) -> Prompts:
         doubled=sum(how["consumed"] > size for how in fates.values()),
         wrong=len(wrong),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """Tokens that a run's instances sampled, by its journals. again: those of trajectories that fell back to fewer
-    tokens, and so were sampled twice. lost: those of trajectories that never came back."""
-
-    tokens: int
-    again: int
-    lost: int
-
-    @property
-    def share(self) -> float:
-        return (self.again + self.lost) / max(1, self.tokens)
-
-
-def sampled(run_dir: Path) -> Sampled:
-    """Count tokens over the journals of all starts. What an instance sampled after its last report is not seen: half a
-    second's work of whatever ran."""
-    reached: dict[int, int] = {}
-    again = 0
-    for _, path in parts(run_dir):
-        for entry in journal.read(path):
-            match entry.event:
-                case InstanceReported(progress=progress):
-                    seen = list(progress)
-                case (
-                    TrajectorySampled(trajectory=t, tokens=tokens) | TrajectoryInterrupted(trajectory=t, tokens=tokens)
-                ):
-                    seen = [(t, tokens)]
-                case _:
-                    continue
-            for trajectory, tokens in seen:
-                before = reached.get(int(trajectory), 0)
-                again += max(0, before - tokens)
-                reached[int(trajectory)] = tokens
-    kept = {int(row.trajectory.id): row.trajectory.num_tokens for row in VersionedStore.open(run_dir / "store").ended()}
-    lost = sum(max(0, tokens - kept.get(i, tokens)) for i, tokens in reached.items())
-    return Sampled(tokens=sum(reached.values()) + again, again=again, lost=lost)
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
@@ -15,11 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soaking.cluster import ENVIRONMENT, Cluster
+from benchmarks.soaking.cluster import Cluster
 from benchmarks.soaking.job import Job
 from benchmarks.soaking.watching import Watch
 
 ENDED = ("done", "stopped", "failed")
+BY_FAULTS = re.compile(
+    r"free space|No space left|scheduler|no free worker|was lost \d+ times within an hour|not submitted|"
+    r"(exit|ended with) (0|130|143|-\d+): |is gone"
+)
+"""What a run says that ended by what was done to it, or because it was asked to stop."""
+OWN_FAULTS = re.compile(r"a bug in staleflow|Traceback|could not start|[A-Z]\w*Error: ")
+"""What it never says then."""
 SUBMIT_S = 60.0
 """Seconds `staleflow submit` may take."""
 SETTLED_S = 8.0
@@ -28,7 +34,8 @@ SETTLED_S = 8.0
 
 @dataclass(slots=True)
 class Run:
-    """One run and its starts. ends: how its starts ended, by reason, numbers left out."""
+    """One run and its starts. ends: how its starts ended, by reason, numbers left out. errors: those that were the
+    run's own, and not what was done to it."""
 
     job: Job
     cluster: Cluster
@@ -40,6 +47,7 @@ class Run:
     """Whether the next process that submits is killed while it does."""
     num_starts: int = 0
     ends: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
     _mark: int = 0
     """Where the log of the present start begins."""
     _at: float = 0.0
@@ -160,7 +168,7 @@ class Run:
             log.flush()
             return subprocess.Popen(
                 [sys.executable, "-m", "staleflow.cli.main", *words],
-                env={**os.environ, **ENVIRONMENT},
+                env=self.cluster.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -173,4 +181,19 @@ class Run:
 
     def _ended(self, why: str) -> str:
         self.ends[re.sub(r"[\d.]+", "#", why).replace(str(self.job.folder), "")] += 1
+        if by_own_error(why):
+            self.errors.append(why)
         return why
+
+
+def by_own_error(why: str) -> bool:
+    """Whether a run that has ended, and why, did so by an error of its own and not by what was done to it.
+
+    >>> by_own_error("failed: a bug in staleflow, please report it: the 2 ranks of the trainer are not a group yet")
+    True
+    >>> by_own_error("exit 1: server was lost 4 times within an hour, last: server is gone"), by_own_error("killed")
+    (False, False)
+    """
+    if not why.startswith(("exit ", "failed", "submitting ")):
+        return False
+    return OWN_FAULTS.search(why) is not None or BY_FAULTS.search(why) is None

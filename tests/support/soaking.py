@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from benchmarks import soak
 from benchmarks.soaking import cluster, counting, machine, running
-from tests.support import forking
+from tests.support import forking, planted
 
 on_second_host = machine.Machine.on_second_host
 
@@ -48,6 +49,8 @@ def go_there(one: machine.Machine, command: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if planted.NAME in os.environ:
+        cluster.PRELOADS.append(planted.__name__)
     for module in (cluster, running):
         vars(module)["subprocess"] = forking.SUBPROCESS
     vars(counting)["asyncio"] = SimpleNamespace(**{**vars(asyncio), "create_subprocess_exec": answering})

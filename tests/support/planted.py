@@ -1,0 +1,108 @@
+"""Defects that a soak has to find: workers that load this module as they start have the one that is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Ended
+from staleflow.stores.weights import weight_folder, weight_hash
+from staleflow.tasks.actors.trajectory_server import TrajectoryServer
+from staleflow.tasks.engines.base import Loaded, Sampled
+from staleflow.tasks.engines.emulated_engine import EmulatedEngine
+
+NAME = "STALEFLOW_TESTS_PLANTED"
+"""Environment variable: the defect."""
+FOLDER = "STALEFLOW_SOAK"
+CHILD_S = 90
+"""Seconds that a leaked child lives."""
+
+
+def dropped_member() -> None:
+    """The first row of step 1's batch is never stored."""
+    commit = VersionedStore.commit
+
+    def planted(self: VersionedStore, record: StepRecord, ended: Sequence[Ended]) -> str:
+        return commit(self, record, ended[1:] if (record.kind, record.step) == ("step", 1) else ended)
+
+    _put(VersionedStore, "commit", planted)
+
+
+def unreported_tokens() -> None:
+    """The engine keeps the last two tokens of some responses to itself."""
+    sampled = EmulatedEngine._sampled
+
+    def planted(self: EmulatedEngine, *args: Any) -> Sampled:
+        whole = sampled(self, *args)
+        if whole.trajectory % 8 or not whole.segments or len(whole.segments[-1].tokens) < 3:
+            return whole
+        last = whole.segments[-1]
+        short = replace(last, tokens=last.tokens[:-2], logprobs=last.logprobs[:-2])
+        return replace(whole, segments=(*whole.segments[:-1], short))
+
+    _put(EmulatedEngine, "_sampled", planted)
+
+
+def crash_at_start() -> None:
+    """The first start of the run fails before its first step."""
+    draw = TrajectoryServer.held_out
+
+    async def planted(self: TrajectoryServer, *args: Any) -> Any:
+        crashed = Path(os.environ[FOLDER]) / "crashed"
+        if not crashed.exists():
+            crashed.touch()
+            raise RuntimeError("planted")
+        return await draw(self, *args)
+
+    _put(TrajectoryServer, "held_out", planted)
+
+
+def pull_without_load() -> None:
+    """An instance says that it serves every other version, and does not load it."""
+    load = EmulatedEngine.load
+
+    def planted(self: EmulatedEngine, version: Any, weights: Path) -> Loaded:
+        if version % 2 == 0:
+            return load(self, version, weights)
+        with self._changed:
+            self._version, self._served = version, [version]
+        fingerprint = weight_hash.fingerprint(weight_folder.read_arrays(weights))
+        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=0.0, stalled_s=0.0)
+
+    _put(EmulatedEngine, "load", planted)
+
+
+def leaked_child() -> None:
+    """An instance that is closed leaves a process."""
+    close = EmulatedEngine.close
+
+    def planted(self: EmulatedEngine) -> None:
+        subprocess.run(["setsid", "--fork", "sleep", str(CHILD_S)], check=True)
+        close(self)
+
+    _put(EmulatedEngine, "close", planted)
+
+
+DEFECTS: dict[str, tuple[Callable[[], None], str]] = {
+    "dropped_member": (dropped_member, "groups were trained on with other than 4 members"),
+    "unreported_tokens": (unreported_tokens, "were sampled, and are neither stored nor in flight nor discarded"),
+    "crash_at_start": (crash_at_start, "the run ended by an error of its own"),
+    "pull_without_load": (pull_without_load, "pulls without the weights being loaded"),
+    "leaked_child": (leaked_child, f"a process outlives the run: sleep {CHILD_S}"),
+}
+"""Defects by name, and what a soak says that finds one."""
+
+
+def dask_setup(worker: Any) -> None:
+    """Plant the defect in this process. Called by Dask as a worker starts."""
+    DEFECTS[os.environ[NAME]][0]()
+
+
+def _put(cls: type[Any], method: str, planted: Any) -> None:
+    setattr(cls, method, planted)
