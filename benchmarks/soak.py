@@ -40,7 +40,7 @@ from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene, left_out
 from benchmarks.soaking.job import KINDS, STEPS, Job
 from benchmarks.soaking.killing import kill_all
 from benchmarks.soaking.machine import Machine, isolated
-from benchmarks.soaking.running import Run
+from benchmarks.soaking.running import Run, by_own_error
 from benchmarks.soaking.watching import Watch
 
 LOOK_S = 0.25
@@ -196,8 +196,9 @@ class Soak:
         await self._find()
 
     def _own_errors(self) -> None:
-        """Note how starts of the run ended by themselves."""
-        for why in self.scene.run.errors:
+        """Note how starts of the run ended by themselves, also those that the run's driver resumed."""
+        ends = [str(start["end"]) for start in self.scene.run.starts()]
+        for why in [*self.scene.run.errors, *(end for end in ends if by_own_error(end))]:
             self.found(f"the run ended by an error of its own: {why}")
 
     async def _leaks(self) -> None:

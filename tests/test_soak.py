@@ -18,6 +18,7 @@ from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, left_out
 from benchmarks.soaking.job import DIGITS, KINDS, Job, Kind, number_of
 from benchmarks.soaking.killing import kept
 from benchmarks.soaking.machine import Machine
+from benchmarks.soaking.running import by_own_error
 from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.events import (
     InstanceLost,
@@ -207,6 +208,27 @@ def test_recoveries_are_told_by_fault() -> None:
         one.note("kill -9 trainer", seconds)
     (line,) = one.lines()
     assert line.split() == ["kill", "-9", "trainer", "3", "median", "2.0", "s", "most", "9.0", "s"]
+
+
+@pytest.mark.parametrize(
+    ("why", "own"),
+    [
+        ("failed: a bug in staleflow, please report it: the 2 ranks of the trainer are not a group yet", True),
+        ("exit 1: staleflow: server failed: KeyError: 3", True),
+        ("failed: the ranks of the trainer are not a group yet", True),
+        ("exit 2: staleflow: task.source: no such file", True),
+        ("submitting ended with 1: staleflow: cluster: cannot be used", True),
+        ("exit 1: server was lost 4 times within an hour, last: server is gone", False),
+        ("exit 1: /runs/soak/store: step 3 could not be stored: No space left on device; free space", False),
+        ("failed: the process that ran it is gone", False),
+        ("exit -9: step 12/1000000  reward 1.000", False),
+        ("exit 0: see: summary.png", False),
+        ("stopped: cancelled", False),
+        ("killed", False),
+    ],
+)
+def test_a_run_that_ends_by_its_own_error_is_known_from_one_that_was_ended(why: str, own: bool) -> None:
+    assert by_own_error(why) is own
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended
@@ -51,14 +52,14 @@ def unreported_tokens() -> None:
 
 def crash_at_start() -> None:
     """The first start of the run fails before its first step."""
-    draw = TrajectoryServer.held_out
+    held_out = TrajectoryServer.held_out
 
     async def planted(self: TrajectoryServer, *args: Any) -> Any:
         crashed = Path(os.environ[FOLDER]) / "crashed"
         if not crashed.exists():
             crashed.touch()
-            raise RuntimeError("planted")
-        return await draw(self, *args)
+            raise ProtocolViolation("the ranks of the trainer are not a group yet")
+        return await held_out(self, *args)
 
     _put(TrajectoryServer, "held_out", planted)
 
