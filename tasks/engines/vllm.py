@@ -109,8 +109,7 @@ class VllmEngine:
             return self._serve(self._adapters, version, weights)
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
         weight_folder.check_shapes(self._shapes, weight_folder.read_shapes(weights), weights)
-        prepared = self._prepare(weights)
-        stalled_s: float = self._call(lambda: self._load(version, weights, prepared)).result()
+        stalled_s: float = self._call(lambda: self._load(version, weights)).result()
         return Loaded(
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
@@ -331,14 +330,11 @@ class VllmEngine:
             self._requests.begin_again(instance)
             self._figures = self._scheduler.figures()
 
-    def _load(self, version: PolicyVersion, weights: Path, prepared: bool | Exception) -> float:
+    def _load(self, version: PolicyVersion, weights: Path) -> float:
         engine, begin = self._engine, time.monotonic()
         try:
-            if isinstance(prepared, Exception):
-                raise prepared
-            if not prepared:
-                engine.collective_rpc("start_weight_update")
-                engine.collective_rpc("update_weights", args=({"path": str(weights)},))
+            engine.collective_rpc("start_weight_update")
+            engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
         except Exception as error:
             raise WeightsRefused(f"{self._instance}: vLLM cannot load {weights}: {error}") from error
@@ -427,23 +423,15 @@ class VllmEngine:
             stalled_s=stalled_s,
         )
 
-    def _prepare(self, weights: Path) -> bool | Exception:
-        """Do an update during decoding, where possible; True if it only has to be finished. Failures are returned: only
-        the driving thread can end the instance."""
-        if self._settings.tensor_parallel > 1:
-            return False
-        try:
-            (ready,) = self._engine.collective_rpc("prepare_weights", args=(str(weights),))
-        except Exception as error:  # noqa: BLE001
-            return error
-        return bool(ready)
-
     def _compared(self, weights: Path) -> WeightReport:
-        """What all workers have, compared with a published file. In the caller's thread: decoding continues, and only
-        another load, which waits for this one, changes the weights."""
-        if self._settings.tensor_parallel == 1:
-            self._engine.collective_rpc("release_weights")
-        return total(self._engine.collective_rpc("compared_weights", args=(str(weights),)))
+        """What all workers have, compared with a published file. Of one worker, which is in this process, in the
+        caller's thread: decoding continues, and only another load, which waits for this one, changes the weights."""
+
+        def ask() -> list[WeightReport]:
+            reports: list[WeightReport] = self._engine.collective_rpc("compared_weights", args=(str(weights),))
+            return reports
+
+        return total(self._call(ask).result() if self._settings.tensor_parallel > 1 else ask())
 
     def _call(self, call: Callable[[], Any]) -> Future[Any]:
         """Queue a call for the driving thread; calls are carried out in order."""

@@ -1,23 +1,22 @@
 """Loads published weights into a running vLLM model, in each of its worker processes, by vLLM's own update interface.
 
-vLLM fuses some tensors of a checkpoint (q, k and v into one) and prepares others for its kernels. Loading in place has
-to do both again; fingerprinting the held weights has to undo the fusing, so that they can be compared with the
-trainer's. The module is named in the engine's arguments, so that worker processes import it too.
-
-On a CPU both are done during decoding, in a spare model, and decoding waits only while the two are swapped. On a GPU
-they are done in the model itself, while decoding waits: memory is scarcer there, and copying is fast.
+vLLM fuses some tensors of a checkpoint (q, k and v into one) and prepares others for its kernels; loading in place does
+both again, while decoding waits. vLLM's CPU build packs linear layers into copies that an update would not reach, and
+packs experts when they are first loaded and not again. Here its linear layers compute with the weights themselves, and
+experts are packed after each load. The module is named in the engine's arguments, so that worker processes import it.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, WeightTransferConfig
+from transformers.core_model_loading import revert_weight_conversion
+from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,11 +24,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_report import WeightReport, compared_by_name
-from staleflow.tasks.engines.unfusing import unfused
+from staleflow.stores.weights.weight_report import WeightReport, compared
+from staleflow.tasks.engines import vllm_layouts
+from staleflow.tasks.engines.vllm_sizes import empty_model
 
 BACKEND = "staleflow"
 """Name of the file backend in vLLM's registry of weight transfers."""
@@ -62,94 +64,30 @@ class FileTransfer(WeightTransferEngine[NoInit, PublishedFile]):
     update_info_cls = PublishedFile
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        self.spare = Spare(self.model, self.vllm_config) if self.device.type == "cpu" else None
+        """Nothing: every host has the file."""
 
     def start_weight_update(self) -> None:
-        if self.spare is None:
-            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-            initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PublishedFile) -> None:
-        if self.spare is None:
-            self.model.load_weights(weight_folder.read(Path(update_info.path)).items())
-        else:
-            self.spare.load(update_info.path)
+        self.model.load_weights(checkpoint_tensors(self.model_config.model, update_info.path).items())
 
     def finish_weight_update(self) -> None:
-        if self.spare is not None:
-            self.spare.swap()
-        else:
-            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-            finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        self.spare = None
+        """Nothing is held."""
 
 
-class Spare:
-    """A second model in which the next weights are prepared while the first decodes.
-
-    On a CPU linear layers compute with packed copies of their weights, and no longer read the weights themselves, which
-    the two models share. Of what decoding does read (embeddings, norms, biases) the spare has copies. So a swap
-    exchanges the packed copies and the tensors that are not shared: pointers, no bytes.
-    """
-
-    def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
-        self._model = model
-        with torch.device("meta"):
-            self._spare = initialize_model(vllm_config=second_config(config))
-        packed = {id(m.weight) for m in model.modules() if getattr(m, "staleflow_packed", False)}
-        self._own: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
-        of: dict[int, torch.nn.Parameter] = {}
-        for module, twin in self._layers():
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in of:  # else two layers share it
-                    of[id(parameter)] = parameter if id(parameter) in packed else own_copy(parameter)
-                    if id(parameter) not in packed:
-                        self._own.append((parameter, of[id(parameter)]))
-                setattr(twin, name, of[id(parameter)])
-
-    def load(self, path: str) -> None:
-        """Read a published file and pack it. The decoding model is not affected, not even by a failure."""
-        self._spare.load_weights(weight_folder.read(Path(path)).items())
-        for module, twin in self._layers():
-            if hasattr(module, "cpu_linear"):
-                layer_utils.dispatch_cpu_unquantized_gemm(twin, remove_weight=False)
-
-    def swap(self) -> None:
-        """Exchange the model's weights for the loaded ones."""
-        for parameter, own in self._own:
-            parameter.data, own.data = own.data, parameter.data
-        for module, twin in self._layers():
-            if hasattr(module, "cpu_linear"):
-                module.cpu_linear, twin.cpu_linear = twin.cpu_linear, module.cpu_linear
-
-    def release(self) -> None:
-        """Free the packed copies that were the model's before the swap. Not part of it: this takes milliseconds."""
-        for _, twin in self._layers():
-            if hasattr(twin, "cpu_linear"):
-                twin.cpu_linear = None
-
-    def _layers(self) -> zip[tuple[Any, Any]]:
-        return zip(self._model.modules(), self._spare.modules(), strict=True)
+def checkpoint_tensors(model: str, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a published file under the names of the model's checkpoints, which vLLM knows. A trainer publishes
+    them as transformers has them in memory: with all experts of a layer in one, under names of its own."""
+    return dict(revert_weight_conversion(_empty(model), weight_folder.read(Path(path))))
 
 
-def second_config(config: VllmConfig) -> VllmConfig:
-    """The configuration of an engine's second model, whose layers are not registered with the engine by name."""
-    second = copy.copy(config)
-    second.compilation_config = copy.copy(config.compilation_config)
-    second.compilation_config.static_forward_context = {}
-    return second
-
-
-def own_copy(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A copy of a parameter in its own memory, with the attributes vLLM has set, such as its loader."""
-    own = copy.copy(parameter)
-    own.__dict__.update(parameter.__dict__)
-    own.data = parameter.detach().clone()
-    return own
+@functools.cache
+def _empty(model: str) -> Any:
+    return empty_model(model)
 
 
 class WorkerExtension:
@@ -157,48 +95,41 @@ class WorkerExtension:
 
     model_runner: Any
     weight_transfer_engine: FileTransfer
-
-    start_weight_update: Callable[[], None]
-
-    def prepare_weights(self, path: str) -> bool:
-        """Do an update except for its finish, if there is a spare model for it. May run in any thread while the model
-        decodes in another."""
-        spare = self.weight_transfer_engine.spare
-        if spare is not None:
-            self.start_weight_update()
-            spare.load(path)
-        return spare is not None
-
-    def release_weights(self) -> None:
-        """Free the replaced weights after a prepared update."""
-        if self.weight_transfer_engine.spare is not None:
-            self.weight_transfer_engine.spare.release()
+    model_config: Any
 
     def compared_weights(self, path: str) -> WeightReport:
         """What this worker has, compared with a published file."""
-        model, published = self.model_runner.get_model(), weight_folder.read(Path(path))
-        shapes = weight_folder.shapes(published)
-        held = unfused(dict(model.named_parameters()), shapes, getattr(model, "packed_modules_mapping", {}))
-        if held is None:
-            return WeightReport(not_verified={"fused or sharded in a way that is unknown here": len(published)})
-        # Some kernels keep biases as float32; all is published in the model's own type.
-        return compared_by_name({n: t.to(self.model_runner.dtype) for n, t in held.items()}, published)
+        tensors = checkpoint_tensors(self.model_config.model, path)
+        return compared(vllm_layouts.parts(self.model_runner.get_model(), tensors))
 
 
-def keep_weights_beside_packed_copies() -> None:
-    """Keep the weights of linear layers, which vLLM's CPU build drops once packed: loading in place needs them. They
-    are marked, since decoding does not read them."""
+def compute_with_weights_themselves() -> None:
+    """Have linear layers of vLLM's CPU build compute with their weights, not with packed copies of them."""
     dispatch: Callable[..., None] = layer_utils.dispatch_cpu_unquantized_gemm
 
-    def dispatch_and_keep(layer: Any, remove_weight: bool) -> None:
-        weight = layer.weight
-        dispatch(layer, remove_weight=remove_weight)
-        if layer.weight is not weight:
-            layer.weight = weight
-            layer.staleflow_packed = True
+    def dispatch_unpacked(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            dispatch(layer, remove_weight=remove_weight)
 
-    layer_utils.dispatch_cpu_unquantized_gemm = dispatch_and_keep
+    layer_utils.dispatch_cpu_unquantized_gemm = dispatch_unpacked
 
 
-keep_weights_beside_packed_copies()
+def pack_experts_after_each_load() -> None:
+    """Have experts prepared for their kernel at each load: vLLM does so at the first only, and its CPU build's kernel
+    then reads what was not packed as if it were."""
+    setup: Callable[..., None] = UnquantizedFusedMoEMethod._setup_kernel
+
+    def setup_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        again = self.moe_kernel is not None
+        setup(self, layer, w13, w2)
+        if again and isinstance(self.moe_kernel.fused_experts, CPUUnquantizedExperts):
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
+
+
+compute_with_weights_themselves()
+pack_experts_after_each_load()
 WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)

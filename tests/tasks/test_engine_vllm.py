@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import Engine, Failed, Sampled
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
@@ -113,11 +113,11 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
     ) -> None:
         from staleflow.tasks.engines import vllm_weights
 
-        def torn(self: object, path: str) -> None:
+        def torn(self: object, update: object) -> None:
             raise OSError("the file is gone")
 
-        monkeypatch.setattr(vllm_weights.Spare, "load", torn)
-        with pytest.raises(ActorLost, match="the file is gone"):
+        monkeypatch.setattr(vllm_weights.FileTransfer, "receive_weights", torn)
+        with pytest.raises(WeightsRefused, match="the file is gone"):
             engine.load(PolicyVersion(5), other_weights[0])
         with pytest.raises(ActorLost, match="rollout-0"):
             engine.events(1.0)

@@ -1,0 +1,190 @@
+"""Where the layers of a vLLM model keep the tensors of a checkpoint: which piece of which parameter is what.
+
+vLLM fuses some tensors of a checkpoint (q, k and v into one), stacks those of experts, pads vocabularies and cuts most
+of them into shards, one a worker. Here that is undone from what the layers say of themselves (sizes, rank, names), not
+by vLLM's own loading of weights: so a worker's parameters can be compared with what was published. Layers and kernels
+whose layout is not known here are reported as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from staleflow.stores.weights.weight_report import Part
+
+Tensors = Mapping[str, torch.Tensor]
+Place = tuple[str, Any]
+"""Name of a vLLM parameter, and which of the tensors fused into it; None if it is the only one."""
+
+AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels that compute with stacked experts as they are loaded."""
+DERIVED = ("W_UK_T", "W_UV")
+"""Tensors that multi-head latent attention derives from its weights and computes with."""
+
+
+def parts(model: Any, tensors: Tensors) -> Iterator[Part]:
+    """All parts of a worker's model, each with what it should be equal to.
+
+    Args:
+        model: The vLLM model of this worker.
+        tensors: The published weights under the names of the model's checkpoints.
+    """
+    modules = dict(model.named_modules())
+    covered: dict[int, int] = {}
+    experts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in sorted(tensors.items()):
+        target, fused = _place(model, name)
+        path, _, leaf = target.rpartition(".")
+        if (layer := _experts_of(modules, target)) is not None:
+            experts.setdefault(layer, {})[target.removeprefix(f"{modules[layer].layer_name}.")] = tensor
+            continue
+        parameter = getattr(modules.get(path), leaf, None)
+        if parameter is None:
+            yield Part(name=name, unknown="the engine has no layer of that name")
+            continue
+        piece = _piece(modules[path], parameter, leaf, fused, tensor)
+        if isinstance(piece, str):
+            covered[id(parameter)] = parameter.numel()
+            yield Part(name=name, unknown=piece)
+            continue
+        held, published = piece
+        whole = isinstance(modules[path], VocabParallelEmbedding)  # the rest is padding
+        covered[id(parameter)] = covered.get(id(parameter), 0) + (parameter.numel() if whole else held.numel())
+        yield _part(name, held, published)
+    for path, own in experts.items():
+        covered |= {id(parameter): parameter.numel() for parameter in modules[path].parameters()}
+        yield from _experts(path, modules[path], own)
+    for name, parameter in model.named_parameters():
+        if covered.get(id(parameter), 0) < parameter.numel():
+            yield Part(name=name, unknown="not all of a parameter is published")
+    for path, module in modules.items():
+        for leaf in DERIVED:
+            if getattr(module, leaf, None) is not None:
+                yield Part(name=f"{path}.{leaf}", unknown="derived from other weights")
+
+
+def _part(name: str, held: torch.Tensor, published: torch.Tensor) -> Part:
+    """A part of these two. Some layers keep a tensor in a wider type, which changes no value."""
+    if held.dtype != published.dtype:
+        if torch.promote_types(held.dtype, published.dtype) != held.dtype:
+            return Part(name=name, unknown=f"kept as {str(held.dtype).removeprefix('torch.')}")
+        published = published.to(held.dtype)
+    return Part(name=name, held=held, published=published)
+
+
+def _place(model: Any, name: str) -> Place:
+    """Where a tensor of the checkpoint goes, by the names that the model declares."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    fused: Any = None
+    if mapper is not None:
+        named = torch.empty(0)
+        name = next((mapped for mapped, _ in mapper.apply([(name, named)])), name)
+        fused = getattr(named, "shard_id", None)
+    if fused is None:
+        *front, module, leaf = name.split(".") if "." in name else ("", name)
+        for whole, own in getattr(model, "packed_modules_mapping", {}).items():
+            if module in own and whole != module:
+                fused = own.index(module)
+                return ".".join([*front, whole, leaf]), "qkv"[fused] if whole == "qkv_proj" else fused
+    return name, fused
+
+
+def _piece(
+    module: Any, parameter: torch.Tensor, leaf: str, fused: Any, tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """The rows or columns of a layer's parameter that a tensor of the checkpoint is in, and those of the tensor that
+    are this worker's; or why they are not known."""
+    rank, size = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+    kind = type(module)
+    unknown = f"the layout of {kind.__name__} is unknown here"
+    if kind is QKVParallelLinear and fused in ("q", "k", "v"):
+        heads, value = module.num_kv_heads * module.head_size, module.num_kv_heads * module.v_head_size
+        rows = {"q": module.num_heads * module.head_size, "k": heads, "v": value}
+        first = {"q": 0, "k": rows["q"], "v": rows["q"] + rows["k"]}[fused]
+        shard = rank if fused == "q" else rank // module.num_kv_head_replicas
+        return parameter[first : first + rows[fused]], tensor[shard * rows[fused] : (shard + 1) * rows[fused]]
+    if kind is MergedColumnParallelLinear and isinstance(fused, int):
+        count, first = module.output_sizes[fused] // size, sum(module.output_sizes[:fused]) // size
+        return parameter[first : first + count], tensor[rank * count : (rank + 1) * count]
+    if fused is not None:
+        return unknown
+    if kind in (VocabParallelEmbedding, ParallelLMHead):
+        shard = module.shard_indices
+        own = tensor[shard.org_vocab_start_index : shard.org_vocab_end_index]
+        return parameter[: len(own)], own
+    if size > 1 and kind is ColumnParallelLinear:
+        return parameter, tensor[rank * len(parameter) : (rank + 1) * len(parameter)]
+    if size > 1 and kind is RowParallelLinear and leaf == "weight":
+        columns = parameter.shape[1]
+        return parameter, tensor[:, rank * columns : (rank + 1) * columns]
+    return (parameter, tensor) if parameter.shape == tensor.shape else unknown
+
+
+def _experts_of(modules: Mapping[str, Any], name: str) -> str | None:
+    """The path of the stacked experts that a tensor belongs to; None if it belongs to none."""
+    for path in (name[: name.find(".experts.") + len(".experts")] + tail for tail in (".routed_experts", "")):
+        if isinstance(modules.get(path), RoutedExperts):
+            return path
+    return None
+
+
+def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[Part]:
+    """The parts of a layer's stacked experts. tensors: by name within the layer, such as "3.up_proj.weight"."""
+    method = layer.quant_method
+    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    packed = isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
+    as_loaded = getattr(method, "unquantized_backend", None) in AS_LOADED
+    names = {(expert, shard): name for _, name, expert, shard in layer.get_expert_mapping()}
+    known = {f"{name.removeprefix('experts.')}weight" for name in names.values()}
+    if type(method) is not UnquantizedFusedMoEMethod or not (packed or as_loaded) or tensors.keys() - known:
+        for name in tensors:
+            yield Part(
+                name=f"{path}.{name}", unknown=f"the layout of experts of {type(kernel).__name__} is unknown here"
+            )
+        return
+    rank, rows = layer.moe_config.tp_rank, layer.moe_config.intermediate_size_per_partition
+    own = slice(rank * rows, (rank + 1) * rows)
+    for expert in sorted({expert for expert, _ in names}):
+        here = layer._map_global_expert_id_to_local_expert_id(expert)
+        if here < 0:  # another worker's
+            continue
+        gate, down, up = (tensors.get(f"{names[expert, w].removeprefix('experts.')}weight") for w in ("w1", "w2", "w3"))
+        if gate is None or down is None or up is None:
+            yield Part(name=f"{path}[{expert}]", unknown="not all of an expert is published")
+            continue
+        w13, w2 = layer.w13_weight[here], layer.w2_weight[here]
+        pieces = {"gate": (w13[:rows], gate[own]), "up": (w13[rows : 2 * rows], up[own]), "down": (w2, down[:, own])}
+        if packed:
+            pieces = {
+                "gate and up": (w13, _packed(kernel, torch.cat([_filled(kernel, one[own]) for one in (gate, up)]))),
+                "down": (w2, _packed(kernel, _filled(kernel, down[:, own].T).T)),
+            }
+        for what, (held, published) in pieces.items():
+            yield _part(f"{path}[{expert}] {what}", held, published)
+
+
+def _filled(kernel: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of an expert, and as many of zeros as the kernel adds."""
+    missing = kernel._padded_intermediate_size(kernel.moe_config) - len(rows)
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing))
+
+
+def _packed(kernel: Any, weight: torch.Tensor) -> torch.Tensor:
+    """An expert's weight in the order in which the kernel reads it."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    return cpu_prepack_moe_weight(weight.contiguous()[None], kernel.isa)[0]

@@ -1,0 +1,129 @@
+"""What vLLM's workers have after a load, by part: fused tensors, experts, shards. Runs where vllm is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.tasks.engines.transformers import forward_logprobs, load_model
+from tests.tasks.engine_conformance import model_settings
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vllm is not installed", allow_module_level=True)
+
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+
+from staleflow.tasks.engines.engine_settings import VllmSettings
+from staleflow.tasks.engines.vllm import VllmEngine
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 512,
+}  # fmt: skip
+"""The vocabulary is filled up, and the experts of Qwen3-MoE are, by vLLM's kernels."""
+MODELS: dict[str, Any] = {
+    "tied": Qwen3Config(**SIZES, intermediate_size=96, tie_word_embeddings=True),
+    "biases": LlamaConfig(**SIZES | {"num_key_value_heads": 1}, intermediate_size=96, attention_bias=True),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, intermediate_size=96, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2
+    ),
+    "mixtral": MixtralConfig(**SIZES, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2),
+}
+PROBE = [3, 10, 14, 7, 20, 30, 40, 50, 60, 70]
+LOADS = 5
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """A tiny model of random weights, whose parameters all count."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MODELS[name]).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+class Loaded:
+    """An engine, the trainer's model, and the file of the version that both have."""
+
+    def __init__(self, name: str, tensor_parallel: int, folder: Path) -> None:
+        path = write_model(name, folder / "model")
+        settings: dict[str, Any] = model_settings(path) | {"tensor_parallel": tensor_parallel}
+        self.engine = VllmEngine(VllmSettings(**settings), InstanceId("rollout-0"))
+        self.model = load_model(str(path), "float32", "cpu", attention="eager")
+        self.folder = ParameterFolder(folder / "published")
+
+    def publish(self, version: int) -> Path:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_((0.1 if version else 0.0) * torch.randn_like(parameter))
+        self.folder.publish(PolicyVersion(version), dict(self.model.named_parameters()))
+        return self.folder.path(PolicyVersion(version))
+
+
+RUNS = [("tied", 1), ("biases", 1), ("qwen3_moe", 1), ("mixtral", 1), ("biases", 2), ("qwen3_moe", 2)]
+"""Model, and workers that share it."""
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda param: f"{param[0]}-{param[1]}")
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+    one = Loaded(*request.param, tmp_path_factory.mktemp("weights"))
+    yield one
+    one.engine.close()
+
+
+def test_every_part_is_verified_after_each_load_and_logprobs_are_the_trainers(loaded: Loaded) -> None:
+    for version in range(LOADS + 1):
+        report = loaded.engine.load(PolicyVersion(version), loaded.publish(version)).weights
+        assert report.outcome == "verified", report.line
+        assert report.verified >= len(dict(loaded.model.named_parameters()))
+        assert loaded.engine.logprobs(PROBE) == pytest.approx(forward_logprobs(loaded.model, PROBE), abs=1e-4)
+
+
+def flip(worker: Any, number: int, rank: int) -> str:
+    """Flip a bit in the middle of a worker's parameter; returns its name, empty if there is none of that number."""
+    parameters = list(worker.model_runner.get_model().named_parameters())
+    if number >= len(parameters):
+        return ""
+    name, parameter = parameters[number]
+    if worker.rank == rank:
+        parameter.data.view(torch.int32)[(0,) * parameter.ndim] ^= 1
+    return str(name)
+
+
+def test_one_bit_of_any_parameter_on_any_worker_contradicts(loaded: Loaded) -> None:
+    path = loaded.publish(7)
+    assert loaded.engine.load(PolicyVersion(7), path).weights.outcome == "verified"
+    vllm, tensor_parallel = loaded.engine._engine, loaded.engine._settings.tensor_parallel
+    for rank in range(tensor_parallel):
+        number = 0
+        while name := loaded.engine._call(lambda n=number, r=rank: vllm.collective_rpc(flip, args=(n, r))).result()[0]:
+            report = loaded.engine._compared(path)
+            assert (report.contradicted, len(report.names)) == (1, 1), (rank, name, report.line)
+            loaded.engine._call(lambda n=number, r=rank: vllm.collective_rpc(flip, args=(n, r))).result()
+            number += 1
+        assert number >= 10
+    assert loaded.engine._compared(path).outcome == "verified"
+
+
+def test_a_tensor_of_a_name_that_the_engine_does_not_know_is_not_verified(loaded: Loaded) -> None:
+    from staleflow.tasks.engines import vllm_weights
+
+    if loaded.engine._settings.tensor_parallel > 1:
+        pytest.skip("the model is in other processes")
+    path = loaded.publish(8)
+    loaded.engine.load(PolicyVersion(8), path)
+    tensors = vllm_weights.checkpoint_tensors(loaded.engine._settings.model, str(path))
+    tensors["model.layers.0.unheard_of.weight"] = tensors.pop("model.layers.0.input_layernorm.weight")
+    model = loaded.engine._engine.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+    report = vllm_weights.compared(vllm_weights.vllm_layouts.parts(model, tensors))
+    assert report.outcome == "not verified"
+    assert set(report.not_verified) == {"the engine has no layer of that name", "not all of a parameter is published"}
