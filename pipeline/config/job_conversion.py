@@ -46,13 +46,6 @@ CHOICES: tuple[tuple[str, Registry[Any]], ...] = (
     ("training.loss", LOSSES),
 )
 """Keys that select an entry of a registry."""
-BEFORE_WINDOWS = {
-    "batch.stragglers": {"truncate": "truncate@1", "retry": "retry@1"},
-}
-"""Rules that decide otherwise now, and what they are called as they were in jobs that know no staleness.window_share:
-what those recorded replays to the same decisions, and if resumed they go on by the same."""
-BEFORE_EPOCHS = {"reinforce_plus_plus": "reinforce_plus_plus_baseline"}
-"""An estimator of advantages as it was called in jobs that know no training.epochs, and as it is called now."""
 
 
 def convert_job(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,16 +53,11 @@ def convert_job(tree: Mapping[str, Any]) -> dict[str, Any]:
     select are dropped: they had no effect. Does not modify `tree`; one that needs no conversion is returned as it is.
 
     Args:
-        tree: All of a job, as a version up to 976202a wrote it into config.toml or a store's header.
+        tree: All of a job, as commit 976202a wrote it into config.toml or a store's header.
     """
     job = copy.deepcopy(dict(tree))
     if not is_earlier_job(job):
         return job
-    for key, names in BEFORE_WINDOWS.items() if "window_share" not in job.get("staleness", {}) else ():
-        _rename(job, key, names)
-    if "epochs" not in job.get("training", {}):
-        _rename(job, "training.advantage", BEFORE_EPOCHS)
-    job.setdefault("evaluation", {}).setdefault("fill", False)  # a run that does not know it decided so
     options = {"rollout.routing": job["rollout"].pop("routing_options", {})}
     for key, _ in CHOICES:
         table, _, field = key.rpartition(".")
@@ -100,15 +88,9 @@ def _keep_own_knobs(entry: dict[str, Any], registry: Registry[Any], options: Map
 
 
 def is_earlier_job(tree: Mapping[str, Any]) -> bool:
-    """Whether all of a job was written by a version up to 976202a: its routing rule is a name, not a table."""
+    """Whether all of a job was written by commit 976202a: its routing rule is a name, not a table."""
     rollout = tree.get("rollout")
     return isinstance(rollout, Mapping) and isinstance(rollout.get("routing"), str)
-
-
-def _rename(job: Mapping[str, Any], key: str, names: Mapping[str, str]) -> None:
-    table, _, field = key.rpartition(".")
-    if (name := job.get(table, {}).get(field)) in names:
-        job[table][field] = names[name]
 
 
 def _table(job: dict[str, Any], key: str) -> dict[str, Any]:

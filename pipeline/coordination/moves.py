@@ -10,7 +10,7 @@ from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
-from staleflow.pipeline.strategies.filtering import Stragglers, Straggling
+from staleflow.pipeline.strategies.filtering import Stragglers
 from staleflow.pipeline.strategies.migration import Load, Migration, Movable
 from staleflow.tasks.emulation.cost_model import StepCosts
 
@@ -77,34 +77,26 @@ class Moves:
         return moves
 
     def rescues(self) -> Iterator[Move]:
-        """Cut off, or in runs of before retry, the last trajectories of a step that the trainer has waited too long
-        for: those of groups that are due and unfinished."""
+        """Cut off the last trajectories of a step that the trainer has waited too long for: those of groups that are
+        due and unfinished."""
         rule, state = self._stragglers, self._state
         if not rule.impatient(waited_s=state.waited_s, interval_s=state.measured.interval_s.value):
             return
         ledger = state.ledger
-        missing = max(1, ledger.groups_per_step - ledger.num_occupied)
-        stuck = rule.stuck(missing=missing, groups_per_step=ledger.groups_per_step)
         due = [live for live in state.live.values() if self._is_due(live)]
         per_step = ledger.groups_per_step * ledger.group_size
-        few = rule.may_end(
+        if not rule.may_end(
             sum(not live.cut for live in due),
             per_step=per_step,
             cut_in_step=state.cuts.in_step,
             trained=state.cuts.trained,
             cut=state.cuts.told,
-        )
-        if not stuck and not few:
+        ):
             return
-        fastest = self._by_speed()[:1]
         for live in due:
             source = self._state.fleet.get(live.instance)
-            if live.phase is not Phase.RUNNING or source is None or not self._may_leave(live):
-                continue
-            if rule.action is Straggling.TRUNCATE and live.tokens > 0:
+            if live.phase is Phase.RUNNING and source is not None and self._may_leave(live) and live.tokens > 0:
                 yield Move(live, source, None, "straggles: cut off")
-            elif rule.action is Straggling.RETRY and fastest[0] is not source and fastest[0].version >= live.v_traj:
-                yield Move(live, source, fastest[0], f"straggles: retried on {fastest[0].instance}")
 
     def _is_due(self, live: LiveTrajectory) -> bool:
         """Whether the next step waits for this trajectory to be sampled."""

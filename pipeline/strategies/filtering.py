@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from staleflow.stores.reward_signal import has_signal
 from staleflow.stores.trajectory import AbortReason
@@ -49,20 +48,13 @@ class NoSignal(Filtering):
         return None if has_signal(rewards) else AbortReason.NO_SIGNAL
 
 
-class Straggling(Enum):
-    """What is done with the last trajectories that a step waits for."""
-
-    WAIT = "wait"
-    RETRY = "retry"
-    TRUNCATE = "truncate"
-
-
 class Stragglers(RegistryEntry):
     """When a waiting step counts as stuck, and what is done with the stragglers it waits for. By default it only
     waits."""
 
     __slots__ = ()
-    action = Straggling.WAIT
+    cuts = False
+    """Whether it ever ends a trajectory before its time."""
 
     def impatient(self, *, waited_s: float, interval_s: float) -> bool:
         """Whether a step that has waited for `waited_s` has waited too long. interval_s: between steps; 0 while
@@ -75,20 +67,8 @@ class Stragglers(RegistryEntry):
         ended, or have been told to."""
         return False
 
-    def stuck(self, *, missing: int, groups_per_step: int) -> bool:
-        """In runs of before: whether a step that misses so many groups, due or not, may be helped."""
-        return False
 
-
-STRAGGLERS: Registry[Stragglers] = Registry(
-    "straggler rule",
-    "batch.stragglers",
-    Stragglers,
-    removed={
-        "retry": "moving the last responses to another instance never made a step shorter; use wait or truncate, or "
-        "rollout.migration for slow instances"
-    },
-)
+STRAGGLERS: Registry[Stragglers] = Registry("straggler rule", "batch.stragglers", Stragglers)
 
 
 @STRAGGLERS.register("wait")
@@ -97,22 +77,9 @@ class Wait(Stragglers):
     """Stragglers are waited for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TimedStragglers(Stragglers):
-    """A step is stuck when it has waited long and for few."""
-
-    patience: float = knob(1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0)
-    share: float = knob(
-        0.1, "largest share of the trained responses that are cut, of each step and of all", low=0, high=1
-    )
-
-    def impatient(self, *, waited_s: float, interval_s: float) -> bool:
-        return bool(interval_s) and waited_s > self.patience * interval_s
-
-
 @STRAGGLERS.register("truncate")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Truncate(_TimedStragglers):
+class Truncate(Stragglers):
     """Stragglers end with the tokens they have, and are scored: all that a step still waits for, once these are no more
     than `share` allows. Fewer would help nobody, since the step would wait for the others.
 
@@ -120,32 +87,16 @@ class Truncate(_TimedStragglers):
     more than its own share, out of what the steps before have left.
     """
 
-    action = Straggling.TRUNCATE
+    patience: float = knob(1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0)
+    share: float = knob(
+        0.1, "largest share of the trained responses that are cut, of each step and of all", low=0, high=1
+    )
+
+    cuts = True
+
+    def impatient(self, *, waited_s: float, interval_s: float) -> bool:
+        return bool(interval_s) and waited_s > self.patience * interval_s
 
     def may_end(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
         in_step = cut_in_step + unfinished <= max(1, int(self.share * per_step))
         return in_step and cut + unfinished <= self.share * (trained + per_step)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Missing(_TimedStragglers):
-    """As runs of before count: a step is stuck while few groups are missing, and everything that is due is helped."""
-
-    def stuck(self, *, missing: int, groups_per_step: int) -> bool:
-        return missing <= max(1, self.share * groups_per_step)
-
-
-@STRAGGLERS.register("truncate@1", listed=False)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TruncateAll(_Missing):
-    """Stragglers end with the tokens they have, however many they are."""
-
-    action = Straggling.TRUNCATE
-
-
-@STRAGGLERS.register("retry@1", listed=False)
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry(_Missing):
-    """Stragglers continue on the instance whose decode step is fastest."""
-
-    action = Straggling.RETRY

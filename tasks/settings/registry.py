@@ -85,8 +85,7 @@ class Registry(Generic[T]):
     """Entries of one kind that a job file may select by name. what: the kind, for messages. key: in the job file.
     contract: base class of every entry; user code must have its members that are abstract or have no value.
 
-    user_code: the class of entries that user code stands behind; None if it is not allowed. removed: names that earlier
-    versions knew and that are refused, each with the reason.
+    user_code: the class of entries that user code stands behind; None if it is not allowed.
     """
 
     def __init__(
@@ -96,32 +95,23 @@ class Registry(Generic[T]):
         contract: type[Any],  # type[T] would refuse an abstract class
         *,
         user_code: type[UserCode] | None = None,
-        removed: Mapping[str, str] | None = None,
     ) -> None:
         self.what = what
         self.key = key
         self.contract = contract
         self.user_code = user_code
-        self.removed: Mapping[str, str] = removed or {}
         self._entries: dict[str, type[T]] = {}
-        self._unlisted: set[str] = set()
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Registered names that are listed, in order of registration."""
-        return tuple(name for name in self._entries if name not in self._unlisted)
+        """Registered names, in order of registration."""
+        return tuple(self._entries)
 
-    @property
-    def unlisted(self) -> tuple[str, ...]:
-        """Registered names that only runs of earlier versions have."""
-        return tuple(name for name in self._entries if name in self._unlisted)
-
-    def register(self, name: str, *, listed: bool = True) -> Callable[[C], C]:
-        """Decorator that registers a class as `name`. listed: offered to people; else it is kept for runs of earlier
-        versions. Raises ValueError or TypeError if it is not valid."""
+    def register(self, name: str) -> Callable[[C], C]:
+        """Decorator that registers a class as `name`. Raises ValueError or TypeError if it is not valid."""
 
         def add(entry: C) -> C:
             if name in self._entries:
@@ -132,8 +122,6 @@ class Registry(Generic[T]):
                 raise TypeError(f"{self.what} {name!r} lacks {', '.join(missing)}")
             entry.name = name
             self._entries[name] = entry
-            if not listed:
-                self._unlisted.add(name)
             return entry
 
         return add
@@ -227,8 +215,6 @@ class Choice(Knob):
     def fault(self, value: object) -> str:
         """What is wrong with a name, worded to follow its key."""
         registry, own = self.registry, self.registry.user_code is not None
-        if isinstance(value, str) and value in registry.removed:
-            return f"= {value!r} is no more: {registry.removed[value]}"
         if isinstance(value, str) and (value in registry or (own and names_user_code(value))):
             return ""
         return unknown_choice(value, registry.names, own=own)
@@ -263,7 +249,7 @@ class Choice(Knob):
 
     def keys(self, key: str) -> Iterator[str]:
         yield f"{key}.name"
-        for name in (*self.registry.names, *self.registry.unlisted):
+        for name in self.registry.names:
             yield from all_keys(self.registry.find(name), f"{key}.")
 
 

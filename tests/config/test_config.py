@@ -134,7 +134,6 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("workload.kind=recorded", "needs workload.run"),
         ("rollout.cost={k2=0, k3=0, k4=0, b=0}", "a decode step of one trajectory takes no time"),
         ("simulation.report_s=0", "out of range; it must be >= 0.01"),
-        ("batch.stragglers=retry", "stragglers = 'retry' is no more: .* never made a step shorter; use wait or trunc"),
         ("batch.stragglers=retri", "must be one of wait, truncate, not 'retri'"),
         ("staleness.admission={name='pipeline_depth', depth=3}", "samples further ahead than .*eta = 1 .* at most 2"),
         ("staleness.admission={name='pipeline_depth', depth=0.5}", "depth = 0.5 is out of range; it must be >= 1"),

@@ -141,13 +141,3 @@ def test_knobs_of_user_code_move_into_its_table() -> None:
     assert config.rollout.routing == OwnRouting(name="mine.py:Rule", knobs={"most": 3})
     assert config.training.loss == OwnLoss(name="mine.py:Loss", knobs={"slope": 2.0})
     assert config.training.advantage.name == "mine.py:best"
-
-
-def test_jobs_that_know_no_windows_keep_the_rules_they_decided_by() -> None:
-    tree = with_values(earlier(), **{"batch.stragglers": "truncate", "training.advantage": "reinforce_plus_plus"})
-    assert loading.from_tree(convert_job(tree)).rollout.routing.name == "deadline"
-    del tree["staleness"]["window_share"], tree["training"]["epochs"], tree["evaluation"]["fill"]
-    config = loading.from_tree(convert_job(tree))
-    assert config.batch.stragglers.name == "truncate@1"
-    assert config.training.advantage.name == "reinforce_plus_plus_baseline"
-    assert not config.evaluation.fill

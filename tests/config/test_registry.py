@@ -37,9 +37,7 @@ class OwnBrush(UserCode, Brush):
         return f"[{self.code.paint()}]"
 
 
-BRUSHES: Registry[Brush] = Registry(
-    "brush", "brush", Brush, user_code=OwnBrush, removed={"dry": "it left no trace; use plain"}
-)
+BRUSHES: Registry[Brush] = Registry("brush", "brush", Brush, user_code=OwnBrush)
 
 
 @BRUSHES.register("plain")
@@ -85,7 +83,6 @@ def test_a_name_is_short_for_a_table_with_that_name() -> None:
     [
         ("wid", "x: brush must be one of plain, wide, or your own, file.py:NAME, not 'wid'; did you mean 'wide'?"),
         ({"name": "wid"}, "x: brush.name must be one of plain, wide, or your own"),
-        ("dry", "x: brush = 'dry' is no more: it left no trace; use plain"),
         (3, "x: brush must be a name, or a table with name, not 3"),
         ({"width": 2}, "x: brush.width: a knob of wide; brush.name is plain, which has none"),
         ({"name": "wide", "widht": 2}, "x: brush.widht: the brush wide has no such knob; did you mean brush.width?"),

@@ -47,6 +47,7 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from tests.support.driver_runs import MOVES
 
 BASE = ("model.path=x", "steps=6", "batch.groups_per_step=3", "batch.group_size=2", "staleness.eta=2")
 SHAPES = {
@@ -61,7 +62,7 @@ SHAPES = {
     "windowed_fifo": ("staleness.admission=windowed_fifo", "rollout.routing=random"),
     "pipeline_depth": ("staleness.admission=pipeline_depth", "staleness.admission.depth=1.5"),
     "over_provision": ("staleness.admission=over_provision", "batch.extra_members=1"),
-    "retry": ("batch.stragglers=retry@1", "batch.stragglers.patience=0.1", "batch.stragglers.share=1"),
+    "moving": MOVES,
     "agents": ("task.environment=yes", "batch.extra_members=1", "rollout.routing=throughput_optimal"),
     "agents_cut": ("task.environment=yes", "batch.stragglers=truncate", "batch.stragglers.patience=0.1"),
     "truncate": ("batch.stragglers=truncate", "batch.stragglers.patience=0.1", "batch.stragglers.share=1"),

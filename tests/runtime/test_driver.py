@@ -22,8 +22,8 @@ from tests.support.bodies import Body, Run
 from tests.support.driver_runs import (
     EVALUATED,
     LONG,
+    MOVING,
     REDUNDANT,
-    RETRY,
     consumed,
     evaluations,
     first_call,
@@ -65,8 +65,8 @@ def test_other_shapes_keep_the_promise_too(body: Body, shape: str) -> None:
         assert {row.staleness for row in run.store.ended()} == {0}
 
 
-def test_stragglers_are_interrupted_and_go_on_elsewhere_from_their_tokens(body: Body) -> None:
-    run = body.run(*RETRY, world=long_ones())
+def test_what_moves_is_interrupted_and_goes_on_elsewhere_from_its_tokens(body: Body) -> None:
+    run = body.run(*MOVING, world=long_ones())
     run.check()
     assert run.commands("Interrupt")
     moved = [r for r in run.store.ended() if len({s.instance for s in r.trajectory.segments}) > 1]

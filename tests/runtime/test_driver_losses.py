@@ -18,7 +18,7 @@ from staleflow.pipeline.runtime.scoring import SCORE_BATCH
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.trajectory import AbortReason, Fate
 from tests.support.bodies import Body, Run
-from tests.support.driver_runs import CALLS, IN_RUN, LONG, REDUNDANT, RETRY, first_call, long_ones, until
+from tests.support.driver_runs import CALLS, IN_RUN, LONG, MOVING, REDUNDANT, first_call, long_ones, until
 from tests.support.in_process import CREATE_S, Fault
 from tests.support.scripted import World
 
@@ -315,7 +315,7 @@ ASKED_BY_OTHERS = ["payloads", "deliver", "scoring_items", "rewarded", "batch"]
 @pytest.mark.parametrize("method", ASKED_BY_OTHERS)
 def test_a_server_that_is_slow_once_is_lost_to_nobody_and_neither_is_who_asked(body: Body, method: str) -> None:
     slow = [Fault(actor="server", method=method, nth=n, late_s=5.0) for n in (2, 4)]
-    run = body.run(*RETRY, world=long_ones(), faults=slow)
+    run = body.run(*MOVING, world=long_ones(), faults=slow)
     run.check()
     assert run.outcomes.losses == []
 
@@ -382,7 +382,7 @@ def faults(draw: st.DrawFn) -> Fault:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    shape=st.sampled_from([RETRY, REDUNDANT, LONG, ("steps=4",)]),
+    shape=st.sampled_from([MOVING, REDUNDANT, LONG, ("steps=4",)]),
     scripted=st.lists(faults(), min_size=1, max_size=4),
     nanny=st.booleans(),
 )

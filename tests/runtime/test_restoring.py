@@ -11,6 +11,7 @@ import pytest
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.stores.errors import ActorFailed, ActorLost
 from tests.support.bodies import Body, Run
+from tests.support.driver_runs import MOVES
 from tests.support.in_process import Fault
 from tests.support.scripted import World
 
@@ -279,7 +280,7 @@ LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
 SHAPES = {
     "draw": LONG,
     "payloads": LONG,
-    "deliver": (*LONG, "batch.stragglers=retry@1", "batch.stragglers.patience=0.2", "batch.stragglers.share=1"),
+    "deliver": (*LONG, *MOVES),
     "scoring_items": LONG,
     "rewarded": LONG,
     "batch": LONG,

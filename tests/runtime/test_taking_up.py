@@ -18,6 +18,7 @@ from staleflow.pipeline.runtime.instance_link import POLL_S
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
 from tests.support.bodies import Body, Run
+from tests.support.driver_runs import MOVES
 from tests.support.in_process import Fault
 from tests.support.scripted import World
 
@@ -37,7 +38,7 @@ SHAPES = {
         "workload.tool_tokens=3",
         "simulation.failed_step_share=0.03",
     ),
-    "retry": (*BASE, "batch.stragglers=retry@1", "batch.stragglers.patience=0.2", "batch.stragglers.share=1"),
+    "moving": (*BASE, *MOVES),
 }
 
 

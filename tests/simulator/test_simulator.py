@@ -378,12 +378,11 @@ def test_no_more_responses_are_cut_than_their_share(
 
 
 def test_a_larger_share_cuts_more() -> None:
-    def count(share: float, rule: str = "truncate") -> int:
-        setting = {"batch__stragglers": rule, "batch__stragglers__share": share, "workload__sigma": 1.5}
+    def count(share: float) -> int:
+        setting = {"batch__stragglers": "truncate", "batch__stragglers__share": share, "workload__sigma": 1.5}
         return cut_in(job(steps=16, workload__median=60.0, staleness__eta=1, **setting, **CUT)).count
 
     assert 0 < count(0.02) < count(0.2)
-    assert count(0.02, "truncate@1") > 0.02 * 16 * 48, "runs of before counted what was missing, and cut what was due"
 
 
 class Witness:
@@ -422,7 +421,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
     eta = draw(st.integers(0, 3))
     keep = [a for a in ADMISSION.names if ADMISSION.find(a)().keeps_bound and not (a == "windowed_fifo" and not eta)]
     admission = draw(st.sampled_from(keep))
-    stragglers = draw(st.sampled_from([*STRAGGLERS.names, *STRAGGLERS.unlisted]))
+    stragglers = draw(st.sampled_from(STRAGGLERS.names))
     return job(
         seed=draw(st.integers(0, 999)),
         steps=draw(st.integers(2, 7)),

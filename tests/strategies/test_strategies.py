@@ -17,7 +17,6 @@ from staleflow.pipeline.strategies.filtering import (
     NoSignal,
     Stragglers,
     Truncate,
-    TruncateAll,
 )
 from staleflow.pipeline.strategies.migration import MIGRATION, LargestGain, Load, Movable, Stay
 from staleflow.pipeline.strategies.routing import (
@@ -318,12 +317,3 @@ def test_no_more_is_cut_than_its_share_of_the_step_and_of_the_run(
     rule = Truncate(patience=1.0, share=0.1)
     assert rule.may_end(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut) is may
     assert not Stragglers().may_end(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut)
-
-
-@pytest.mark.parametrize(("missing", "stuck"), [(1, True), (3, True), (4, False)])
-def test_in_runs_of_before_a_step_was_stuck_while_few_groups_of_any_version_were_missing(
-    missing: int, stuck: bool
-) -> None:
-    rule = TruncateAll(patience=1.0, share=0.1)
-    assert rule.stuck(missing=missing, groups_per_step=30) is stuck
-    assert not Truncate(share=1.0).stuck(missing=missing, groups_per_step=30)

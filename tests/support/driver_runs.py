@@ -11,12 +11,19 @@ from staleflow.stores.trajectory import Fate, Trajectory
 from tests.support.bodies import Run
 from tests.support.scripted import World
 
-# Some responses are long. With RETRY they are interrupted and go on elsewhere, with REDUNDANT they are aborted.
+# Some responses are long. With MOVING they are interrupted and go on elsewhere, with REDUNDANT they are aborted.
 LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
-RETRY = (*LONG, "batch.stragglers=retry@1", "batch.stragglers.patience=0.2", "batch.stragglers.share=1")
+MOVES = (
+    "rollout.migration=largest_gain", "rollout.migration.gain=0", "rollout.routing=random", "rollout.cost.k2=0",
+    "rollout.cost.prefill=0",
+)  # fmt: skip
+"""Settings with which an instance that runs more than another gives it some."""
+MOVING = (*LONG, *MOVES)
 REDUNDANT = (*LONG, "batch.extra_groups=1", "batch.extra_members=1")
 EVALUATED = ("rollout.engine.name=transformers", "model.path=none", "task.eval_prompts=4")
-CALLS = {"route": RETRY, "interrupt": RETRY, "abort": REDUNDANT, "pull": RETRY, "next_events": RETRY, "report": RETRY}
+CALLS = {
+    "route": MOVING, "interrupt": MOVING, "abort": REDUNDANT, "pull": MOVING, "next_events": MOVING, "report": MOVING,
+}  # fmt: skip
 """By method of an instance, a shape of job in which it is called."""
 IN_RUN: defaultdict[str, int] = defaultdict(lambda: 1, pull=2)
 """By method, the number of its first call of an instance in the run: every instance pulls once before."""
