@@ -62,12 +62,11 @@ class Stopwatch:
 
 
 def watch_transformers(engine: Any, watch: Stopwatch) -> None:
-    (processor,) = (manager.batch_processor for manager in engine._managers.values())
+    from staleflow.tasks.engines import transformers
+
     watch.watch(engine._model, "forward", "forward")
-    watch.watch(processor.model_runner, "_sample", "sampling")
-    watch.watch(processor, "_generation_step", "library")
-    watch.watch(processor, "prepare_next_batch", "library")
-    watch.watch(processor, "update_batch", "library")
+    watch.watch(transformers, "sample", "sampling")
+    watch.watch(engine, "_step", "ours, loop")
 
 
 def watch_vllm(engine: Any, watch: Stopwatch) -> None:

@@ -29,6 +29,10 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 """Ends of the names of the tensor with one row per token."""
 LISTS = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers that list the kinds of models it knows."""
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""What a model's code in transformers looks up how to compute attention in."""
+SELECTED = ("update_indexer(", "compressed_sparse_attention")
+"""Calls in the code of models whose attention is to what an index selects."""
 HEADER = struct.Struct("<Q")
 UNLIMITED = 2**31
 """Context of a model that states none, tokens."""
@@ -170,13 +174,47 @@ def check_files(folder: Path, what: str) -> None:
         _check_weights(path, what, vocabulary)
 
 
+def check_attention(folder: Path, what: str) -> None:
+    """Raise ConfigError if the transformers engine cannot batch a model: its code in transformers, which is searched as
+    text, must compute attention by the interface there, over all that it has cached."""
+    kind = read_architecture(folder, what).get("model_type")
+    code = _code(kind) if isinstance(kind, str) else ""
+    why = ""
+    if code and INTERFACE not in code:
+        why = "does not compute attention by transformers' interface"
+    elif any(call in code for call in SELECTED):
+        why = "attends to what an index of its own selects"
+    if why:
+        raise ConfigError(
+            f"{what}: a model of model_type = {kind!r} {why}, so the transformers engine cannot batch it; set "
+            'rollout.engine.name = "vllm", or choose another model'
+        )
+
+
+def _code(kind: str) -> str:
+    """The code of this kind of model in transformers; empty if it is not where it was."""
+    names = (kind.replace("-", "_"), *re.findall(rf'\("{re.escape(kind)}", "(\w+)"\)', _lists()))
+    files = (_library() / "models" / name / f"modeling_{name}.py" for name in names)
+    return next((path.read_text() for path in files if path.is_file()), "")
+
+
 def _known(kind: str) -> bool:
     """Whether transformers has a configuration for this kind of model; true if its list is not where it was. The list
     is searched as text: to import it takes seconds."""
-    found = importlib.util.find_spec("transformers")
-    folder = Path(found.origin).parent / "models" / "auto" if found is not None and found.origin else Path("none")
-    text = "".join((folder / name).read_text() for name in LISTS if (folder / name).is_file())
+    text = _lists()
     return f'"{kind}"' in text or '"llama"' not in text
+
+
+def _lists() -> str:
+    """What lists the kinds of models that transformers knows."""
+    paths = (_library() / "models" / "auto" / name for name in LISTS)
+    return "".join(path.read_text() for path in paths if path.is_file())
+
+
+def _library() -> Path:
+    """The folder of the installed transformers."""
+    found = importlib.util.find_spec("transformers")
+    return Path(found.origin).parent if found is not None and found.origin else Path("none")
 
 
 def _shards(folder: Path, what: str) -> Iterator[Path]:

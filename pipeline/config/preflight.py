@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from staleflow.pipeline.config import actor_settings, user_files
 from staleflow.pipeline.config.model_files import (
+    check_attention,
     check_files,
     find_model,
     read_architecture,
@@ -212,6 +213,8 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
     folder = _checked_folder("model.path", config.model.path, unchecked, here=here)
     if folder is None:
         return None
+    if config.rollout.engine.name == "transformers":
+        check_attention(folder, what)
     context = read_context(folder, what)
     if context <= config.rollout.max_new_tokens:
         raise ConfigError(

@@ -128,7 +128,8 @@ VllmSettings; cost, drafting, workload, members and pull_s, see EmulatedSettings
 class ModelSettings(EngineSettings):
     """Settings of every engine that samples from a model. model: folder or hub name. kv_tokens: size of the paged
     cache. eos: ids that end a response. adapters: versions that are served side by side, each an adapter of the model,
-    as `lora` describes it; 0: a version is all weights, and only one is there."""
+    as `lora` describes it; 0: a version is all weights, and only one is there. keep: running requests keep their old
+    cache through a weight update."""
 
     model: str = parameter()
     dtype: str = parameter()
@@ -138,6 +139,9 @@ class ModelSettings(EngineSettings):
     seed: int = parameter()
     lora: LoraConfig = parameter(LoraConfig())
     adapters: int = parameter(0)
+    keep: bool = parameter(False)
+
+    keeps: ClassVar[bool] = True
 
 
 @ENGINES.register("transformers")
@@ -161,14 +165,12 @@ class TransformersSettings(ModelSettings):
 @ENGINES.register("vllm")
 @dataclass(frozen=True, kw_only=True)
 class VllmSettings(ModelSettings):
-    """Settings of the vLLM engine. keep: running requests keep their old cache through a weight update."""
+    """Settings of the vLLM engine."""
 
-    keep: bool = parameter(False)
     tensor_parallel: int = knob(1, "GPUs an instance spreads its model over", low=1, high=64)
     options: dict[str, Any] = knob({}, "further arguments of its EngineArgs, such as gpu_memory_utilization")
 
     package: ClassVar[str] = "vllm"
-    keeps: ClassVar[bool] = True
     drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
     REFUSED_OPTIONS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(

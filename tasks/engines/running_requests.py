@@ -36,7 +36,7 @@ class ClosedSegment(NamedTuple):
 
 @dataclass(slots=True)
 class RunningRequest:
-    """One running request. key: its name within the engine, which ends with the version it has begun under."""
+    """One running request. key: its name within the engine."""
 
     request: Request
     key: str = ""
@@ -72,15 +72,6 @@ class RunningRequest:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
         )
-
-
-def version_of(key: str) -> PolicyVersion:
-    """The version that a request has begun under, by its key.
-
-    >>> version_of("17.1.4.3")
-    3
-    """
-    return PolicyVersion(int(key.rpartition(".")[2]))
 
 
 class RunningRequests:
@@ -145,7 +136,7 @@ class RunningRequests:
         request = running.request
         self._num_entered += 1
         running.version = adapters.version_for(self._served, request.version)
-        running.key = f"{request.trajectory}.{request.epoch}.{self._num_entered}.{running.version}"
+        running.key = f"{request.trajectory}.{request.epoch}.{self._num_entered}"
         if not self._running:
             self._busy_since = time.monotonic()
         self._running[running.key] = running

@@ -1,100 +1,101 @@
 """Adapters of several policy versions in one model: each token is computed with that of its own version.
 
-A hook on every linear layer that an adapter changes adds what the token's version adds. Whoever runs the model says
-before, in the thread that runs it, which versions the tokens of the pass are of; of a version without an adapter, they
-are computed by the model as it is. A pass costs what it does without adapters, and two thin products a layer and
-version on top.
+Each linear layer that an adapter changes is replaced by one that adds to its output what the token's version adds; of a
+version without an adapter, tokens are computed by the model as it is. A pass costs what it does without adapters, and
+two thin products a layer and version on top.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_folder
 from staleflow.tasks.engines import adapters
-from staleflow.tasks.engines.adapters import LoraConfig
+from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
 
 Halves = tuple[torch.Tensor, torch.Tensor]
 """A layer's A and B."""
+Tensors = dict[str, torch.Tensor]
+"""An adapter, by name in its file."""
+
+
+class PassVersions:
+    """The versions of the next pass's tokens: the places of each one's, or None where all are of one version."""
+
+    def __init__(self) -> None:
+        self.places: dict[PolicyVersion, torch.Tensor | None] = {}
+
+    def select(self, versions: Sequence[PolicyVersion]) -> None:
+        """versions: of each token of the next pass, in its order."""
+        of_each = torch.tensor(versions)
+        several = set(versions)
+        self.places = {one: (of_each == one).nonzero()[:, 0] if len(several) > 1 else None for one in several}
+
+
+class AdaptedLinear(torch.nn.Linear):
+    """A linear layer that adds to each token what its version's adapter adds. It has the weights of the one before."""
+
+    def __init__(self, base: torch.nn.Linear, scaling: float, versions: PassVersions) -> None:
+        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.halves: dict[PolicyVersion, Halves] = {}
+        self._scaling = scaling
+        self._versions = versions
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        for version, places in self._versions.places.items():
+            if version not in self.halves:
+                continue
+            down, up = self.halves[version]
+            if places is None:
+                output += (input @ down.T @ up.T) * self._scaling
+                continue
+            flat, chosen = output.view(-1, output.shape[-1]), places.to(output.device)
+            flat[chosen] += (input.reshape(-1, input.shape[-1])[chosen] @ down.T @ up.T) * self._scaling
+        return output
 
 
 class ServedAdapters:
-    """The adapters of a model. Methods may be called while another thread runs the model, under versions that are held
-    before and after."""
+    """The adapters of a model. `check` may be called beside the thread that runs the model, all else by that alone."""
 
     def __init__(self, model: Any, config: LoraConfig) -> None:
+        self.versions = PassVersions()
+        self._model = model
         self._config = config
-        self._modules = dict(model.named_modules())
-        self._device = model.device
         self._shapes = weight_folder.shapes(dict(model.named_parameters()))
-        self._held: dict[PolicyVersion, dict[str, torch.Tensor]] = {}
-        self._layers: dict[str, dict[PolicyVersion, Halves]] = {}
-        self._pass = threading.local()
+        self._layers: dict[str, AdaptedLinear] = {}
 
-    def add(self, version: PolicyVersion, file: Path) -> dict[str, torch.Tensor]:
-        """Hold a version's adapter; returns its tensors as they are held. Raises StoreError, and holds nothing then."""
-        tensors = weight_folder.read(file)
+    def check(self, tensors: Tensors, file: Path) -> tuple[list[AdapterLayer], Tensors]:
+        """A version's adapter as `add` takes it. Raises StoreError if what was read is none of this model."""
         layers = adapters.layers(weight_folder.shapes(tensors), file)
         adapters.check(layers, self._config.rank, self._shapes, file)
-        held = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        for layer in layers:
+            if not isinstance(self._model.get_submodule(layer.module), torch.nn.Linear):
+                raise StoreError(f"{file}: the model's {layer.module} is no linear layer, and can have no adapter")
+        return layers, {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
+
+    def add(self, version: PolicyVersion, layers: Sequence[AdapterLayer], tensors: Tensors) -> None:
+        """Serve a version's adapter that was checked."""
         for layer in layers:
             if layer.module not in self._layers:
-                self._layers[layer.module] = {}
-                self._modules[layer.module].register_forward_hook(partial(self._added, layer.module))
-            self._layers[layer.module][version] = held[layer.down], held[layer.up]
-        self._held[version] = held
-        return held
+                base: Any = self._model.get_submodule(layer.module)
+                self._layers[layer.module] = AdaptedLinear(base, self._config.scaling, self.versions)
+                self._model.set_submodule(layer.module, self._layers[layer.module])
+            self._layers[layer.module].halves[version] = tensors[layer.down], tensors[layer.up]
 
     def drop(self, version: PolicyVersion) -> None:
-        """Free a version's adapter. Nothing is computed with it any more."""
-        self._held.pop(version, None)
-        for held in self._layers.values():
-            held.pop(version, None)
+        """Free a version's adapter."""
+        for layer in self._layers.values():
+            layer.halves.pop(version, None)
 
     def clear(self) -> None:
         """Free all adapters."""
-        for version in tuple(self._held):
-            self.drop(version)
-
-    def select(self, tokens: Sequence[tuple[PolicyVersion, int]]) -> None:
-        """Say that the next pass in this thread is over tokens of these versions, so many of each, one after the
-        other."""
-        places: dict[PolicyVersion, list[range]] = {}
-        begin = 0
-        for version, count in tokens:
-            if version in self._held:
-                places.setdefault(version, []).append(range(begin, begin + count))
-            begin += count
-        self._pass.places = {
-            version: torch.cat([torch.arange(one.start, one.stop) for one in ranges])
-            for version, ranges in places.items()
-        }
-
-    @contextmanager
-    def under(self, version: PolicyVersion, count: int) -> Iterator[None]:
-        """While this lasts, passes in this thread are over `count` tokens of one version."""
-        self.select([(version, count)])
-        try:
-            yield
-        finally:
-            self.select([])
-
-    def _added(self, layer: str, module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        """A layer's output [1, T, outputs] with what its adapters add."""
-        held, scaling = self._layers[layer], self._config.scaling
-        for version, places in getattr(self._pass, "places", {}).items():
-            found = held.get(version)
-            if found is None:
-                continue  # dropped: whatever ran under it was stopped, and this pass counts for it no more
-            down, up = found
-            chosen = places.to(output.device)
-            output[:, chosen] += (args[0][:, chosen] @ down.T @ up.T) * scaling
-        return output
+        for layer in self._layers.values():
+            layer.halves.clear()

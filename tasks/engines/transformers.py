@@ -1,52 +1,63 @@
-"""The embedded engine: transformers' continuous batching, on CPU or GPU, driven through its public manager.
+"""The embedded engine: a loop over a model of transformers, on CPU or GPU, that says what an engine does.
 
-The manager decodes in a thread of its own, and hands over a request's output once it has ended; what a request that
-runs has sampled is read from the manager's scheduler when somebody asks. Under the manager's pause nothing is in
-flight, and that is exactly what was sampled: so interrupting keeps tokens, and weights change under running requests
-without losing any. The scheduler is our own (keeping_scheduler.py): it keeps the pages of trajectories that may return.
+Requests are rows of one batch. Each step computes what is new of each row (row_scheduler.py decides what, row_model.py
+has the model compute it), samples a token after it, and gives the token to its request. Rows join and leave between two
+steps. Nothing is used of transformers but a model's forward, its cache and its interface for attention.
+
+Invariants: one thread runs the model, and carries out calls between two steps. So each token belongs to one version, a
+request that is stopped has all tokens that were sampled, and weights change under running requests without losing any.
+The lock guards requests and what has ended; the loop holds it only while it gives tokens to requests, so whoever asks
+for the load or for what has ended is answered also while weights are loaded.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers import AutoModelForCausalLM
 
-from staleflow.stores.errors import ActorLost
+from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import compared_by_name
+from staleflow.tasks.engines import row_attention
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
-from staleflow.tasks.engines.drafted_steps import DraftCounts, DraftedSteps
 from staleflow.tasks.engines.engine_settings import TransformersSettings
-from staleflow.tasks.engines.keeping_scheduler import NAME as KEEPING
-from staleflow.tasks.engines.keeping_scheduler import KeepingScheduler
-from staleflow.tasks.engines.request_attention import RequestAttention
 from staleflow.tasks.engines.response_drafter import Drafter
+from staleflow.tasks.engines.row_model import RowModel
+from staleflow.tasks.engines.row_scheduler import RequestRow, RowScheduler
+from staleflow.tasks.engines.row_storage import BatchRow
 from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
 from staleflow.tasks.engines.served_adapters import ServedAdapters
 from staleflow.tasks.engines.stop_strings import StopChecks
+from staleflow.tasks.engines.token_sampling import accepted, sample
 
 _loading = threading.Lock()
 """Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
 dtype, for the whole process meanwhile: one thread could restore what another had replaced, and leave it so for good."""
+CLOSE_S = 10.0
+"""Seconds that closing waits for the step under way."""
 
-START_POLL_S = 0.003
-"""Seconds between two looks whether a manager has started."""
-LIVES_S = 0.1
-"""Seconds between two looks whether the managers live, while their outputs are waited for."""
-LOAD_WAIT_S = 0.1
-"""Seconds that a report waits for the engine's lock, before it repeats the last one."""
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(slots=True)
+class DraftCounts:
+    """Counts since the engine's start, see EngineLoad."""
+
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def build(settings: TransformersSettings, instance: InstanceId, threads: int) -> Engine:
@@ -61,27 +72,27 @@ class TransformersEngine:
         self._settings = settings
         self._instance = instance
         device = resolve_device(settings.device)
-        self._model: Any = load_model(settings.model, settings.dtype, device, attention="sdpa")
-        # transformers notes in the model's configuration, for the time of a pass, whether its attention is causal. Of
-        # two passes that overlap, the second would restore what the first has noted: every later pass is wrong.
-        self._model.forward = one_at_a_time(self._model.forward)
+        self._model: Any = load_model(settings.model, settings.dtype, device, row_attention.NAME)
         self._adapters = ServedAdapters(self._model, settings.lora) if settings.adapters else None
-        self._managers: dict[float, Any] = {}
-        """By temperature; 0 is greedy."""
-        self._schedulers: dict[float, KeepingScheduler] = {}
-        self._drafters: dict[float, Drafter] = {}  # of those managers that speculate
-        self._draft_length = settings.speculation.first_length
-        self._steps: dict[float, DraftedSteps] = {}
-        self._requests = RunningRequests(instance)
+        self._random = torch.Generator(device).manual_seed(settings.seed)
+        self._rows: dict[str, RequestRow] = {}
+        """By the requests' keys."""
+        self._new: deque[RequestRow] = deque()
+        """Those that the scheduler does not know yet."""
         self._stops = StopChecks(settings.model)
-        # Guards the requests and the order of pause, drain and cancel; never held while waiting for output.
-        self._lock = threading.RLock()
+        self._changed = threading.Condition()
+        """The lock. It is notified of calls, of what has ended, and of the loop's end."""
+        self._requests = RunningRequests(instance)
+        self._batch = RowModel(self._model, settings.page_tokens, self._select_versions)
+        self._drafter = self._make_drafter()
+        self._scheduler = RowScheduler(settings, self._batch.cache, self._drafter)
         self._ended: list[Sampled | Failed] = []
-        self._arrived = threading.Event()
-        """Set when an output may be there that events() has not seen."""
-        self._seen = self._requests.load()
-        """The load when it was last looked at."""
-        self._manager(settings.temperature)
+        self._counts = DraftCounts()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._error: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     @property
     def version(self) -> PolicyVersion:
@@ -89,358 +100,300 @@ class TransformersEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._stops.prepare(requests)
-        with self._lock:
-            for request in requests:
-                older = self._requests.of(request.trajectory)
-                if older is not None:
-                    if older.request.epoch == request.epoch:
-                        continue  # a repeated request
-                    self._stop(older)
-                if max(request.tokens) >= self._model.config.vocab_size:  # a pass with it would end the whole engine
-                    unknown = f"token {max(request.tokens)} is none of the {self._model.config.vocab_size} of the model"
-                    self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=unknown))
-                    self._arrived.set()
-                    continue
-                self._start(RunningRequest(request))
+        for request in requests:
+            older = self._requests.of(request.trajectory)
+            if older is not None and older.request.epoch != request.epoch:
+                self._call(partial(self._stop, [request.trajectory])).result()
+            with self._changed:
+                self._check()
+                if self._requests.of(request.trajectory) is None:  # else it is a repeated request
+                    self._start(RunningRequest(request, stop=self._stops.check(request)))
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
-        with self._lock, self._paused():
-            stopped = [self._stop(r) for t in trajectories if (r := self._requests.of(t)) is not None]
-            return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
+        stopped = self._call(lambda: self._stop(trajectories)).result()
+        return [running.sampled(FinishReason.UNFINISHED) for running in stopped]
 
     def peek(self) -> list[Sampled]:
-        with self._lock:
-            self._drain()
+        with self._changed:
+            self._check()
             return self._requests.peek()
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        with self._lock:
-            self._check()
-            for trajectory in trajectories:
-                running = self._requests.of(trajectory)
-                if running is not None:
-                    self._stop(running)
-                for temperature, scheduler in self._schedulers.items():
-                    kept = scheduler.kept_key(trajectory)
-                    if kept is not None:
-                        self._managers[temperature].cancel_request(kept)
+        self._call(lambda: self._abort(trajectories)).result()
 
     def load(self, version: PolicyVersion, weights: Path) -> Loaded:
         begin = time.monotonic()
+        published = weight_folder.read(weights)
         if self._adapters is not None:
-            held = self._serve(self._adapters, version, weights)
-            return loaded_weights(version, held, weight_folder.read(weights), begin, stalled_s=0.0)
-        named = dict(self._model.named_parameters())
-        loaded = weight_folder.read(weights)
-        weight_folder.check_shapes(weight_folder.shapes(named), weight_folder.shapes(loaded), weights)
-        with self._lock, self._paused():
-            paused = time.monotonic()
-            # Their KV cache belongs to the old weights: stop, swap, and prefill again with the tokens they have.
-            interrupted = [self._stop(r) for r in self._requests]
-            for scheduler in self._schedulers.values():
-                scheduler.forget_all()
-            with torch.no_grad():
-                for name, parameter in named.items():
-                    parameter.copy_(loaded[name])
-            self._requests.change_version(version)
-            for running in interrupted:
-                self._start(running)
-            stalled_s = time.monotonic() - paused
-        return loaded_weights(version, named, loaded, begin, stalled_s)
+            layers, held = self._adapters.check(published, weights)
+            self._call(lambda: self._serve(version, layers, held)).result()
+            return loaded_weights(version, held, published, begin, stalled_s=0.0)
+        held = dict(self._model.named_parameters())
+        weight_folder.check_shapes(weight_folder.shapes(held), weight_folder.shapes(published), weights)
+        stalled_s = self._call(lambda: self._replace_weights(version, held, published)).result()
+        return loaded_weights(version, held, published, begin, stalled_s)
 
     def events(self, timeout_s: float) -> list[Sampled | Failed]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ended: list[Sampled | Failed] = []
-            self._arrived.clear()
-            # Outputs are only ever taken under the lock: one popped outside it could be overtaken by a weight update.
-            with self._held_soon(max(0.0, deadline - time.monotonic())) as held:
-                if held:
-                    self._take_ended()
-                    ended, self._ended = self._ended, []
-            left_s = deadline - time.monotonic()
-            if ended or left_s <= 0:
-                return ended
-            self._arrived.wait(min(left_s, LIVES_S))
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._error, timeout_s)
+            self._check()
+            ended, self._ended = self._ended, []
+            return ended
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        with self._lock, self._paused():
-            paged = self._model.config._attn_implementation
-            self._model.set_attn_implementation("sdpa")  # the managers have set the paged one
-            own = nullcontext() if self._adapters is None else self._adapters.under(self.version, len(tokens))
-            # Each manager's loop sets this flag and restores what it found: two at once may leave what the other set.
-            self._model.config.is_causal = True
-            try:
-                with own:
-                    return forward_logprobs(self._model, tokens)
-            finally:
-                self._model.set_attn_implementation(paged)
+        return self._call(lambda: self._probe(tokens)).result()
 
     def load_statistics(self) -> EngineLoad:
-        self._check()
-        with self._held_soon(LOAD_WAIT_S) as held:
-            if held:
-                self._drain()
-                self._seen = self._load()
-            return self._seen
+        with self._changed:
+            self._check()
+            return dataclasses.replace(
+                self._requests.load(self._scheduler.num_waiting, self._scheduler.preemptions),
+                kept_tokens=self._scheduler.kept_tokens,
+                prefilled_tokens=self._scheduler.prefilled_tokens,
+                cached_tokens=self._scheduler.cached_tokens,
+                drafts=self._counts.drafts,
+                drafted_tokens=self._counts.drafted_tokens,
+                accepted_tokens=self._counts.accepted_tokens,
+            )
 
     def speculate(self, length: int) -> None:
-        with self._lock:
-            self._check()
-            self._set_draft_length(min(length, self._settings.speculation.length))
+        if self._drafter is not None:
+            self._drafter.most = min(length, self._settings.speculation.length)
 
     def drafts_for(self) -> tuple[TrajectoryId, ...]:
-        drafter = self._drafters.get(self._settings.temperature)
-        return () if drafter is None else drafter.running
+        return () if self._drafter is None else self._drafter.running
 
     def learn(self, responses: Sequence[PromptResponses]) -> None:
-        if (drafter := self._drafters.get(self._settings.temperature)) is not None:
+        if self._drafter is not None:
             for of_prompt in responses:
                 for trajectory, tokens in of_prompt.responses:
-                    drafter.learn(of_prompt.prompt, trajectory, tokens)
+                    self._drafter.learn(of_prompt.prompt, trajectory, tokens)
 
     def begin_again(self, instance: InstanceId) -> None:
-        with self._lock, self._paused():
-            self._check()
-            for running in self._requests:
-                self._stop(running)
-            for scheduler in self._schedulers.values():
-                scheduler.forget_all()
-                scheduler.prefilled_tokens = scheduler.cached_tokens = 0
-            for drafter in self._drafters.values():
-                drafter.forget_all()
-            self._set_draft_length(self._settings.speculation.first_length)
-            for steps in self._steps.values():
-                steps.forget_all()
-            self._instance, self._ended = instance, []
-            self._requests.begin_again(instance)
-            if self._adapters is not None:
-                self._adapters.clear()
-            self._seen = self._load()
+        self._call(lambda: self._begin_again(instance)).result()
 
     def close(self) -> None:
-        for manager in self._managers.values():
-            if manager.is_running():
-                manager.stop(block=True, timeout=10, hard_stop=True)
-        self._managers.clear()
-        self._schedulers.clear()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_S)
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException = RuntimeError("it was closed")
+        try:
+            with torch.inference_mode():
+                while self._carry_out_calls():
+                    self._step()
+        except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
+            error = raised
+        with self._changed:
+            self._error = error
+            for _, answer in self._calls:
+                answer.set_exception(self._lost())
+            self._changed.notify_all()
+
+    def _carry_out_calls(self) -> bool:
+        """Carry out calls until there is something to compute; False once the engine is to close."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._rows or self._closing)
+                if self._closing:
+                    return False
+                while self._new:
+                    self._scheduler.add(self._new.popleft())
+                if not self._calls:
+                    return True
+                call, answer = self._calls.popleft()
+            try:
+                answer.set_result(call())
+            except Exception as error:  # noqa: BLE001  the caller's to handle
+                answer.set_exception(error)
+
+    def _step(self) -> None:
+        """Compute what is new of each row, and sample."""
+        for counts in self._scheduler.passes():
+            new = [(row, [*row.tokens[row.length : row.length + count], *row.draft]) for row, count in counts]
+            wanted = [len(row.draft) + 1 if count == row.num_pending else 0 for row, count in counts]
+            logits = self._batch.logits(new, wanted)
+            temperatures = [row.temperature for (row, _), n in zip(counts, wanted, strict=True) for _ in range(n)]
+            tokens, logprobs = sample(torch.cat(logits), temperatures, self._random) if temperatures else ([], [])
+            first = 0
+            with self._changed:
+                for (row, count), n in zip(counts, wanted, strict=True):
+                    row.length += count
+                    if n:
+                        self._take(row, tokens[first : first + n], logprobs[first : first + n])
+                    first += n
+                # After all have their lengths: one that leaves may have another moved, all of its computed tokens.
+                for (row, _), n in zip(counts, wanted, strict=True):
+                    if n:
+                        self._end_if_complete(row)
+        with self._changed:
+            self._fail_without_memory()
+
+    def _take(self, row: RequestRow, tokens: list[int], logprobs: list[float]) -> None:
+        """Give a request what was sampled after its last token and its drafted ones."""
+        running, draft = row.running, row.draft
+        kept = accepted(draft, tokens, row.ends, row.most - len(row.tokens))
+        new = tokens[: kept + 1]
+        if running.stop is not None:
+            new = new[: running.stop.add(new)]
+        row.draft = []
+        row.tokens += new
+        row.length += len(new) - 1
+        self._requests.extend(running, new, logprobs[: len(new)])
+        if draft:
+            self._counts.drafts += 1
+            self._counts.drafted_tokens += len(draft)
+            self._counts.accepted_tokens += len(new) - 1
+            running.drafted_tokens += len(draft)
+            running.accepted_tokens += len(new) - 1
+        if self._drafter is not None:
+            self._drafter.extend(running.key, new)
+
+    def _end_if_complete(self, row: RequestRow) -> None:
+        running = row.running
+        stopped = running.stopped or row.tokens[-1] in row.ends
+        if stopped or len(row.tokens) >= row.most:
+            self._scheduler.end(row)
+            self._leave(row)
+            self._end(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
+
+    def _fail_without_memory(self) -> None:
+        for row in self._scheduler.failed:
+            self._leave(row)
+            small = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
+            self._end(Failed(trajectory=row.trajectory, epoch=row.running.request.epoch, error=small))
+        self._scheduler.failed.clear()
+
+    # -- calls, in the loop's thread -----------------------------------------------------------------------------
+
+    def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[RunningRequest]:
+        """Stop requests and return them; unknown ones are ignored."""
+        stopped = [running for one in trajectories if (running := self._requests.of(one)) is not None]
+        with self._changed:
+            for running in stopped:
+                self._scheduler.remove(self._rows[running.key])
+                self._leave(self._rows[running.key])
+        return stopped
+
+    def _abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        self._stop(trajectories)
+        with self._changed:
+            for trajectory in trajectories:
+                self._scheduler.forget(trajectory)
+            self._ended = [one for one in self._ended if one.trajectory not in trajectories]
+
+    def _serve(self, version: PolicyVersion, layers: Any, tensors: dict[str, torch.Tensor]) -> None:
+        """Serve a version's adapter beside the others."""
+        assert self._adapters is not None
+        self._adapters.add(version, layers, tensors)
+        with self._changed:
+            for old in self._requests.drop_old(version, self._settings.adapters):
+                self._adapters.drop(old)
+            self._requests.serve(version)
+
+    def _replace_weights(self, version: PolicyVersion, held: dict[str, Any], loaded: dict[str, torch.Tensor]) -> float:
+        """Returns the seconds that it took."""
+        begin = time.monotonic()
+        for name, parameter in held.items():
+            parameter.copy_(loaded[name])
+        with self._changed:
+            self._requests.change_version(version)
+            self._scheduler.change_weights(keep=self._settings.keep)
+        return time.monotonic() - begin
+
+    def _probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        row, cache = BatchRow(), self._batch.new_cache()
+        (logits,) = self._batch.logits([(row, tokens[:-1])], [len(tokens) - 1], cache)
+        following = torch.tensor(tokens[1:], device=logits.device)[:, None]
+        return tuple(logits.float().log_softmax(-1).gather(1, following)[:, 0].tolist())
+
+    def _begin_again(self, instance: InstanceId) -> None:
+        self._stop([running.request.trajectory for running in self._requests])
+        with self._changed:
+            self._scheduler.clear()
+            self._counts = DraftCounts()
+            self._instance, self._ended = instance, []
+            self._requests.begin_again(instance)
+        if self._drafter is not None:
+            self._drafter.forget_all()
+            self._drafter.most = self._settings.speculation.first_length
+        if self._adapters is not None:
+            self._adapters.clear()
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _temperature(self, request: Request) -> float:
-        return 0.0 if request.greedy else request.temperature or self._settings.temperature
-
-    def _manager(self, temperature: float) -> Any:
-        """The manager that samples at a temperature, made when first used: an evaluation may want others. Each has a
-        KV cache of its own."""
-        if temperature not in self._managers:
-            settings = self._settings
-            generation = GenerationConfig(
-                do_sample=temperature > 0,
-                temperature=temperature or None,
-                top_k=0,
-                top_p=1.0,
-                eos_token_id=list(settings.eos) or -1,
-                pad_token_id=0,
-                max_new_tokens=settings.kv_tokens,
-            )
-            batching = ContinuousBatchingConfig(
-                page_size=settings.page_tokens,
-                num_blocks=-(-settings.kv_tokens // settings.page_tokens),
-                max_batch_tokens=settings.max_batch_tokens,
-                max_requests_per_batch=settings.max_running,
-                return_logprobs=True,
-                allow_block_sharing=False,
-                use_async_batching=False,
-                use_cuda_graph=False,
-                seed=settings.seed,
-                scheduler_type=KEEPING,
-            )
-            manager = self._model.init_continuous_batching(
-                generation_config=generation, continuous_batching_config=batching
-            )
-            manager.start()
-            self._managers[temperature] = manager
-            while manager.batch_processor is None:  # made in the manager's thread
-                self._check()
-                time.sleep(START_POLL_S)
-            self._announce(manager.batch_processor.output_router)
-            scheduler = manager.batch_processor.scheduler
-            if self._adapters is not None:
-                scheduler.scheduled = self._adapters.select
-            self._schedulers[temperature] = scheduler
-            if RequestAttention.fits(manager.batch_processor):
-                RequestAttention(manager.batch_processor)
-            self._speculate(manager.batch_processor, temperature)
-        return self._managers[temperature]
-
-    def _set_draft_length(self, length: int) -> None:
-        self._draft_length = length
-        for drafter in self._drafters.values():
-            drafter.most = length
-
-    def _speculate(self, processor: Any, temperature: float) -> None:
-        """Have a manager verify drafts, if the job says so. Each has a drafter of its own, as each has a thread."""
-        asked = self._settings.speculation
-        if asked.length:
-            drafter = Drafter(self._draft_length, asked.cap, self._settings.eos)
-            self._steps[temperature] = DraftedSteps(processor, drafter)
-            self._drafters[temperature] = processor.scheduler.drafter = drafter
-
-    def _serve(self, held: ServedAdapters, version: PolicyVersion, weights: Path) -> dict[str, torch.Tensor]:
-        """Serve a version's adapter beside the others; returns its tensors. Decoding goes on meanwhile."""
-        tensors = held.add(version, weights)
-        with self._lock:
-            for gone in self._requests.drop_old(version, self._settings.adapters):
-                held.drop(gone)
-            self._requests.serve(version)
-        return tensors
-
-    @contextmanager
-    def _held_soon(self, within_s: float) -> Iterator[bool]:
-        """The lock, if it is free within so many seconds: a load of weights holds it as long as it takes."""
-        held = self._lock.acquire(timeout=within_s)
-        try:
-            yield held
-        finally:
-            if held:
-                self._lock.release()
-
-    def _paused(self) -> Any:
-        """Pause all managers and collect everything they have sampled."""
-        return _Paused(self)
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Have the loop call a function between two steps."""
+        answer: Future[T] = Future()
+        with self._changed:
+            self._check()
+            self._calls.append((function, answer))
+            self._changed.notify_all()
+        return answer
 
     def _start(self, running: RunningRequest) -> None:
-        request = running.request
-        sampled = [token for part in running.closed for token in part.tokens]
-        running.stop = self._stops.check(request, sampled)
+        """Have a request wait for its first step; for whoever holds the lock."""
+        request, vocabulary = running.request, self._model.config.get_text_config().vocab_size
         if running.stopped:  # its instance was lost before it could tell that the turn had ended
-            self._ended.append(running.sampled(FinishReason.STOP))
-            self._arrived.set()
+            self._end(running.sampled(FinishReason.STOP))
             return
-        temperature = self._temperature(request)
-        manager, key = self._manager(temperature), self._requests.enter(running)
-        if request.may_return:
-            self._schedulers[temperature].returning.add(key)
-        tokens = [*request.tokens, *sampled]
-        ends = [*self._settings.eos, *request.stop.token_ids]
-        if running.stop is not None:
-            self._schedulers[temperature].stops[key] = running.stop
-        if (drafter := self._drafters.get(temperature)) is not None:
-            drafter.begin(key, request.trajectory, request.prompt_tokens, tokens)
-            self._steps[temperature].counts[key] = DraftCounts()
-        accepted = manager.add_request(
-            tokens,
-            request_id=key,
-            max_new_tokens=request.max_new_tokens - len(sampled),
-            eos_token_id=ends or -1,
+        if max(request.tokens) >= vocabulary:  # a pass with it would end the whole engine
+            unknown = f"token {max(request.tokens)} is none of the {vocabulary} of the model"
+            self._end(Failed(trajectory=request.trajectory, epoch=request.epoch, error=unknown))
+            return
+        key = self._requests.enter(running)
+        row = self._rows[key] = RequestRow(
+            running=running,
+            tokens=list(request.tokens),
+            most=len(request.tokens) + request.max_new_tokens,
+            ends=frozenset((*self._settings.eos, *request.stop.token_ids)),
+            temperature=0.0 if request.greedy else request.temperature or self._settings.temperature,
         )
-        if accepted is None:
-            raise ActorLost(f"{self._instance}: the decoding loop has stopped and accepts no requests")
-
-    def _stop(self, running: RunningRequest) -> RunningRequest:
-        """Remove a request; its current segment is closed."""
-        self._manager(self._temperature(running.request)).cancel_request(running.key)
-        self._leave(running)
-        return running
-
-    def _leave(self, running: RunningRequest) -> None:
-        """Remove a request that decodes no longer."""
-        self._requests.leave(running)
-        steps = self._steps.get(self._temperature(running.request))
-        if steps is not None and (counts := steps.counts.pop(running.key, None)) is not None:
-            running.drafted_tokens += counts.drafted
-            running.accepted_tokens += counts.accepted
-
-    def _load(self) -> EngineLoad:
-        schedulers = self._schedulers.values()
-        return replace(
-            self._requests.load(),
-            kept_tokens=sum(one.kept_tokens for one in schedulers),
-            prefilled_tokens=sum(one.prefilled_tokens for one in schedulers),
-            cached_tokens=sum(one.cached_tokens for one in schedulers),
-            drafts=sum(one.drafts for one in self._steps.values()),
-            drafted_tokens=sum(one.drafted_tokens for one in self._steps.values()),
-            accepted_tokens=sum(one.accepted_tokens for one in self._steps.values()),
-        )
+        self._new.append(row)
+        self._changed.notify_all()
+        if self._drafter is not None:
+            self._drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
 
     def _check(self) -> None:
-        if not all(manager.is_running() for manager in list(self._managers.values())):
-            raise ActorLost(f"{self._instance}: the decoding loop has died")
+        if self._error is not None:
+            raise self._lost()
 
-    def _announce(self, router: Any) -> None:
-        """Have whoever waits for outputs be told of them."""
+    def _lost(self) -> ActorLost:
+        return ActorLost(f"{self._instance}: decoding has ended: {self._error}")
 
-        def announced(deliver: Callable[[Any], None]) -> Callable[[Any], None]:
-            def delivered(outputs: Any) -> None:
-                deliver(outputs)
-                self._arrived.set()
+    def _leave(self, row: RequestRow) -> None:
+        """Remove a request that is no row any more; for whoever holds the lock."""
+        del self._rows[row.running.key]
+        self._requests.leave(row.running)
+        if self._drafter is not None:
+            self._drafter.end(row.running.key)
 
-            return delivered
+    def _end(self, ended: Sampled | Failed) -> None:
+        """Say that a request has ended; for whoever holds the lock."""
+        self._ended.append(ended)
+        self._changed.notify_all()
 
-        router.deliver, router.deliver_batch = announced(router.deliver), announced(router.deliver_batch)
+    def _make_drafter(self) -> Drafter | None:
+        speculation = self._settings.speculation
+        if not speculation.length:
+            return None
+        if not self._batch.cache.can_crop:
+            raise ConfigError(
+                f"rollout.engine.speculation.length = {speculation.length}: the model has layers whose states cannot "
+                "take back rejected tokens; use 0"
+            )
+        return Drafter(speculation.first_length, speculation.cap, self._settings.eos)
 
-    def _drain(self) -> None:
-        """Record all that was sampled until now, at least; under the manager's pause, just that."""
-        self._take_ended()
-        for running in self._requests:
-            scheduler = self._schedulers[self._temperature(running.request)]
-            self._requests.extend(running, *scheduler.sampled(running.key, len(running.tokens)))
-
-    def _take_ended(self) -> None:
-        self._check()
-        for manager in self._managers.values():
-            while (output := manager.get_result(timeout=0.0)) is not None:
-                self._take(output)
-
-    def _take(self, output: Any) -> None:
-        running = self._requests.get(output.request_id)
-        if running is None:
-            return  # its request was stopped meanwhile
-        # It carries all that was sampled since the request was started.
-        seen = len(running.tokens)
-        self._requests.extend(running, output.generated_tokens[seen:], output.logprobs[seen:])
-        self._leave(running)
-        self._arrived.set()
-        request = running.request
-        if output.error is not None:
-            self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=output.error))
-            return
-        ends = (*self._settings.eos, *request.stop.token_ids)
-        stopped = running.stopped or (bool(output.generated_tokens) and output.generated_tokens[-1] in ends)
-        self._ended.append(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
-
-
-class _Paused:
-    """Pauses all decoding loops and collects their outputs."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        self._engine = engine
-        self._pauses: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._engine._check()
-        for manager in self._engine._managers.values():
-            pause = manager.pause()
-            pause.__enter__()
-            self._pauses.append(pause)
-        self._engine._drain()
-
-    def __exit__(self, *exc: object) -> None:
-        for pause in self._pauses:
-            pause.__exit__(None, None, None)
-
-
-def one_at_a_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but a call waits for those in other threads."""
-    lock = threading.Lock()
-
-    @functools.wraps(function)
-    def locked(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            return function(*args, **kwargs)
-
-    return locked
+    def _select_versions(self, rows: Sequence[BatchRow]) -> None:
+        """Have the next pass compute each token under its row's version; a probe's under the newest."""
+        if self._adapters is not None:
+            self._adapters.versions.select(
+                [row.running.version if isinstance(row, RequestRow) else self.version for row in rows]
+            )
 
 
 def loaded_weights(

@@ -29,7 +29,11 @@ MODEL = {
 def test_each_engine_is_given_what_the_job_says(name: str) -> None:
     own = {
         "vllm": ("rollout.engine.tensor_parallel=2", "rollout.engine.options={a=1}", "rollout.on_pull=keep"),
-        "transformers": ("rollout.engine.speculation.length=5", "rollout.engine.speculation.most_running=2"),
+        "transformers": (
+            "rollout.engine.speculation.length=5",
+            "rollout.engine.speculation.most_running=2",
+            "rollout.on_pull=keep",
+        ),
         "emulated": ("rollout.engine.time_scale=9", "simulation.pull_s=2", "rollout.on_pull=keep"),
     }.get(name, ())
     config = loading.load("examples/longtail.toml", (*JOB, f"rollout.engine.name={name}", *own))
@@ -43,7 +47,9 @@ def test_each_engine_is_given_what_the_job_says(name: str) -> None:
         known = MODEL | {"kv_tokens": config.rollout.engine.kv_tokens}
         known["max_batch_tokens"] = config.rollout.engine.max_batch_tokens
         expected = {
-            "transformers": lambda: TransformersSettings(**known, speculation=Speculation(length=5, most_running=2)),
+            "transformers": lambda: TransformersSettings(
+                **known, keep=True, speculation=Speculation(length=5, most_running=2)
+            ),
             "vllm": lambda: VllmSettings(**known, keep=True, tensor_parallel=2, options={"a": 1}),
         }[name]()
         assert pickle.loads(pickle.dumps(settings)) == settings == expected

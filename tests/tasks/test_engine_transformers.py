@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from tests.tasks.engine_conformance import (
     model_settings,
     request,
     tokens_of,
+    wait_until_sampling,
 )
 from tests.tasks.stop_conformance import StopTests
 
@@ -45,28 +47,39 @@ class TestTransformersEngine(StopTests, ReusingEngineTests):
         one.close()
 
     def kill(self, engine: Engine) -> None:
+        def fail() -> None:
+            raise RuntimeError("a kernel failed")
+
         assert isinstance(engine, TransformersEngine)
-        engine._managers[engine._settings.temperature].stop(block=True, timeout=10, hard_stop=True)
+        engine._step = fail  # type: ignore[method-assign]
 
     @contextmanager
     def hang(self, engine: Engine) -> Iterator[None]:
         assert isinstance(engine, TransformersEngine)
-        with engine._managers[engine._settings.temperature].pause():
-            yield
+        step, hangs, goes_on = engine._step, threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            hangs.set()
+            goes_on.wait(60.0)
+            step()
+
+        engine._step = stand_still  # type: ignore[method-assign]
+        assert hangs.wait(60.0)
+        yield
+        engine._step = step  # type: ignore[method-assign]
+        goes_on.set()
 
     @contextmanager
     def during_load(self, engine: Engine, ask: Callable[[], None]) -> Iterator[None]:
         assert isinstance(engine, TransformersEngine)
-        paused = engine._paused
+        replace = engine._replace_weights
 
-        @contextmanager
-        def asked() -> Iterator[None]:
-            with paused():
-                asked_beside(ask)
-                yield
+        def asked(*args: Any) -> float:
+            asked_beside(ask)
+            return replace(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine, "_paused", asked)
+            patch.setattr(engine, "_replace_weights", asked)
             yield
 
     @pytest.fixture
@@ -76,14 +89,6 @@ class TestTransformersEngine(StopTests, ReusingEngineTests):
     @pytest.fixture
     def other_weights(self, tiny_model: Path, tmp_path: Path) -> tuple[Path, str]:
         return changed_weights(tiny_model, tmp_path)
-
-    def test_loops_side_by_side_leave_the_probe_causal(self, engine: Engine, tiny_model: Path) -> None:
-        """Two loops on one model take turns in setting a flag of its configuration, and may leave it false."""
-        assert isinstance(engine, TransformersEngine)
-        engine._model.config.is_causal = False
-        tokens = list(range(3, 20))
-        expected = plain_logprobs(tiny_model, tokens, 1, None)
-        assert engine.logprobs(tokens) == pytest.approx(expected, abs=1e-5)
 
     def test_a_request_may_have_a_temperature_of_its_own(self, engine: Engine, tiny_model: Path) -> None:
         engine.submit([request(1), request(2, temperature=2.0), request(3, greedy=True)])
@@ -184,10 +189,9 @@ class TestKeptContexts:
     def test_new_requests_begin_after_all_that_ran_was_stopped_for_want_of_memory(self, engine: Engine) -> None:
         """What was preempted goes on before anything new begins, which must not wait for what is no longer there."""
         assert isinstance(engine, TransformersEngine)
-        scheduler = engine._schedulers[engine._settings.temperature]
         engine.submit([request(i, self.prompt(i), max_new_tokens=80) for i in range(6)])
         deadline = time.monotonic() + 60
-        while not scheduler.block_new_requests:
+        while not engine.load_statistics().preemptions:
             assert time.monotonic() < deadline, "nothing was preempted"
             time.sleep(0.0005)
         engine.interrupt([TrajectoryId(i) for i in range(6)])
@@ -225,30 +229,61 @@ def plain_logprobs(
     return [float(table[i - 1, tokens[i]]) for i in range(first, len(tokens))]
 
 
-def test_greedy_and_sampled_passes_do_not_overlap(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are of two managers, each with a thread, and transformers changes the model for the time of a pass."""
+def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Path, tmp_path: Path) -> None:
+    """Neither another request nor its own trajectory's next turn: what is kept must be of one version."""
     torch.set_num_threads(1)
-    engine = TransformersEngine(settings(tiny_model), InstanceId("rollout-0"))
-    inner, under_way, most = engine._model.model.forward, [0], [0]
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        under_way[0] += 1
-        most[0] = max(most[0], under_way[0])
-        time.sleep(0.005)
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            under_way[0] -= 1
-
-    monkeypatch.setattr(engine._model.model, "forward", watched)
+    path, _ = changed_weights(tiny_model, tmp_path)
+    one = TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))
     try:
-        engine.submit([request(i, greedy=bool(i % 2)) for i in range(4)])
-        collect(engine, 4)
-        assert most == [1]
-        tokens = [3, 10, 14, 7, 5]
-        assert engine.logprobs(tokens) == pytest.approx(plain_logprobs(tiny_model, tokens, 1, None), abs=1e-5)
+        one.submit([request(0, PROMPT, max_new_tokens=50, may_return=True)])
+        wait_until_sampling(one, 5)
+        one.load(PolicyVersion(5), path)
+        one.submit([request(1, PROMPT, max_new_tokens=8)])
+        done = collect(one, 2)
+        load = one.load_statistics()
+        assert (load.prefilled_tokens, load.kept_tokens) == (2 * len(PROMPT), 0)
+        context = (*PROMPT, *tokens_of(done[0]), *GIVEN)
+        one.submit([request(0, context, epoch=2, max_new_tokens=8)])
+        later = collect(one, 1)[TrajectoryId(0)]
     finally:
-        engine.close()
+        one.close()
+    assert [s.version for s in done[0].segments] == [0, 5]
+    for before, sampled in ((PROMPT, done[1]), (context, later)):
+        exact = plain_logprobs(tiny_model, [*before, *tokens_of(sampled)], len(before), path)
+        assert logprobs_of(sampled) == pytest.approx(exact, abs=1e-5)
+    # The old cache shows in the one that kept it: its logprobs are of neither version alone.
+    first = len(PROMPT) + len(done[0].segments[0].tokens)
+    of_new = plain_logprobs(tiny_model, [*PROMPT, *tokens_of(done[0])], first, path)
+    assert max(abs(a - b) for a, b in zip(done[0].segments[1].logprobs, of_new, strict=True)) > 1e-3
+
+
+def test_a_prompt_of_many_requests_is_computed_once_also_for_those_that_wait(tiny_model: Path) -> None:
+    torch.set_num_threads(1)
+    one = TransformersEngine(settings(tiny_model, max_running=3, max_batch_tokens=16), InstanceId("i"))
+    try:
+        one.submit([request(i, PROMPT) for i in range(8)])
+        for sampled in collect(one, 8).values():
+            exact = plain_logprobs(tiny_model, [*PROMPT, *tokens_of(sampled)], len(PROMPT), None)
+            assert logprobs_of(sampled) == pytest.approx(exact, abs=1e-5)
+        load = one.load_statistics()
+        assert (load.prefilled_tokens, load.cached_tokens) == (len(PROMPT) + 7, 7 * (len(PROMPT) - 1))
+    finally:
+        one.close()
+
+
+def test_a_context_that_never_fits_fails_and_the_others_go_on(tiny_model: Path) -> None:
+    torch.set_num_threads(1)
+    one = TransformersEngine(settings(tiny_model, eos=(), kv_tokens=64), InstanceId("i"))
+    try:
+        one.submit([request(0, PROMPT + PROMPT), request(1, PROMPT, max_new_tokens=60), request(2, max_new_tokens=9)])
+        ended: dict[int, Any] = {}
+        while len(ended) < 3:
+            ended |= {event.trajectory: event for event in one.events(0.5)}
+    finally:
+        one.close()
+    assert ended[0].error == "rollout.engine.kv_tokens = 64 is too small for 80 tokens"
+    assert "is too small for 65 tokens" in ended[1].error
+    assert len(tokens_of(ended[2])) == 9
 
 
 class TestServedAdapters(AdapterEngineTests):

@@ -154,8 +154,7 @@ def transformers(tiny_model: Path, tmp_path: Path) -> Iterator[Subject]:
     def idle(engine: Engine) -> None:
         holds_nothing(engine)
         assert isinstance(engine, TransformersEngine)
-        caches = [scheduler.cache for scheduler in engine._schedulers.values()]
-        wait_until("pages are lost", lambda: all(cache.compute_free_capacity() == 1.0 for cache in caches))
+        wait_until("rows are lost", lambda: not any(engine._batch.cache._buckets._rows.values()))
 
     yield Subject(engine=reused(make, models), weights=models.file, logprobs=models.logprobs, check_idle=idle)
     for one in made:

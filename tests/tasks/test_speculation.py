@@ -14,9 +14,10 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.engines import response_drafter, transformers
 from staleflow.tasks.engines.base import PromptResponses, Sampled
-from staleflow.tasks.engines.drafted_steps import accepted
 from staleflow.tasks.engines.engine_settings import Speculation, TransformersSettings
+from staleflow.tasks.engines.token_sampling import accepted
 from staleflow.tasks.engines.transformers import TransformersEngine
+from tests.support.model_families import write_model
 from tests.tasks import test_engine_transformers
 from tests.tasks.engine_conformance import (
     check_that_lengths_are_obeyed,
@@ -135,7 +136,6 @@ def test_what_was_drafted_for_a_request_is_told_where_it_is_stopped(model: Path)
         wait_until_sampling(engine, 60)
         (stopped,) = engine.interrupt([TrajectoryId(0)])
         load = engine.load_statistics()
-        assert engine._steps[0.001].counts == {}
     assert stopped.drafted_tokens == load.drafted_tokens > 0
     assert stopped.accepted_tokens == load.accepted_tokens
 
@@ -154,13 +154,11 @@ def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None
     assert accepted([], [8], set(), 1) == 0
 
 
-def test_a_model_with_sliding_windows_is_refused() -> None:
-    class Processor:
-        class cache:
-            cache_allocators = {"full_attention": None, "sliding_attention": None}  # noqa: RUF012
-
-    with pytest.raises(ConfigError, match="sliding_attention"):
-        transformers.DraftedSteps(Processor(), response_drafter.Drafter(4, 4))
+def test_a_model_whose_states_cannot_be_taken_back_is_refused(tmp_path: Path) -> None:
+    model = write_model("qwen3_5_text", tmp_path)
+    refused = r"speculation.length = 3: the model has layers whose states cannot .* use 0"
+    with pytest.raises(ConfigError, match=refused), speculating(model):
+        pass
 
 
 @pytest.mark.slow

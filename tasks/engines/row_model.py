@@ -1,0 +1,88 @@
+"""A model that computes some new tokens of some rows of a batch in one pass.
+
+Rows of a model that only attends are computed as one sequence, one row's new tokens after the other's, as many as each
+has: nothing is padded but what attention reads. Where layers have states, rows are sequences of their own, all of as
+many new tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from staleflow.tasks.engines.row_attention import current
+from staleflow.tasks.engines.row_cache import RowCache
+from staleflow.tasks.engines.row_storage import BatchRow
+
+
+class RowModel:
+    """A causal LM of transformers with the attention of row_attention.py. before: called before each pass with the row
+    of each of its tokens, in its order."""
+
+    def __init__(self, model: Any, page: int, before: Callable[[Sequence[BatchRow]], object] | None = None) -> None:
+        self._model = model
+        self._page = page
+        self._before = before
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"  # as of transformers 5.20 or before
+        self._expanding: set[int] = set()
+        self.cache = self.new_cache()
+        with torch.inference_mode():
+            self.logits([(BatchRow(), [0, 0])], [1], self.new_cache())  # which shows what layers expand
+
+    def new_cache(self) -> RowCache:
+        """A cache without rows."""
+        return RowCache(self._model.config, self._page)
+
+    def logits(
+        self, new: Sequence[tuple[BatchRow, Sequence[int]]], wanted: Sequence[int], cache: RowCache | None = None
+    ) -> list[torch.Tensor]:
+        """Compute new tokens of rows. Their lengths stay as they are: what counts as computed is for the caller to say.
+
+        Args:
+            new: rows and what follows their computed tokens, for layers with states as many tokens of each.
+            wanted: for each row, after how many of its last new tokens the next one is to be predicted.
+            cache: what the rows are in, if not in this model's own.
+
+        Returns:
+            For each row [wanted, vocabulary], float32.
+        """
+        cache = cache or self.cache
+        device = self._model.device
+        made = cache.begin_pass([(row, len(tokens)) for row, tokens in new], self._expanding, device)
+        if self._before is not None:
+            self._before([new[i][0] for i in made.order for _ in new[i][1]])
+        ids = [token for i in made.order for token in new[i][1]]
+        positions = [new[i][0].length + n for i in made.order for n in range(len(new[i][1]))]
+        kept: Any
+        if cache.can_crop:
+            shape, kept, end = (1, len(ids)), [], 0
+            for i in made.order:
+                end += len(new[i][1])
+                kept += range(end - wanted[i], end)
+            kept = torch.tensor(kept or [0], device=device)
+        else:
+            shape, kept = (len(new), len(new[0][1])), max(*wanted, 1)
+        token = current.set(made)
+        try:
+            output = self._model(
+                input_ids=torch.tensor(ids, device=device).view(shape),
+                position_ids=torch.tensor(positions, device=device).view(shape),
+                **{self._cache_name: cache},
+                use_cache=True,
+                logits_to_keep=kept,
+            )
+        finally:
+            current.reset(token)
+        found: list[torch.Tensor] = [output.logits[0, :0]] * len(new)
+        begin = 0
+        for place, i in enumerate(made.order):
+            if cache.can_crop:
+                found[i] = output.logits[0, begin : begin + wanted[i]]
+                begin += wanted[i]
+            elif wanted[i]:
+                found[i] = output.logits[place, -wanted[i] :]
+        return found

@@ -1,0 +1,298 @@
+"""Which requests an engine's batch has, and which of their tokens it computes next.
+
+Requests wait in the order they arrive, and enter as rows while there is a place and memory for their contexts. A step
+computes the last token of each row that decodes, and, as far as `max_batch_tokens` goes, what rows have yet to prefill.
+
+Two things are found computed: a turn's context, when its trajectory's next turn enters and begins with just the same
+tokens; and a prompt for which several requests wait, but for its last token. Each belongs to one policy version.
+
+Memory is counted in pages of tokens, of which `kv_tokens` make a number that is never exceeded. What is kept gives way
+to what runs: first prompts, then the contexts whose turns ended first, last those that requests wait for. Then the row
+that entered last is preempted: it waits again, before all others, and is computed anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
+from staleflow.tasks.engines.engine_settings import EngineSettings
+from staleflow.tasks.engines.response_drafter import Drafter
+from staleflow.tasks.engines.row_cache import RowCache, SavedRow
+from staleflow.tasks.engines.row_storage import BatchRow
+from staleflow.tasks.engines.running_requests import RunningRequest
+
+Context = tuple[PolicyVersion, tuple[int, ...]]
+"""Tokens and the version that they are computed under."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RequestRow(BatchRow):
+    """A request as a row. tokens: of its context so far, of which `length` are computed. most: tokens that its context
+    may have. draft: tokens that the next step verifies."""
+
+    running: RunningRequest
+    tokens: list[int]
+    most: int
+    ends: frozenset[int]
+    temperature: float
+    context: Context = (PolicyVersion(0), ())
+    """What it waits to have computed."""
+    is_shared: bool = False
+    """Whether others waited for its context when it entered."""
+    is_mixed: bool = False
+    """Whether it has been computed under several versions."""
+    draft: list[int] = field(default_factory=list)
+
+    @property
+    def trajectory(self) -> TrajectoryId:
+        return self.running.request.trajectory
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are to be computed before the next one is sampled."""
+        return len(self.tokens) - self.length
+
+
+@dataclass(frozen=True, slots=True)
+class KeptContext:
+    """What is kept of a trajectory for its next turn."""
+
+    version: PolicyVersion
+    tokens: list[int]
+    saved: SavedRow
+
+
+class RowScheduler:
+    """See the module. drafter: None if nothing is to be drafted."""
+
+    def __init__(self, settings: EngineSettings, cache: RowCache, drafter: Drafter | None) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._drafter = drafter
+        self._page = settings.page_tokens
+        self._pages = -(-settings.kv_tokens // self._page)
+        self._waiting: deque[RequestRow] = deque()
+        self._awaited: Counter[Context] = Counter()
+        self._rows: list[RequestRow] = []
+        self._kept: OrderedDict[TrajectoryId, KeptContext] = OrderedDict()
+        self._prompts: dict[Context, SavedRow] = {}
+        self.failed: list[RequestRow] = []
+        """Rows that can never have memory enough, since the last look; they are in no list any more."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all that is kept, and all counts. Nothing runs or waits."""
+        self._kept.clear()
+        self._prompts.clear()
+        self.prefilled_tokens = self.cached_tokens = self.preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens kept for turns to come."""
+        return sum(len(kept.tokens) for kept in tuple(self._kept.values()))  # while the loop may change it
+
+    def add(self, row: RequestRow) -> None:
+        """Have a request wait for a place."""
+        self._wait(row, first=False)
+
+    def remove(self, row: RequestRow) -> None:
+        """Stop a request; nothing of it is kept."""
+        if row in self._rows:
+            self._rows.remove(row)
+            self._cache.remove(row)
+        elif row in self._waiting:
+            self._waiting.remove(row)
+            self._no_longer_awaited(row)
+
+    def end(self, row: RequestRow) -> None:
+        """A request has ended by itself; its context is kept if its trajectory may return."""
+        if row.running.request.may_return and not row.is_mixed:
+            self.forget(row.trajectory)
+            saved = self._cache.save(row)
+            self._kept[row.trajectory] = KeptContext(row.running.version, row.tokens[: row.length], saved)
+        self.remove(row)
+
+    def forget(self, trajectory: TrajectoryId) -> None:
+        """Free what is kept of a trajectory."""
+        self._kept.pop(trajectory, None)
+
+    def change_weights(self, *, keep: bool) -> None:
+        """Under the weights that are in place from now on nothing is valid that was kept. keep: rows that decode go on
+        with what they have; else all prefill again."""
+        self._kept.clear()
+        self._prompts.clear()
+        for row in reversed(self._rows.copy()):
+            if keep and row.num_pending == 1:
+                row.is_mixed = True
+            else:
+                self._stop(row)
+        waiting, self._waiting = self._waiting, deque()
+        self._awaited.clear()
+        for row in waiting:
+            self._wait(row, first=False)
+
+    def passes(self) -> Iterator[list[tuple[RequestRow, int]]]:
+        """The next step: the rows of each of its passes, and how many of their pending tokens it computes. Those whose
+        tokens are all computed then are sampled, and verify their drafts."""
+        self._enter()
+        self._draft()
+        self._fit()
+        budget = self._settings.max_batch_tokens
+        decoding = [row for row in self._rows if row.length and row.num_pending == 1][:budget]
+        budget -= sum(1 + len(row.draft) for row in decoding)
+        prefilling: list[tuple[RequestRow, int]] = []
+        for row in self._rows:
+            if not (row.length and row.num_pending == 1) and budget > 0:
+                # A prompt that others wait for is computed without its last token, copied, and then as others go on.
+                count = min(row.num_pending - (row.is_shared and row.num_pending > 1), budget)
+                prefilling.append((row, count))
+                budget -= count
+        decodes = [(row, 1) for row in decoding]
+        if not self._cache.can_crop:  # nor can rows differ in how many tokens a pass computes of them
+            yield from [decodes] if decodes else []
+            yield from [[one] for one in prefilling]
+        elif decodes or prefilling:
+            yield decodes + prefilling
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _wait(self, row: RequestRow, *, first: bool) -> None:
+        row.context = (row.running.version, tuple(row.tokens))
+        self._awaited[row.context] += 1
+        if first:
+            self._waiting.appendleft(row)
+        else:
+            self._waiting.append(row)
+
+    def _no_longer_awaited(self, row: RequestRow) -> None:
+        self._awaited[row.context] -= 1
+        if not self._awaited[row.context]:
+            del self._awaited[row.context]
+            self._prompts.pop(row.context, None)
+
+    def _stop(self, row: RequestRow) -> None:
+        """Have a row wait again, before all others."""
+        self._rows.remove(row)
+        self._cache.remove(row)
+        row.is_shared = row.is_mixed = False
+        row.draft = []
+        self._wait(row, first=True)
+
+    def _enter(self) -> None:
+        """Have requests that wait enter the batch."""
+        for row in self._rows:
+            if row.is_shared and row.num_pending == 1:
+                row.is_shared = False
+                if row.context in self._awaited:
+                    self._prompts[row.context] = self._cache.save(row)
+        under_way = {row.context for row in self._rows if row.is_shared}
+        later: list[RequestRow] = []
+        while self._waiting and len(self._rows) < self._settings.max_running:
+            row = self._waiting[0]
+            if row.context not in under_way:
+                if not self._make_room_for(row):
+                    break
+                self._begin(row)
+                if row.is_shared:
+                    under_way.add(row.context)
+            else:
+                later.append(self._waiting.popleft())
+        self._waiting.extendleft(reversed(later))
+
+    def _begin(self, row: RequestRow) -> None:
+        """Have the first of those that wait enter, with what is found computed of it."""
+        self._waiting.popleft()
+        kept = self._kept.pop(row.trajectory, None)
+        if kept is not None and _continues(row, kept):
+            self._cache.restore(row, kept.saved)
+        elif (prompt := self._prompts.get(row.context)) is not None:
+            self._cache.restore(row, prompt)
+        else:
+            row.is_shared = self._awaited[row.context] > 1 and len(row.tokens) > 1
+        self.cached_tokens += row.length
+        self.prefilled_tokens += row.num_pending
+        self._rows.append(row)
+        self._no_longer_awaited(row)
+
+    def _make_room_for(self, row: RequestRow) -> bool:
+        """Whether there is memory for a row that is to enter, and for a page more of each that runs; what is kept gives
+        way. One that there never is memory for fails."""
+        needed = self._count(len(row.tokens))
+        if needed > self._pages:
+            self._waiting.popleft()
+            self._no_longer_awaited(row)
+            self.failed.append(row)
+            return False
+        while self._used() + needed + len(self._rows) > self._pages + self._own(row):
+            if not self._give_way(row):
+                return False
+        return True
+
+    def _own(self, row: RequestRow) -> int:
+        """Pages kept for a row that waits, which it takes over."""
+        kept = self._kept.get(row.trajectory)
+        return 0 if kept is None else self._count(len(kept.tokens))
+
+    def _give_way(self, but: RequestRow | None = None) -> bool:
+        """Free something that is kept, if anything is. but: a request whose own is not to be."""
+        if self._prompts:
+            self._prompts.popitem()
+            return True
+        awaited = [row.trajectory for row in self._waiting if row.trajectory in self._kept]
+        waits = set(awaited)
+        order = [trajectory for trajectory in self._kept if trajectory not in waits] + awaited[::-1]
+        for trajectory in order:
+            if but is None or trajectory != but.trajectory:
+                del self._kept[trajectory]
+                return True
+        return False
+
+    def _draft(self) -> None:
+        """Draft for rows that decode, while nothing waits or prefills and as far as there is memory."""
+        if self._drafter is None:
+            return
+        busy = bool(self._waiting) or any(row.num_pending > 1 or not row.length for row in self._rows)
+        room = self._settings.max_batch_tokens - len(self._rows)
+        for row in self._rows:
+            most = min(room, row.most - len(row.tokens) - 1)
+            row.draft = [] if busy else self._drafter.draft(row.running.key, most)
+            room -= len(row.draft)
+        if self._used() > self._pages:
+            for row in self._rows:
+                row.draft = []
+
+    def _fit(self) -> None:
+        """Have what runs fit into the memory."""
+        while self._used() > self._pages:
+            if self._give_way():
+                continue
+            last = self._rows[-1]
+            if len(self._rows) == 1:
+                self.remove(last)
+                self.failed.append(last)
+            else:
+                self._stop(last)
+                self.preemptions += 1
+
+    def _used(self) -> int:
+        """Pages of all that runs and is kept, after the next step."""
+        rows = sum(self._count(len(row.tokens) + len(row.draft)) for row in self._rows)
+        kept = sum(self._count(len(one.tokens)) for one in self._kept.values())
+        return rows + kept + sum(self._count(saved.length) for saved in self._prompts.values())
+
+    def _count(self, tokens: int) -> int:
+        return -(-tokens // self._page)
+
+
+def _continues(row: RequestRow, kept: KeptContext) -> bool:
+    """Whether a row's tokens begin with a kept context and go on."""
+    count = len(kept.tokens)
+    same_version = row.running.version == kept.version
+    return same_version and len(row.tokens) > count and row.tokens[:count] == kept.tokens

@@ -1,0 +1,62 @@
+"""Sampling of tokens, and of the tokens after drafted ones. Pure but for the random generator."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+
+def sample(
+    logits: torch.Tensor, temperatures: Sequence[float], generator: torch.Generator
+) -> tuple[list[int], list[float]]:
+    """Sample a token for each row of logits.
+
+    Args:
+        logits: [rows, vocabulary].
+        temperatures: of each row; 0 for its most likely token.
+
+    Returns:
+        The tokens, and their logprobs in nats at that temperature, or at 1 for a most likely token.
+    """
+    logits = logits.float()
+    if any(one not in (0.0, 1.0) for one in temperatures):
+        logits = logits / torch.tensor([one or 1.0 for one in temperatures], device=logits.device)[:, None]
+    logprobs = logits.log_softmax(-1)
+    greedy = torch.tensor([one == 0.0 for one in temperatures], device=logits.device)
+    if all(one == 0.0 for one in temperatures):
+        tokens = logprobs.argmax(-1)
+    else:
+        # In double precision, in which the rounding of a sum over a vocabulary is far below what is sampled ever.
+        ends = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        point = (
+            torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device) * ends[:, -1:]
+        )
+        tokens = torch.searchsorted(ends, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+        if any(one == 0.0 for one in temperatures):
+            tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
+    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+
+
+def accepted(drafted: Sequence[int], sampled: Sequence[int], ends: Collection[int], most: int) -> int:
+    """How many drafted tokens a response keeps, before one more sampled token.
+
+    The first sampled token that differs from what was drafted is the last one kept: what comes after it was computed
+    after a token that is none. So each kept token is drawn from the policy's own distribution after the tokens before
+    it. Speculative sampling's rule (arXiv 2302.01318: accept draft d with probability p(d), else draw from p without d)
+    is the same for drafts without a distribution of their own: the token that is drawn is d with probability p(d), and
+    otherwise distributed as p without d.
+
+    Args:
+        drafted: what was drafted after the last known token.
+        sampled: a token after each of the last known token and the drafted ones.
+        ends: tokens that end the response; nothing follows them.
+        most: tokens that the response may still have.
+
+    >>> accepted([5, 6, 7], [5, 9, 7, 8], (), 10)
+    1
+    """
+    kept = 0
+    while kept < len(drafted) and drafted[kept] == sampled[kept] and sampled[kept] not in ends and kept + 1 < most:
+        kept += 1
+    return kept

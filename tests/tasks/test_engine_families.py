@@ -1,0 +1,76 @@
+"""The embedded engine samples from every family of models what one forward pass over the whole context says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from staleflow.pipeline.config.model_files import check_attention
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectory import InstanceId, TrajectoryId
+from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model
+from tests.support.model_families import FAMILIES, write_model
+from tests.tasks.engine_conformance import collect, logprobs_of, model_settings, request, tokens_of
+
+QUICK = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_5_text", "nemotron_h", "falcon_h1")
+"""One of each kind of layer: windows, sinks, latent attention, chunks, states, both in one layer."""
+REFUSED = {
+    "mamba2": "does not compute attention by transformers' interface",
+    "deepseek_v32": "attends to what an index of its own selects",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_refused_before_anything_starts_or_not_at_all(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    if family not in REFUSED:
+        check_attention(tmp_path, "model.path = 'm'")
+        return
+    with pytest.raises(
+        ConfigError, match=rf"^model.path = 'm': a model of model_type = '{family}' .*{REFUSED[family]}"
+    ):
+        check_attention(tmp_path, "model.path = 'm'")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in FAMILIES if one not in REFUSED],
+)
+def test_logprobs_are_those_of_a_whole_forward_pass(family: str, tmp_path: Path) -> None:
+    """Requests of different lengths that join and leave, a group with one prompt, and a second turn."""
+    torch.set_num_threads(1)
+    folder = write_model(family, tmp_path)
+    changes = {"eos": (), "max_running": 5, "max_batch_tokens": 32, "page_tokens": 8}
+    engine = TransformersEngine(TransformersSettings(**(model_settings(folder) | changes)), InstanceId("i"))
+    plain = load_model(str(folder), "float32", "cpu", "eager")
+    prompts = {i: tuple(4 + (7 * i + j * j) % 90 for j in range(3 + (11 * i) % 45)) for i in range(8)}
+    prompts |= {20 + i: tuple(range(5, 30)) for i in range(4)}
+
+    def check(context: tuple[int, ...], ended: Sampled) -> None:
+        expected = forward_logprobs(plain, [*context, *tokens_of(ended)])[len(context) - 1 :]
+        np.testing.assert_allclose(logprobs_of(ended), expected, atol=1e-5)
+
+    try:
+        engine.submit(
+            [request(i, prompt, max_new_tokens=8 + 3 * (i % 4), may_return=i < 3) for i, prompt in prompts.items()]
+        )
+        first = collect(engine, len(prompts))
+        for i, prompt in prompts.items():
+            check(prompt, first[TrajectoryId(i)])
+        cached = engine.load_statistics().cached_tokens
+        assert cached == 3 * 24  # the group's prompt was computed once, but for its last token
+        contexts = {i: (*prompts[i], *tokens_of(first[TrajectoryId(i)]), 7, 8, 9, 10, 11) for i in range(3)}
+        engine.submit([request(i, context, epoch=2, max_new_tokens=8) for i, context in contexts.items()])
+        second = collect(engine, 3)
+        for i, context in contexts.items():
+            check(context, second[TrajectoryId(i)])
+        assert engine.load_statistics().cached_tokens - cached == sum(len(one) - 6 for one in contexts.values())
+        assert engine.logprobs(prompts[20]) == pytest.approx(forward_logprobs(plain, prompts[20]), abs=1e-5)
+    finally:
+        engine.close()
