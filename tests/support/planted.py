@@ -14,6 +14,7 @@ from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended
 from staleflow.stores.weights import weight_folder, weight_hash
+from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import Loaded, Sampled
 from staleflow.tasks.engines.emulated_engine import EmulatedEngine
@@ -74,7 +75,8 @@ def pull_without_load() -> None:
         with self._changed:
             self._version, self._served = version, [version]
         fingerprint = weight_hash.fingerprint(weight_folder.read_arrays(weights))
-        return Loaded(version=version, fingerprint=fingerprint, elapsed_s=0.0, stalled_s=0.0)
+        claimed = WeightReport(verified=1)
+        return Loaded(version=version, fingerprint=fingerprint, weights=claimed, elapsed_s=0.0, stalled_s=0.0)
 
     _put(EmulatedEngine, "load", planted)
 
