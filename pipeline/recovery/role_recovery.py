@@ -2,6 +2,8 @@
 its resume point, the trajectory server from store and spool.
 
 Invariants:
+- A role that is being restored is asked nothing else, though its actor is there: it has neither its group nor its
+  weights yet.
 - A role is restored once for each loss, however many callers saw it: they wait for the same restoration, and are asked
   again once it is there. All that the trajectory server is asked may be asked twice.
 - A trajectory server that is back has all that the one before it acknowledged (stores/in_flight/spool.py).
@@ -82,6 +84,12 @@ class Restoring:
     def busy(self) -> bool:
         """Whether a role is being restored. All that is done for it has deadlines."""
         return bool(self._under_way)
+
+    async def settled(self, name: str) -> None:
+        """Wait while an actor's role is being restored: it is placed before it has its state. Raises ActorLost if that
+        fails."""
+        if (task := self._under_way.get(unit(name))) is not None:
+            await asyncio.shield(task)
 
     async def watch(self) -> None:
         """Notice, for ever, the loss of a role that nobody calls: engines may wait for weights that went with it. A

@@ -136,6 +136,7 @@ class Actors:
         restored: then it is asked again. So it is, a few times, if it says that another is lost, which answers."""
         num_doubts = 0
         while True:
+            await self.restoring.settled(name)
             asked_s = now_s()
             try:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)

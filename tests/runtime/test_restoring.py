@@ -59,6 +59,16 @@ def test_engines_sample_while_the_trainer_is_restored(body: Body) -> None:
     assert sum(lost_s < at_s + begun_s < lost_s + 9.0 for at_s in sampled) >= 4
 
 
+def test_a_trainer_that_is_being_restored_is_asked_nothing_before_it_has_its_state(body: Body) -> None:
+    """It is lost between two steps, and the next step's batch is there before it is back."""
+    lost = Fault(actor="trainer", method="version", dies="before")
+    late = Fault(actor="trainer", method="publish_initial", nth=2, late_s=9.0)
+    run = body.run("steps=3", faults=[lost, late], world=World(length=lambda _: 60))
+    check_restored(run)
+    restored_s = [c.at_s for c in run.workers.calls if c.method == "publish_initial"][1] + 9.0
+    assert min(c.at_s for c in run.workers.calls if (c.actor, c.method) == ("trainer", "train")) >= restored_s
+
+
 @pytest.mark.parametrize("commit_s", [0.0, 2.5])
 def test_steps_after_the_resume_point_are_trained_again_on_the_same_rows(body: Body, commit_s: float) -> None:
     """Those rows are in the store by then, or on their way there."""
