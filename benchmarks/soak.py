@@ -5,6 +5,7 @@
     python -m benchmarks.soak --only "kill -9 trainer"     one kind of fault
     python -m benchmarks.soak --overlap 0.75               most faults strike before the last one has passed
     python -m benchmarks.soak --job-kind turns             episodes of several turns; ranks: two trainer processes
+    python -m benchmarks.soak --bucket                     the store is in a bucket, which fails too
     python -m benchmarks.soak --mode kill-all --times 100  kill -9 of everything in the middle of a step, the demo's job
 
 A scheduler, workers and the run are processes of their own; the engine is emulated. Faults strike one after another,
@@ -25,15 +26,18 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import random
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soaking.balance import balance
+from benchmarks.soaking.bucket import BUCKET, FailingProxy, served
 from benchmarks.soaking.cluster import Cluster
 from benchmarks.soaking.counting import AUDIT_S, Recoveries, audited, prompts
 from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene, left_out
@@ -99,7 +103,8 @@ class Soak:
 
     async def strike(self) -> tuple[str, str, float]:
         """Choose a fault that can strike now; returns its name, what it did, and when."""
-        never = left_out(self.scene.machine, self.scene.job.kind)
+        scene = self.scene
+        never = left_out(scene.machine, scene.job.kind, bucket=scene.bucket is not None)
         names = [name for name in FAULTS if (not self.only or name in self.only) and name not in never]
         while True:
             name = self.rng.choices(names, [FAULTS[n][0] for n in names])[0]
@@ -261,24 +266,40 @@ class Soak:
             self.findings += tokens.findings
 
 
-async def soak(args: argparse.Namespace, folder: Path, machine: Machine) -> list[str]:
+async def soak(
+    args: argparse.Namespace, folder: Path, machine: Machine, bucket: FailingProxy | None = None
+) -> list[str]:
     rng = random.Random(args.seed)
-    job = Job(folder=folder, seed=args.seed, eta=rng.choice((1, 2, 3)), kind=args.job_kind)
+    store = "" if bucket is None else f"s3://{BUCKET}/soak"
+    job = Job(folder=folder, seed=args.seed, eta=rng.choice((1, 2, 3)), kind=args.job_kind, store=store)
     job.write()
     cluster = Cluster(folder, machine, job.kind)
     watch = Watch(cluster.file, job.run_dir)
-    scene = Scene(job, cluster, machine, watch, Run(job, cluster, watch, rng), rng)
+    scene = Scene(job, cluster, machine, watch, Run(job, cluster, watch, rng), rng, bucket=bucket)
     one = Soak(scene=scene, every_s=args.every, overlap=args.overlap, rng=rng, only=tuple(args.only))
     try:
         await one.run(args.faults)
     finally:
         for task in scene.passing:
             task.cancel()
+        await asyncio.gather(*scene.passing, return_exceptions=True)
         await watch.close()
         scene.run.kill()
         cluster.close()
     one.report()
     return one.findings
+
+
+@contextlib.contextmanager
+def bucket_of(args: argparse.Namespace) -> Iterator[FailingProxy | None]:
+    """What stands before a bucket, which this process and those it starts find in their environment; None without
+    --bucket."""
+    if not args.bucket:
+        yield None
+        return
+    with served() as environment, FailingProxy(environment["AWS_ENDPOINT_URL"]) as bucket:
+        os.environ.update(environment | {"AWS_ENDPOINT_URL": bucket.endpoint})
+        yield bucket
 
 
 def main() -> None:
@@ -291,6 +312,7 @@ def main() -> None:
     parser.add_argument("--job", default="examples/demo.toml", help="kill-all: the job; `make demo` makes its model")
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="kill-all: override of the job")
     parser.add_argument("--job-kind", choices=KINDS, default="", help="by default one that the seed chooses")
+    parser.add_argument("--bucket", action="store_true", help="the store is in a bucket, which fails too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--folder", type=Path, help="kept; by default a temporary one, kept if there are findings")
@@ -301,8 +323,8 @@ def main() -> None:
     if unknown := set(args.only) - set(FAULTS):
         parser.error(f"no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
     args.job_kind = args.job_kind or KINDS[args.seed % len(KINDS)]
-    if unfit := set(args.only) & left_out(Machine("second", Path()), args.job_kind):
-        parser.error(f"--job-kind {args.job_kind} has no fault {min(unfit)!r}")
+    if unfit := set(args.only) & left_out(Machine("second", Path()), args.job_kind, bucket=args.bucket):
+        parser.error(f"--job-kind {args.job_kind}{' without --bucket' * (not args.bucket)} has no fault {min(unfit)!r}")
     if min(args.faults, args.times) < 1 or args.every < 0 or not 0 <= args.overlap <= 1:
         parser.error("--faults and --times must be 1 or more, --every 0 or more, --overlap from 0 to 1")
     if args.quick:
@@ -329,7 +351,8 @@ def main() -> None:
     for lacking, what in ((machine.disk is None, NEEDS_ROOT[:1]), (not machine.namespace, NEEDS_ROOT[1:])):
         if lacking:
             print(f"left out, as this process may not mount or make a network: {', '.join(what)}")
-    findings = asyncio.run(soak(args, folder.resolve(), machine))
+    with bucket_of(args) as bucket:
+        findings = asyncio.run(soak(args, folder.resolve(), machine, bucket))
     if machine.disk is not None and (findings or args.folder):
         shutil.copytree(machine.disk, folder / "kept")  # the disk ends with this process
         print(f"the run is kept in {folder / 'kept'}")

@@ -245,6 +245,8 @@ def test_each_kind_of_job_has_the_faults_of_its_own_roles() -> None:
     assert "kill -9 reward" in by_kind["plain"] & by_kind["ranks"]
     assert by_kind["turns"] - by_kind["plain"] == {"kill -9 environment", "SIGSTOP environment"}
     assert by_kind["ranks"] - by_kind["plain"] == {"kill -9 rank", "SIGSTOP rank"}
+    with_bucket = set(FAULTS) - left_out(Machine("second", Path()), "plain", bucket=True)
+    assert len(with_bucket - by_kind["plain"]) == 4
     assert set(FAULTS) - left_out(Machine(), "plain") == by_kind["plain"] - set(NEEDS_ROOT)
 
 

@@ -1,4 +1,5 @@
-"""A server that speaks S3, for tests: moto's, in a process of its own, and a proxy before it that fails on demand."""
+"""A server that speaks S3, for soaks and tests: moto's, in a process of its own, and a proxy before it that fails on
+demand."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 BUCKET = "staleflow-tests"
+ACCESS_KEY = "tests"
 STARTS_S = 60.0
 Fault = Literal["", "busy", "reset"]
 
@@ -36,7 +38,7 @@ def served() -> Iterator[dict[str, str]]:
             _make_bucket(f"{endpoint}/{BUCKET}")
             yield {
                 "AWS_ENDPOINT_URL": endpoint,
-                "AWS_ACCESS_KEY_ID": "tests",
+                "AWS_ACCESS_KEY_ID": ACCESS_KEY,
                 "AWS_SECRET_ACCESS_KEY": "tests",
                 "AWS_REGION": "us-east-1",
                 "AWS_EC2_METADATA_DISABLED": "true",

@@ -23,13 +23,17 @@ STOPPED = f"{Fate.ABORTED.value}:{AbortReason.RUN_ENDED.value} at the end"
 
 
 async def audited(run_dir: Path) -> list[str]:
-    """The findings of `staleflow store audit`, at low priority: what a run does meanwhile is being timed."""
-    process = await asyncio.create_subprocess_exec(
-        "nice", sys.executable, "-m", "staleflow.cli.main", "store", "audit", str(run_dir), "--json",
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    """The findings of `staleflow store audit`, at low priority: what a run does meanwhile is being timed. It is tried
+    again while the store's bucket fails."""
     async with asyncio.timeout(AUDIT_S):
-        out, err = await process.communicate()
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                "nice", sys.executable, "-m", "staleflow.cli.main", "store", "audit", str(run_dir), "--json",
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            out, err = await process.communicate()
+            if out or "does not take requests" not in err.decode():
+                break
     try:
         found: dict[str, Any] = json.loads(out)
     except ValueError:

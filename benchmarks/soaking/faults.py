@@ -9,6 +9,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from benchmarks.soaking.bucket import ACCESS_KEY, FailingProxy
 from benchmarks.soaking.cluster import Cluster, send
 from benchmarks.soaking.job import Job, Kind
 from benchmarks.soaking.machine import Machine
@@ -44,6 +45,8 @@ class Scene:
     passing: set[asyncio.Task[None]] = field(default_factory=set)
     full: bool = False
     """Whether the disk is full now."""
+    bucket: FailingProxy | None = None
+    """What stands before the bucket that the run's store is in; None if it is in a folder."""
 
     def victim(self, role: str) -> tuple[str, int] | None:
         """An actor of a role and its process; None if there is none now."""
@@ -165,6 +168,48 @@ def full_disk(scene: Scene) -> str:
     return f"for {seconds:.1f} s"
 
 
+def failing_bucket(begin: Callable[[FailingProxy], None]) -> Fault:
+    """The bucket fails for a while."""
+
+    def strike(scene: Scene) -> str:
+        bucket = scene.bucket
+        if bucket is None or bucket.fault or bucket.expired:
+            return ""
+        begin(bucket)
+        seconds = scene.rng.uniform(*STOPPED_S)
+
+        async def mend() -> None:
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                bucket.fault, bucket.expired = "", ""
+
+        scene.later(mend())
+        return f"for {seconds:.1f} s"
+
+    return strike
+
+
+def busy(bucket: FailingProxy) -> None:
+    bucket.fault = "busy"
+
+
+def resetting(bucket: FailingProxy) -> None:
+    bucket.fault = "reset"
+
+
+def expired(bucket: FailingProxy) -> None:
+    bucket.expired = ACCESS_KEY
+
+
+def answer_lost(scene: Scene) -> str:
+    """The next change of the store's branch is carried out, and not answered."""
+    if scene.bucket is None or scene.bucket.lost_answers:
+        return ""
+    scene.bucket.lost_answers = 1
+    return "of one commit"
+
+
 def network(begin: Callable[[Machine], None], end: Callable[[Machine], None] | None = None) -> Fault:
     """Something happens between the hosts, and ends after a while."""
 
@@ -197,6 +242,10 @@ FAULTS: dict[str, tuple[float, Fault]] = {
     "slow commits": (0.5, slow_commits),
     "reward hangs": (0.5, hanging_reward),
     "disk full": (0.5, full_disk),
+    "bucket busy": (1.0, failing_bucket(busy)),
+    "bucket resets": (1.0, failing_bucket(resetting)),
+    "bucket expired": (1.0, failing_bucket(expired)),
+    "bucket answer lost": (1.0, answer_lost),
     "transfers slow": (0.4, network(Machine.slow_network, Machine.fast_network)),
     "transfers torn": (0.4, network(Machine.cut_connections)),
     "transfers refused": (0.4, network(Machine.part_network, Machine.join_network)),
@@ -206,10 +255,12 @@ FAULTS: dict[str, tuple[float, Fault]] = {
 """Faults by name, with how often they strike in proportion."""
 
 
-def left_out(machine: Machine, kind: Kind) -> set[str]:
-    """Faults that cannot strike on this machine, or in a job of this kind."""
+def left_out(machine: Machine, kind: Kind, *, bucket: bool = False) -> set[str]:
+    """Faults that cannot strike on this machine, or in a job of this kind. bucket: whether its store is in one."""
     others = [role for own, role in OWN_ROLES.items() if own != kind]
     names = {f"{what} {role}" for role in others for what in ("kill -9", "SIGSTOP")}
+    if not bucket:
+        names |= {name for name in FAULTS if name.startswith("bucket ")}
     if kind == "turns":  # nothing is scored by reward workers
         names |= {"kill -9 reward", "SIGSTOP reward", "reward hangs"}
     return (

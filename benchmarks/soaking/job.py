@@ -20,6 +20,7 @@ DIGITS = 8
 JOB = """
 name = "{name}"
 runs_dir = "{folder}/runs"
+store = "{store}"
 steps = {steps}
 seed = {seed}
 
@@ -155,6 +156,8 @@ class Job:
     eta: int = 2
     instances: int = 2
     kind: Kind = "plain"
+    store: str = ""
+    """Where in a bucket the run's trajectories are stored; empty: in its folder."""
 
     @property
     def file(self) -> Path:
@@ -188,6 +191,7 @@ class Job:
             seed=self.seed,
             eta=self.eta,
             instances=self.instances,
+            store=self.store,
             task=TASKS[self.kind].format(folder=self.folder),
         )
         self.file.write_text(text)

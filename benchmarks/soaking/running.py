@@ -20,7 +20,8 @@ from benchmarks.soaking.watching import Watch
 
 ENDED = ("done", "stopped", "failed")
 BY_FAULTS = re.compile(
-    r"free space|No space left|scheduler|no free worker|was lost \d+ times within an hour|not submitted|"
+    r"free space|No space left|scheduler|does not take|the bucket cannot be used|no free worker|"
+    r"was lost \d+ times within an hour|not submitted|"
     r"(exit|ended with) (0|130|143|-\d+): |is gone"
 )
 """What a run says that ended by what was done to it, or because it was asked to stop."""

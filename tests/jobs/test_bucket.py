@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.soaking.bucket import BUCKET, FailingProxy, served
 from benchmarks.soaking.job import Job
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
 from tests.jobs.test_resume import until_step
 from tests.runtime.test_run import check
 from tests.support import forking
-from tests.support.bucket import BUCKET, FailingProxy, served
 
 LOCAL = ("--set", "cluster.kind=local", "--set", "cluster.scheduler_file=")
 ICECHUNK_TRIES = 10

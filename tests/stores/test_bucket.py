@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zarr
 
+from benchmarks.soaking.bucket import BUCKET, FailingProxy, served
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.s3_url import parsed
@@ -21,7 +22,6 @@ from staleflow.stores.trajectories.storage import bucket_storage
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
-from tests.support.bucket import BUCKET, FailingProxy, served
 
 
 @pytest.fixture(scope="module")
