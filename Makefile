@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test install install-test generated models smollm2-model smollm2 tools tools-vllm test-vllm test-agents nightly-vllm nightly bench soak clean
+.PHONY: demo demo-agent test install install-test generated models smollm2-model smollm2 tools tools-vllm test-vllm test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
 
 install: $(STAMP)  ## what running jobs needs, and nothing else
 
@@ -95,8 +95,14 @@ generated: install-test  ## the files that are made from the code
 	$(BIN)/python -m staleflow.stores.metrics > docs/metrics.md
 	$(BIN)/python -m docs.architecture > docs/architecture.svg
 
-nightly: install-test  ## the same tests with many more examples, and the slow ones
+nightly-tests: install-test  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'
+
+MUTANTS ?= 300
+mutants: install-test  ## plant single mistakes in what keeps the promises: at least 0.9 of them must fail a test
+	$(BIN)/python -m tests.mutation --sample $(MUTANTS)
+
+nightly: nightly-tests nightly-vllm test-agents mutants  ## all of these; with -k, each of them though one before it fails
 
 bench: install-test  ## every benchmark in its quick form: that all work; numbers come from one alone, without --quick
 	$(BIN)/python -m examples.make_base_model --out runs/base/running-sums

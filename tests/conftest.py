@@ -22,6 +22,7 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("ci", max_examples=200, deadline=None, suppress_health_check=slow_ok)
+settings.register_profile("mutants", max_examples=30, deadline=None, suppress_health_check=slow_ok, derandomize=True)
 settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=slow_ok)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

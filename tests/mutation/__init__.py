@@ -1,0 +1,1 @@
+"""Mutation testing: plants single mistakes in the modules that keep the promises, and runs their tests."""

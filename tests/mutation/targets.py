@@ -1,0 +1,102 @@
+"""Which tests must notice a mistake in which module."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LEDGER = ("tests/stores/test_staleness.py", "tests/strategies", "tests/coordination/test_coordinator.py")
+DECISIONS = tuple(
+    f"tests/coordination/test_{name}.py"
+    for name in (
+        "coordinator", "notifications", "episodes", "lives", "phases", "evaluation_hosts", "taking_up", "forecast",
+        "episode_forecast", "memory",
+    )
+)  # fmt: skip
+SERVERS = tuple(
+    f"tests/tasks/test_{name}.py"
+    for name in (
+        "acknowledgements", "parameter_server", "rollout", "stale_hosts", "environment_host", "calls", "trainer_rank",
+    )
+)  # fmt: skip
+RUNTIME = tuple(f"tests/runtime/test_{name}.py" for name in ("actors", "transfers", "fingerprints", "driver"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """Modules whose mistakes count together. paths: folders or modules. tests: that must notice them, quickest first;
+    own: those of a module, by its name, which run before them."""
+
+    name: str
+    paths: tuple[str, ...]
+    tests: tuple[str, ...]
+    own: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def modules(self) -> list[str]:
+        """Its modules, by path in the repository."""
+        listed = subprocess.run(["git", "ls-files", *self.paths], check=True, capture_output=True, text=True)
+        return [path for path in listed.stdout.split() if path.endswith(".py") and not path.endswith("__init__.py")]
+
+    def tests_of(self, path: str) -> tuple[str, ...]:
+        """The tests of a module, in the order in which they run."""
+        own = self.own.get(path.rpartition("/")[2].removesuffix(".py"), ())
+        return (*own, *(test for test in self.tests if test not in own))
+
+
+PACKAGES = (
+    Package(
+        name="protocol",
+        paths=("stores/staleness",),
+        tests=LEDGER,
+    ),
+    Package(
+        name="in flight",
+        paths=("stores/in_flight",),
+        tests=(
+            "tests/stores/test_in_flight.py", "tests/stores/test_in_flight_turns.py", "tests/stores/test_spool.py",
+            "tests/tasks/test_acknowledgements.py", "tests/tasks/test_rollout.py",
+        ),
+    ),
+    Package(
+        name="audit",
+        paths=("stores/auditing",),
+        tests=("tests/stores/test_audit_findings.py", "tests/stores/test_audit.py"),
+        own={"drop_bias": ("tests/stores/test_bias.py",)},
+    ),
+    Package(
+        name="coordination",
+        paths=("pipeline/coordination",),
+        tests=DECISIONS,
+        own={
+            "draft_lengths": ("tests/coordination/test_draft_lengths.py",),
+            "steady_state": ("tests/coordination/test_steady_state.py",),
+            "pacing": ("tests/coordination/test_steady_state.py",),
+            "journal": ("tests/coordination/test_journal.py",),
+            "state": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
+            "fleet": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
+        },
+    ),
+    Package(
+        name="strategies",
+        paths=("pipeline/strategies",),
+        tests=("tests/strategies", "tests/coordination/test_coordinator.py"),
+    ),
+    Package(
+        name="losses",
+        paths=("tasks/training/loss.py", "tasks/training/advantage.py", "tasks/training/objective.py"),
+        tests=(
+            "tests/tasks/test_losses.py", "tests/tasks/test_objective.py", "tests/tasks/test_numerics.py",
+        ),
+    ),
+    Package(
+        name="actors",
+        paths=("tasks/actors", "pipeline/runtime/actors.py"),
+        tests=SERVERS,
+        own={
+            "actors": RUNTIME,
+            "trainer": ("tests/tasks/test_trainer.py",),
+            "draft_corpus": ("tests/tasks/test_known_responses.py",),
+        },
+    ),
+)  # fmt: skip
