@@ -68,8 +68,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What the configuration of a family's tiny model has besides the common sizes, by `model_type`."""
 
 
-def make_family_model(family: str, folder: Path) -> None:
-    """Write the tiny model of a family and a tokenizer of sums, as `from_pretrained` reads them. The same each time."""
+def make_family_model(family: str, folder: Path, scale: float = SCALE) -> None:
+    """Write the tiny model of a family and a tokenizer of sums, as `from_pretrained` reads them. The same each time.
+    scale: standard deviation of weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -91,7 +92,7 @@ def make_family_model(family: str, folder: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=SCALE)
+                parameter.normal_(std=scale)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -31,6 +31,8 @@ LISTS = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers that list the kinds of models it knows."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """What a model's code in transformers looks up how to compute attention in."""
+OWN_CACHE = ("minimax", "recurrent_gemma")
+"""Kinds of models that compute with no other cache than theirs."""
 SELECTED = ("update_indexer(", "compressed_sparse_attention")
 """Calls in the code of models whose attention is to what an index selects."""
 HEADER = struct.Struct("<Q")
@@ -182,6 +184,8 @@ def check_attention(folder: Path, what: str) -> None:
     why = ""
     if code and INTERFACE not in code:
         why = "does not compute attention by transformers' interface"
+    elif kind in OWN_CACHE:
+        why = "computes with a cache of its own"
     elif any(call in code for call in SELECTED):
         why = "attends to what an index of its own selects"
     if why:

@@ -83,6 +83,8 @@ class RowCache(Cache):
         self._storages = {i: layer.storage for i, layer in enumerate(layers) if isinstance(layer, AttentionRows)}
         self._buckets = Buckets(self._storages.values(), page)
         self._stateful = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self.continues = True
+        """Whether states go on from several new tokens at once."""
         self._present: list[BatchRow] = []
         """The rows whose states the layers hold, in this order."""
 

@@ -17,6 +17,11 @@ from staleflow.tasks.engines.row_attention import current
 from staleflow.tasks.engines.row_cache import RowCache
 from staleflow.tasks.engines.row_storage import BatchRow
 
+TRIAL = [0, 1, 2, 1, 0, 2]
+"""Tokens that every vocabulary has."""
+ROUNDING = 0.05
+"""Difference of logits, of their standard deviation, that rounding may make in half precision."""
+
 
 class RowModel:
     """A causal LM of transformers with the attention of row_attention.py. before: called before each pass with the row
@@ -31,7 +36,18 @@ class RowModel:
         self._expanding: set[int] = set()
         self.cache = self.new_cache()
         with torch.inference_mode():
-            self.logits([(BatchRow(), [0, 0])], [1], self.new_cache())  # which shows what layers expand
+            self._try_out()
+
+    def _try_out(self) -> None:
+        """Find out which layers expand what they have cached, and whether states go on from several new tokens: some
+        models compute those as if nothing were before them."""
+        whole, begun, cache = BatchRow(), BatchRow(), self.new_cache()
+        (expected,) = self.logits([(whole, TRIAL)], [1], self.new_cache())
+        if not self.cache.can_crop:
+            self.logits([(begun, TRIAL[:3])], [1], cache)
+            begun.length = 3
+            (found,) = self.logits([(begun, TRIAL[3:])], [1], cache)
+            self.cache.continues = bool((found - expected).abs().max() < ROUNDING * expected.std())
 
     def new_cache(self) -> RowCache:
         """A cache without rows."""

@@ -151,7 +151,11 @@ class RowScheduler:
         for row in self._rows:
             if not (row.length and row.num_pending == 1) and budget > 0:
                 # A prompt that others wait for is computed without its last token, copied, and then as others go on.
-                count = min(row.num_pending - (row.is_shared and row.num_pending > 1), budget)
+                count = row.num_pending - (row.is_shared and row.num_pending > 1)
+                if self._cache.continues:
+                    count = min(count, budget)
+                elif row.length:
+                    count = 1
                 prefilling.append((row, count))
                 budget -= count
         decodes = [(row, 1) for row in decoding]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.models.model_families import make_family_model
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.engines import response_drafter, transformers
@@ -17,7 +18,6 @@ from staleflow.tasks.engines.base import PromptResponses, Sampled
 from staleflow.tasks.engines.engine_settings import Speculation, TransformersSettings
 from staleflow.tasks.engines.token_sampling import accepted
 from staleflow.tasks.engines.transformers import TransformersEngine
-from tests.support.model_families import write_model
 from tests.tasks import test_engine_transformers
 from tests.tasks.engine_conformance import (
     check_that_lengths_are_obeyed,
@@ -155,9 +155,9 @@ def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None
 
 
 def test_a_model_whose_states_cannot_be_taken_back_is_refused(tmp_path: Path) -> None:
-    model = write_model("qwen3_5_text", tmp_path)
+    make_family_model("qwen3_5_text", tmp_path)
     refused = r"speculation.length = 3: the model has layers whose states cannot .* use 0"
-    with pytest.raises(ConfigError, match=refused), speculating(model):
+    with pytest.raises(ConfigError, match=refused), speculating(tmp_path):
         pass
 
 
