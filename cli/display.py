@@ -166,6 +166,9 @@ class Display:
             bias: Any = summary["bias"]
             for line in bias["lines"][:2]:
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
+        weights: Any = summary.get("weights", {})
+        for line in weights.get("lines", ()) if weights.get("not_verified") or weights.get("contradicted") else ():
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         alarms: Any = summary["alarms"]
         for alarm in alarms[:1]:
             more = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""

@@ -96,7 +96,7 @@ def _row(run: Run) -> dict[str, Any]:
 @worker_options
 def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where: Where) -> None:
     """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails,
-    or if no step is stored."""
+    if no step is stored, or if the weights of no instance were verified."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
@@ -116,18 +116,15 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
             findings = [f for f in result.findings if f.check == check]
             holds = "not verified: the run keeps no bound" if check in result.not_verified else "holds"
             click.echo(f"  {check:<13} {holds if not findings else f'BROKEN, {len(findings)} findings'}")
-            if check == "fingerprints" and not findings:
-                compared = result.weights_compared
-                click.echo(
-                    f"      weights of instances: {f'compared {compared} times' if compared else 'NOT VERIFIED'}"
-                )
+            for line in result.weights.lines if check == "fingerprints" else ():
+                click.echo(f"      {line}")
             for finding in findings[:10]:
                 click.echo(f"      {finding.where}: {finding.what}")
         for check in result.unchecked:
             click.echo(f"  {check:<13} not checked: it needs what cannot be read")
         for line in bias.lines if bias is not None else ():
             click.echo(f"  {line}")
-    if not result.clean or not result.num_steps:  # an empty check does not pass
+    if not result.proves:  # an empty check does not pass
         sys.exit(1)
 
 

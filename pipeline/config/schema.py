@@ -191,7 +191,8 @@ class RolloutConfig:
     migration: Migration = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
     drift_limit: float = knob(
         0.0,
-        "nats by which an instance's logprobs of a probe may differ from the trainer's without alarm; 0: by dtype",
+        "nats by which an instance's logprobs of a probe may differ from the trainer's on average before it is taken "
+        "out of service; 0: measured at version 0",
         low=0,
     )
     spool_s: float = knob(
@@ -390,11 +391,6 @@ class RunConfig:
         """Versions that an instance serves side by side: eta + 1 adapters, all that the bound allows to be sampled; 0
         if it holds one set of weights."""
         return self.staleness.eta + 1 if self.rollout.on_pull == "adapter" else 0
-
-    @property
-    def drift_limit(self) -> float:
-        """rollout.drift_limit; by default a little more than rounding in model.dtype explains."""
-        return self.rollout.drift_limit or (1e-3 if self.model.dtype == "float32" else 1.0)
 
     @property
     def weighs_costs(self) -> bool:

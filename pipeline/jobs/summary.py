@@ -17,6 +17,7 @@ from staleflow.pipeline.runtime.evaluation_results import by_set, not_comparable
 from staleflow.pipeline.runtime.run_report import Outcomes
 from staleflow.pipeline.runtime.training_alarms import least_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
+from staleflow.stores.auditing.weight_counts import WeightCounts, counted
 from staleflow.stores.files import replace_file, replace_text
 from staleflow.stores.metrics import STEP, axis, tokens_per_s
 
@@ -57,10 +58,13 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
 
     staleness: Counter[int] = Counter()
     bias: DropBias | None = None
+    weights = WeightCounts()
     if (run_dir / "store").exists():  # missing if the run was stopped while its actors started
         store = VersionedStore.open(run_dir / "store")
         table = store.table()
         bias = bias_report(store)
+        records = store.steps()
+        weights = counted(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"})
         staleness.update(int(s) for s in table["staleness"] if s >= 0)
     phases = outcomes.phases
     wall_s = max(phases.get("wall_s", 0.0), 1e-9)
@@ -111,6 +115,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
         "forecast": asdict(outcomes.snapshot.forecast) if outcomes.snapshot else None,
         "losses": outcomes.losses,
         "probe_drift": max((s["probe_drift"] for s in outcomes.steps), default=None),
+        "weights": {**asdict(weights), "lines": weights.lines},
         "alarms": outcomes.alarms,
         "bias": bias.as_dict() if bias is not None else None,
     }

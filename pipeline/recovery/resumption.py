@@ -43,13 +43,14 @@ ROOM = "free space or move the run's folder"
 class Resumption:
     """The point a run resumes from. fingerprint: of the weights of `version`, as recorded by its step; empty for the
     base model. steps: metrics of the steps before. elapsed_s: seconds the run took up to there. earlier_starts: how
-    many left recorded events."""
+    many left recorded events. drift_limit: the steps' probe_limit; 0 if none is stored."""
 
     version: PolicyVersion
     fingerprint: str = ""
     steps: tuple[dict[str, float], ...] = ()
     elapsed_s: float = 0.0
     earlier_starts: int = 0
+    drift_limit: float = 0.0
 
 
 def load(run_dir: Path, overrides: tuple[str, ...] = ()) -> RunConfig:
@@ -183,6 +184,7 @@ def prepare(config: RunConfig) -> Resumption:
         steps=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
         earlier_starts=_last_number(run_dir),
+        drift_limit=records[-1].metrics.get("probe_limit", 0.0) if records else 0.0,
     )
 
 

@@ -311,6 +311,8 @@ def told(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"stopped: {summary['stopped']}"] if summary.get("stopped") else []
     lines += [str(diagnosis["line"])] if isinstance(diagnosis, dict) and diagnosis.get("line") else []
     lines += [f"lost: {loss}" for loss in _list(summary.get("losses"))]
+    weights = summary.get("weights")
+    lines += [str(line) for line in _list(weights.get("lines"))] if isinstance(weights, dict) else []
     return lines + [str(line) for key in ("alarms", "notes") for line in _list(summary.get(key))]
 
 

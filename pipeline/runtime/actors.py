@@ -46,15 +46,16 @@ from staleflow.stores.errors import (
 )
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_folder import FOLDER_PREFIX
+from staleflow.stores.weights.weight_report import WeightCheck
 from staleflow.tasks.actors.actor_calls import call
 from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.parameter_server import ParameterServer
+from staleflow.tasks.actors.published_weights import PublishedWeights, mean_difference
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.store_thread import while_bucket_fails
 from staleflow.tasks.actors.trainer import StepResult
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,17 @@ CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
 Deadline = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
+
+
+DRIFT_FACTOR = 4.0
+"""Times the engines' difference from the trainer at version 0 that an instance's logprobs may differ later."""
+MOST_DRIFT = 0.5
+"""Nats by which engine and trainer may differ on average at version 0: rounding in 8 bits explains less."""
+
+
+def drift_floor(dtype: str) -> float:
+    """Nats that rounding in a type explains on average, whatever version 0 has shown."""
+    return 1e-3 if dtype == "float32" else 2e-2
 
 
 SERVER = NamedActor("server")
@@ -117,7 +129,13 @@ class Actors:
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.losses: list[str] = []
         self.alarms: list[str] = []
-        """Instances whose probe was further from the trainer's than rollout.drift_limit."""
+        """Instances that were taken out of service for their weights or logprobs."""
+        self.notes: list[str] = []
+        """What of the instances' weights is not verified."""
+        self.drift_limit = config.rollout.drift_limit or drift_floor(config.model.dtype)
+        """The most that an instance's logprobs of the probe may differ from the trainer's on average, nats."""
+        self._checks: list[WeightCheck] = []
+        """What pulls have shown since they were taken."""
         self._probe: tuple[int, ...] = ()
 
     # -- calling -------------------------------------------------------------------------------------------------
@@ -212,6 +230,7 @@ class Actors:
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
         await self._publish_first(version, "" if resumption is None else resumption.fingerprint)
+        await self._measure_drift(resumption)
         # Version 0 too, which engines have loaded from the model's folder: a mapping of names or a layout that updates
         # get wrong shows before the first step, and what an instance serves is compared from its first token on.
         await side_by_side(*(self._pull_first(i, version, begin_s) for i in list(self.instances.values())))
@@ -253,6 +272,32 @@ class Actors:
                 return
             except ActorLost as lost:
                 await self.restoring.restored(lost, asked_s)
+
+    async def _measure_drift(self, resumption: Resumption | None) -> None:
+        """Set the limit of drift by how much engines differ from the trainer in the base model, which they have loaded
+        by their own code; a run that goes on keeps the one that was measured. Raises ConfigError if they differ too
+        much to be told from wrong weights."""
+        if self._config.rollout.drift_limit:
+            return
+        if resumption is not None:
+            self.drift_limit = resumption.drift_limit or MOST_DRIFT
+            return
+        published = self._published[PolicyVersion(0)].probe
+        measured = 0.0
+        for instance in list(self.instances.values()) if self._probe else ():
+            try:
+                own = await self.ask_once(instance.placed.name, "logprobs", self._probe, deadline="start_s")
+            except ActorLost as lost:  # its pull replaces it
+                logger.warning("%s", lost)
+                continue
+            measured = max(measured, mean_difference(own, published))
+        if not measured <= MOST_DRIFT:
+            raise ConfigError(
+                f"rollout.engine computes another model than the trainer: at version 0 logprobs differ by "
+                f"{measured:.3g} nats on average, {MOST_DRIFT} at most are allowed; use another engine or dtype, or "
+                "set rollout.drift_limit"
+            )
+        self.drift_limit = max(self.drift_limit, DRIFT_FACTOR * measured)
 
     async def _pull_first(self, instance: InstanceHandle, version: PolicyVersion, begin_s: float) -> None:
         """`pull`, by another instance if it is lost meanwhile. Raises ConfigError if it refuses the weights."""
@@ -468,28 +513,44 @@ class Actors:
         path = await self._fetch(instance.placed, version)
         within_s = self._transfers.within_s(version)
         instance.loading = True
-        loaded: Loaded = await self.ask(
-            instance.placed.name, "pull", version, path, self._probe, deadline="call_s", within_s=within_s
+        published = self._published[version]
+        expected = PublishedWeights(
+            version=version,
+            fingerprint=published.fingerprint,
+            probe=self._probe,
+            logprobs=published.probe,
+            limit=self.drift_limit,
+        )
+        check: WeightCheck = await self.ask(
+            instance.placed.name, "pull", expected, path, deadline="call_s", within_s=within_s
         )
         elapsed_s = now_s() - begin
         level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
         logger.log(level, "%s pulled version %d in %.1f s", instance.id, version, elapsed_s)
-        published = self._published[version]
-        if loaded.fingerprint != published.fingerprint or loaded.weights.contradicted:
-            raise WeightsRefused(
-                f"{instance.id} has other weights than were published as version {version}: {loaded.weights.line}",
-                instance.id,
-            )
-        instance.version, instance.fingerprint = version, loaded.fingerprint
-        pairs = zip(loaded.probe, published.probe, strict=True)
-        instance.drift = max((abs(a - b) for a, b in pairs), default=0.0)
-        if not instance.drift <= self._config.drift_limit:
-            alarm = (
-                f"{instance.id} at version {version}: logprobs of the probe are up to {instance.drift:.3g} nats off "
-                f"the trainer's, rollout.drift_limit allows {self._config.drift_limit:g}"
-            )
-            self.alarms.append(alarm)
-            logger.error(alarm)
+        self._checks.append(check)
+        if check.refused:
+            refused = f"{instance.id} is out of service at version {version}: {check.refused}"
+            self.alarms.append(refused)
+            logger.error(refused)
+            raise WeightsRefused(refused, instance.id)
+        instance.version, instance.fingerprint, instance.drift = version, check.fingerprint, check.drift
+        if check.outcome == "not verified":
+            self._note_unverified(check)
+
+    def _note_unverified(self, check: WeightCheck) -> None:
+        """Say once what of the instances' weights cannot be compared."""
+        line = (
+            f"weights are not verified: {check.weights.line}; only the logprobs of {max(0, len(self._probe) - 1)} "
+            "tokens are compared with the trainer's"
+        )
+        if not self.notes:
+            self.notes.append(line)
+            logger.warning("%s: %s", check.instance, line)
+
+    def take_checks(self) -> tuple[WeightCheck, ...]:
+        """What pulls have shown since the last time."""
+        checks, self._checks = tuple(self._checks), []
+        return checks
 
     async def _fetch(self, placed: Placed, version: PolicyVersion) -> str:
         """The path of a version on an actor's host, brought there if it is not there. Waits for as long as nobody can

@@ -142,7 +142,9 @@ class Driver:
         """Each instance's latest report: tokens of the responses it samples."""
         self._num_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
-        self.outcomes = Outcomes(losses=actors.losses, alarms=actors.alarms)  # their lists: shown while the run lasts
+        self.outcomes = Outcomes(
+            losses=actors.losses, alarms=actors.alarms, notes=actors.notes
+        )  # their lists: shown while the run lasts
         self._evaluating = Evaluating(
             config,
             actors,
@@ -298,7 +300,8 @@ class Driver:
             self._check_progress(now_s() - last_progress)
         await self._give_up_rest()
         step = self._coordinator.ledger.next_step
-        self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state()))
+        checks = self._actors.take_checks()
+        self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state(), weight_checks=checks))
 
     async def _heard(self) -> Event | StepResult | BaseException:
         """What is to be handled next; the clock's ticks come at least."""
@@ -395,6 +398,7 @@ class Driver:
         """Queue the step's commit with the ledger as it is now, then announce the new version."""
         self._actors.publish(result)
         result.metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
+        result.metrics["probe_limit"] = self._actors.drift_limit
         self._measurements.idle()
         for alarm in self._training_watch.heard(result.version - 1, result.metrics):
             self.outcomes.alarms.append(alarm)
@@ -405,9 +409,7 @@ class Driver:
             ledger=self._ledger_state(),
             metrics=result.metrics,
             weight_fingerprint=result.fingerprint,
-            loaded_fingerprints={
-                i.id: (i.version, i.fingerprint) for i in self._actors.instances.values() if i.fingerprint
-            },
+            weight_checks=self._actors.take_checks(),
         )
         self._commits.put(record)
         every = self._config.training.checkpoint_every

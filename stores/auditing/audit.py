@@ -9,19 +9,19 @@ commits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from staleflow.stores.auditing import conservation, single_consumption
+from staleflow.stores.auditing import conservation, single_consumption, weight_counts
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.row_checks import CHECK, RowRange, RowsChecked, check_rows_at, hash_batches
+from staleflow.stores.auditing.weight_counts import WeightCounts
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.columns import Rows
 from staleflow.stores.trajectories.reader import NUM_ROWS, PLACES, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest, StepRecord
-from staleflow.stores.weights.weight_hash import comparable
 
 CHECKS = ("arrays", "bound", "once", "conservation", "fingerprints")
 COUNTS = ("num_steps", "num_trajectories", "num_tokens", "max_staleness")
@@ -59,14 +59,18 @@ class AuditReport:
     """Checks that a damaged store makes impossible. If there are any, the counts above are not those of the store."""
     not_verified: tuple[str, ...] = ()
     """Checks that had nothing to check, such as the bound of a run that keeps none."""
-    weights_compared: int = 0
-    """Times that the fingerprint of an instance's weights was compared with the published one: 0 means that no
-    instance's weights are verified."""
+    weights: WeightCounts = field(default_factory=WeightCounts)
+    """How often instances' weights were verified, not verified and contradicted."""
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was found wrong. What could not be checked is in `unchecked` and `not_verified`."""
+        """Whether nothing was found wrong; `unchecked`, `not_verified` and `weights` say what could not be checked."""
         return not self.findings
+
+    @property
+    def proves(self) -> bool:
+        """Whether nothing was found wrong, and there was something to check: steps, and weights that were verified."""
+        return self.clean and self.num_steps > 0 and self.weights.verified > 0
 
     @property
     def readable(self) -> bool:
@@ -115,6 +119,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
     findings += lost
     findings += _fingerprints(commits, digests)
     published = {commit.step + 1: commit.weights for commit in commits if commit.kind == "step"}
+    findings += [finding for record in _records(store) for finding in weight_counts.contradictions(record, published)]
     return AuditReport(
         num_steps=len(trained),
         num_trajectories=consumption.num_rows,
@@ -123,12 +128,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
         checks=CHECKS,
         findings=tuple(findings),
         not_verified=() if store.header.eta is not None else (CHECK,),
-        weights_compared=sum(
-            bool(fingerprint) and comparable(fingerprint, published.get(version, ""))
-            for commit in commits
-            for version, fingerprint in commit.loaded.values()
-            if version in published
-        ),
+        weights=weight_counts.counted(_records(store), published),
     )
 
 
@@ -141,7 +141,6 @@ class _Commit:
     num_rows: int
     num_tokens: int
     weights: str
-    loaded: dict[str, tuple[int, str]]
     batch: str
 
     @classmethod
@@ -152,7 +151,6 @@ class _Commit:
             num_rows=record.num_rows,
             num_tokens=record.num_tokens,
             weights=record.weight_fingerprint,
-            loaded=record.loaded_fingerprints,
             batch=record.batch_fingerprint,
         )
 
@@ -286,16 +284,9 @@ def _ranges(commits: Sequence[_Commit], num_rows: int) -> Iterator[tuple[int, in
 
 
 def _fingerprints(commits: Sequence[_Commit], digests: dict[int, str]) -> Iterator[Finding]:
-    """Check that batches read back as the trainer received them, and that instances held the published weights."""
-    published = {c.step + 1: c.weights for c in commits if c.kind == "step"}
+    """Check that batches read back as the trainer received them."""
     for commit in commits:
         where = f"{commit.kind} {commit.step}"
         if commit.kind == "step" and digests.get(commit.step, BatchDigest().hex) != commit.batch:
             what = "the stored batch is not the one the trainer received"
             yield Finding(check="fingerprints", where=where, what=what)
-        for instance, (version, held) in commit.loaded.items():
-            expected = published.get(version)
-            # A run that earlier versions began and this one resumed has fingerprints of two schemes.
-            if expected is not None and comparable(held, expected) and held != expected:
-                what = f"{instance} held weights other than those published as version {version}"
-                yield Finding(check="fingerprints", where=where, what=what)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from staleflow.stores.context_branches import Branch
 from staleflow.stores.serialization import Codec
 from staleflow.stores.trajectory import Ended, Trajectory, TrajectoryId
+from staleflow.stores.weights.weight_report import WeightCheck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +79,14 @@ class StepRecord:
     weight_fingerprint: str = ""
     """Fingerprint of the version this step published."""
     loaded_fingerprints: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By instance: the version it serves and the fingerprint of the weights it holds."""
+    """By instance: the version it serves and the fingerprint of its weights; of runs that have no weight_checks."""
     batch_fingerprint: str = ""
     """Hash of the tokens, logprobs, versions and advantages the trainer received, in its order."""
     num_rows: int = 0
     num_tokens: int = 0
     """Rows and stored tokens (prompts included) of this commit; a truncated array is detected by them."""
+    weight_checks: tuple[WeightCheck, ...] = ()
+    """What the instances' pulls since the commit before showed."""
 
     def repeats(self, other: StepRecord | None) -> bool:
         """Whether this asks for what `other` is the commit of."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
+
 MOST_NAMES = 8
 """Contradicted parts that a report names; all are counted."""
 NO_PARTS = "the engine compares nothing"
@@ -70,6 +72,28 @@ class WeightReport:
             f"{self.verified} parts verified, {sum(self.not_verified.values())} not verified"
             f"{f' ({reasons})' if reasons else ''}, {self.contradicted} contradicted{f' ({names})' if names else ''}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCheck:
+    """What an instance's pull of a version showed, as it is stored with the next commit."""
+
+    instance: InstanceId
+    version: PolicyVersion
+    fingerprint: str
+    """Fingerprint of the published weights that its own were compared with."""
+    weights: WeightReport
+    drift: float
+    """Mean |logprob of the probe - the trainer's|, nats; 0 without a probe."""
+    limit: float
+    """The most that `drift` may be."""
+    refused: str = ""
+    """Why the instance was taken out of service before its next token; empty if it serves the version."""
+
+    @property
+    def outcome(self) -> str:
+        """The weights' outcome; "contradicted" of an instance that was taken out of service."""
+        return "contradicted" if self.refused else self.weights.outcome
 
 
 def compared(parts: Iterable[Part]) -> WeightReport:

@@ -3,7 +3,7 @@
 Invariants: a trajectory's tokens are with the trajectory server before the driver learns that it was sampled; a
 response that has ended is never continued, even if its instance was lost before the driver learned of the end; a
 request is never sampled under a version older than its Route command names, nor one of an evaluation under any other
-(checked here, not only decided elsewhere).
+(checked here, not only decided elsewhere); no token leaves that was sampled under weights which were not checked.
 Every spool_s seconds the server is given the tokens of what is still running: if this process is lost, the others go on
 from there. Each delivery begins where the one before it ended.
 """
@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staleflow.stores.errors import ActorLost, ProtocolViolation, StoreError, WeightsRefused
+from staleflow.stores.errors import ActorLost, ProtocolViolation, WeightsRefused
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights.weight_report import WeightCheck
 from staleflow.tasks.actors.actor_calls import answers_calls, call
 from staleflow.tasks.actors.draft_corpus import OtherResponses
+from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.engines import engine_handover
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, Request, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, Sampled
 from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import EngineSettings
 
@@ -95,6 +97,10 @@ class RolloutInstance:
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._closed = False
+        self._pulling: asyncio.Future[WeightCheck] | None = None
+        """The pull under way: what is sampled meanwhile is delivered once its weights are known to be right."""
+        self._refused = ""
+        """Why nothing is delivered any more; empty if it is."""
         self._undelivered: list[Sampled | Failed] = []
         self._stopped: list[Sampled] = []
         """Interrupted, and not yet with the server."""
@@ -183,23 +189,52 @@ class RolloutInstance:
         await self._command(self._engine.speculate, length)
         self._asked_s = -math.inf  # what there is to draft from is asked for at once
 
-    async def pull(self, version: PolicyVersion, path: str, probe: tuple[int, ...]) -> Loaded:
-        """Load published weights and compute the probe tokens' logprobs under them. Idempotent. Raises WeightsRefused
-        if its engine cannot take them."""
+    async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
+        """Logprobs of tokens[1:], nats, under the engine's present weights."""
+        found: tuple[float, ...] = await self._command(self._engine.logprobs, tokens)
+        return found
 
-        def load() -> Loaded:
-            try:
-                loaded = self._engine.load(version, Path(path))
-            except StoreError as error:
-                raise WeightsRefused(f"{self._instance} cannot load version {version}: {error}") from error
-            return dataclasses.replace(loaded, probe=self._engine.logprobs(probe) if probe else ())
+    async def pull(self, published: PublishedWeights, path: str) -> WeightCheck:
+        """Load published weights, and check that the engine has them and computes what the trainer does. Until that is
+        known no token is delivered; if it is not so, none is ever again. Idempotent. Raises WeightsRefused if the
+        engine cannot take them."""
+        pulling = self._pulling = asyncio.ensure_future(self._command(self._load, published, path))
+        try:
+            check: WeightCheck = await asyncio.shield(pulling)
+        except ActorLost:
+            raise
+        except Exception as error:
+            self._refused = f"{self._instance} cannot load version {published.version}: {error}"
+            raise WeightsRefused(self._refused, self._instance) from error
+        finally:
+            if self._pulling is pulling and pulling.done():
+                self._pulling = None
+        return check
 
-        loaded: Loaded = await self._command(load)
-        return loaded
+    def _load(self, published: PublishedWeights, path: str) -> WeightCheck:
+        loaded = self._engine.load(published.version, Path(path))
+        if published.probe:
+            loaded = dataclasses.replace(loaded, probe=self._engine.logprobs(published.probe))
+        check = published.check(self._instance, loaded)
+        if check.refused:
+            self._refused = f"{self._instance} is out of service: {check.refused}"
+            self._engine.begin_again(self._instance)  # nothing is sampled any more
+        return check
+
+    async def _may_deliver(self, timeout_s: float) -> bool:
+        """Whether what was sampled is known to be of the weights it counts as; waits up to `timeout_s` for a pull."""
+        if (pulling := self._pulling) is not None:
+            await asyncio.wait({pulling}, timeout=timeout_s)
+            if pulling.done() and self._pulling is pulling:
+                self._pulling = None
+        return self._pulling is None and not self._refused
 
     async def next_events(self, server: Any, timeout_s: float) -> list[Outcome]:
         """Wait up to `timeout_s` for requests to end; returns their outcomes, with tokens already at the server. When
         it is time to deliver the tokens of those that run, it does that and returns none."""
+        if not await self._may_deliver(timeout_s):
+            await asyncio.sleep(timeout_s if self._refused else 0)
+            return []
         if self._spool_is_due() and not self._undelivered and not self._whole:
             await self._spool(server)
             return []
@@ -208,6 +243,8 @@ class RolloutInstance:
         if not self._undelivered and not self._whole:
             loop = asyncio.get_running_loop()
             self._undelivered = await loop.run_in_executor(self._waiting, self._engine.events, timeout_s)
+            if not await self._may_deliver(timeout_s):
+                return []
         whole, self._whole = self._whole, []
         self._undelivered += whole
         outcomes = await self._deliver(server, self._undelivered)
@@ -282,6 +319,8 @@ class RolloutInstance:
         of from here."""
         if not sampled:
             return {}
+        if not await self._may_deliver(self._call_s):
+            raise WeightsRefused(self._refused or f"{self._instance} is loading weights", self._instance)
 
         async def deliver(parts: list[Sampled]) -> dict[TrajectoryId, int]:
             found: dict[TrajectoryId, int] = await call(server, "deliver", parts, within_s=self._call_s, who="server")

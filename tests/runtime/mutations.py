@@ -409,14 +409,6 @@ MUTATIONS = (
         check=check(on_actors.test_a_replacement_has_a_name_of_its_own_and_the_newest_version),
     ),
     Mutation(
-        name="other_weights_trusted",
-        module="actors",
-        breaks="an instance holds what was published",
-        old="        if loaded.fingerprint != published.fingerprint or loaded.weights.contradicted:\n",
-        new="        if loaded.fingerprint != published.fingerprint:\n",
-        check=check(on_actors.test_an_instance_that_has_other_weights_than_were_published_is_lost),
-    ),
-    Mutation(
         name="version_before_it_is_loaded",
         module="actors",
         breaks="an instance serves a version once it holds it",
@@ -425,12 +417,12 @@ MUTATIONS = (
         check=check(on_actors.test_an_instance_serves_a_version_once_it_has_pulled_it),
     ),
     Mutation(
-        name="drift_unnamed",
+        name="refused_and_served",
         module="actors",
-        breaks="an instance whose logprobs are off is named",
-        old="        if not instance.drift <= self._config.drift_limit:\n",
-        new="        if instance.drift > 2 * self._config.drift_limit:\n",
-        check=check(on_actors.test_an_instance_whose_logprobs_are_off_is_named),
+        breaks="an instance whose weights or logprobs are wrong serves nothing",
+        old="            raise WeightsRefused(refused, instance.id)\n",
+        new="            instance.version = version\n",
+        check=check(on_actors.test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named),
     ),
     Mutation(
         name="served_versions_pruned",

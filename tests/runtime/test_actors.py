@@ -130,7 +130,7 @@ def test_an_instance_serves_a_version_once_it_has_pulled_it(body: Body) -> None:
 def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Body) -> None:
     async def script(stage: Stage) -> None:
         await publish(stage, V2)
-        stage.world.loads_wrong = True
+        stage.world.loads_wrong = lambda instance, version: True
         with pytest.raises(
             WeightsRefused, match=r"rollout-0 .* version 2: 1 parts verified, .* 1 contradicted"
         ) as caught:
@@ -141,14 +141,15 @@ def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Bo
     body.place(script)
 
 
-def test_an_instance_whose_logprobs_are_off_is_named(body: Body) -> None:
+def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Body) -> None:
     async def script(stage: Stage) -> None:
         await publish(stage, V1)
         stage.world.drift = 0.25
-        await stage.actors.pull(first(stage), V1)
-        assert first(stage).drift == pytest.approx(0.25)
+        with pytest.raises(WeightsRefused):
+            await stage.actors.pull(first(stage), V1)
+        assert first(stage).version == V0
         (alarm,) = stage.actors.alarms
-        assert "rollout-0 at version 1: logprobs of the probe are up to 0.25 nats off" in alarm
+        assert "rollout-0 is out of service at version 1: logprobs of the probe are 0.25 nats off" in alarm
         assert "rollout.drift_limit allows 0.2" in alarm
 
     body.place(script, "rollout.drift_limit=0.2")

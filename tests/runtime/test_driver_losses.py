@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
 from staleflow.pipeline.runtime.scoring import SCORE_BATCH
+from staleflow.stores.auditing.weight_counts import contradictions, counted
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.trajectory import AbortReason, Fate
 from tests.support.bodies import Body, Run
@@ -124,6 +125,35 @@ def test_a_replacement_holds_the_newest_version_before_it_joins(body: Body) -> N
     assert joined.version >= 2
     methods = run.workers.methods("rollout-0.1")
     assert methods[0] == "pull"
+
+
+@pytest.mark.parametrize("how", ["weights", "logprobs"])
+def test_an_instance_with_wrong_weights_is_out_of_service_before_its_next_token_and_named(body: Body, how: str) -> None:
+    """Whether it shows in the weights or, of weights that cannot be compared, in what they compute."""
+
+    def wrong(instance: str, version: int) -> bool:
+        return instance == "rollout-0" and version == 2
+
+    world = World(loads_wrong=wrong) if how == "weights" else World(computes_wrong=wrong)
+    run = body.run("steps=6", world=world)
+    check_replaced(run, "rollout-0", "rollout-0 is out of service at version 2: ")
+    segments = [s for row in run.store.ended() for s in row.trajectory.segments if s.instance == "rollout-0"]
+    assert {s.version for s in segments} <= {0, 1}
+    counts = counted(run.records, {})
+    assert (counts.contradicted, counts.not_verified) == (1, 0)
+    assert counts.verified >= 2 * 6
+    (finding,) = (finding for record in run.records for finding in contradictions(record, {}))
+    assert finding.what.startswith("rollout-0 was taken out of service at version 2: ")
+
+
+def test_weights_that_cannot_be_compared_are_said_not_to_be_verified(body: Body) -> None:
+    run = body.run(world=World(not_compared="fused in a way that is unknown here"))
+    run.check()
+    (note,) = (note for note in run.outcomes.notes if "not verified" in note)
+    assert "fused in a way that is unknown here" in note
+    counts = counted(run.records, {})
+    assert counts.verified == 0 and counts.not_verified > 0
+    assert "NOT VERIFIED at any pull" in counts.lines[0]
 
 
 def test_both_instances_may_be_lost_at_once(body: Body) -> None:

@@ -96,7 +96,7 @@ class Linked:
 
     def sent(self, *but: str) -> list[str]:
         """The methods called since the pull with which every instance begins."""
-        begun = [m for m in self.stage.workers.methods(ONE) if m not in ("next_events", "report")]
+        begun = [m for m in self.stage.workers.methods(ONE) if m not in ("next_events", "report", "logprobs")]
         return [m for m in begun[1:] if m not in but]
 
     async def lost(self) -> ActorLost:

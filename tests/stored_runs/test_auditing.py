@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import dask
@@ -57,10 +58,10 @@ def test_a_scheduler_in_dasks_configuration_is_left_alone(tmp_path: Path) -> Non
 
 def test_weights_that_no_instance_proved_are_not_said_to_be_verified(tmp_path: Path) -> None:
     run = asking.converted("finished", tmp_path)
-    assert audit_within(VersionedStore.open(run / "store"), 1024, 2).weights_compared > 0
-    assert "weights of instances: compared" in command("store", "audit", run).stdout
+    assert audit_within(VersionedStore.open(run / "store"), 1024, 2).weights.verified > 0
+    assert re.search(r"weights of instances: \d+ pulls verified, 0 not", command("store", "audit", run).stdout)
     first = VersionedStore.open(run / "store", at_step=0)  # when instances had nothing but the base model
-    assert audit_within(first, 1024, 2).weights_compared == 0
+    assert audit_within(first, 1024, 2).weights.verified == 0
 
 
 def test_the_command_refuses_a_limit_that_is_too_low_in_one_line(tmp_path: Path) -> None:

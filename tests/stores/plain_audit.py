@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from staleflow.stores.auditing.audit import CHECKS, AuditReport
 from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.auditing.weight_counts import counted
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
@@ -50,16 +51,7 @@ def plain_audit(store: StoreReader) -> AuditReport:
         max_staleness=max((r.staleness for r in rows), default=-1),
         checks=CHECKS,
         findings=tuple(findings),
-        weights_compared=_num_compared(records),
-    )
-
-
-def _num_compared(records: list[StepRecord]) -> int:
-    """Fingerprints of instances' weights that can be compared with that of the version as it was published."""
-    published = {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}
-    loaded = [entry for record in records for entry in record.loaded_fingerprints.values()]
-    return len(
-        [1 for version, held in loaded if version in published and held and comparable(held, published[version])]
+        weights=counted(records, {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}),
     )
 
 

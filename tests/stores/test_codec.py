@@ -11,7 +11,8 @@ import pytest
 
 import staleflow.stores.serialization
 from staleflow.stores.trajectories.records import CODEC, LedgerState, RunHeader, StepRecord
-from staleflow.stores.trajectory import Fate, PolicyVersion
+from staleflow.stores.trajectory import Fate, InstanceId, PolicyVersion
+from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 
 STEP = StepRecord(
     kind="step",
@@ -49,8 +50,18 @@ def test_the_worked_example() -> None:
 @pytest.mark.parametrize("text", WRITTEN)
 def test_step_records_keep_their_bytes(text: str) -> None:
     record = WRITTEN[text]
-    assert json.dumps(CODEC.encode(record), separators=(",", ":")) == text
+    assert json.dumps(CODEC.encode(record), separators=(",", ":")) == text[:-1] + ',"weight_checks":[]}'
     assert CODEC.decode(json.loads(text), StepRecord) == record
+
+
+def test_what_pulls_showed_is_read_back() -> None:
+    report = WeightReport(verified=3, not_verified={"packed": 1}, contradicted=1, names=("norm.weight",))
+    check = WeightCheck(
+        instance=InstanceId("rollout-0"), version=PolicyVersion(2), fingerprint="ab", weights=report,
+        drift=0.5, limit=0.1, refused="off",
+    )  # fmt: skip
+    record = dataclasses.replace(END, weight_checks=(check,))
+    assert CODEC.decode(json.loads(json.dumps(CODEC.encode(record))), StepRecord) == record
 
 
 def test_versions_may_differ_in_fields_with_defaults() -> None:

@@ -162,8 +162,8 @@ class Run:
         for record in steps:
             assert (record.ledger.version, record.ledger.next_step) == (record.step, record.step + 1)
             assert record.weight_fingerprint == self.world.fingerprint(record.step + 1)
-            for version, held in record.loaded_fingerprints.values():
-                assert held == self.world.fingerprint(version)
+            for check in record.weight_checks:
+                assert check.fingerprint == self.world.fingerprint(check.version)
 
     def _check_rows(self) -> None:
         for row in self.store.ended():

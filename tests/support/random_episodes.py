@@ -40,6 +40,9 @@ from staleflow.stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
 from staleflow.tasks.actors.server_messages import RewardItem, SaidItem
 from staleflow.tasks.actors.server_settings import ServerSettings
@@ -317,7 +320,12 @@ class Table:
         newest = max(engine.version for engine in self._engines)
         version = PolicyVersion(newest + (self._engines[on].version == newest))
         within = any(e.state == "RUNNING" and e.on == on for e in self._episodes)
-        await self._instances[on].pull(version, str(self._subject.weights(version)), ())
+        path = self._subject.weights(version)
+        published = PublishedWeights(
+            version=version, fingerprint=fingerprint(weight_folder.read(path)), probe=(), logprobs=(), limit=1.0
+        )
+        check = await self._instances[on].pull(published, str(path))
+        assert check.outcome == "verified", check
         self.counts["pulls within turns" if within else "pulls between turns"] += 1
 
     async def _save(self, episode: Episode, number: int) -> None:

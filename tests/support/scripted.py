@@ -84,8 +84,12 @@ class World:
     """Published versions present, by host."""
     num_bytes: int = 0
     """Size of a version."""
-    loads_wrong: bool = False
-    """Whether engines end up with weights other than those they read."""
+    loads_wrong: Callable[[str, int], bool] = lambda instance, version: False
+    """Whether an instance ends up with weights other than those it reads as a version."""
+    computes_wrong: Callable[[str, int], bool] = lambda instance, version: False
+    """Whether an instance's logprobs are off by a nat under a version."""
+    not_compared: str = ""
+    """Why engines cannot compare their weights; empty if they can."""
     refuses: str = ""
     """What engines say of weights that they cannot load; empty if they can."""
     trained: list[tuple[int, str]] = field(default_factory=list)
@@ -257,17 +261,20 @@ class VirtualEngine:
         self._kept.clear()
         for held in self._requests.values():
             held.marks.append((version, self._tokens(held)))
-        wrong = self._world.loads_wrong
+        wrong = self._world.loads_wrong(self._instance, version)
         return Loaded(
             version=version,
             fingerprint=self._world.fingerprint(version),
-            weights=WeightReport(verified=2 - wrong, contradicted=int(wrong), names=("norm.weight",) * wrong),
+            weights=WeightReport(not_verified={self._world.not_compared: 2})
+            if self._world.not_compared
+            else WeightReport(verified=2 - wrong, contradicted=int(wrong), names=("norm.weight",) * wrong),
             elapsed_s=0.0,
             stalled_s=0.0,
         )
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        return tuple(float(x) + self._world.drift for x in word_logprobs(np.asarray(tokens[1:], np.int32)))
+        off = self._world.drift + self._world.computes_wrong(self._instance, self.version)
+        return tuple(float(x) + off for x in word_logprobs(np.asarray(tokens[1:], np.int32)))
 
     async def events(self, timeout_s: float) -> list[Sampled | Failed]:
         time = asyncio.get_running_loop().time

@@ -7,9 +7,11 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ActorLost, ProtocolViolation
@@ -26,10 +28,14 @@ from staleflow.stores.trajectory import (
     Segment,
     TrajectoryId,
 )
+from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.stores.weights.weight_report import compared_by_name
+from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
 from staleflow.tasks.actors.server_messages import Payload, RewardItem, payload
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import EngineLoad, Sampled
+from staleflow.tasks.engines.base import EngineLoad, Loaded, Sampled
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import PackedRows
 from tests.support import virtual_time
@@ -37,6 +43,7 @@ from tests.support.bodies import Body
 from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
 from tests.tasks.adapter_conformance import Versions
 from tests.tasks.branching import branching_row
+from tests.tasks.test_engine_transformers import changed_weights
 
 
 def item(trajectory: int, epoch: int, version: int = 0) -> RouteItem:
@@ -106,6 +113,52 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
     asyncio.run(scenario())
 
 
+def published_as(version: int, file: Path) -> PublishedWeights:
+    """What a trainer that wrote this file has published."""
+    digest = fingerprint(weight_folder.read(file))
+    return PublishedWeights(version=PolicyVersion(version), fingerprint=digest, probe=(), logprobs=(), limit=1e-3)
+
+
+def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Requests run to their end under them before the comparison is done, while results are asked for."""
+
+    async def scenario() -> None:
+        config = loading.load(job, ("rollout.max_new_tokens=100",))
+        server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        one = RolloutInstance(
+            actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 100, 100, 30.0, spool_s=0.01
+        )
+        engine: Any = one._engine
+        load, named = engine.load, dict(engine._model.named_parameters())
+
+        def scramble(version: PolicyVersion, file: Path) -> Loaded:
+            loaded: Loaded = load(version, file)
+            next(iter(named.values())).data.view(torch.int32)[0, 0] ^= 1
+            while engine.load_statistics().running:
+                time.sleep(0.001)
+            return replace(loaded, weights=compared_by_name(named, weight_folder.read(file)))
+
+        engine.load = scramble
+        path, _ = changed_weights(tiny_model, tmp_path)
+        try:
+            await server.draw(0, 1)
+            await one.route(server, (item(0, 1), item(1, 1)))
+            pull = asyncio.ensure_future(one.pull(published_as(1, path), str(path)))
+            while not pull.done():
+                await one.next_events(server, 0.05)
+            check = await pull
+            assert (check.outcome, check.weights.contradicted) == ("contradicted", 1)
+            assert "1 contradicted (model.embed_tokens.weight)" in check.refused
+            assert await one.next_events(server, 0.05) == []
+            live = server._flight.live
+            assert {s.version for i in (0, 1) for s in live[TrajectoryId(i)].segments} <= {0}
+        finally:
+            await one.close()
+            await server.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
     job: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -120,7 +173,7 @@ def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
         try:
             await server.draw(0, 1)
             file = Versions(tiny_model, tmp_path / "published").file(1)
-            await one.pull(PolicyVersion(1), str(file), ())
+            assert (await one.pull(published_as(1, file), str(file))).outcome == "verified"
             await one.route(server, (item(0, 2, version=0), item(1, 1, version=1)))
             ended = []
             while len(ended) < 2:

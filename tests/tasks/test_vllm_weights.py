@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from staleflow.tasks.engines.engine_settings import VllmSettings
 from staleflow.tasks.engines.vllm import VllmEngine
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 32, "max_position_embeddings": 512,
 }  # fmt: skip
 """The vocabulary is filled up, and the experts of Qwen3-MoE are, by vLLM's kernels."""
@@ -40,10 +41,12 @@ PROBE = [3, 10, 14, 7, 20, 30, 40, 50, 60, 70]
 LOADS = 5
 
 
-def write_model(name: str, folder: Path) -> Path:
+def write_model(name: str, folder: Path, vocabulary: int = 97) -> Path:
     """A tiny model of random weights, whose parameters all count."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[name]).float()
+    config = copy.deepcopy(MODELS[name])
+    config.vocab_size = vocabulary
+    model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))

@@ -1,0 +1,97 @@
+"""How often the weights of a run's instances were verified, not verified, or contradicted. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.trajectories.records import StepRecord
+from staleflow.stores.weights.weight_hash import comparable
+
+CHECK = "fingerprints"
+BY_FINGERPRINT = "its fingerprint cannot be compared"
+"""Reason of a pull whose weights, or their publication, have no fingerprint, or one of another scheme."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCounts:
+    """The outcomes of all pulls of a run, and of the parts of weights that were compared at them."""
+
+    verified: int = 0
+    """Pulls after which every part of the instance's weights was what was published, bit for bit."""
+    not_verified: int = 0
+    """Pulls after which some part, or all, could not be compared."""
+    contradicted: int = 0
+    """Pulls after which the instance was taken out of service: a part differed, or its logprobs."""
+    parts_verified: int = 0
+    parts_not_verified: int = 0
+    parts_contradicted: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Parts that were not verified, by reason."""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The counts, in words.
+
+        >>> WeightCounts(verified=8, parts_verified=96).lines
+        ('weights of instances: 8 pulls verified, 0 not verified, 0 contradicted',
+         '96 parts verified, 0 not verified, 0 contradicted')
+        """
+        lines = [
+            f"weights of instances: {self.verified} pulls verified, {self.not_verified} not verified, "
+            f"{self.contradicted} contradicted",
+            f"{self.parts_verified} parts verified, {self.parts_not_verified} not verified, "
+            f"{self.parts_contradicted} contradicted",
+        ]
+        if not self.verified:
+            lines[0] = f"weights of instances: NOT VERIFIED at any pull ({lines[0].partition(': ')[2]})"
+        return (*lines, *(f"not verified: {count} parts, {reason}" for reason, count in sorted(self.reasons.items())))
+
+
+def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
+    """The counts of a run's records. published: the fingerprint of each version that a step has stored."""
+    pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
+    for record in records:
+        for check in record.weight_checks:
+            known = published.get(check.version, check.fingerprint)
+            outcome = check.outcome if check.fingerprint == known else "contradicted"
+            pulls[outcome] += 1
+            parts["verified"] += check.weights.verified
+            parts["contradicted"] += check.weights.contradicted
+            reasons.update(check.weights.not_verified)
+        for version, held in record.loaded_fingerprints.values():
+            expected = published.get(version)
+            outcome = "not verified"
+            if held and expected is not None and comparable(held, expected):
+                outcome = "verified" if held == expected else "contradicted"
+            pulls[outcome] += 1
+            parts[outcome] += 1
+            reasons[BY_FINGERPRINT] += outcome == "not verified"
+    return WeightCounts(
+        verified=pulls["verified"],
+        not_verified=pulls["not verified"],
+        contradicted=pulls["contradicted"],
+        parts_verified=parts["verified"],
+        parts_not_verified=reasons.total(),
+        parts_contradicted=parts["contradicted"],
+        reasons={reason: count for reason, count in reasons.items() if count},
+    )
+
+
+def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator[Finding]:
+    """Instances that had other weights than were published, as far as a record tells."""
+    where = f"{record.kind} {record.step}"
+    for check in record.weight_checks:
+        expected = published.get(check.version, check.fingerprint)
+        if check.outcome == "contradicted" or check.fingerprint != expected:
+            why = check.refused or f"it had {check.fingerprint}, {expected} was published; {check.weights.line}"
+            out = "was taken out of service" if check.refused else "was wrong and served on"
+            yield Finding(check=CHECK, where=where, what=f"{check.instance} {out} at version {check.version}: {why}")
+    for instance, (version, held) in record.loaded_fingerprints.items():
+        expected = published.get(version, held)
+        # A run that earlier versions began and this one resumed has fingerprints of two schemes.
+        if comparable(held, expected) and held != expected:
+            what = f"{instance} held weights other than those published as version {version}"
+            yield Finding(check=CHECK, where=where, what=what)
