@@ -42,10 +42,10 @@ class EvaluationConfig:
 
     every: int = knob(0, "training steps between evaluations; 0: only the first and the last version", low=0)
     share: float = knob(
-        0.25, "largest share of the instances' places that an evaluation has while the run trains", above=0, high=1
-    )
-    fill: bool = knob(
-        True, "whether an instance that could be given nothing to train on has all of its places for an evaluation"
+        0.25,
+        "largest share of the instances' places that an evaluation has while they could be given work to train on",
+        above=0,
+        high=1,
     )
     best: str = knob(
         "", "set whose mean reward chooses the version whose checkpoint is kept as checkpoints/best; empty: none is"

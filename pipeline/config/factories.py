@@ -95,7 +95,6 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         max_attempts=rollout.max_attempts,
         environments=config.acts,
         evaluation_share=config.evaluation.share,
-        evaluation_fill=config.evaluation.fill,
         affinity=Affinity(costs) if config.acts and rollout.affinity else None,
         adapters=config.served_versions > 0,
     )

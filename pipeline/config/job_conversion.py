@@ -32,8 +32,10 @@ MOVED = {
     "training.loss.entropy_bonus": "training.entropy_bonus",
 }
 """Keys that were in the table that selects an entry, and where they are now."""
-REMOVED = ("rollout.pace_slack",)
+REMOVED = ("rollout.pace_slack", "evaluation.fill")
 """Keys of settings that are no more."""
+REPLACED = {"environment.isolation": {"thread": "auto"}}
+"""Values that are no more, by key, and what takes their place."""
 CHOICES: tuple[tuple[str, Registry[Any]], ...] = (
     ("batch.filtering", FILTERING),
     ("batch.stragglers", STRAGGLERS),
@@ -55,17 +57,14 @@ def convert_job(tree: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         tree: All of a job, as commit 976202a wrote it into config.toml or a store's header.
     """
-    job = copy.deepcopy(dict(tree))
-    if not is_earlier_job(job):
-        return job
+    if not is_earlier_job(tree):
+        return dict(tree)
+    job = without_removed(tree)
     options = {"rollout.routing": job["rollout"].pop("routing_options", {})}
     for key, _ in CHOICES:
         table, _, field = key.rpartition(".")
         name = _table(job, table).get(field, {})
         _table(job, table)[field] = {"name": name} if isinstance(name, str) else name
-    for key in REMOVED:
-        table, _, field = key.rpartition(".")
-        _table(job, table).pop(field, None)
     for old, new in MOVED.items():
         table, _, name = old.rpartition(".")
         if name in (values := _table(job, table)):
@@ -73,6 +72,20 @@ def convert_job(tree: Mapping[str, Any]) -> dict[str, Any]:
             _table(job, place)[renamed] = values.pop(name)
     for key, registry in CHOICES:
         _keep_own_knobs(_table(job, key), registry, options.get(key))
+    return job
+
+
+def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored job without settings that this version no longer has. Does not modify `tree`."""
+    job = copy.deepcopy(dict(tree))
+    for key in REMOVED:
+        table, _, field = key.rpartition(".")
+        if isinstance(values := job.get(table), dict):
+            values.pop(field, None)
+    for key, values in REPLACED.items():
+        table, _, field = key.rpartition(".")
+        if isinstance(found := job.get(table), dict) and isinstance(value := found.get(field), str):
+            found[field] = values.get(value, value)
     return job
 
 

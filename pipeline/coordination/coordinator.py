@@ -91,9 +91,7 @@ class Coordinator(CoordinatorView):
         self._placement = Placement(
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
         )
-        self._hosts = EvaluationHosts(
-            self._state, self._placement, strategies.evaluation_share, fill=strategies.evaluation_fill
-        )
+        self._hosts = EvaluationHosts(self._state, self._placement, strategies.evaluation_share)
         self._pulls = Pulls(self._state, strategies.synchronization, self._placement)
         self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs)
         self._commands: list[Command] = []

@@ -13,13 +13,12 @@ from staleflow.stores.errors import ProtocolViolation
 
 class EvaluationHosts:
     """Consulted by the coordinator whenever it routes. share: of the fleet's places, for as long as a run trains.
-    fill: whether a host has all of its places for the evaluation while it could be given nothing to train on."""
+    While a host could be given nothing to train on, all of its places are the evaluation's."""
 
-    def __init__(self, state: CoordinatorState, placement: Placement, share: float, *, fill: bool) -> None:
+    def __init__(self, state: CoordinatorState, placement: Placement, share: float) -> None:
         self._state = state
         self._placement = placement
         self._share = share
-        self._fill = fill
 
     def due(self) -> list[Instance]:
         """Instances that should stay, or pull and stay, at the evaluated version from now on, besides those that do.
@@ -57,7 +56,7 @@ class EvaluationHosts:
         found, of_each = self._state.evaluation, self._places.of_each
         if found is None:
             raise ProtocolViolation(f"{live.id} is queued for an evaluation that is not under way")
-        if self._fill and found.evaluated >= 0 and not self._placement.demand(found.evaluated):
+        if found.evaluated >= 0 and not self._placement.demand(found.evaluated):
             of_each = max((host.max_running for host in self._state.fleet), default=of_each)
         able = [
             host

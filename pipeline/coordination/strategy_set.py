@@ -31,8 +31,6 @@ class Strategies:
     """Whether an environment answers each turn; else a response is one turn, which is scored."""
     evaluation_share: float = 0.25
     """Share of the instances' places that an evaluation has while the run trains."""
-    evaluation_fill: bool = True
-    """Whether it has all places of an instance that could be given nothing to train on."""
     affinity: Affinity | None = None
     """None: where a turn was sampled does not matter for the next."""
     adapters: bool = False

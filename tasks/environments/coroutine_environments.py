@@ -70,7 +70,7 @@ class PlayedEnvironment:
     def __init__(self, play: Play, options: Mapping[str, Any]) -> None:
         self._play, self._options = play, options
 
-    def episode(self, start: EpisodeStart, *, threads: bool = False) -> PlayedEpisode:
+    def episode(self, start: EpisodeStart) -> PlayedEpisode:
         return PlayedEpisode(self._play, self._options, start)
 
 

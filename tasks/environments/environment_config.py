@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from staleflow.tasks.settings.knobs import knob
 
-ISOLATIONS = ("auto", "process", "thread")
+ISOLATIONS = ("auto", "process")
 TOOL_NAMES = ("calculator", "python")
 
 
@@ -39,7 +39,7 @@ class EnvironmentConfig:
     isolation: str = knob(
         "auto",
         "where environments run: auto: coroutines on their host's event loop, all else in a process each; process: all "
-        "in a process each; thread: in threads, where a hung one cannot be stopped",
+        "in a process each",
         choices=ISOLATIONS,
     )
     concurrency: int = knob(64, "most steps of environments that a host takes at once", low=1, high=65_536)

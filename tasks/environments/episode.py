@@ -68,8 +68,8 @@ class Episode(Protocol):
 class Environment(Protocol):
     """An environment that is loaded: makes episodes."""
 
-    def episode(self, start: EpisodeStart, *, threads: bool = False) -> Episode:
-        """An episode that has not begun. threads: run what blocks in threads."""
+    def episode(self, start: EpisodeStart) -> Episode:
+        """An episode that has not begun."""
         ...
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,15 +18,15 @@ class SteppedEnvironment:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
 
-    def episode(self, start: EpisodeStart, *, threads: bool = False) -> SteppedEpisode:
-        return SteppedEpisode(self._make, start, threads=threads)
+    def episode(self, start: EpisodeStart) -> SteppedEpisode:
+        return SteppedEpisode(self._make, start)
 
 
 class SteppedEpisode:
     """An episode of such a class: rewards of steps are summed."""
 
-    def __init__(self, make: Callable[[], Any], start: EpisodeStart, *, threads: bool) -> None:
-        self._make, self._start, self._threads = make, start, threads
+    def __init__(self, make: Callable[[], Any], start: EpisodeStart) -> None:
+        self._make, self._start = make, start
         self._game: Any = None
         self._reward = 0.0
         self._num_steps = 0
@@ -64,15 +62,13 @@ class SteppedEpisode:
             await self._called("close raised", close)
 
     def abandon(self) -> None:
-        """What runs in a thread cannot be stopped; nothing waits for it."""
+        """Nothing is left to stop: a plain method has returned, a coroutine is cancelled with what awaits it."""
 
     async def _called(self, failed: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a user's method. Raises EpisodeFailed."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            if self._threads:
-                return await in_thread(lambda: function(*args, **kwargs))
             result = without_loop(lambda: function(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
@@ -87,34 +83,6 @@ def without_loop(function: Callable[[], Any]) -> Any:
         return function()
     finally:
         asyncio._set_running_loop(loop)
-
-
-async def in_thread(function: Callable[[], Any]) -> Any:
-    """The result of a function that runs in a thread of its own. A pool's threads would all be taken by a few hung
-    ones; and a thread that never returns must not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = function()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised where the result is awaited
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    # In this context: programs that it starts belong to this episode.
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), name="environment", daemon=True).start()
-    return await done
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -177,7 +177,7 @@ class CalledTool:
     def __init__(self, tool: OwnTool) -> None:
         self._tool = tool
 
-    def episode(self, start: EpisodeStart, *, threads: bool = False) -> _Call:
+    def episode(self, start: EpisodeStart) -> _Call:
         return _Call(self._tool)
 
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import json
 import os
 import random
 import signal
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
@@ -28,7 +30,6 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
-from staleflow.tasks.environments.gym_environments import in_thread
 from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Run, Told
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Prompt
@@ -60,9 +61,37 @@ def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent
         )
 
     async def run(told: Told) -> Any:
-        return await in_thread(lambda: found(*told))
+        return await _in_thread(lambda: found(*told))
 
     return LoadedAgent(run=run, blocking=True, options=options)
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """The result of a function that runs in a thread of its own. A pool's threads would all be taken by a few hung
+    ones; and a thread that never returns must not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except (Exception, SystemExit) as error:  # noqa: BLE001  it is raised where the result is awaited
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    # In this context: programs that it starts belong to this episode.
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), name="agent", daemon=True).start()
+    return await done
 
 
 def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
@@ -159,7 +188,7 @@ class AgentEnvironment:
         self._agent, self._settings = agent, settings
         self._server = server
 
-    def episode(self, start: EpisodeStart, *, threads: bool = False) -> AgentEpisode:
+    def episode(self, start: EpisodeStart) -> AgentEpisode:
         if self._server is None:
             self._server = EndpointServer(self._settings)
         return AgentEpisode(self._server, start, self._agent)
@@ -252,7 +281,7 @@ class AgentRuns:
     def __init__(self, agent: LoadedAgent) -> None:
         self._agent = agent
 
-    def episode(self, start: EpisodeStart, *, threads: bool = False) -> AgentRun:
+    def episode(self, start: EpisodeStart) -> AgentRun:
         return AgentRun(self._agent, start)
 
 

@@ -23,7 +23,7 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_loader import open_environment, traits_of
-from staleflow.tasks.environments.episode import OBSERVED, Episode, EpisodeFailed, EpisodeStart, Said, start_of, told
+from staleflow.tasks.environments.episode import OBSERVED, Episode, EpisodeFailed, Said, start_of, told
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
 from staleflow.tasks.environments.user_tools import GIVEN_BACK
@@ -390,8 +390,8 @@ def environment_kind(settings: EpisodeSettings, other: bool, endpoint: EndpointS
     named, options = (source.evaluation, source.evaluation_options) if other else (source.source, source.options)
     if is_agent(named):
         return agent_episodes(settings, named, options, key, endpoint)
-    traits, isolation = traits_of(named, key), settings.limits.isolation
-    if isolation == "process" or (isolation == "auto" and traits.blocking):
+    traits = traits_of(named, key)
+    if settings.limits.isolation == "process" or traits.blocking:
         server = ForkServer(
             ForkSettings(source=named, options=dict(options), key=key, memory_mib=settings.limits.memory_mib)
         )
@@ -402,13 +402,7 @@ def environment_kind(settings: EpisodeSettings, other: bool, endpoint: EndpointS
             close=server.close,
         )
     environment = open_environment(named, options, key)
-    threads = isolation == "thread" and traits.blocking
-
-    def make(record: Record) -> Episode:
-        start: EpisodeStart = start_of(record)
-        return environment.episode(start, threads=threads)
-
-    return EpisodeMaker(make=make, repeatable=traits.repeatable)
+    return EpisodeMaker(make=lambda record: environment.episode(start_of(record)), repeatable=traits.repeatable)
 
 
 def agent_episodes(
@@ -418,7 +412,7 @@ def agent_episodes(
     otherwise. Raises ConfigError."""
     agent: LoadedAgent = open_source(SourceType.AGENT, named, options, f"{key} = {named!r}")
     limits = settings.limits
-    if not (limits.isolation == "process" or (limits.isolation == "auto" and agent.blocking)):
+    if not (limits.isolation == "process" or agent.blocking):
         return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)
     forks = ForkServer(ForkSettings(source=named, options=dict(options), key=key, memory_mib=limits.memory_mib))
     forks.start()

@@ -79,7 +79,6 @@ class Bench:
         max_attempts: int = 1,
         environments: bool = False,
         adapters: bool = False,
-        fill: bool = True,
         **redundancy: Any,
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
@@ -96,7 +95,6 @@ class Bench:
             max_attempts=max_attempts,
             environments=environments,
             adapters=adapters,
-            evaluation_fill=fill,
         )
         forecast = LengthForecast(100)
         self.coordinator = Coordinator(ledger, strategies, forecast, DraftLengths(cost, 0), validate_each=True)

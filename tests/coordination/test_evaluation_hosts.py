@@ -58,13 +58,6 @@ def test_a_host_that_could_be_given_nothing_to_train_on_has_all_its_places_for_i
     assert evaluated(bench.publish(1)) == [], "a place is free under version 1 only, which the host does not serve"
 
 
-def test_a_host_of_a_run_of_before_has_its_share_for_it() -> None:
-    bench = Bench(eta=1, max_attempts=3, fill=False)
-    bench.join(A, max_running=8)
-    assert evaluated(evaluating(bench, 9)) == [(A, 0)] * 2
-    assert evaluated([*bench.arrive(0), *bench.arrive(1), *bench.tell(Tick()), *bench.finish(0)]) == []
-
-
 def test_a_host_that_restarts_at_its_version_hosts_what_is_left() -> None:
     bench = two()
     commands = bench.join(A)

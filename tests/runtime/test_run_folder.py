@@ -416,3 +416,11 @@ def test_a_run_folder_of_an_earlier_version_names_the_command_that_converts_it(l
     path.write_text('[rollout]\nrouting = "deadline"\npace_slack = 0.0\n')
     with pytest.raises(ConfigError, match=r"config.toml: written by an earlier version; `staleflow store convert /.*`"):
         load_job(config.run_dir)
+
+
+def test_a_stored_job_is_read_without_settings_that_are_no_more(light: Path) -> None:
+    config = begun(light)
+    path = config.run_dir / "config.toml"
+    path.write_text(path.read_text().replace("[evaluation]\n", "[evaluation]\nfill = false\n"))
+    assert "fill = false" in path.read_text()
+    assert load_job(config.run_dir) == config

@@ -63,7 +63,7 @@ def test_what_an_environment_does_wrong_is_one_line_and_its_own(games: Path, nam
     running(work())
 
 
-@pytest.mark.parametrize(("name", "isolation"), [("Moody", "auto"), ("Moody", "thread"), ("Quick", "auto")])
+@pytest.mark.parametrize(("name", "isolation"), [("Moody", "auto"), ("Quick", "auto")])
 def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name: str, isolation: str) -> None:
     made = settings(f"{games}:{name}", isolation=isolation)
     task = made.source.build().task(0)
@@ -112,7 +112,7 @@ def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
 
 
 @pytest.mark.parametrize(
-    ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process"), ("Moody", "thread")]
+    ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process")]
 )
 def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: str, isolation: str) -> None:
     made = settings(f"{games}:{name}", step_s=4.0, isolation=isolation)

@@ -38,7 +38,7 @@ def higher(*words: str) -> list[Any]:
 KINDS = ("Guess", "AsyncGuess", "guess")
 
 
-@pytest.mark.parametrize("isolation", ["auto", "process", "thread"])
+@pytest.mark.parametrize("isolation", ["auto", "process"])
 @pytest.mark.parametrize("name", KINDS)
 def test_an_episode_is_the_same_wherever_it_runs(games: Path, name: str, isolation: str) -> None:
     made = settings(f"{games}:{name}", isolation=isolation)
@@ -247,7 +247,7 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
             ["rollout.engine={name='emulated', time_scale=20}", "task.environment=yes", "environment.step_s=6000"],
             r"step_s = 6000 \(at rollout.engine.time_scale = 20\) must be less than deadlines.stuck_s = 300",
         ),
-        ("Guess", ["environment.isolation=cell"], "environment.isolation must be one of auto, process, thread"),
+        ("Guess", ["environment.isolation=cell"], "environment.isolation must be one of auto, process"),
     ],
 )
 def test_a_job_whose_environment_cannot_be_used_is_one_line(
