@@ -31,6 +31,7 @@ from staleflow.pipeline.config.model_files import (
     shown_context,
 )
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.strategies.admission import ADMISSION, Late
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template
 from staleflow.tasks.settings.knobs import names_user_code, shown
@@ -69,8 +70,7 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         _check_machine(config)
     if here and config.cluster.kind == "address":
         _check_address(config.cluster.address)
-    if config.simulation.colocated:
-        raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
+    refuse_simulated(config)
     if here and config.store:
         from staleflow.stores.trajectories.repository import check_bucket
 
@@ -96,6 +96,18 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if environments is not None:
         _try_environment(environments, prompts)
     return unchecked
+
+
+def refuse_simulated(config: RunConfig) -> None:
+    """Refuse in a run what only simulations have. Raises ConfigError."""
+    if config.simulation.colocated:
+        raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
+    if config.eta is None:
+        bounded = ", ".join(name for name in ADMISSION.names if ADMISSION.find(name).late is not Late.TRAIN)
+        raise ConfigError(
+            f'staleness.admission = "{config.staleness.admission.name}" keeps no bound on staleness: in a run use one '
+            f"of {bounded}; use simulate to compare with it"
+        )
 
 
 def check_names(config: RunConfig) -> None:

@@ -136,7 +136,7 @@ class StalenessConfig:
         ADMISSION,
         "staleflow",
         "which groups may start: staleflow reserves, the others imitate other systems; backlog and over_provision "
-        "keep no bound",
+        "keep no bound, and are for simulate only",
     )
 
 
@@ -378,7 +378,7 @@ class RunConfig:
 
     @property
     def eta(self) -> int | None:
-        """The staleness bound that is kept; None with an admission rule that keeps none."""
+        """The staleness bound that is kept; None with an admission rule that keeps none, which a run refuses."""
         return self.staleness.eta if self.staleness.admission.keeps_bound else None
 
     @property

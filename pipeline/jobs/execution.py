@@ -14,6 +14,7 @@ from staleflow.pipeline.cluster.connection import PATIENT_S
 from staleflow.pipeline.cluster.job_lookup import refuse_second
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
+from staleflow.pipeline.config.preflight import refuse_simulated
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.starts import Starts
@@ -25,7 +26,6 @@ from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import after_resuming, read_evaluations
 from staleflow.pipeline.runtime.run_report import Outcomes
-from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import PolicyVersion
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ async def execute(
     """Run a job on the cluster it names, or resume it from its folder. `announce` receives lines for the user, such as
     the dashboard's address. held: the caller has locked the run folder. job: id of a submitted job, whose task reports
     how it ended. stop: by which the run is stopped. security: Dask's, for the cluster that the job names."""
-    if config.simulation.colocated:
-        raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
+    refuse_simulated(config)
     facts = inspect_model(config)
     config = user_files.located(config)
     user_files.check(config)

@@ -188,8 +188,7 @@ def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
     stale = axes[0][1]
     for name, (color, width) in AGES.items():
         stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
-    if config.eta is not None:
-        stale.axhline(config.eta, color="#cb181d", linestyle="--", linewidth=1, label="eta")
+    stale.axhline(config.staleness.eta, color="#cb181d", linestyle="--", linewidth=1, label="eta")
     most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
     stale.set(title=axis("staleness", *AGES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)

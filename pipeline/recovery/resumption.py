@@ -135,19 +135,13 @@ def _refuse_lost_store(run_dir: Path) -> None:
 def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
     """Raise ConfigError if the store was made with another staleness bound or other batch sizes than the job's."""
     job = actor_settings.run_header(config)
-    if job.eta is None and header.eta is not None and config.steps > header.eta:  # of earlier versions
-        raise ConfigError(
-            f"{config.run_dir}: steps = {config.steps} in the job, {header.eta} in the store: with staleness.admission "
-            f"= {config.staleness.admission.name} this is its eta, which is fixed; set steps={header.eta} or "
-            "fewer"
-        )
-    sizes = (
+    fixed = (
+        ("staleness.eta", job.eta, header.eta),
         ("batch.groups_per_step", job.groups_per_step, header.groups_per_step),
         ("batch.group_size", job.group_size, header.group_size),
         ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
     )
-    eta = () if job.eta is None else (("staleness.eta", job.eta, header.eta),)
-    for key, asked, stored in (*eta, *sizes):
+    for key, asked, stored in fixed:
         if asked != stored:
             raise ConfigError(
                 f"{config.run_dir}: {key} = {asked} in config.toml, {stored} in the store, which another job created; "

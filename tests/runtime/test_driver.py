@@ -47,7 +47,6 @@ SHAPES = {
     "two instances": ("staleness.eta=3", "rollout.routing=throughput_optimal", "reward.workers=2"),
     "redundancy": ("batch.extra_groups=1", "batch.extra_members=1", "rollout.routing=round_robin"),
     "credits": ("staleness.admission=credits", "staleness.admission.alpha=2", "staleness.eta=2"),
-    "backlog": ("staleness.admission=backlog",),
     "one step": ("staleness.admission=one_step", "rollout.routing=random"),
     "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
     "one instance": ("rollout.instances=1", "staleness.eta=0"),
@@ -59,8 +58,7 @@ SHAPES = {
 def test_other_shapes_keep_the_promise_too(body: Body, shape: str) -> None:
     run = body.run("steps=5", "rollout.max_new_tokens=400", *SHAPES[shape], world=long_ones())
     run.check()
-    header = run.store.header
-    assert header.eta == {"credits": 2, "backlog": None}.get(shape, run.config.staleness.eta)
+    assert run.store.header.eta == run.config.staleness.eta
     if shape == "synchronous":
         assert {row.staleness for row in run.store.ended()} == {0}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import doctest
 import errno
 import fcntl
@@ -255,19 +254,6 @@ def test_a_resume_refuses_a_job_that_its_store_is_not_of(
         with pytest.raises(ConfigError, match=message):
             go_on(resumption.load(config.run_dir))
     assert contents(config.run_dir) == before
-
-
-def test_a_run_that_keeps_no_bound_may_be_given_other_steps(light: Path) -> None:
-    """In stores of earlier versions the number of steps was its bound: no more of them."""
-    config = begun(light, "staleness.admission=backlog")
-    header = VersionedStore.open(config.run_dir / "store").header
-    assert header.eta is None
-    for steps in (2, 4):
-        longer = resumption.load(config.run_dir, (f"steps={steps}",))
-        assert resumption.reached(longer) == 0
-        resumption.refuse_unfit(longer, dataclasses.replace(header, eta=4))
-    with pytest.raises(ConfigError, match=r"steps = 4 in the job, 3 in the store: .*set steps=3 or fewer"):
-        resumption.refuse_unfit(longer, dataclasses.replace(header, eta=3))
 
 
 # -- what is named is what is worked on --------------------------------------------------------------------------------
