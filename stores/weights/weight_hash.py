@@ -1,10 +1,8 @@
 """Fingerprints of weights: equal ones mean equal names, shapes, types and bytes, however the weights were transferred.
 
-A fingerprint names its scheme, so that those recorded by earlier versions can still be checked:
-
-- `sha256-tree:` and 64 hex digits. Each tensor's bytes are cut into pieces of 16 MiB, which threads hash side by side;
-  a tensor's digest is that of its name, shape, type and pieces; the fingerprint is that of all tensors in name order.
-- 32 hex digits without a name: one blake2b over everything, which only one thread can compute.
+A fingerprint is the name of its scheme, `sha256-tree:`, and 64 hex digits. Each tensor's bytes are cut into pieces of
+16 MiB, which threads hash side by side; a tensor's digest is that of its name, shape, type and pieces; the fingerprint
+is that of all tensors in name order.
 
 torch is loaded only where there are tensors of its: arrays of numpy's have the fingerprint of equal tensors.
 """
@@ -42,7 +40,7 @@ Tensors: TypeAlias = "Mapping[str, torch.Tensor] | Mapping[str, Array]"
 AnyTensor: TypeAlias = "torch.Tensor | Array | StoredTensor"
 
 SCHEME = "sha256-tree"
-"""The scheme of new fingerprints."""
+"""The scheme of fingerprints."""
 PIECE_BYTES = 16 * 2**20
 """Bytes hashed at once by a thread. Part of the scheme: other pieces give other fingerprints."""
 MOST_THREADS = 8
@@ -112,11 +110,8 @@ def fingerprint(
 
 
 def matches(weights: Weights, recorded: str) -> bool:
-    """Whether weights have a fingerprint that was recorded, by its own scheme. False for one of an unknown scheme."""
-    scheme = _scheme(recorded)
-    if scheme == SCHEME:
-        return fingerprint(weights) == recorded
-    return scheme == "" and _by_blake2b(weights) == recorded
+    """Whether weights have a fingerprint that was recorded. False for one of another scheme."""
+    return _scheme(recorded) == SCHEME and fingerprint(weights) == recorded
 
 
 def comparable(one: str, other: str) -> bool:
@@ -151,13 +146,3 @@ def _data(piece: torch.Tensor | Array) -> memoryview:
     """The bytes of a piece, in this process' memory."""
     array: Array = piece if isinstance(piece, np.ndarray) else piece.cpu().numpy()
     return array.data
-
-
-def _by_blake2b(weights: Weights) -> str:
-    """The fingerprint as versions before `sha256-tree` recorded it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in in_order(weights):
-        digest.update(_header(name, tensor))
-        for _, piece in _pieces(tensor):
-            digest.update(_data(piece))
-    return digest.hexdigest()
