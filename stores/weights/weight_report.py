@@ -11,11 +11,8 @@ worker of the engine has: rows of a fused tensor, an expert, a shard. Each part 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 
@@ -23,20 +20,6 @@ MOST_NAMES = 8
 """Contradicted parts that a report names; all are counted."""
 NO_PARTS = "the engine compares nothing"
 """Reason of a report that has no parts at all: nothing does not pass as verified."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A part of an engine's weights and what it should be equal to."""
-
-    name: str
-    """The published tensor's name, with the piece of it where it is not all."""
-    held: Any = None
-    """The tensor or array that the engine computes with."""
-    published: Any = None
-    """The same part of the published weights."""
-    unknown: str = ""
-    """Why the two cannot be compared, if they cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,37 +79,6 @@ class WeightCheck:
         return "contradicted" if self.refused else self.weights.outcome
 
 
-def compared(parts: Iterable[Part]) -> WeightReport:
-    """Compare parts with what they should be equal to."""
-    verified, unknown, differing = 0, Counter[str](), list[str]()
-    for part in parts:
-        if part.unknown:
-            unknown[part.unknown] += 1
-        elif equal_bits(part.held, part.published):
-            verified += 1
-        else:
-            differing.append(part.name)
-    return WeightReport(
-        verified=verified,
-        not_verified=dict(unknown),
-        contradicted=len(differing),
-        names=tuple(differing[:MOST_NAMES]),
-    )
-
-
-def compared_by_name(held: Mapping[str, Any], published: Mapping[str, Any]) -> WeightReport:
-    """Compare the weights of an engine that has them under the names and in the shapes they are published in."""
-    return compared(
-        Part(
-            name=name,
-            held=held.get(name),
-            published=published.get(name),
-            unknown="" if name in held and name in published else "not in both the model and what is published",
-        )
-        for name in sorted({*held, *published})
-    )
-
-
 def total(reports: Iterable[WeightReport]) -> WeightReport:
     """The report of all workers of an engine together."""
     reports = tuple(reports)
@@ -139,16 +91,3 @@ def total(reports: Iterable[WeightReport]) -> WeightReport:
         contradicted=sum(report.contradicted for report in reports),
         names=tuple(name for report in reports for name in report.names)[:MOST_NAMES],
     )
-
-
-def equal_bits(one: Any, other: Any) -> bool:
-    """Whether two tensors, or two arrays, are of one type and shape and equal bit for bit: NaN is equal to itself, and
-    -0 is not equal to 0."""
-    if one.dtype != other.dtype or tuple(one.shape) != tuple(other.shape):
-        return False
-    if isinstance(one, np.ndarray):
-        return bool(one.tobytes() == other.tobytes())
-    import torch
-
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.dtype.itemsize]
-    return bool(torch.equal(one.detach().view(whole), other.detach().to(one.device).view(whole)))

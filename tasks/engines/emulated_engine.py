@@ -29,7 +29,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.stores.weights import weight_folder, weight_hash
-from staleflow.stores.weights.weight_report import compared_by_name
+from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.tasks.emulation.batch_simulator import DecodingInstance, DraftedTokens, Finished
 from staleflow.tasks.emulation.emulated_episodes import left_to_sample
 from staleflow.tasks.emulation.workload import Turn

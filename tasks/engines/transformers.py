@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
-from staleflow.stores.weights.weight_report import compared_by_name
 from staleflow.tasks.engines import row_attention
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
 from staleflow.tasks.engines.engine_settings import TransformersSettings

@@ -19,7 +19,8 @@ import torch
 
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_report import Part, WeightReport, compared, total
+from staleflow.stores.weights.weight_comparison import WeightPart, compared
+from staleflow.stores.weights.weight_report import WeightReport, total
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import LoraConfig
 
@@ -116,7 +117,7 @@ class AdapterExtension:
         halves = {layer.module: layer for layer in adapters.layers(weight_folder.shapes(tensors), file)}
         manager = self.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(number)
-        parts: dict[str, Part] = {}
+        parts: dict[str, WeightPart] = {}
         for name, module in manager.modules.items():
             for part, own in enumerate(manager.packed_modules.get(name, [name])):
                 layer = halves.get(own)
@@ -128,6 +129,6 @@ class AdapterExtension:
                     rows, columns = tensors[key].shape
                     whole = torch.zeros_like(held)
                     whole[:rows, :columns] = tensors[key].to(held) * times
-                    parts[key] = Part(name=key, held=held, published=whole)
-        missing = (Part(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
+                    parts[key] = WeightPart(name=key, held=held, published=whole)
+        missing = (WeightPart(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
         return compared([*parts.values(), *missing])

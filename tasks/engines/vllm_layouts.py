@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from staleflow.stores.weights.weight_report import Part
+from staleflow.stores.weights.weight_comparison import WeightPart
 
 Tensors = Mapping[str, torch.Tensor]
 Place = tuple[str, Any]
@@ -36,7 +36,7 @@ DERIVED = ("W_UK_T", "W_UV")
 """Tensors that multi-head latent attention derives from its weights and computes with."""
 
 
-def parts(model: Any, tensors: Tensors) -> Iterator[Part]:
+def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
     """All parts of a worker's model, each with what it should be equal to.
 
     Args:
@@ -54,12 +54,12 @@ def parts(model: Any, tensors: Tensors) -> Iterator[Part]:
             continue
         parameter = getattr(modules.get(path), leaf, None)
         if parameter is None:
-            yield Part(name=name, unknown="the engine has no layer of that name")
+            yield WeightPart(name=name, unknown="the engine has no layer of that name")
             continue
         piece = _piece(modules[path], parameter, leaf, fused, tensor)
         if isinstance(piece, str):
             covered[id(parameter)] = parameter.numel()
-            yield Part(name=name, unknown=piece)
+            yield WeightPart(name=name, unknown=piece)
             continue
         held, published = piece
         whole = isinstance(modules[path], VocabParallelEmbedding)  # the rest is padding
@@ -70,20 +70,20 @@ def parts(model: Any, tensors: Tensors) -> Iterator[Part]:
         yield from _experts(path, modules[path], own)
     for name, parameter in model.named_parameters():
         if covered.get(id(parameter), 0) < parameter.numel():
-            yield Part(name=name, unknown="not all of a parameter is published")
+            yield WeightPart(name=name, unknown="not all of a parameter is published")
     for path, module in modules.items():
         for leaf in DERIVED:
             if getattr(module, leaf, None) is not None:
-                yield Part(name=f"{path}.{leaf}", unknown="derived from other weights")
+                yield WeightPart(name=f"{path}.{leaf}", unknown="derived from other weights")
 
 
-def _part(name: str, held: torch.Tensor, published: torch.Tensor) -> Part:
+def _part(name: str, held: torch.Tensor, published: torch.Tensor) -> WeightPart:
     """A part of these two. Some layers keep a tensor in a wider type, which changes no value."""
     if held.dtype != published.dtype:
         if torch.promote_types(held.dtype, published.dtype) != held.dtype:
-            return Part(name=name, unknown=f"kept as {str(held.dtype).removeprefix('torch.')}")
+            return WeightPart(name=name, unknown=f"kept as {str(held.dtype).removeprefix('torch.')}")
         published = published.to(held.dtype)
-    return Part(name=name, held=held, published=published)
+    return WeightPart(name=name, held=held, published=published)
 
 
 def _place(model: Any, name: str) -> Place:
@@ -142,7 +142,7 @@ def _experts_of(modules: Mapping[str, Any], name: str) -> str | None:
     return None
 
 
-def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[Part]:
+def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPart]:
     """The parts of a layer's stacked experts. tensors: by name within the layer, such as "3.up_proj.weight"."""
     method = layer.quant_method
     kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
@@ -152,7 +152,7 @@ def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[Part]:
     known = {f"{name.removeprefix('experts.')}weight" for name in names.values()}
     if type(method) is not UnquantizedFusedMoEMethod or not (packed or as_loaded) or tensors.keys() - known:
         for name in tensors:
-            yield Part(
+            yield WeightPart(
                 name=f"{path}.{name}", unknown=f"the layout of experts of {type(kernel).__name__} is unknown here"
             )
         return
@@ -164,7 +164,7 @@ def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[Part]:
             continue
         gate, down, up = (tensors.get(f"{names[expert, w].removeprefix('experts.')}weight") for w in ("w1", "w2", "w3"))
         if gate is None or down is None or up is None:
-            yield Part(name=f"{path}[{expert}]", unknown="not all of an expert is published")
+            yield WeightPart(name=f"{path}[{expert}]", unknown="not all of an expert is published")
             continue
         w13, w2 = layer.w13_weight[here], layer.w2_weight[here]
         pieces = {"gate": (w13[:rows], gate[own]), "up": (w13[rows : 2 * rows], up[own]), "down": (w2, down[:, own])}

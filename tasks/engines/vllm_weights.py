@@ -29,7 +29,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_report import WeightReport, compared
+from staleflow.stores.weights.weight_comparison import compared
+from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.engines import vllm_layouts
 from staleflow.tasks.engines.vllm_sizes import empty_model
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from staleflow.stores.weights import weight_report
-from staleflow.stores.weights.weight_report import NO_PARTS, Part, WeightReport, compared, compared_by_name, total
+from staleflow.stores.weights.weight_comparison import WeightPart, compared, compared_by_name
+from staleflow.stores.weights.weight_report import NO_PARTS, WeightReport, total
 
 
 def test_the_worked_example() -> None:
@@ -28,10 +29,10 @@ def test_one_flipped_bit_of_one_tensor_contradicts() -> None:
 
 def test_bits_count_and_not_values() -> None:
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert compared([Part(name="nan", held=nan, published=nan.clone())]).outcome == "verified"
-    assert compared([Part(name="zero", held=zero, published=-zero)]).outcome == "contradicted"
-    assert compared([Part(name="type", held=zero, published=zero.double())]).outcome == "contradicted"
-    assert compared([Part(name="array", held=np.zeros(2), published=np.zeros(2))]).outcome == "verified"
+    assert compared([WeightPart(name="nan", held=nan, published=nan.clone())]).outcome == "verified"
+    assert compared([WeightPart(name="zero", held=zero, published=-zero)]).outcome == "contradicted"
+    assert compared([WeightPart(name="type", held=zero, published=zero.double())]).outcome == "contradicted"
+    assert compared([WeightPart(name="array", held=np.zeros(2), published=np.zeros(2))]).outcome == "verified"
 
 
 @pytest.mark.parametrize("report", [WeightReport(), WeightReport(verified=9, not_verified={"packed": 1})])

@@ -29,8 +29,8 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.stores.weights import weight_folder
+from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
-from staleflow.stores.weights.weight_report import compared_by_name
 from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
 from staleflow.tasks.actors.server_messages import Payload, RewardItem, payload
