@@ -27,7 +27,7 @@ def turn(text: str, before: tuple[int, ...] = (1, 2, 3), **more: Any) -> Sampled
 
 def running(work: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await work
 
     asyncio.run(limited())
@@ -37,7 +37,7 @@ def running(work: Coroutine[Any, Any, None]) -> None:
 async def serving(**knobs: Any) -> AsyncIterator[tuple[EndpointServer, httpx.AsyncClient]]:
     server = EndpointServer(EndpointSettings(config=EndpointConfig(**knobs), model="mine", temperature=0.7))
     await server.start()
-    async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1"), timeout=10) as client:
+    async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1"), timeout=60) as client:
         try:
             yield server, client
         finally:

@@ -75,7 +75,7 @@ def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
         )  # fmt: skip
         server = EndpointServer(EndpointSettings(model="mine"), policy)
         await server.start()
-        async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
 
             async def ask(*texts: str, key: str = "secret", **more: object) -> httpx.Response:
                 roles = ("user", "assistant")
