@@ -219,6 +219,11 @@ def test_recoveries_are_told_by_fault() -> None:
         ("exit 2: staleflow: task.source: no such file", True),
         ("submitting ended with 1: staleflow: cluster: cannot be used", True),
         ("exit 1: server was lost 4 times within an hour, last: server is gone", False),
+        (
+            "failed: trainer was lost 4 times within an hour, last: trainer-1 is gone: in <TCP>: ConnectionResetError: "
+            "[Errno 104] Connection reset by peer",
+            False,
+        ),
         ("exit 1: /runs/soak/store: step 3 could not be stored: No space left on device; free space", False),
         ("failed: the process that ran it is gone", False),
         ("exit -9: step 12/1000000  reward 1.000", False),

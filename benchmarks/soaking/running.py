@@ -25,8 +25,10 @@ BY_FAULTS = re.compile(
     r"(exit|ended with) (0|130|143|-\d+): |is gone"
 )
 """What a run says that ended by what was done to it, or because it was asked to stop."""
-OWN_FAULTS = re.compile(r"a bug in staleflow|Traceback|could not start|[A-Z]\w*Error: ")
-"""What it never says then."""
+OWN_FAULTS = re.compile(
+    r"a bug in staleflow|Traceback|could not start|\b(?!Connection|CommClosed|OSError)[A-Z]\w*Error: "
+)
+"""What it never says then: errors but those by which a connection shows that a process is gone."""
 SUBMIT_S = 60.0
 """Seconds `staleflow submit` may take."""
 SETTLED_S = 8.0
