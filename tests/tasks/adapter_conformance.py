@@ -16,7 +16,7 @@ from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
 from staleflow.tasks.engines.base import Engine, Request, Sampled
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model
-from tests.tasks.engine_conformance import PROMPT, collect, logprobs_of, request, tokens_of, wait_until_sampling
+from tests.tasks.engine_conformance import PROMPT, collect, logprobs_of, request, sample_until, tokens_of
 
 LORA = LoraConfig(rank=3, alpha=6)
 SERVED = 3
@@ -162,8 +162,7 @@ class AdapterEngineTests:
         """Until then it is served, however old; afterwards, what asks for it gets the oldest that is there."""
         versions.load(engine, 1)
         long = request(0, prompt=PROMPT, max_new_tokens=90, greedy=True)
-        engine.submit([long])
-        wait_until_sampling(engine, 2)
+        sample_until(engine, 2, [long])
         for version in (2, 3, 4):
             versions.load(engine, version)
         first = request(1, prompt=PROMPT, version=PolicyVersion(2))
@@ -181,15 +180,13 @@ class AdapterEngineTests:
         for version in range(1, SERVED + 1):
             versions.load(engine, version)
         one = request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)
-        engine.submit([one])
-        wait_until_sampling(engine, 2)
+        sample_until(engine, 2, [one])
         versions.load(engine, SERVED)
         versions.check(one, collect(engine, 1)[0], SERVED)
 
     def test_interrupted_and_continued_it_keeps_its_version(self, engine: Engine, versions: Versions) -> None:
         versions.load(engine, 1)
-        engine.submit([request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)])
-        wait_until_sampling(engine, 3)
+        sample_until(engine, 3, [request(0, prompt=PROMPT, max_new_tokens=80, greedy=True)])
         versions.load(engine, 2)
         (part,) = engine.interrupt([TrajectoryId(0)])
         first = tokens_of(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from staleflow.stores.errors import ActorLost, StoreError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, Sampled
+from tests.tasks.brake import BRAKE
 
 PATIENCE_S = 60.0
 MANY = 128
@@ -32,6 +33,7 @@ def asked_beside(ask: Callable[[], None]) -> None:
 
 def collect(engine: Engine, count: int, done: dict[int, Sampled] | None = None) -> dict[int, Sampled]:
     """Wait until `count` requests have ended, those in `done` counted."""
+    BRAKE.off()
     done = {} if done is None else done
     deadline = time.monotonic() + PATIENCE_S
     while len(done) < count:
@@ -64,13 +66,20 @@ def model_settings(model: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def wait_until_sampling(engine: Engine, least: int) -> dict[int, Sampled]:
-    """Until some running request has at least this many tokens; returns what has ended by then."""
+def sample_until(engine: Engine, least: int, requests: Sequence[Request] = ()) -> dict[int, Sampled]:
+    """Submit requests, and have them run until one has at least this many tokens; returns what has ended by then. The
+    engine then samples no further until `collect`, or this function, is called. Fails at once if all have ended."""
+    BRAKE.on(least, max((one.num_prior for one in requests), default=None))
+    engine.submit(requests)
     deadline = time.monotonic() + PATIENCE_S
     done: dict[int, Sampled] = {}
     while not any(n >= least for _, n in engine.load_statistics().progress):
-        assert time.monotonic() < deadline
         done |= {e.trajectory: e for e in engine.events(0.0) if isinstance(e, Sampled)}
+        lengths = {trajectory: len(tokens_of(sampled)) for trajectory, sampled in done.items()}
+        assert not requests or len(done) < len(requests), f"all have ended before {least} tokens were seen: {lengths}"
+        assert time.monotonic() < deadline, (
+            f"no request has {least} tokens: {engine.load_statistics()}; ended: {lengths}"
+        )
         time.sleep(0.001)
     return done
 
@@ -128,8 +137,7 @@ class EngineTests:
         whole = request(0, max_new_tokens=60, greedy=True)
         engine.submit([whole])
         expected = tokens_of(collect(engine, 1)[0])
-        engine.submit([request(1, max_new_tokens=60, greedy=True)])
-        wait_until_sampling(engine, 3)
+        sample_until(engine, 3, [request(1, max_new_tokens=60, greedy=True)])
         (part,) = engine.interrupt([TrajectoryId(1)])
         assert part.finish is FinishReason.UNFINISHED
         first = tokens_of(part)
@@ -155,8 +163,7 @@ class EngineTests:
         self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
     ) -> None:
         path, fingerprint = other_weights
-        engine.submit([request(i, max_new_tokens=100) for i in range(20)])
-        done = wait_until_sampling(engine, 3)
+        done = sample_until(engine, 3, [request(i, max_new_tokens=100) for i in range(20)])
         loaded = engine.load(PolicyVersion(5), path)
         assert (loaded.version, loaded.fingerprint, engine.version) == (5, fingerprint, 5)
         assert loaded.weights.outcome == "verified", loaded.weights.line
@@ -175,8 +182,7 @@ class EngineTests:
         assert mixed
 
     def test_aborted_requests_never_answer(self, engine: Engine) -> None:
-        engine.submit([request(i, max_new_tokens=100) for i in range(12)])
-        done = wait_until_sampling(engine, 1)
+        done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(12)])
         aborted = [TrajectoryId(i) for i in (0, 2, 4) if i not in done]
         engine.abort([*aborted, TrajectoryId(77)])
         collect(engine, 12 - len(aborted), done)
@@ -197,16 +203,14 @@ class EngineTests:
     ) -> None:
         path, _ = other_weights
         probe = [3, 10, 14, 7, 5, 9, 11, 4]
-        engine.submit([request(i, max_new_tokens=100) for i in range(20)])
-        done = wait_until_sampling(engine, 3)
+        done = sample_until(engine, 3, [request(i, max_new_tokens=100) for i in range(20)])
         assert engine.logprobs(probe) == pytest.approx(reference(probe, 1), abs=2e-4)
         engine.load(PolicyVersion(5), path)
         assert engine.logprobs(probe) == pytest.approx(reference(probe, 1, path), abs=2e-4)
         assert set(collect(engine, 20, done)) == set(range(20))
 
     def test_load_statistics(self, engine: Engine) -> None:
-        engine.submit([request(i, max_new_tokens=100) for i in range(12)])
-        done = wait_until_sampling(engine, 2)
+        done = sample_until(engine, 2, [request(i, max_new_tokens=100) for i in range(12)])
         load = engine.load_statistics()
         assert 0 < load.running <= 12 - len(done)
         assert load.kv_tokens >= load.running * 4
@@ -218,8 +222,7 @@ class EngineTests:
         assert after.busy_s > 0
 
     def test_progress_counts_what_was_sampled_before(self, engine: Engine) -> None:
-        engine.submit([request(i, num_prior=1000, max_new_tokens=100) for i in range(12)])
-        wait_until_sampling(engine, 1001)
+        sample_until(engine, 1001, [request(i, num_prior=1000, max_new_tokens=100) for i in range(12)])
         assert all(n >= 1000 for _, n in engine.load_statistics().progress)
         engine.interrupt([TrajectoryId(i) for i in range(12)])
         assert engine.load_statistics().progress == ()
@@ -228,10 +231,9 @@ class EngineTests:
         self, engine: Engine, other_weights: tuple[Path, str]
     ) -> None:
         path, _ = other_weights
-        engine.submit([request(i, max_new_tokens=100, num_prior=2) for i in range(20)])
-        done = wait_until_sampling(engine, 5)
+        done = sample_until(engine, 5, [request(i, max_new_tokens=100, num_prior=2) for i in range(20)])
         engine.load(PolicyVersion(5), path)
-        done |= wait_until_sampling(engine, 8)
+        done |= sample_until(engine, 8)
         seen = {s.trajectory: s for s in engine.peek()}
         again = {s.trajectory: s for s in engine.peek()}
         assert seen
@@ -263,8 +265,7 @@ class EngineTests:
     ) -> None:
         path, fingerprint = other_weights
         engine.load(PolicyVersion(3), path)
-        engine.submit([request(i, max_new_tokens=100, may_return=True) for i in range(6)])
-        wait_until_sampling(engine, 1)
+        sample_until(engine, 1, [request(i, max_new_tokens=100, may_return=True) for i in range(6)])
         engine.begin_again(InstanceId("another"))
         load = engine.load_statistics()
         assert (load.version, engine.version, load.running, load.progress) == (0, 0, 0, ())
@@ -281,8 +282,8 @@ class EngineTests:
         assert engine.load(PolicyVersion(3), path).fingerprint == fingerprint
 
     def test_a_dead_engine_says_so_at_once_in_every_verb(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
-        engine.submit([request(i, max_new_tokens=100) for i in range(4)])
-        done = wait_until_sampling(engine, 1)
+        done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(4)])
+        BRAKE.off()
         self.kill(engine)
         with pytest.raises(ActorLost, match="rollout-0"):
             collect(engine, 4, done)
@@ -300,8 +301,7 @@ class EngineTests:
                 verb()
 
     def test_an_engine_that_hangs_still_tells_that_it_samples_nothing(self, engine: Engine) -> None:
-        engine.submit([request(i, max_new_tokens=100) for i in range(MANY)])
-        done = wait_until_sampling(engine, 1)
+        done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
         with self.hang(engine):
             done |= {e.trajectory: e for e in engine.events(0.1) if isinstance(e, Sampled)}
             before = engine.load_statistics()
@@ -313,8 +313,7 @@ class EngineTests:
 
     def test_an_engine_that_loads_weights_still_answers(self, engine: Engine, other_weights: tuple[Path, str]) -> None:
         """Where its weights are replaced in place that takes seconds for a large model."""
-        engine.submit([request(i, max_new_tokens=100) for i in range(MANY)])
-        done = wait_until_sampling(engine, 1)
+        done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
         answered: list[tuple[int, int]] = []
 
         def ask() -> None:
@@ -431,10 +430,10 @@ class ReusingEngineTests(EngineTests):
 def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
     """An engine that the coordinator decides for drafts nothing until it is told to, then as many tokens as it is told,
     up to 3, and nothing again, also for requests that run; whoever takes it over begins anew. more: told than 1."""
-    engine.submit([request(0, max_new_tokens=3000)])
-    wait_until_sampling(engine, 40)
+    sample_until(engine, 40, [request(0, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == 0
     assert engine.drafts_for() == ()
+    BRAKE.off()
     engine.speculate(1)
     before = _drafted(engine, 40)
     assert engine.drafts_for() in ((TrajectoryId(0),), ())  # of the emulated engine, none
@@ -447,14 +446,13 @@ def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
     engine.speculate(0)
     engine.interrupt([TrajectoryId(0)])
     off = engine.load_statistics()
-    engine.submit([request(1, max_new_tokens=3000)])
-    wait_until_sampling(engine, 40)
+    sample_until(engine, 40, [request(1, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == off.drafts
+    BRAKE.off()
     engine.speculate(3)
     _drafted(engine, off.drafts + 1)
     engine.begin_again(InstanceId("rollout-1"))
-    engine.submit([request(2, max_new_tokens=3000)])
-    wait_until_sampling(engine, 40)
+    sample_until(engine, 40, [request(2, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == 0
 
 

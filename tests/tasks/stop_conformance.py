@@ -11,7 +11,7 @@ from staleflow.stores.in_flight.stop_criteria import StopCriteria, find_stop
 from staleflow.stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import Engine, Sampled
 from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, tokenizer_texts
-from tests.tasks.engine_conformance import collect, logprobs_of, request, tokens_of, wait_until_sampling
+from tests.tasks.engine_conformance import collect, logprobs_of, request, sample_until, tokens_of
 
 PROMPT = (3, 10, 14, 7)
 
@@ -46,8 +46,7 @@ class StopTests:
         self, engine: Engine, other_weights: tuple[Path, str], tiny_model: Path
     ) -> None:
         texts, strings = tokenizer_texts(str(tiny_model)), ("123", "9+", "=7=")
-        engine.submit([request(i, max_new_tokens=100, stop=StopCriteria(strings)) for i in range(20)])
-        done = wait_until_sampling(engine, 3)
+        done = sample_until(engine, 3, [request(i, max_new_tokens=100, stop=StopCriteria(strings)) for i in range(20)])
         engine.load(PolicyVersion(5), other_weights[0])
         ended = collect(engine, 20, done)
         for one in ended.values():

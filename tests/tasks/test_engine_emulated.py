@@ -24,12 +24,14 @@ from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, weights, word_logprobs
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
+from tests.tasks.brake import BRAKE, brake, check_that_it_brakes  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
     ReusingEngineTests,
     asked_beside,
     check_that_lengths_are_obeyed,
     collect,
     request,
+    sample_until,
     tokens_of,
 )
 
@@ -72,7 +74,7 @@ class FaultyClock(Clock):
     def now(self) -> float:
         with self._looked:
             last_s, self._last_s = self._last_s, super().now()
-            if not self._stopped:
+            if not self._stopped and not BRAKE.stops_time:
                 self._passed_s += min(self._last_s - last_s, MOST_PASSED_S)
             return self._passed_s
 
@@ -116,6 +118,11 @@ class TestEmulatedEngine(ReusingEngineTests):
     @pytest.fixture(autouse=True)
     def faults(self, clock: FaultyClock) -> None:
         self._clock = clock
+
+    def test_it_runs_no_further_than_a_test_looks(self, engine: Engine, clock: FaultyClock) -> None:
+        requests = [request(i, max_new_tokens=40) for i in range(4)]
+        sample_until(engine, 3, requests)
+        check_that_it_brakes(engine, requests, lambda: clock._passed_s)
 
     def kill(self, engine: Engine) -> None:
         self._clock.fail()

@@ -19,6 +19,7 @@ from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, load_model
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
+from tests.tasks.brake import brake, brake_of_transformers, check_that_it_brakes  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
     GIVEN,
     PROMPT,
@@ -28,6 +29,7 @@ from tests.tasks.engine_conformance import (
     logprobs_of,
     model_settings,
     request,
+    sample_until,
     tokens_of,
     wait_until_sampling,
 )
@@ -45,6 +47,11 @@ class TestTransformersEngine(StopTests, ReusingEngineTests):
         one = TransformersEngine(settings(tiny_model), InstanceId("rollout-0"))
         yield one
         one.close()
+
+    def test_it_runs_no_further_than_a_test_looks(self, engine: Engine) -> None:
+        requests = [request(0, max_new_tokens=40, greedy=True)]
+        sample_until(engine, 3, requests)
+        check_that_it_brakes(engine, requests, lambda: engine.load_statistics().progress)
 
     def kill(self, engine: Engine) -> None:
         def fail() -> None:

@@ -25,8 +25,8 @@ from tests.tasks.engine_conformance import (
     logprobs_of,
     model_settings,
     request,
+    sample_until,
     tokens_of,
-    wait_until_sampling,
 )
 from tests.tasks.stop_conformance import StopTests
 from tests.tasks.test_engine_transformers import changed_weights, plain_logprobs
@@ -129,8 +129,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
     ) -> None:
         """Running requests are prefilled again under the new weights, so their pages are of those."""
         path, _ = other_weights
-        engine.submit([request(0, prompt=PROMPT, max_new_tokens=40, greedy=True)])
-        wait_until_sampling(engine, 3)
+        sample_until(engine, 3, [request(0, prompt=PROMPT, max_new_tokens=40, greedy=True)])
         with slowed(engine):
             engine.load(PolicyVersion(5), path)
         first = collect(engine, 1)[0]
@@ -169,8 +168,7 @@ def test_keep_goes_on_with_the_old_cache_which_new_requests_never_see(tiny_model
     prompt = tuple(3 + i % 10 for i in range(70))  # fills pages, so that a cache of the old weights could be hit
     one = VllmEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))
     try:
-        one.submit([request(0, prompt=prompt, max_new_tokens=50)])
-        wait_until_sampling(one, 5)
+        sample_until(one, 5, [request(0, prompt=prompt, max_new_tokens=50)])
         one.load(PolicyVersion(5), path)
         one.submit([request(1, prompt=prompt, max_new_tokens=8)])
         done = collect(one, 2)
@@ -196,8 +194,7 @@ def test_a_request_that_waits_while_weights_load_uses_no_older_pages(
     one = VllmEngine(settings(tiny_model, keep=keep, eos=(), max_running=1), InstanceId("i"))
     try:
         # Two run at once, the place for a probe taken too; the third waits for one of them to end.
-        one.submit([request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
-        wait_until_sampling(one, 5)
+        sample_until(one, 5, [request(i, prompt=prompt, max_new_tokens=50) for i in range(3)])
         before = one.load_statistics().cached_tokens
         with slowed(one):
             one.load(PolicyVersion(5), path)
@@ -236,8 +233,7 @@ def test_what_is_kept_for_turns_to_come_is_reported_and_gives_way(tiny_model: Pa
         one.submit([request(0, prompt=PROMPT, max_new_tokens=30)])
         collect(one, 1)
         kept = one.load_statistics().kept_tokens
-        one.submit([request(i, prompt=(3 + i, *PROMPT[1:]), max_new_tokens=80) for i in (1, 2)])
-        wait_until_sampling(one, 75)
+        sample_until(one, 75, [request(i, prompt=(3 + i, *PROMPT[1:]), max_new_tokens=80) for i in (1, 2)])
         squeezed = one.load_statistics().kept_tokens
         one.interrupt([TrajectoryId(1), TrajectoryId(2)])
         left = one.load_statistics().kept_tokens

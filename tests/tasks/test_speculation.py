@@ -19,13 +19,14 @@ from staleflow.tasks.engines.engine_settings import Speculation, TransformersSet
 from staleflow.tasks.engines.token_sampling import accepted
 from staleflow.tasks.engines.transformers import TransformersEngine
 from tests.tasks import test_engine_transformers
+from tests.tasks.brake import brake, brake_of_transformers  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
     check_that_lengths_are_obeyed,
     collect,
     model_settings,
     request,
+    sample_until,
     tokens_of,
-    wait_until_sampling,
 )
 from tests.tasks.speculation_checks import (
     Exact,
@@ -132,8 +133,7 @@ def test_a_response_that_was_sampled_elsewhere_is_drafted_from(model: Path) -> N
 
 def test_what_was_drafted_for_a_request_is_told_where_it_is_stopped(model: Path) -> None:
     with speculating(model, temperature=0.001) as engine:
-        engine.submit([request(0, max_new_tokens=4000)])
-        wait_until_sampling(engine, 60)
+        sample_until(engine, 60, [request(0, max_new_tokens=4000)])
         (stopped,) = engine.interrupt([TrajectoryId(0)])
         load = engine.load_statistics()
     assert stopped.drafted_tokens == load.drafted_tokens > 0
