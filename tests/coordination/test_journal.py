@@ -48,6 +48,7 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.support.driver_runs import MOVES
+from tests.support.examples import num_examples
 
 BASE = ("model.path=x", "steps=6", "batch.groups_per_step=3", "batch.group_size=2", "staleness.eta=2")
 SHAPES = {
@@ -177,7 +178,7 @@ class TinyBody:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=settings.default.max_examples // 16)
+@settings(max_examples=num_examples() // 16)
 @given(seed=st.integers(0, 2**32))
 def test_an_eventful_run_keeps_every_promise_and_replays_to_the_same_commands(
     tmp_path_factory: pytest.TempPathFactory, shape: str, seed: int

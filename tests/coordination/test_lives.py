@@ -33,6 +33,7 @@ from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.support.entries import table
+from tests.support.examples import num_examples
 
 NAMES = tuple(InstanceId(name) for name in "abcd")
 NUM_EVENTS = 400
@@ -106,16 +107,12 @@ class Life:
                 new = tuple(NewGroup(group=GroupId(g), prompt_tokens=rng.randint(1, 20)) for g in groups)
                 self.pending.append(GroupsArrived(groups=new))
             case Route(trajectory=t, epoch=e):
-                self.pending.append(
-                    rng.choices(
-                        [
-                            TrajectorySampled(trajectory=t, epoch=e, tokens=rng.randint(1, 60)),
-                            TrajectoryInterrupted(trajectory=t, epoch=e, tokens=rng.randint(0, 20)),
-                            TrajectoryFailed(trajectory=t, epoch=e, error="x"),
-                        ],
-                        weights=[80, 14, 6],
-                    )[0]
-                )
+                outcomes: list[Event] = [
+                    TrajectorySampled(trajectory=t, epoch=e, tokens=rng.randint(1, 60)),
+                    TrajectoryInterrupted(trajectory=t, epoch=e, tokens=rng.randint(0, 20)),
+                    TrajectoryFailed(trajectory=t, epoch=e, error="x"),
+                ]
+                self.pending.append(rng.choices(outcomes, weights=[80, 14, 6])[0])
             case Interrupt(trajectory=t, epoch=e):
                 self.pending.append(TrajectoryInterrupted(trajectory=t, epoch=e, tokens=rng.randint(0, 30)))
             case Score(trajectory=t):
@@ -170,6 +167,6 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(tree=jobs(), seed=st.integers(0, 10**6))
-@settings(max_examples=80 if settings.default.max_examples <= 200 else 1000, deadline=None)
+@settings(max_examples=80 if num_examples() <= 200 else 1000, deadline=None)
 def test_any_events_in_any_order_keep_every_invariant(tree: dict[str, Any], seed: int) -> None:
     Life(tree, seed).run()

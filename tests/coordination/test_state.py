@@ -278,7 +278,7 @@ def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no
 def test_what_everybody_may_read_cannot_be_written() -> None:
     state = busy_state()
     with pytest.raises(TypeError):
-        state.live[TrajectoryId(0)] = live(state, 1)
+        state.live[TrajectoryId(0)] = live(state, 1)  # type: ignore[index]  # that is what is tested
     for name in ("now", "training", "fresh_groups", "groups_drawn", "waited_s"):
         with pytest.raises(AttributeError):
             setattr(state, name, 1)

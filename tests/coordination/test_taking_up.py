@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,7 @@ from staleflow.pipeline.strategies.filtering import KeepAll, NoSignal
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_entries import EntryState
+from staleflow.stores.staleness.ledger_entries import Ending, EntryState
 from staleflow.stores.trajectories.records import LedgerState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, ended_as
 
@@ -65,7 +66,7 @@ class Life:
             self.commit()
             ledger.publish(PolicyVersion(ledger.version + 1))
 
-    def end(self, endings: object) -> None:
+    def end(self, endings: Iterable[Ending]) -> None:
         self.ended |= {e.trajectory for e in endings}
 
     def commit(self) -> None:

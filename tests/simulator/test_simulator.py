@@ -36,6 +36,7 @@ from staleflow.tasks.emulation.batch_simulator import DecodingInstance
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import Turn
 from tests.support.entries import table
+from tests.support.examples import num_examples
 
 BASE = {
     "rollout.engine.name": "emulated", "steps": 8, "batch.groups_per_step": 6, "batch.group_size": 3,
@@ -70,7 +71,9 @@ COST = CostModel(k1=1e-5, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0005
 
 def step_by_step(cost: CostModel, lengths: list[int], prompt: int, max_running: int) -> dict[int, float]:
     """When each of these responses ends, all submitted at 0: one decode step after the other."""
-    waiting, running, clock, ended = list(range(len(lengths))), {}, 0.0, {}
+    running: dict[int, int] = {}
+    ended: dict[int, float] = {}
+    waiting, clock = list(range(len(lengths))), 0.0
     while waiting or running:
         while waiting and len(running) < max_running:
             clock += cost.prefill * prompt
@@ -262,7 +265,7 @@ def test_a_very_long_step_is_not_taken_for_a_deadlock_and_a_deadlock_is_told() -
     slow = job(steps=2, simulation__train_s=5000.0)
     assert run(slow).finished_s > 10_000
     stuck = SimulatedRun(slow, actor_settings.make_workload(slow))
-    stuck.coordinator.ledger.ready = lambda: False
+    stuck.coordinator.ledger.ready = lambda: False  # type: ignore[method-assign]
     with pytest.raises(RunStuck, match="step 0 waits for"):
         stuck.run()
 
@@ -354,7 +357,7 @@ CUT = {
     lost_every_s=st.sampled_from([0.0, 20.0]),
     environment=st.sampled_from(["auto", "yes"]),
 )
-@settings(max_examples=min(30, settings.default.max_examples))
+@settings(max_examples=min(30, num_examples()))
 def test_no_more_responses_are_cut_than_their_share(
     share: float, eta: int, kind: str, seed: int, lost_every_s: float, environment: str
 ) -> None:
@@ -471,7 +474,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
 
 
 @given(config=jobs())
-@settings(max_examples=60 if settings.default.max_examples <= 200 else 1000)
+@settings(max_examples=60 if num_examples() <= 200 else 1000)
 def test_bound_and_conservation_hold_and_nothing_deadlocks(config: RunConfig) -> None:
     """Under random strategies, redundancy and faults, re-checked by the coordinator after each event and by a witness
     that keeps its own books. That the run ends is the absence of deadlock: it raises RunStuck otherwise."""

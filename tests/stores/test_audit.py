@@ -32,6 +32,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Ended, Fate, PolicyVersion, ended_as
 from tests.stores.plain_audit import conservation_of, plain_audit
 from tests.stores.store_conformance import ended
+from tests.support.examples import num_examples
 
 INTEGERS = [column.array for column in COLUMNS if np.dtype(column.dtype).kind in "ib"]
 NUMBERS = (-(2**40), -2, -1, 0, 1, 2, 3, 5, 17, 40, 2**20, 2**40)
@@ -267,7 +268,7 @@ def plain(findings: Iterable[Any]) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("faults", [0, 1, 2, 6])
-@settings(max_examples=max(8, settings.default.max_examples // 8))
+@settings(max_examples=max(8, num_examples() // 8))
 @given(seed=st.integers(0, 2**32))
 def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
     tmp_path_factory: pytest.TempPathFactory, faults: int, seed: int
