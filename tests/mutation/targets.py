@@ -80,7 +80,10 @@ PACKAGES = (
     Package(
         name="strategies",
         paths=("pipeline/strategies",),
-        tests=("tests/strategies", "tests/coordination/test_coordinator.py"),
+        tests=(
+            "tests/strategies", "tests/coordination/test_coordinator.py", "tests/config/test_config.py",
+            "tests/simulator/test_simulator.py",
+        ),
     ),
     Package(
         name="losses",
