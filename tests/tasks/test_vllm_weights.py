@@ -54,7 +54,7 @@ def write_model(name: str, folder: Path, vocabulary: int = 97) -> Path:
     return folder
 
 
-class Loaded:
+class UpdatedEngine:
     """An engine, the trainer's model, and the file of the version that both have."""
 
     def __init__(self, name: str, tensor_parallel: int, folder: Path) -> None:
@@ -77,13 +77,13 @@ RUNS = [("tied", 1), ("biases", 1), ("qwen3_moe", 1), ("mixtral", 1), ("biases",
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=lambda param: f"{param[0]}-{param[1]}")
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    one = Loaded(*request.param, tmp_path_factory.mktemp("weights"))
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpdatedEngine]:
+    one = UpdatedEngine(*request.param, tmp_path_factory.mktemp("weights"))
     yield one
     one.engine.close()
 
 
-def test_every_part_is_verified_after_each_load_and_logprobs_are_the_trainers(loaded: Loaded) -> None:
+def test_every_part_is_verified_after_each_load_and_logprobs_are_the_trainers(loaded: UpdatedEngine) -> None:
     for version in range(LOADS + 1):
         report = loaded.engine.load(PolicyVersion(version), loaded.publish(version)).weights
         assert report.outcome == "verified", report.line
@@ -102,7 +102,7 @@ def flip(worker: Any, number: int, rank: int) -> str:
     return str(name)
 
 
-def test_one_bit_of_any_parameter_on_any_worker_contradicts(loaded: Loaded) -> None:
+def test_one_bit_of_any_parameter_on_any_worker_contradicts(loaded: UpdatedEngine) -> None:
     path = loaded.publish(7)
     assert loaded.engine.load(PolicyVersion(7), path).weights.outcome == "verified"
     vllm, tensor_parallel = loaded.engine._engine, loaded.engine._settings.tensor_parallel
@@ -117,7 +117,7 @@ def test_one_bit_of_any_parameter_on_any_worker_contradicts(loaded: Loaded) -> N
     assert loaded.engine._compared(path).outcome == "verified"
 
 
-def test_a_tensor_of_a_name_that_the_engine_does_not_know_is_not_verified(loaded: Loaded) -> None:
+def test_a_tensor_of_a_name_that_the_engine_does_not_know_is_not_verified(loaded: UpdatedEngine) -> None:
     from staleflow.tasks.engines import vllm_weights
 
     if loaded.engine._settings.tensor_parallel > 1:
