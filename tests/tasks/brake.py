@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 
@@ -25,14 +24,11 @@ class Brake:
         self._prior = 0
         self._looker = 0
         """The thread of the test."""
-        self._earlier: dict[int, set[str]] | None = None
-        """By loop: requests that it had before those that are submitted now; None: all count."""
 
     def on(self, least: int, prior: int | None = None) -> None:
-        """Brake at the first request that has this many tokens, of those that are submitted from now on. prior: tokens
-        that were sampled before that; None: they have been submitted, with as many as was said then."""
+        """Brake at the first request that has this many tokens. prior: that were sampled before it was submitted; None:
+        as many as was said before."""
         with self._changed:
-            self._earlier = None if prior is None else {}
             self._prior = self._prior if prior is None else prior
             self._least, self._looker = least - self._prior, threading.get_ident()
             self._changed.notify_all()
@@ -43,18 +39,15 @@ class Brake:
             self._least = None
             self._changed.notify_all()
 
-    def before_pass(self, loop: int, sampled: dict[str, int], goes_on: Callable[[], bool]) -> None:
-        """Wait, in an engine's thread, while it is on and a request has enough tokens. loop: which of them asks.
-        sampled: tokens by request. goes_on: whether it is asked to pause or to end, which it does before the pass."""
+    def before_pass(self, sampled: int, goes_on: Callable[[], bool]) -> bool:
+        """Wait, in an engine's thread, while it is on and a request has enough tokens, of which the longest has so
+        many. goes_on: whether the engine is asked to do something else first. Returns whether it is."""
         with self._changed:
-            while self._least is not None and self._most(loop, sampled) >= self._least and not goes_on():
+            while self._least is not None and sampled >= self._least:
+                if goes_on():
+                    return True
                 self._changed.wait(0.001)
-
-    def _most(self, loop: int, sampled: dict[str, int]) -> int:
-        earlier: set[str] = set()
-        if self._earlier is not None:  # what was stopped by now is among them until the loop looks
-            earlier = self._earlier.setdefault(loop, set(sampled))
-        return max((count for key, count in sampled.items() if key not in earlier), default=0)
+        return False
 
     @property
     def stops_time(self) -> bool:
@@ -75,22 +68,19 @@ def brake() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def brake_of_transformers(brake: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the loops of transformers brake, in tests of a module that imports this."""
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+    """Have the loop of the engine on transformers brake, in tests of a module that imports this."""
+    from staleflow.tasks.engines.transformers import TransformersEngine
 
-    prepare = ContinuousBatchProcessor.prepare_next_batch
+    carry_out_calls = TransformersEngine._carry_out_calls
 
-    def braked(self: Any) -> Any:
-        status = self.background_thread_status
-        running = self.scheduler.active_requests
-        BRAKE.before_pass(
-            id(self),
-            {key: len(state.generated_tokens) for key, state in running.items()},
-            lambda: status.is_pause_requested() or status.local_status != status.DONT_STOP,
-        )
-        return prepare(self)
+    def braked(self: TransformersEngine) -> bool:
+        while carry_out_calls(self):
+            sampled = max((running.num_sampled for running in self._requests), default=0)
+            if not BRAKE.before_pass(sampled, lambda: bool(self._calls or self._closing)):
+                return True
+        return False
 
-    monkeypatch.setattr(ContinuousBatchProcessor, "prepare_next_batch", braked)
+    monkeypatch.setattr(TransformersEngine, "_carry_out_calls", braked)
 
 
 def check_that_it_brakes(engine: Engine, requests: Sequence[Request], sampled: Callable[[], object]) -> None:

@@ -31,7 +31,6 @@ from tests.tasks.engine_conformance import (
     request,
     sample_until,
     tokens_of,
-    wait_until_sampling,
 )
 from tests.tasks.stop_conformance import StopTests
 
@@ -242,8 +241,7 @@ def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Pat
     path, _ = changed_weights(tiny_model, tmp_path)
     one = TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))
     try:
-        one.submit([request(0, PROMPT, max_new_tokens=50, may_return=True)])
-        wait_until_sampling(one, 5)
+        sample_until(one, 5, [request(0, PROMPT, max_new_tokens=50, may_return=True)])
         one.load(PolicyVersion(5), path)
         one.submit([request(1, PROMPT, max_new_tokens=8)])
         done = collect(one, 2)
