@@ -70,8 +70,6 @@ PACKAGES = (
         tests=DECISIONS,
         own={
             "draft_lengths": ("tests/coordination/test_draft_lengths.py",),
-            "steady_state": ("tests/coordination/test_steady_state.py",),
-            "pacing": ("tests/coordination/test_steady_state.py",),
             "journal": ("tests/coordination/test_journal.py",),
             "state": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
             "fleet": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
