@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.endpoint import Told, stored_turns
+from benchmarks.endpoint import AgentArgs, stored_turns
 from examples.make_agent_model import SYMBOLS, games
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs.execution import execute
@@ -122,7 +122,7 @@ def make_model(folder: Path, recipe: Recipe) -> None:
 def compared(store: VersionedStore, told: Path) -> tuple[int, int, int]:
     """Turns in the store, those of them that were told with these very ids and logprobs, and all that were told of
     training tasks. Two turns alike count as two."""
-    heard: Counter[Told] = Counter()
+    heard: Counter[AgentArgs] = Counter()
     for file in told.iterdir():
         for line in file.read_text().splitlines():
             held_out, before, ids, logprobs = json.loads(line)

@@ -24,7 +24,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.simulator.analysis import measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
-from staleflow.tasks.emulation.batch_simulator import DecodingInstance
+from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
 
 UNLIMITED: dict[str, Any] = {
     "hosts": 16, "concurrency": 4096, "step_s": 1e6, "episode_s": 1e7, "max_turns": 1000,
@@ -260,7 +260,7 @@ def _together_s(config: RunConfig) -> float:
     """Seconds until all responses of a batch have ended if each group goes, as one request, to the next instance."""
     engine, workload = config.rollout.engine, actor_settings.make_workload(config)
     instances = [
-        DecodingInstance(factories.cost_model(config), kv_capacity=engine.kv_tokens, max_running=engine.max_running)
+        SimulatedBatch(factories.cost_model(config), kv_capacity=engine.kv_tokens, max_running=engine.max_running)
         for _ in range(config.rollout.instances)
     ]
     for group in range(config.batch.groups_per_step):

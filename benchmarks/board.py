@@ -12,7 +12,7 @@ from typing import Any
 from distributed.protocol.core import dumps, loads
 
 from staleflow.pipeline.cluster.dashboard import View
-from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.pipeline.cluster.job_registry import JobRegistry
 
 STEPS = 1000
 """Training steps that a watched job has done."""
@@ -64,7 +64,7 @@ def main() -> None:
     print("| instances | bytes a report | taking it in, ms | refreshing a page, ms | the same, once a step, ms |")
     print("|---|---|---|---|---|")
     for instances in sizes:
-        board = Board()
+        board = JobRegistry()
         board._scheduler = type("Scheduler", (), {"tasks": {}, "workers": {}})
         board.submit("job", "job", "/runs/job", 2 * STEPS)
         message: dict[str, Any] = {
@@ -77,7 +77,7 @@ def main() -> None:
         view.update()
         refresh = timed_ms(lambda _, view=view: view.update(), 50)
 
-        def next_step(i: int, board: Board = board, view: View = view) -> None:
+        def next_step(i: int, board: JobRegistry = board, view: View = view) -> None:
             board.jobs["job"].history[STEPS + i] = step(STEPS + i)
             view.update()
 

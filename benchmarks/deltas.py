@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.weight_folder import ParameterFolder, read
+from staleflow.stores.weights.weight_folder import WeightFolder, read
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
@@ -68,7 +68,7 @@ def trained(path: str, dtype: str, rate: float, steps: list[list[Row]], minibatc
         training=TrainingConfig(learning_rate=rate, minibatches=minibatches, microbatch_tokens=1024),
     )  # fmt: skip
     policy = PolicyTrainer(settings)
-    published, target = ParameterFolder(folder / "published"), ParameterFolder(folder / "target")
+    published, target = WeightFolder(folder / "published"), WeightFolder(folder / "target")
     policy.published(lambda weights: published.publish(PolicyVersion(0), weights))
     target.path(PolicyVersion(0)).write_bytes(published.path(PolicyVersion(0)).read_bytes())
     shares, changed, costs, rebuilt = [], [], [], []

@@ -128,11 +128,11 @@ async def play(base_url, key, task):
     return 0.0
 """
 
-Told = tuple[tuple[int, ...], tuple[int, ...], bytes]
+AgentArgs = tuple[tuple[int, ...], tuple[int, ...], bytes]
 """Ids before a turn, its own, and the bytes of its logprobs."""
 
 
-def stored_turns(t: Trajectory) -> Iterator[Told]:
+def stored_turns(t: Trajectory) -> Iterator[AgentArgs]:
     """The turns of a stored trajectory."""
     before = t.prompt_tokens.tolist()
     turn: list[Segment] = []
@@ -222,7 +222,7 @@ def identity(model: str, quick: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _told(answer: dict[str, Any]) -> Told:
+def _told(answer: dict[str, Any]) -> AgentArgs:
     choice = answer["choices"][0]
     logprobs = np.asarray([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
     return tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"]), logprobs.tobytes()

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.actors.actor_calls import answers_calls
+from staleflow.tasks.actors.actor_calls import remote_methods
 from staleflow.tasks.actors.server_messages import Payload
 from staleflow.tasks.engines.adapters import LoraConfig
-from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import EngineSettings
 
@@ -100,7 +100,7 @@ def offline(model: str, count: int, running: int) -> float:
     return time.perf_counter() - begin
 
 
-@answers_calls
+@remote_methods
 class Prompts:
     """The trajectory server, as far as a rollout instance knows it."""
 
@@ -112,7 +112,7 @@ class Prompts:
             i: Payload(self._prompts[i % len(self._prompts)], (), FinishReason.UNFINISHED, 0) for i, _epoch in routed
         }
 
-    async def deliver(self, sampled: Sequence[Sampled]) -> dict[int, int]:
+    async def deliver(self, sampled: Sequence[SampledTokens]) -> dict[int, int]:
         return {s.trajectory: sum(len(segment.tokens) for segment in s.segments) for s in sampled}
 
 
@@ -235,7 +235,7 @@ def adapter(model: Any) -> dict[str, Any]:
 def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
     import torch
 
-    from staleflow.stores.weights.weight_folder import ParameterFolder
+    from staleflow.stores.weights.weight_folder import WeightFolder
     from staleflow.tasks.engines.transformers import load_model
 
     torch.set_num_threads(1)
@@ -248,7 +248,7 @@ def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
     busy: list[float] = []
     stalls: list[float] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        published = ParameterFolder(Path(folder))
+        published = WeightFolder(Path(folder))
         published.publish(PolicyVersion(1), named)
         path = published.path(PolicyVersion(1))
         engine = build_engine(settings("vllm", model, running, keep=on_pull == "keep", **beside), InstanceId("i"), 1)
@@ -316,7 +316,7 @@ def logprobs(model: str, count: int, running: int) -> None:
         differences: list[np.ndarray[Any, Any]] = []
         while len(differences) < len(asked):
             for event in engine.events(0.5):
-                assert isinstance(event, Sampled), event
+                assert isinstance(event, SampledTokens), event
                 tokens = [int(t) for s in event.segments for t in s.tokens]
                 stored = np.concatenate([s.logprobs for s in event.segments])
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16"):

@@ -163,7 +163,7 @@ class Trial:
 
     def try_engine(self) -> Reason:
         from staleflow.stores.trajectory import TrajectoryId
-        from staleflow.tasks.engines.base import Request, Sampled
+        from staleflow.tasks.engines.base import Request, SampledTokens
 
         model, rng = self.loaded(self.model), np.random.default_rng(1)
         requests = {}
@@ -174,7 +174,7 @@ class Trial:
         worst, ended, until = 0.0, 0, time.monotonic() + TRIAL_S / 4
         while ended < len(requests) and time.monotonic() < until:
             for event in self.engine.events(0.5):
-                if not isinstance(event, Sampled):
+                if not isinstance(event, SampledTokens):
                     return f"a request failed: {event}"
                 ended += 1
                 prompt = requests[event.trajectory].tokens
@@ -222,9 +222,9 @@ class Trial:
 
     def try_reload(self) -> Reason:
         from staleflow.stores.trajectory import PolicyVersion
-        from staleflow.stores.weights.weight_folder import ParameterFolder
+        from staleflow.stores.weights.weight_folder import WeightFolder
 
-        folder = ParameterFolder(self.folder / "weights")
+        folder = WeightFolder(self.folder / "weights")
         self.trainer.published(lambda weights: folder.publish(PolicyVersion(1), weights))
         loaded = self.engine.load(PolicyVersion(1), folder.path(PolicyVersion(1)))
         if loaded.weights.outcome != "verified":
@@ -237,9 +237,9 @@ class Trial:
         from safetensors import safe_open
 
         from staleflow.stores.trajectory import PolicyVersion
-        from staleflow.stores.weights.weight_folder import ParameterFolder
+        from staleflow.stores.weights.weight_folder import WeightFolder
 
-        folder = ParameterFolder(self.folder / "saved")
+        folder = WeightFolder(self.folder / "saved")
         self.trainer.published(lambda weights: folder.publish(PolicyVersion(1), weights))
         out = self.folder / "checkpoint"
         self.trainer.save(out, folder.path(PolicyVersion(1)))

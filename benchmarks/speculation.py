@@ -29,7 +29,7 @@ from staleflow.pipeline.coordination.fleet import MutableFleet
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import Speculation, VllmSettings
 
@@ -105,7 +105,7 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
     engine = build_engine(settings, InstanceId(kind), 1)
     number = 1
     engine.submit([Request(trajectory=TrajectoryId(0), epoch=1, tokens=prompts[0][:1], max_new_tokens=args.tokens)])
-    while not any(isinstance(event, Sampled) for event in engine.events(1.0)):
+    while not any(isinstance(event, SampledTokens) for event in engine.events(1.0)):
         pass  # what is compiled and loaded at the first use is not measured
     decides = Decides(engine, length) if not most_running else None
     asked.send("built")
@@ -121,7 +121,7 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
             while left:
                 if decides is not None:
                     decides.report()  # first when they are placed, as the coordinator does
-                left -= sum(isinstance(event, Sampled) for event in engine.events(REPORT_S if decides else 1.0))
+                left -= sum(isinstance(event, SampledTokens) for event in engine.events(REPORT_S if decides else 1.0))
             if decides is not None:
                 decides.step_finished()
         after = engine.load_statistics()

@@ -27,9 +27,9 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
-from staleflow.pipeline.weights.weight_transfers import Transfers
+from staleflow.pipeline.weights.weight_transfers import WeightTransfers
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.tasks.actors.actor_calls import answers_calls, call
+from staleflow.tasks.actors.actor_calls import call, remote_methods
 from staleflow.tasks.actors.parameter_server import ParameterServer
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -39,7 +39,7 @@ CALL_S = 60.0
 MIB = 2**20
 
 
-@answers_calls
+@remote_methods
 class Resident:
     """Measures the largest resident set of the process it is in."""
 
@@ -57,7 +57,7 @@ class Resident:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
-@answers_calls
+@remote_methods
 class Instance:
     """What reads the version in place of an engine."""
 
@@ -103,7 +103,7 @@ async def transfer(num_bytes: int, instances: int, times: int, folder: Path) -> 
             await actors.place(f"resident-{host}", workers[f"{host}-0"], Resident)
             for i in range(instances):
                 await actors.place(f"rollout-{host}-{i}", workers[f"{host}-{i}"], Instance)
-        transfers = Transfers(actors, CALL_S)
+        transfers = WeightTransfers(actors, CALL_S)
         data = os.urandom(MIB)
         ratios, rows = [], []
         for number in range(times):

@@ -16,7 +16,7 @@ from staleflow.cli.job import check, store_option
 from staleflow.stores.printable import printable
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.cluster.connection import Where
+    from staleflow.pipeline.cluster.connection import ClusterAddress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -27,10 +27,10 @@ def cluster_options(function: Command) -> Command:
     def named(
         *args: Any, scheduler: str, scheduler_file: str, tls_ca_file: str, tls_cert: str, tls_key: str, **kwargs: Any
     ) -> Any:
-        from staleflow.pipeline.cluster.connection import Where, security_of
+        from staleflow.pipeline.cluster.connection import ClusterAddress, security_of
 
         security = security_of(tls_ca_file, tls_cert, tls_key)
-        where = Where(address=scheduler, scheduler_file=scheduler_file, security=security)
+        where = ClusterAddress(address=scheduler, scheduler_file=scheduler_file, security=security)
         return function(*args, where=where, **kwargs)
 
     named.__doc__, named.__name__ = function.__doc__, function.__name__
@@ -55,7 +55,9 @@ def cluster_options(function: Command) -> Command:
 @store_option
 @click.option("--json", "as_json", is_flag=True, help="Print the job as JSON.")
 @cluster_options
-def submit(config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, where: Where) -> None:
+def submit(
+    config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, where: ClusterAddress
+) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
     if name:
         overrides = (*overrides, f"name={name}")
@@ -85,7 +87,7 @@ def print_submitted(job: dict[str, Any], *, as_json: bool) -> None:
 @click.option("--all", "show_all", is_flag=True, help="Also list jobs that ended more than a day ago.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_options
-def list_jobs(show_all: bool, as_json: bool, where: Where) -> None:
+def list_jobs(show_all: bool, as_json: bool, where: ClusterAddress) -> None:
     """List the jobs of a cluster: those that wait or run, and those that ended within the last day."""
     from staleflow.pipeline.cluster import job_lookup
 
@@ -106,7 +108,7 @@ def list_jobs(show_all: bool, as_json: bool, where: Where) -> None:
 @click.argument("id")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_options
-def status(id: str, as_json: bool, where: Where) -> None:
+def status(id: str, as_json: bool, where: ClusterAddress) -> None:
     """Show a job's progress: step, reward, staleness, throughput, instances, and what it waits for. ID may also be a
     run's folder, which needs no cluster."""
     from staleflow.pipeline.cluster import job_lookup
@@ -132,7 +134,7 @@ def status(id: str, as_json: bool, where: Where) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Keep printing until the job has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print each line as a JSON object with time and text.")
 @cluster_options
-def logs(id: str, follow: bool, as_json: bool, where: Where) -> None:
+def logs(id: str, follow: bool, as_json: bool, where: ClusterAddress) -> None:
     """Print a job's log. Of several with that name it is that of the one that has not ended, or of the newest. Exit
     code 1 if a followed job fails. ID may also be a run's folder, which needs no cluster."""
     from staleflow.pipeline.cluster import job_lookup
@@ -163,7 +165,7 @@ def logs(id: str, follow: bool, as_json: bool, where: Where) -> None:
 @click.argument("id")
 @click.option("--json", "as_json", is_flag=True, help="Print the job as JSON, with its state before.")
 @cluster_options
-def cancel(id: str, as_json: bool, where: Where) -> None:
+def cancel(id: str, as_json: bool, where: ClusterAddress) -> None:
     """Stop a job at its next step, or at once if it waits. What it has done is stored; `staleflow resume` continues
     from there."""
     from staleflow.pipeline.cluster import job_lookup, job_registry
@@ -183,7 +185,7 @@ def cancel(id: str, as_json: bool, where: Where) -> None:
 @click.argument("id")
 @click.argument("worker")
 @cluster_options
-def retire(id: str, worker: str, where: Where) -> None:
+def retire(id: str, worker: str, where: ClusterAddress) -> None:
     """Have a job give up one of its rollout instances: WORKER is its name, or the name or address of its worker. What
     it samples goes on elsewhere from the tokens it has; then the worker leaves the cluster. Nothing is lost."""
     from staleflow.pipeline.cluster import job_lookup

@@ -21,7 +21,7 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.summary import step_line
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluating, not_comparable, shown
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.metrics import tokens_per_s
 
 BAR_CELLS = 24
@@ -61,7 +61,7 @@ class Display:
         if not self._quiet:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+    def progress(self, snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
         """Show the run's progress. `doing` names a phase outside training; empty keeps the last."""
         if self._quiet:
             return
@@ -84,7 +84,7 @@ class Display:
                 self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         self._num_printed = len(outcomes.steps)
 
-    def _view(self, snapshot: Snapshot, outcomes: Outcomes) -> Group:
+    def _view(self, snapshot: Snapshot, outcomes: RunReport) -> Group:
         config, steps = self._config, outcomes.steps
         head = Table.grid(padding=(0, 2))
         recent = [s["reward"] for s in steps[-10:]]
@@ -175,7 +175,7 @@ class Display:
             console.print(f"[red]alarm[/]: {alarm}{more}", highlight=False, soft_wrap=True)
         cost: Any = summary["cost_model"]
         ratio = cost["measured_over_predicted"]
-        if self._config.weighs_costs and cost["drifted"]:
+        if self._config.uses_cost_model and cost["drifted"]:
             console.print(
                 f"[yellow]decode steps took {ratio:.2f} times as long as the strategies' cost model predicts[/]; "
                 f"staleflow profile {os.path.relpath(end.run_dir)} fits it to this run",

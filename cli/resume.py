@@ -12,7 +12,7 @@ from staleflow.cli.cluster_jobs import cluster_options, print_submitted
 from staleflow.cli.job import check, execute_job, warm_up
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.cluster.connection import Where
+    from staleflow.pipeline.cluster.connection import ClusterAddress
 
 
 @click.command("resume")
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
 @click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
 @cluster_options
-def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, where: Where) -> None:
+def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, where: ClusterAddress) -> None:
     """Resume a stopped, killed or finished run from its newest resume point. If a cluster is named, it is submitted
     there."""
     from staleflow.pipeline.api.job_loading import resumable_job

@@ -61,7 +61,7 @@ def chat(named: str, overrides: tuple[str, ...]) -> None:
     """Talk to a run's newest checkpoint, or to a model's folder. An empty line begins anew; Ctrl-D ends it."""
     quiet_libraries()
     from staleflow.pipeline.stored_runs.serving import serving_plan
-    from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, Refused
+    from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError
 
     plan = serving_plan(named, overrides)
 
@@ -79,7 +79,7 @@ def chat(named: str, overrides: tuple[str, ...]) -> None:
                         continue
                     try:
                         reply = await policy.ask(ChatRequest(model="", messages=tuple(said)))
-                    except Refused as refused:
+                    except RequestError as refused:
                         click.echo(f"{refused.message}; an empty line begins anew", err=True)
                         said.pop()
                         continue

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from staleflow.pipeline.api.stored_run import Run
-    from staleflow.pipeline.stored_runs.conversations import Passage
+    from staleflow.pipeline.stored_runs.conversations import MessageSpan
     from staleflow.pipeline.stored_runs.steps import ConsumedBatch
     from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory
     from staleflow.pipeline.stored_runs.views import Order, TrajectoryView
@@ -202,7 +202,7 @@ def _short(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def speaker(passage: Passage) -> Text:
+def speaker(passage: MessageSpan) -> Text:
     """Who says a passage, and how long an environment took for it."""
     from rich.text import Text
 

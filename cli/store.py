@@ -15,7 +15,7 @@ from staleflow.cli.stored import named_cluster, quiet_libraries, worker_options
 
 if TYPE_CHECKING:
     from staleflow.pipeline.api.stored_run import Run
-    from staleflow.pipeline.cluster.connection import Where
+    from staleflow.pipeline.cluster.connection import ClusterAddress
 
 COMMANDS = {
     "ls": ("staleflow.cli.store:ls", "list the runs in a folder"),
@@ -94,7 +94,7 @@ def _row(run: Run) -> dict[str, Any]:
     help="Most resident memory, of all local processes together.",
 )
 @worker_options
-def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where: Where) -> None:
+def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where: ClusterAddress) -> None:
     """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails,
     if no step is stored, or if the weights of no instance were verified."""
     quiet_libraries()

@@ -20,7 +20,7 @@ from staleflow.cli.stored import (
 )
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.cluster.connection import Where
+    from staleflow.pipeline.cluster.connection import ClusterAddress
     from staleflow.pipeline.stored_runs.exporting import ExportFormat
 
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--branch", required=True, help="Name of the new branch for the rewards.")
 @worker_options
 def reprocess(
-    run: str, reward: str, changes: tuple[str, ...], branch: str, workers: int, as_json: bool, where: Where
+    run: str, reward: str, changes: tuple[str, ...], branch: str, workers: int, as_json: bool, where: ClusterAddress
 ) -> None:
     """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
     if not (reward or changes):
@@ -99,7 +99,9 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 )
 @selection_option
 @worker_options
-def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: Where) -> None:
+def rescore(
+    run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: ClusterAddress
+) -> None:
     """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
@@ -146,7 +148,14 @@ def rescore(run: str, model: str, branch: str, selection: str, workers: int, as_
 @selection_option
 @worker_options
 def export(
-    run: str, to: ExportFormat, out: str, branch: str, selection: str, workers: int, as_json: bool, where: Where
+    run: str,
+    to: ExportFormat,
+    out: str,
+    branch: str,
+    selection: str,
+    workers: int,
+    as_json: bool,
+    where: ClusterAddress,
 ) -> None:
     """Export trajectories, as texts and tokens, for other tools."""
     quiet_libraries()

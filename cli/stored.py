@@ -12,7 +12,7 @@ import click
 from staleflow.cli.cluster_jobs import cluster_options
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.cluster.connection import Where
+    from staleflow.pipeline.cluster.connection import ClusterAddress
 
 ERRORS_SHOWN = 10
 
@@ -45,7 +45,7 @@ def worker_options(function: Command) -> Command:
 
 
 @contextlib.contextmanager
-def named_cluster(where: Where, *, configured: bool = True) -> Iterator[Any]:
+def named_cluster(where: ClusterAddress, *, configured: bool = True) -> Iterator[Any]:
     """A client of the cluster that the options name; None if they name none. configured: whether Dask's configuration
     may name it, too. Raises ConfigError if it does not answer."""
     if not (where.named if configured else where.address or where.scheduler_file):
@@ -69,7 +69,7 @@ def announce(line: str) -> None:
     click.echo(line, err=True)
 
 
-def starting(where: Where, count: int) -> str:
+def starting(where: ClusterAddress, count: int) -> str:
     """What the next seconds are for; empty if workers of a cluster are there already."""
     plural = "es" if count != 1 else ""
     return "" if where.named else f"starting {count} worker process{plural}; --workers sets their number"

@@ -15,7 +15,7 @@ from staleflow.cli.cluster_jobs import cluster_options
 from staleflow.cli.stored import named_cluster, print_errors, quiet_libraries, selection_option
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.cluster.connection import Where
+    from staleflow.pipeline.cluster.connection import ClusterAddress
 
 
 @click.command("train-offline")
@@ -37,7 +37,7 @@ def command(
     overrides: tuple[str, ...],
     out: str,
     as_json: bool,
-    where: Where,
+    where: ClusterAddress,
 ) -> None:
     """Train on a run's stored batches, in their order, with the same trainer and losses, without rollout.
 

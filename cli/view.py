@@ -32,7 +32,7 @@ def command(run: str, port: int | None, host: str, no_browser: bool, until_eof: 
     branches. Ends with Ctrl-C."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
-    from staleflow.pipeline.run_page.api import Answers
+    from staleflow.pipeline.run_page.api import RunApi
     from staleflow.pipeline.run_page.page_server import listen, make_server
     from staleflow.pipeline.run_page.run_reader import RunReader
 
@@ -52,7 +52,7 @@ def command(run: str, port: int | None, host: str, no_browser: bool, until_eof: 
     if until_eof:  # for a program that starts it, and with which it is to end
         threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        make_server(Answers(reader), host, started).run(sockets=[listening])
+        make_server(RunApi(reader), host, started).run(sockets=[listening])
     except KeyboardInterrupt:
         sys.exit(130)
 

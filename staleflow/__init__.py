@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.jobs.tracking import Tracker as Tracker
     from staleflow.pipeline.runtime.evaluation_results import Evaluation as Evaluation
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference as BranchDifference
-    from staleflow.pipeline.stored_runs.conversations import Passage as Passage
+    from staleflow.pipeline.stored_runs.conversations import MessageSpan as MessageSpan
     from staleflow.pipeline.stored_runs.exporting import ExportResult as ExportResult
     from staleflow.pipeline.stored_runs.logprob_recompute import LogprobComparison as LogprobComparison
     from staleflow.pipeline.stored_runs.logprob_recompute import RescoreResult as RescoreResult
@@ -115,7 +115,7 @@ _MODULES = {
     "Tracker": "staleflow.pipeline.jobs.tracking",
     "Evaluation": "staleflow.pipeline.runtime.evaluation_results",
     "BranchDifference": "staleflow.pipeline.stored_runs.branch_diff",
-    "Passage": "staleflow.pipeline.stored_runs.conversations",
+    "MessageSpan": "staleflow.pipeline.stored_runs.conversations",
     "ExportResult": "staleflow.pipeline.stored_runs.exporting",
     "LogprobComparison": "staleflow.pipeline.stored_runs.logprob_recompute",
     "RescoreResult": "staleflow.pipeline.stored_runs.logprob_recompute",

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 Places = npt.NDArray[np.int64]
-Sampled = npt.NDArray[np.bool_]
+SampledTokens = npt.NDArray[np.bool_]
 
 
 class Branch(NamedTuple):
@@ -62,19 +62,19 @@ def places(branches: Sequence[Branch], end: int) -> Places:
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def trained_parts(branches: Sequence[Branch], trained: Sampled) -> list[tuple[Places, Sampled]]:
+def training_sequences(branches: Sequence[Branch], trained: SampledTokens) -> list[tuple[Places, SampledTokens]]:
     """The sequences that a model computes for a trajectory: of each the places of its tokens, and which of them are
     trained on there. trained: [P + T] which tokens are to be trained on; each is in exactly one sequence.
 
     There are as many as there are ends of branches: a branch that is taken up again where it ended is one sequence.
 
-    >>> [(p.tolist(), t.tolist()) for p, t in trained_parts([Branch(2, 1)], np.array([False, True, False, True]))]
+    >>> [(p.tolist(), t.tolist()) for p, t in training_sequences([Branch(2, 1)], np.array([False, True, False, True]))]
     [([0, 1], [False, True]), ([0, 2, 3], [False, False, True])]
     """
     left = trained.copy()
     ends = [*(branch.at for branch in branches), len(trained)]
     begins = [0, *(branch.at for branch in branches)]
-    found: list[tuple[Places, Sampled]] = []
+    found: list[tuple[Places, SampledTokens]] = []
     for number in reversed(range(len(ends))):
         own = np.flatnonzero(left[begins[number] : ends[number]])
         if len(own):
@@ -84,13 +84,13 @@ def trained_parts(branches: Sequence[Branch], trained: Sampled) -> list[tuple[Pl
     return found[::-1]
 
 
-def longest_common(
+def longest_shared_prefix(
     branches: Sequence[Branch], tokens: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
 ) -> tuple[int, int]:
     """How far a context goes along with one that is there: the number of tokens in common, and the place after the last
     of them in the newest branch that goes as far as any. tokens: [P + T] of prompt and response.
 
-    >>> longest_common([Branch(3, 1)], np.array([7, 8, 9, 5, 6]), np.array([7, 5, 4]))
+    >>> longest_shared_prefix([Branch(3, 1)], np.array([7, 8, 9, 5, 6]), np.array([7, 5, 4]))
     (2, 4)
     """
     best, place = 0, 0

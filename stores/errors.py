@@ -61,7 +61,7 @@ class JobFailed(StaleflowError, RuntimeError):
     """A job that was submitted to a cluster failed; the message says why."""
 
 
-class EnvironmentsFail(StaleflowError, RuntimeError):
+class TooManyFailedEnvironments(StaleflowError, RuntimeError):
     """So many environments fail that a run makes no sense."""
 
 

@@ -23,7 +23,7 @@ PolicyVersion = NewType("PolicyVersion", int)
 InstanceId = NewType("InstanceId", str)
 
 
-def is_evaluated(number: int) -> bool:
+def is_evaluation(number: int) -> bool:
     """Whether a trajectory, or a group, belongs to an evaluation: those have negative numbers, and are never in a
     ledger, a batch or a store."""
     return number < 0
@@ -71,10 +71,10 @@ class AbortReason(Enum):
     """Its environment failed more often than retries are allowed."""
 
 
-def ended_as(fate: Fate, reason: AbortReason) -> str:
+def outcome_key(fate: Fate, reason: AbortReason) -> str:
     """How a trajectory ended, as stored ledgers and counts name it.
 
-    >>> ended_as(Fate.ABORTED, AbortReason.RUN_ENDED)
+    >>> outcome_key(Fate.ABORTED, AbortReason.RUN_ENDED)
     'aborted:run_ended'
     """
     return f"{fate.value}:{reason.value}"
@@ -182,7 +182,7 @@ class Trajectory:
         return self.num_tokens - self.num_sampled
 
     @property
-    def has_answers(self) -> bool:
+    def has_env_steps(self) -> bool:
         """Whether an environment has answered a turn, be it with nothing."""
         return any(isinstance(s, Given) for s in self.spans)
 

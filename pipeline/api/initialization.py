@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.config.first_job import Brought, FirstJob, write_first_job
+from staleflow.pipeline.config.first_job import FirstJob, InitInputs, write_first_job
 from staleflow.pipeline.processes import local_cluster
 
 
@@ -43,7 +43,7 @@ def init(
         ConfigError: Something named cannot be used, or a file exists already.
     """
     local_cluster.quiet_process(1)
-    brought = Brought(
+    brought = InitInputs(
         data=data,
         model=model,
         reward=reward,

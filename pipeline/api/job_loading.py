@@ -14,7 +14,7 @@ from staleflow.pipeline.api.rows import write_rows
 from staleflow.pipeline.config import knob_tree, loading, preflight, session_files, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import resumption
-from staleflow.pipeline.recovery.run_folder import refuse_used
+from staleflow.pipeline.recovery.run_folder import require_unused_name
 from staleflow.stores.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def new_job(job: Job) -> Job:
     """The job of a new run, with absolute paths. Raises ConfigError, also if the name of its run is taken."""
     preflight.check_names(job)
     job = user_files.located(job)
-    refuse_used(job.run_dir)
+    require_unused_name(job.run_dir)
     return job
 
 

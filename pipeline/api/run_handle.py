@@ -24,7 +24,7 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest
 from staleflow.pipeline.jobs.summary import step_line
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import tokens_per_s
 from staleflow.stores.printable import printable
@@ -50,7 +50,7 @@ class RunHandle:
         self._progress = progress
         self._stop = StopRequest()
         self._checked, self._ended = threading.Event(), threading.Event()
-        self._doing, self._outcomes, self._version = "checking the job", Outcomes(), 0
+        self._doing, self._outcomes, self._version = "checking the job", RunReport(), 0
         self._waiting = False
         self._num_shown = -1
         self._result: RunResult | None = None
@@ -205,7 +205,7 @@ class RunHandle:
         if self._progress is True:
             self._print(line)
 
-    def _show(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+    def _show(self, snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
         """Receive the driver's state, twice a second and at each step."""
         self._waiting = False
         self._doing = doing or self._doing

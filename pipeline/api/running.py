@@ -15,7 +15,7 @@ from staleflow.pipeline.api.job_loading import Job, JobObjects, JobSource, new_j
 from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.run_handle import Progress, RunHandle
 from staleflow.pipeline.api.run_status import RunResult
-from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.processes import local_cluster
 from staleflow.stores.errors import ConfigError
 
@@ -175,7 +175,7 @@ def _begun(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHan
 
 def _on_cluster_of(client: Any, job: Job) -> tuple[Job, Any]:
     """A job on the cluster of a Dask client, and the client's security. Raises ConfigError."""
-    where = Where.of_client(client)
+    where = ClusterAddress.of_client(client)
     if where.address.startswith("inproc"):
         raise ConfigError(
             f"client: the workers at {where.address} are threads of this process, and each actor needs a process; use "

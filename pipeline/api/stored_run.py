@@ -279,7 +279,7 @@ class Run(RunData):
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         """The lock of the run's folder. Raises FolderInUse if a process works on the run."""
-        return run_folder.only_here(self._path)
+        return run_folder.lock_folder(self._path)
 
     def _refuse_past(self, operation: str) -> None:
         if self._at_step is not None:

@@ -16,7 +16,7 @@ from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.run_status import RunResult, RunState, RunStatus
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.cluster import job_lookup
-from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.job_registry import ENDED
 from staleflow.pipeline.config import preflight
 from staleflow.pipeline.jobs import submission
@@ -44,7 +44,7 @@ class SubmittedJob:
     """Name of its run."""
     run_dir: Path
     """Folder of its run, as the cluster's workers see it."""
-    cluster: Where
+    cluster: ClusterAddress
     """The cluster."""
 
     @property
@@ -168,15 +168,15 @@ def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: s
     return [_submitted(job, where) for job in own_loop.call(job_lookup.all_jobs(where))]
 
 
-def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> Where:
+def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> ClusterAddress:
     if client is not None and (scheduler or scheduler_file):
         raise ConfigError("both a client and a scheduler are given; name the cluster by one of them")
     if client is not None:
-        return Where.of_client(client)
-    return Where(address=scheduler, scheduler_file=str(scheduler_file or ""))
+        return ClusterAddress.of_client(client)
+    return ClusterAddress(address=scheduler, scheduler_file=str(scheduler_file or ""))
 
 
-def _submitted(job: Mapping[str, Any], where: Where) -> SubmittedJob:
+def _submitted(job: Mapping[str, Any], where: ClusterAddress) -> SubmittedJob:
     return SubmittedJob(id=job["id"], name=job["name"], run_dir=Path(job["run_dir"]), cluster=where)
 
 

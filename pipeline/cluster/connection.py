@@ -15,7 +15,7 @@ from distributed import Client, Security
 from distributed.comm.addressing import normalize_address, parse_address, parse_host_port
 
 from staleflow.pipeline.cluster.plugin import ensure
-from staleflow.pipeline.cluster.port_probe import PORT, Found, look_at, resolve
+from staleflow.pipeline.cluster.port_probe import PORT, PortState, probe_port, resolve
 from staleflow.stores.errors import ConfigError
 
 UNREACHABLE = (OSError, TimeoutError, ValueError, RuntimeError, MemoryError)
@@ -37,7 +37,7 @@ NETWORK = ("tcp", "tls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class ClusterAddress:
     """A Dask cluster, as the command line or a job file names it: by address, by scheduler file, or by Dask's
     configuration. security: Dask's, for a cluster with TLS."""
 
@@ -46,7 +46,7 @@ class Where:
     security: Any = None
 
     @classmethod
-    def of_client(cls, client: Any) -> Where:
+    def of_client(cls, client: Any) -> ClusterAddress:
         """The cluster of a Dask client. Raises ConfigError if it is none."""
         address = getattr(getattr(client, "scheduler", None), "address", "")
         if not address:
@@ -142,11 +142,11 @@ async def _connect(address: str, within_s: float, options: dict[str, Any]) -> An
         raise ConfigError(f"no scheduler at {address}: {why}")
     client = Client(address, asynchronous=True, timeout=within_s + PATIENT_S, **options)
     starting = asyncio.ensure_future(_started(client, address))
-    found = Found()
+    found = PortState()
     try:
         await asyncio.wait({starting}, timeout=SUSPECT_S)
         if host and (not starting.done() or starting.exception() is not None):
-            found = await look_at(host, port, tls=scheme == "tls")
+            found = await probe_port(host, port, tls=scheme == "tls")
             if found.mistake:
                 raise ConfigError(f"no scheduler at {address}: {found.mistake}")
         async with asyncio.timeout_at(until + (PATIENT_S if found.dask else 0.0)):

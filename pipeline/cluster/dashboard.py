@@ -43,7 +43,7 @@ from tornado.ioloop import IOLoop
 
 from staleflow.pipeline.cluster import run_pages
 from staleflow.pipeline.cluster.downsampling import SMOOTH, columns
-from staleflow.pipeline.cluster.job_registry import Board, Job
+from staleflow.pipeline.cluster.job_registry import Job, JobRegistry
 from staleflow.stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind, axis
 
 REFRESH_MS = 500
@@ -83,7 +83,7 @@ RAW_ALPHA = 0.25
 """Opacity of raw values behind their smooth line."""
 
 
-def add_to(scheduler: Any, board: Board) -> None:
+def add_to(scheduler: Any, board: JobRegistry) -> None:
     """Add the page, its tab and its routes to a scheduler's dashboard, if it has one."""
     application = getattr(scheduler, "http_application", None)
     if application is None or "dashboard" not in getattr(scheduler, "services", {"dashboard": None}):
@@ -110,7 +110,7 @@ def add_to(scheduler: Any, board: Board) -> None:
 class Jobs(web.RequestHandler):
     """All jobs, without their histories."""
 
-    def initialize(self, board: Board) -> None:
+    def initialize(self, board: JobRegistry) -> None:
         self._board = board
 
     def get(self) -> None:
@@ -132,7 +132,7 @@ class OneJob(Jobs):
 class JobsCollector(Collector):
     """Prometheus metrics of all boards in this process; tests and notebooks may start several schedulers in one."""
 
-    boards: ClassVar[weakref.WeakSet[Board]] = weakref.WeakSet()
+    boards: ClassVar[weakref.WeakSet[JobRegistry]] = weakref.WeakSet()
 
     def collect(self) -> Iterable[Metric]:
         jobs = [job for board in self.boards for job in board.jobs.values()]
@@ -146,7 +146,7 @@ class JobsCollector(Collector):
             yield family
 
 
-def export_metrics(board: Board) -> None:
+def export_metrics(board: JobRegistry) -> None:
     """Add jobs to /metrics, which shows this process's registry."""
     if not JobsCollector.boards:
         with contextlib.suppress(ValueError):  # already registered by an earlier scheduler
@@ -162,7 +162,7 @@ def last(job: Job) -> Mapping[str, float]:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(board: Board, extra: Mapping[str, Any], doc: Any) -> None:
+def page(board: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
     """The document for one viewer: of the job named in its address (?job=ID), or of the latest job."""
     arguments = doc.session_context.request.arguments if doc.session_context else {}
     (wanted,) = arguments.get("job", [b""])
@@ -178,7 +178,7 @@ def page(board: Board, extra: Mapping[str, Any], doc: Any) -> None:
 class View:
     """The page that one viewer sees."""
 
-    def __init__(self, board: Board, wanted: str) -> None:
+    def __init__(self, board: JobRegistry, wanted: str) -> None:
         self._board = board
         self._wanted = wanted
         self._shown = ("", -1)

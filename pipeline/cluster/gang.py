@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 DRIVER = "driver"
 ROLLOUT = "rollout"
-HEAVY_ROLES = (ROLLOUT, "trainer")
-ROLES = ("server", "reward", *HEAVY_ROLES)
+EXCLUSIVE_ROLES = (ROLLOUT, "trainer")
+ROLES = ("server", "reward", *EXCLUSIVE_ROLES)
 
 Resources = Mapping[str, Mapping[str, float]]
 """What the workers of a cluster declare, by address."""
@@ -86,7 +86,9 @@ def choose(
     gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
     if not surplus:
         return gang
-    spare = [address for kind in rest if "reward" in kind and not kind & set(HEAVY_ROLES) for address in waiting[kind]]
+    spare = [
+        address for kind in rest if "reward" in kind and not kind & set(EXCLUSIVE_ROLES) for address in waiting[kind]
+    ]
     return gang | dict.fromkeys(spare[: needs.rewards], ("reward",))
 
 

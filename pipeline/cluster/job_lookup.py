@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.stores.errors import ConfigError
 
 POLL_S = 0.5
@@ -41,7 +41,7 @@ def matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
     return Match(chosen, f"{len(found)} jobs match {word}; {chosen['id']} is {which}")
 
 
-def the_one(jobs: Sequence[dict[str, Any]], word: str) -> dict[str, Any]:
+def find_unambiguous(jobs: Sequence[dict[str, Any]], word: str) -> dict[str, Any]:
     """`matching`, but several that have not ended are refused: for what cannot be undone. Raises ConfigError."""
     live = [j["id"] for j in _all_matching(jobs, word) if j["state"] not in job_registry.ENDED]
     if len(live) > 1:
@@ -83,14 +83,14 @@ async def find(client: Any, word: str) -> dict[str, Any]:
     return matching(await job_registry.ask(client, "jobs"), word).job
 
 
-async def all_jobs(where: Where) -> list[dict[str, Any]]:
+async def all_jobs(where: ClusterAddress) -> list[dict[str, Any]]:
     """The jobs of a cluster, in the order of their submission. Raises ConfigError if it cannot be reached."""
     async with where.connected() as client:
         jobs: list[dict[str, Any]] = await job_registry.ask(client, "jobs")
         return jobs
 
 
-async def log_lines(where: Where, id: str, *, follow: bool = False) -> AsyncIterator[str]:
+async def log_lines(where: ClusterAddress, id: str, *, follow: bool = False) -> AsyncIterator[str]:
     """Yield a job's log lines; with `follow`, until the job has ended. Raises ConfigError."""
     after = 0
     async with where.connected() as client:
@@ -104,7 +104,7 @@ async def log_lines(where: Where, id: str, *, follow: bool = False) -> AsyncIter
             await asyncio.sleep(POLL_S)
 
 
-async def ended(where: Where, id: str) -> dict[str, Any]:
+async def ended(where: ClusterAddress, id: str) -> dict[str, Any]:
     """Wait until a job has ended; returns what the cluster knows of it. Raises ConfigError."""
     async with where.connected() as client:
         while (job := await find(client, id))["state"] not in job_registry.ENDED:
@@ -112,18 +112,18 @@ async def ended(where: Where, id: str) -> dict[str, Any]:
         return job
 
 
-async def cancel(where: Where, word: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
+async def cancel(where: ClusterAddress, word: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
     """Stop a job at its next step, or at once if it waits; returns it, and its state before. Raises ConfigError."""
     async with where.connected() as client:
-        job = the_one(await job_registry.ask(client, "jobs"), word)
+        job = find_unambiguous(await job_registry.ask(client, "jobs"), word)
         state = await job_registry.ask(client, "stop", id=job["id"], why=reason)
         return await find(client, job["id"]), str(state)
 
 
-async def retire(where: Where, word: str, worker: str) -> str:
+async def retire(where: ClusterAddress, word: str, worker: str) -> str:
     """Have a running job give up one of its workers; returns the job's id. Raises ConfigError if it does not run."""
     async with where.connected() as client:
-        job = the_one(await job_registry.ask(client, "jobs"), word)["id"]
+        job = find_unambiguous(await job_registry.ask(client, "jobs"), word)["id"]
         state = await job_registry.ask(client, "retire", id=job, worker=worker)
     if state != "running":
         raise ConfigError(f"{job} is {state}: only a running job can give up a worker")

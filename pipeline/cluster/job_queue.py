@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from staleflow.pipeline.cluster.gang import (
     DRIVER,
-    HEAVY_ROLES,
+    EXCLUSIVE_ROLES,
     ROLLOUT,
     Gang,
     Kinds,
@@ -255,7 +255,7 @@ class JobQueue:
             if address in self.dirty or address in self._kept or address not in self.workers:
                 return False
             self.claims[address] = Claim(id, entry.run, (role,))
-        elif role not in HEAVY_ROLES:  # it shares a worker from now on, instead of having its own
+        elif role not in EXCLUSIVE_ROLES:  # it shares a worker from now on, instead of having its own
             self.claims[address] = replace(held, roles=tuple(dict.fromkeys((*held.roles, role))))
             entry.num_workers -= len(self.held(id)) < entry.num_workers
         return True

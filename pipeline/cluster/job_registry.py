@@ -26,7 +26,7 @@ from distributed import SchedulerPlugin
 
 from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs
 from staleflow.pipeline.cluster.job_queue import RETURN_S, JobQueue, place_of
-from staleflow.tasks.engines.engine_handover import require_unused
+from staleflow.tasks.engines.engine_handover import require_orphan
 
 KEY = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
@@ -99,7 +99,7 @@ class Job:
         return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}
 
 
-class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
+class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     """Jobs and claims of one scheduler; pipeline/cluster/plugin.py registers it there."""
 
     name = "staleflow"
@@ -237,7 +237,7 @@ class Board(SchedulerPlugin):  # type: ignore[misc]  # untyped
     async def _has_engine(self, address: str) -> bool:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(END_S):
-                answer = await self._scheduler.rpc(address).run(function=pickle.dumps(require_unused))
+                answer = await self._scheduler.rpc(address).run(function=pickle.dumps(require_orphan))
                 return bool(answer["status"] == "OK")
         return False
 

@@ -8,7 +8,7 @@ from ipaddress import ip_address
 
 import psutil
 
-from staleflow.pipeline.cluster.port_probe import PORT, look_at
+from staleflow.pipeline.cluster.port_probe import PORT, probe_port
 
 
 def open_dask_ports() -> list[str]:
@@ -43,5 +43,5 @@ def _is_dask(pid: int) -> bool:
 async def _open_ports(candidates: list[tuple[str, int]]) -> list[str]:
     """Those that greet as Dask does, without TLS."""
     hosts = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-    replies = await asyncio.gather(*(look_at(hosts.get(ip, ip), port, tls=False) for ip, port in candidates))
+    replies = await asyncio.gather(*(probe_port(hosts.get(ip, ip), port, tls=False) for ip, port in candidates))
     return [f"{ip}:{port}" for (ip, port), reply in zip(candidates, replies, strict=True) if reply.dask]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.stores.errors import ConfigError
 
 
-class BoardPlugin(Board):
+class BoardPlugin(JobRegistry):
     """The board as a plugin, registered once per scheduler by the first client that needs it."""
 
     async def start(self, scheduler: Any) -> None:

@@ -55,7 +55,7 @@ async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PortState:
     """What listens at a port. mistake: why it is no scheduler that can be used so; empty if it may be one. why: what to
     say of it if it does not answer in time. dask: whether it has greeted as Dask does."""
 
@@ -64,28 +64,28 @@ class Found:
     dask: bool = False
 
 
-async def look_at(host: str, port: int, *, tls: bool) -> Found:
+async def probe_port(host: str, port: int, *, tls: bool) -> PortState:
     """What listens at a port, after three seconds at most. tls: whether it is to be used with TLS. All that is sent to
     a scheduler is a greeting, for it may only be busy."""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         greeting, answer = await _greeted(host, port)
     except (OSError, TimeoutError) as error:
-        return Found(why=f"it cannot be reached: {os.strerror(error.errno) if error.errno else 'no answer'}")
+        return PortState(why=f"it cannot be reached: {os.strerror(error.errno) if error.errno else 'no answer'}")
     if b"pickle-protocol" in greeting + (answer or b""):
         if tls:
-            return Found(mistake=f"it does not use TLS; use tcp://{where}")
-        return Found(dask=True, why="it is there, but too busy to answer")
+            return PortState(mistake=f"it does not use TLS; use tcp://{where}")
+        return PortState(dask=True, why="it is there, but too busy to answer")
     if greeting:
-        return Found(mistake=f"another server answers there: {greeting[:40]!r}")
+        return PortState(mistake=f"another server answers there: {greeting[:40]!r}")
     if answer is None:
-        return Found()
+        return PortState()
     if answer.startswith(b"HTTP/") or b"<html" in answer[:200].lower():
         usually = "" if port == PORT else f"; the scheduler's port is usually {PORT}"
-        return Found(mistake=f"an HTTP server answers there, such as Dask's dashboard{usually}")
+        return PortState(mistake=f"an HTTP server answers there, such as Dask's dashboard{usually}")
     if not tls and await _speaks_tls(host, port):
-        return Found(mistake=f"it requires TLS; use tls://{where} with --tls-ca-file, --tls-cert and --tls-key")
-    return Found()
+        return PortState(mistake=f"it requires TLS; use tls://{where} with --tls-ca-file, --tls-cert and --tls-key")
+    return PortState()
 
 
 async def _greeted(host: str, port: int) -> tuple[bytes, bytes | None]:

@@ -19,7 +19,7 @@ from typing import Any
 from distributed import SchedulerPlugin
 from tornado import web
 
-from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.pipeline.cluster.job_registry import JobRegistry
 
 START_S = 60.0
 """Seconds a page may take to start."""
@@ -66,7 +66,7 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
 class RunPage(web.RequestHandler):
     """Leads to the page of a job's run, or says how to see it."""
 
-    def initialize(self, board: Board, pages: RunPages) -> None:
+    def initialize(self, board: JobRegistry, pages: RunPages) -> None:
         self._board = board
         self._pages = pages
 
@@ -107,7 +107,7 @@ def is_local(name: str) -> bool:
         return False
 
 
-def add_to(scheduler: Any, board: Board) -> None:
+def add_to(scheduler: Any, board: JobRegistry) -> None:
     """Add the route of the pages to a scheduler's dashboard."""
     pages = RunPages()
     scheduler.add_plugin(pages, name="staleflow-run-pages")

@@ -18,7 +18,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import Ended, Fate, Given
-from staleflow.tasks.emulation.workload import DrawnWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
+from staleflow.tasks.emulation.workload import RandomWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
 from staleflow.tasks.engines.engine_settings import ENGINES, EngineSettings
 from staleflow.tasks.settings.knobs import values
 from staleflow.tasks.settings.seeds import engine_seed
@@ -297,7 +297,7 @@ def make_workload(config: RunConfig) -> Workload:
         return _recorded_workload(Path(config.workload.run))
     others = ("run", "prompts", "acceptance")
     options = {name: value for name, value in values(config.workload).items() if name not in others}
-    return DrawnWorkload(
+    return RandomWorkload(
         WorkloadSettings(
             **options, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed
         )

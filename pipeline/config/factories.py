@@ -9,15 +9,15 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.strategy_set import Strategies
+from staleflow.pipeline.coordination.strategy_set import StrategySet
 from staleflow.pipeline.strategies.admission import ADMISSION, Late
-from staleflow.pipeline.strategies.affinity import Affinity
+from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from staleflow.pipeline.strategies.migration import MIGRATION
 from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.tasks.emulation.batch_simulator import Drafting
+from staleflow.tasks.emulation.batch_simulator import DraftSettings
 from staleflow.tasks.emulation.cost_model import CostModel, StepCosts
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults
 from staleflow.tasks.emulation.workload import Workload
@@ -47,10 +47,10 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
     return cost_model(config).times(simulation.straggler_factor if slow else 1.0)
 
 
-def drafting(config: RunConfig) -> Drafting:
+def drafting(config: RunConfig) -> DraftSettings:
     """How simulated and emulated instances draft when they begin."""
     asked = config.rollout.engine.speculation
-    return Drafting(length=asked.first_length, most_running=asked.cap, acceptance=config.workload.acceptance)
+    return DraftSettings(length=asked.first_length, most_running=asked.cap, acceptance=config.workload.acceptance)
 
 
 def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
@@ -76,7 +76,7 @@ def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
     return EmulatedEpisodes(workload, faults)
 
 
-def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strategies:
+def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> StrategySet:
     """The strategies this job names, with their knobs. costs: of decode steps, if not of the job's cost model alone.
     Raises ConfigError."""
     cost, rollout = cost_model(config), config.rollout
@@ -84,7 +84,7 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
     given = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
     # A pull that interrupts nothing recomputes no context.
     pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
-    return Strategies(
+    return StrategySet(
         admission=ADMISSION.make(config.staleness.admission, given),
         routing=ROUTING.make(rollout.routing, given),
         synchronization=SYNCHRONIZATION.make(rollout.synchronization, given | {"cost": pulling}),
@@ -95,7 +95,7 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         max_attempts=rollout.max_attempts,
         environments=config.acts,
         evaluation_share=config.evaluation.share,
-        affinity=Affinity(costs) if config.acts and rollout.affinity else None,
+        affinity=CacheAffinity(costs) if config.acts and rollout.affinity else None,
         adapters=config.served_versions > 0,
     )
 
@@ -121,7 +121,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     return Coordinator(ledger, strategies, forecast, drafts, validate_each=validate_each)
 
 
-def _window(strategies: Strategies, groups_per_step: int) -> int:
+def _window(strategies: StrategySet, groups_per_step: int) -> int:
     """Groups, from the oldest on, that a step may choose its batch from; 0: any."""
     share = strategies.admission.window
     return max(1, int(share * groups_per_step)) if share else 0

@@ -57,7 +57,7 @@ MOST_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
+class InitInputs:
     """What the user brings; empty: it is made, or found out. options: of the data set."""
 
     data: str = ""
@@ -92,7 +92,7 @@ class DataFacts:
     acts: bool = False
 
 
-def write_first_job(folder: Path, brought: Brought, say: Callable[[str], None]) -> FirstJob:
+def write_first_job(folder: Path, brought: InitInputs, say: Callable[[str], None]) -> FirstJob:
     """Write a job into a folder, which is created. say: receives lines on what takes long. Raises ConfigError."""
     if brought.data and not brought.model:
         raise ConfigError(
@@ -202,7 +202,7 @@ def _pretrain(out: Path, say: Callable[[str], None]) -> None:
 # -- what the user brings --------------------------------------------------------------------------------------------
 
 
-def _facts(folder: Path, brought: Brought) -> DataFacts:
+def _facts(folder: Path, brought: InitInputs) -> DataFacts:
     """Look at the user's data set. Raises ConfigError."""
     source = _named(brought.data)
     kind, _, name = source.partition(":")
@@ -260,7 +260,7 @@ def _from(folder: Path, name: str) -> str:
     return relative
 
 
-def _function(folder: Path, brought: Brought, data: DataFacts) -> str:
+def _function(folder: Path, brought: InitInputs, data: DataFacts) -> str:
     """The reward function as the job file names it. Raises ConfigError."""
     if not brought.reward:
         return f"{REWARD}:reward" if data.columns is not None else "task"
@@ -308,7 +308,7 @@ def reward(answer, record):
 {body}'''
 
 
-def _job(folder: Path, brought: Brought, data: DataFacts) -> str:
+def _job(folder: Path, brought: InitInputs, data: DataFacts) -> str:
     """The text of the job file. Raises ConfigError."""
     texts = tokenizer_texts(brought.model) if brought.model else None
     chat = texts is not None and texts.has_chat_template

@@ -297,7 +297,7 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
 def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> tuple[Task, TokenizedPrompts | None]:
     """Draw the run's first prompt. With the model's folder, encode it, and any of the run's that may be too long, and
     return the prompts too. notes: is told of a prompt that the model cannot read."""
-    from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+    from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
     from staleflow.tasks.sources.prompts import TokenizedPrompts
 
     if folder is None:
@@ -306,7 +306,7 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
     longest = actor_settings.longest_prompt(config, context)
     settings = actor_settings.prompt_settings(config, context, held_out=config.held_out, longest=longest)
     tokenizer = FileTokenizer(folder)
-    prompts = TokenizedPrompts(settings, TokenizerTexts(tokenizer))
+    prompts = TokenizedPrompts(settings, ChatTokenizer(tokenizer))
     first = prompts.task(0)
     for number, task in itertools.chain([(0, first)], _drawn(config, prompts)):
         if task is first or prompts.may_be_too_long(task):
@@ -325,10 +325,10 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
 def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None) -> None:
     """Begin an episode as a host would, and see that what it will say can follow a turn of the model. Raises
     ConfigError."""
-    from staleflow.tasks.episodes.episode_host import Episodes
+    from staleflow.tasks.episodes.episode_host import EpisodeHost
 
     async def tried() -> None:
-        episodes = Episodes(settings)
+        episodes = EpisodeHost(settings)
         try:
             await episodes.check()
         finally:

@@ -15,7 +15,7 @@ from staleflow.pipeline.config.emulation import SimulationConfig, WorkloadConfig
 from staleflow.pipeline.config.evaluation_settings import EvaluationConfig, EvaluationSetConfig, held_out_set
 from staleflow.pipeline.config.knob_tree import Explained, explained
 from staleflow.pipeline.strategies.admission import ADMISSION, Admission
-from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS, Filtering, Stragglers
+from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS, Filtering, StragglerRule
 from staleflow.pipeline.strategies.migration import MIGRATION, Migration
 from staleflow.pipeline.strategies.routing import ROUTING, Routing
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Synchronization
@@ -115,7 +115,7 @@ class BatchConfig:
     filtering: Filtering = choice(
         FILTERING, "keep_all", "no_signal drops and replaces groups whose rewards are all equal"
     )
-    stragglers: Stragglers = choice(
+    stragglers: StragglerRule = choice(
         STRAGGLERS,
         "wait",
         "what to do with the last unfinished responses of a stuck step: wait for them, or truncate them",
@@ -393,7 +393,7 @@ class RunConfig:
         return self.staleness.eta + 1 if self.rollout.on_pull == "adapter" else 0
 
     @property
-    def weighs_costs(self) -> bool:
+    def uses_cost_model(self) -> bool:
         """Whether one of its strategies goes by the seconds of the cost model."""
         rollout = self.rollout
         return (

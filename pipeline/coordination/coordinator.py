@@ -31,10 +31,10 @@ from staleflow.pipeline.coordination.commands import (
     Speculate,
     Train,
 )
-from staleflow.pipeline.coordination.decision_log import History, tokens_sampled
-from staleflow.pipeline.coordination.discarded import EndedTrajectory
+from staleflow.pipeline.coordination.decision_log import DecisionLog, tokens_sampled
+from staleflow.pipeline.coordination.discarded import DiscardedTrajectory
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
-from staleflow.pipeline.coordination.evaluation_pinning import EvaluationHosts
+from staleflow.pipeline.coordination.evaluation_pinning import EvaluationPinning
 from staleflow.pipeline.coordination.events import (
     EnvironmentAnswered,
     EnvironmentFailed,
@@ -57,41 +57,41 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.inspection import CoordinatorView
+from staleflow.pipeline.coordination.inspection import CoordinatorInspection
 from staleflow.pipeline.coordination.moves import Move, Moves
 from staleflow.pipeline.coordination.phases import Phase, Transition
 from staleflow.pipeline.coordination.pulls import Pulls
-from staleflow.pipeline.coordination.route_planner import Placement
+from staleflow.pipeline.coordination.route_planner import RoutePlanner
 from staleflow.pipeline.coordination.state import CoordinatorState
-from staleflow.pipeline.coordination.strategy_set import Strategies
+from staleflow.pipeline.coordination.strategy_set import StrategySet
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, InstanceId, TrajectoryId
 
 
-class Coordinator(CoordinatorView):
+class Coordinator(CoordinatorInspection):
     """One run's decisions. validate_each: check all invariants of the state after every event (O(live))."""
 
     def __init__(
         self,
         ledger: StalenessLedger,
-        strategies: Strategies,
+        strategies: StrategySet,
         forecast: LengthForecast,
         drafts: DraftLengths,
         *,
         validate_each: bool = False,
     ) -> None:
-        super().__init__(CoordinatorState(ledger, side_by_side=strategies.adapters), forecast, History())
+        super().__init__(CoordinatorState(ledger, side_by_side=strategies.adapters), forecast, DecisionLog())
         self._drafts = drafts
         self._strategies = strategies
         self._validate_each = validate_each
         self._stopped = False
         self._num_events = 0
-        self._placement = Placement(
+        self._placement = RoutePlanner(
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
         )
-        self._hosts = EvaluationHosts(self._state, self._placement, strategies.evaluation_share)
+        self._hosts = EvaluationPinning(self._state, self._placement, strategies.evaluation_share)
         self._pulls = Pulls(self._state, strategies.synchronization, self._placement)
         self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs)
         self._commands: list[Command] = []
@@ -158,7 +158,9 @@ class Coordinator(CoordinatorView):
         parted = ((key.partition(":"), count) for key, count in event.num_ended)
         self._state.resume(event.step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
         for group in event.groups:
-            complete = self._state.take_up(group, Phase.ACTING if self._strategies.environments else Phase.SCORING)
+            complete = self._state.restore_group(
+                group, Phase.ACTING if self._strategies.environments else Phase.SCORING
+            )
             for member in group.members:
                 self._history.note(member.trajectory, f"taken up with {member.tokens} tokens")
             if complete:
@@ -241,7 +243,7 @@ class Coordinator(CoordinatorView):
     def _on_environment_failed(self, event: EnvironmentFailed) -> None:
         live = self._state.acting(event.trajectory, event.epoch)
         if live is not None:
-            self._forget(live.id, self._state.leave_home(live))
+            self._forget(live.id, self._state.pop_cached_instance(live))
             attempts = self._state.restart(live)
             self._history.note(live.id, f"environment failed: {event.error}")
             if attempts > self._strategies.max_attempts:
@@ -256,7 +258,7 @@ class Coordinator(CoordinatorView):
                 if not live.cut_off:
                     self.forecast.finished(live.group, live.tokens, live.forecast)
                 self.forecast.episodes.ended(live.tokens, live.given_tokens)
-            self._forget(live.id, self._state.leave_home(live))
+            self._forget(live.id, self._state.pop_cached_instance(live))
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
         if live.evaluated and self._state.end_evaluated(live):
@@ -293,7 +295,7 @@ class Coordinator(CoordinatorView):
         self._state.pass_time()
         self._drafts.replan(self._state.fleet)
         if not self._stopped:
-            for move in self._moves.rescues():
+            for move in self._moves.straggler_moves():
                 self._move(move)
             for move in self._moves.migrations():
                 self._move(move)
@@ -302,7 +304,7 @@ class Coordinator(CoordinatorView):
 
     def _plan(self) -> None:
         """Decide anew what may come out differently by now: each decision after those that bear on it."""
-        if self._state.take_batch_change():
+        if self._state.pop_batch_changed():
             self._train()
         self._state.release_hosts()
         if loads := self._state.take_load_changes():
@@ -340,12 +342,12 @@ class Coordinator(CoordinatorView):
             if self._hosts.must_pull(instance):
                 self._pull(instance)
             self._state.stay(instance)
-        if self._hosts.hopeless:
+        if self._hosts.cannot_finish:
             self._conclude(abandoned=True)
 
     def _draw(self) -> None:
         room = self._strategies.admission.room(self.ledger)
-        wanted = room - len(self._state.fresh_groups) - self._state.groups_drawn
+        wanted = room - len(self._state.unreserved_groups) - self._state.groups_requested
         if wanted > 0 and len(self._state.fleet):
             self._state.draw(wanted)
             self._commands.append(Draw(num_groups=wanted, cause=self._history.cause))
@@ -379,7 +381,7 @@ class Coordinator(CoordinatorView):
         fresh = live.v_traj < 0 and not live.evaluated
         forecast = self.forecast.expected_remaining(live.group, 0) if fresh else live.forecast
         # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
-        self._state.leave_home(live)
+        self._state.pop_cached_instance(live)
         self._state.send(live, instance, forecast=forecast)
         self._history.note(live.id, f"routed to {instance.instance} at version {instance.version}")
         self._commands.append(
@@ -451,14 +453,14 @@ class Coordinator(CoordinatorView):
             )
         )
 
-    def _retire(self, ended: tuple[EndedTrajectory, ...]) -> None:
+    def _retire(self, ended: tuple[DiscardedTrajectory, ...]) -> None:
         """Stop those that still run, and tell the store how all of them ended."""
         self._stop(ended)
         if ended:
             endings, versions = tuple(one.ending for one in ended), tuple(one.v_traj for one in ended)
             self._commands.append(Retire(endings=endings, versions=versions, cause=self._history.cause))
 
-    def _stop(self, ended: tuple[EndedTrajectory, ...]) -> None:
+    def _stop(self, ended: tuple[DiscardedTrajectory, ...]) -> None:
         """Stop what still runs or acts of trajectories that have ended."""
         cause = self._history.cause
         for one in ended:
@@ -467,12 +469,12 @@ class Coordinator(CoordinatorView):
                 self._commands.append(
                     Abort(trajectory=ending.trajectory, epoch=one.epoch, instance=one.running_on, cause=cause)
                 )
-            self._forget(ending.trajectory, one.kept_on)
+            self._forget(ending.trajectory, one.cached_on)
             if one.acts:
                 self._commands.append(Dismiss(trajectory=ending.trajectory, cause=cause))
             self.forecast.forget(ending.group)
             self._history.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
 
-    def _forget(self, trajectory: TrajectoryId, kept_on: InstanceId | None) -> None:
-        if kept_on is not None:
-            self._commands.append(Forget(trajectory=trajectory, instance=kept_on, cause=self._history.cause))
+    def _forget(self, trajectory: TrajectoryId, cached_on: InstanceId | None) -> None:
+        if cached_on is not None:
+            self._commands.append(Forget(trajectory=trajectory, instance=cached_on, cause=self._history.cause))

@@ -15,7 +15,7 @@ HAPPENED = ("arrived", "sampled", "reward")
 """Beginnings of the notes about what happened, as opposed to what was decided."""
 
 
-class History:
+class DecisionLog:
     """A bounded log of notes, and counts of refusals. `now` and `cause` are those of the event being handled."""
 
     def __init__(self) -> None:

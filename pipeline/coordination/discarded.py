@@ -9,15 +9,15 @@ from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, Traj
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndedTrajectory:
-    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it. kept_on:
+class DiscardedTrajectory:
+    """A trajectory that has just ended without being trained on. running_on: the instance that must stop it. cached_on:
     the instance that may keep its context. acts: it has an environment to be closed."""
 
     ending: Ending
     v_traj: PolicyVersion
     epoch: int
     running_on: InstanceId | None
-    kept_on: InstanceId | None
+    cached_on: InstanceId | None
     acts: bool
 
 
@@ -29,4 +29,4 @@ class Consumed:
     groups: tuple[GroupId, ...]
     members: tuple[TrajectoryId, ...]
     versions: tuple[PolicyVersion, ...]
-    surplus: tuple[EndedTrajectory, ...]
+    surplus: tuple[DiscardedTrajectory, ...]

@@ -27,7 +27,7 @@ import numpy as np
 from staleflow.pipeline.coordination.events import StepsTaken
 from staleflow.pipeline.coordination.fleet import Fleet
 from staleflow.stores.trajectory import InstanceId
-from staleflow.tasks.emulation.cost_model import CostModel, DraftedCosts, Numbers, probability_at
+from staleflow.tasks.emulation.cost_model import CostModel, DraftingCosts, Numbers, probability_at
 
 GAIN = 0.05
 """Share by which the seconds of a token must get less for an instance to draft more tokens or fewer."""
@@ -48,7 +48,7 @@ SIZES = 2
 
 
 @dataclass(slots=True)
-class DraftsSeen:
+class DecayingDraftStats:
     """What was seen of drafts. steps: of requests, while their instance drafted. most: sum of the lengths that the
     drafts might have had."""
 
@@ -96,7 +96,7 @@ class DraftRates:
         return np.concatenate([[1.0], 1.0 + np.cumsum(sampled)])
 
 
-def rates(seen: DraftsSeen, most: int) -> DraftRates:
+def rates(seen: DecayingDraftStats, most: int) -> DraftRates:
     """The rates that explain what was seen, drawn by PRIOR towards what is assumed. most: tokens a draft may have."""
     assumed = PRIOR * HAS_DRAFT
     length = max(1, round(seen.most / seen.drafts)) if seen.drafts else most
@@ -118,7 +118,7 @@ def rates(seen: DraftsSeen, most: int) -> DraftRates:
     )
 
 
-class Factors:
+class StepTimeCorrection:
     """By how much steps take longer than was predicted, by the tokens that they compute: the median of those of a size,
     and between sizes that were seen what lies between."""
 
@@ -154,8 +154,8 @@ class StepSeconds:
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._factors = Factors()
-        self._of_drafts = Factors()
+        self._factors = StepTimeCorrection()
+        self._of_drafts = StepTimeCorrection()
 
     def observe(self, tokens: float, kv_tokens: float, step_s: float, *, drafted: bool) -> None:
         """A step that computed so many tokens took so long. drafted: some of them were drafts."""
@@ -184,12 +184,12 @@ class DraftLengths:
     they do not draft, or as they were set up."""
 
     def __init__(self, cost: CostModel, most: int) -> None:
-        self.costs = DraftedCosts(cost)
+        self.costs = DraftingCosts(cost)
         """What steps cost that draft as is decided here, for whoever plans with them."""
         self._cost = cost
         self._most = most
         self._seconds_of = StepSeconds(cost)
-        self._seen = DraftsSeen()
+        self._seen = DecayingDraftStats()
         self._before: dict[InstanceId, tuple[int, int]] = {}
         """By instance: the requests it ran when it reported last, and the tokens it drafted at most."""
         self._seconds = np.zeros((0, most + 1))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from staleflow.pipeline.coordination.evaluations import Places, places_of
 from staleflow.pipeline.coordination.fleet import Instance
-from staleflow.pipeline.coordination.route_planner import Placement
+from staleflow.pipeline.coordination.route_planner import RoutePlanner
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.coordination.work_queue import EVALUATION
 from staleflow.stores.errors import ProtocolViolation
 
 
-class EvaluationHosts:
+class EvaluationPinning:
     """Consulted by the coordinator whenever it routes. share: of the fleet's places, for as long as a run trains.
     While a host could be given nothing to train on, all of its places are the evaluation's."""
 
-    def __init__(self, state: CoordinatorState, placement: Placement, share: float) -> None:
+    def __init__(self, state: CoordinatorState, placement: RoutePlanner, share: float) -> None:
         self._state = state
         self._placement = placement
         self._share = share
@@ -72,7 +72,7 @@ class EvaluationHosts:
         return min(able, key=lambda host: (host.instance != live.home, host.num_evaluated, host.row))
 
     @property
-    def hopeless(self) -> bool:
+    def cannot_finish(self) -> bool:
         """Whether no instance serves the version of what is yet to be sampled, and none will."""
         found, state = self._state.evaluation, self._state
         if found is None or found.evaluated < 0 or not found.to_sample or found.evaluated == state.ledger.version:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.errors import ProtocolViolation
-from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, is_evaluated
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, is_evaluation
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -180,14 +180,14 @@ class MutableFleet(Fleet):
     def add(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
         """Let an instance run one more trajectory."""
         instance.trajectories[trajectory] = None
-        instance.num_evaluated += is_evaluated(trajectory)
+        instance.num_evaluated += is_evaluation(trajectory)
         instance.kv_tokens += kv_tokens
         self._update(instance)
 
     def remove(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
         """Take a trajectory off an instance. kv_tokens: what it was counted with."""
         del instance.trajectories[trajectory]
-        instance.num_evaluated -= is_evaluated(trajectory)
+        instance.num_evaluated -= is_evaluation(trajectory)
         instance.kv_tokens -= kv_tokens
         self._update(instance)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from staleflow.pipeline.coordination import invariants
-from staleflow.pipeline.coordination.decision_log import History
+from staleflow.pipeline.coordination.decision_log import DecisionLog
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.snapshot import Snapshot, take_snapshot, waiting_for
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
 
-class CoordinatorView:
+class CoordinatorInspection:
     """A coordinator, to be read."""
 
-    def __init__(self, state: CoordinatorState, forecast: LengthForecast, history: History) -> None:
+    def __init__(self, state: CoordinatorState, forecast: LengthForecast, history: DecisionLog) -> None:
         self.ledger = state.ledger
         self.forecast = forecast
         self._state = state

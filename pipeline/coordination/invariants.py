@@ -9,7 +9,7 @@ from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger_entries import EntryState
-from staleflow.stores.trajectory import InstanceId, is_evaluated
+from staleflow.stores.trajectory import InstanceId, is_evaluation
 
 
 def validate(state: CoordinatorState) -> None:
@@ -26,8 +26,8 @@ def validate(state: CoordinatorState) -> None:
         _validate_trajectory(state, live)
     _validate_instances(state)
     fresh = {g for g, entry in state.ledger.entries.items() if entry.state is EntryState.QUEUED}
-    if fresh != state.fresh_groups:
-        raise ProtocolViolation(f"groups without a promise differ: {sorted(fresh ^ state.fresh_groups)[:10]}")
+    if fresh != state.unreserved_groups:
+        raise ProtocolViolation(f"groups without a promise differ: {sorted(fresh ^ state.unreserved_groups)[:10]}")
     due = {t.id: (level := state.level(t.group), level) for t in state.live.values() if t.phase is Phase.QUEUED}
     queued = {live.id: (level, live.level) for level, live in state.queue}
     if due != queued or len(state.queue) != len(queued):
@@ -67,7 +67,7 @@ def _validate_evaluation(state: CoordinatorState) -> None:
     if members != (set() if found is None else found.members):
         raise ProtocolViolation(f"trajectories {sorted(members)[:10]} are evaluated, but no evaluation has them all")
     for one in state.fleet:
-        if one.num_evaluated != sum(is_evaluated(member) for member in one.trajectories):
+        if one.num_evaluated != sum(is_evaluation(member) for member in one.trajectories):
             raise ProtocolViolation(f"{one.instance} is taken to run {one.num_evaluated} for an evaluation")
     if found is None:
         return

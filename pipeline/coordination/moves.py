@@ -10,7 +10,7 @@ from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
-from staleflow.pipeline.strategies.filtering import Stragglers
+from staleflow.pipeline.strategies.filtering import StragglerRule
 from staleflow.pipeline.strategies.migration import Load, Migration, Movable
 from staleflow.tasks.emulation.cost_model import StepCosts
 
@@ -35,7 +35,7 @@ class Moves:
         self,
         state: CoordinatorState,
         migration: Migration,
-        stragglers: Stragglers,
+        stragglers: StragglerRule,
         forecast: LengthForecast,
         costs: StepCosts,
     ) -> None:
@@ -76,16 +76,16 @@ class Moves:
             moves += [Move(movable[j], source, target, why) for j in rule.moves(here, there, views, room)]
         return moves
 
-    def rescues(self) -> Iterator[Move]:
+    def straggler_moves(self) -> Iterator[Move]:
         """Cut off the last trajectories of a step that the trainer has waited too long for: those of groups that are
         due and unfinished."""
         rule, state = self._stragglers, self._state
-        if not rule.impatient(waited_s=state.waited_s, interval_s=state.measured.interval_s.value):
+        if not rule.waited_too_long(waited_s=state.waited_s, interval_s=state.measured.interval_s.value):
             return
         ledger = state.ledger
         due = [live for live in state.live.values() if self._is_due(live)]
         per_step = ledger.groups_per_step * ledger.group_size
-        if not rule.may_end(
+        if not rule.may_truncate(
             sum(not live.cut for live in due),
             per_step=per_step,
             cut_in_step=state.cuts.in_step,

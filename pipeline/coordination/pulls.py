@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from staleflow.pipeline.coordination.fleet import Instance
-from staleflow.pipeline.coordination.route_planner import Placement
+from staleflow.pipeline.coordination.route_planner import RoutePlanner
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.strategies.synchronization import LaggingInstance, Synchronization
 
@@ -14,7 +14,7 @@ class Pulls:
     """Shows a synchronization rule each instance that lags, with the work it could be given with and without a pull.
     One that samples for an evaluation stays at its version until it has nothing more to sample for it."""
 
-    def __init__(self, state: CoordinatorState, rule: Synchronization, placement: Placement) -> None:
+    def __init__(self, state: CoordinatorState, rule: Synchronization, placement: RoutePlanner) -> None:
         self._state = state
         self._rule = rule
         self._placement = placement
@@ -29,24 +29,24 @@ class Pulls:
         if rule.weighs:  # the cheapest to interrupt come first, and get the work that is there
             lagging.sort(key=lambda i: i.kv_tokens)
         demand = placement.demand(published)
-        sample = placement.fresh_work()
+        sample = placement.typical_new_work()
         measured = self._state.measured
         # Beside those it serves, an instance loads a version while it goes on decoding.
         pull_s = 0.0 if self._state.fleet.side_by_side else measured.pull_s.value
         for instance in lagging:
             appetite = placement.appetite(instance, sample)
-            fed_if_pulled = min(appetite, demand) if rule.weighs else 0
+            num_added_if_pulled = min(appetite, demand) if rule.weighs else 0
             view = LaggingInstance(
                 lag=published - instance.version,
                 num_running=instance.num_running,
                 max_running=instance.max_running,
                 kv_tokens=instance.kv_tokens,
                 fed=min(appetite, placement.demand(instance.version)),
-                fed_if_pulled=fed_if_pulled,
+                num_added_if_pulled=num_added_if_pulled,
                 added_kv_tokens=sample.kv_tokens,
                 interval_s=measured.interval_s.value,
                 pull_s=pull_s,
             )
             if rule.should_pull(view):
-                demand -= fed_if_pulled
+                demand -= num_added_if_pulled
                 yield instance

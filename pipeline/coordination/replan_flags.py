@@ -6,7 +6,7 @@ from staleflow.pipeline.coordination.fleet import Fleet, Instance
 from staleflow.stores.trajectory import InstanceId
 
 
-class PendingChanges:
+class ReplanFlags:
     """Notes that the state makes whenever it changes. Asking for one clears it."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -14,7 +14,7 @@ class PendingChanges:
         self._batch_changed = self._room_changed = self._routing_changed = self._all_loads_changed = False
         self._loads_changed: dict[InstanceId, Instance] = {}
 
-    def take_batch_change(self) -> bool:
+    def pop_batch_changed(self) -> bool:
         """Whether a batch may have become ready since this was last asked."""
         changed, self._batch_changed = self._batch_changed, False
         return changed

@@ -8,14 +8,14 @@ from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.strategies.admission import Admission
-from staleflow.pipeline.strategies.affinity import Affinity
+from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.migration import Load
 from staleflow.pipeline.strategies.routing import Candidate, Routing
 from staleflow.stores.staleness.ledger_entries import EntryState
 from staleflow.stores.trajectory import PolicyVersion
 
 
-class Placement:
+class RoutePlanner:
     """Consulted by the coordinator for each trajectory it could route, and for what an instance could be given."""
 
     def __init__(
@@ -23,7 +23,7 @@ class Placement:
         state: CoordinatorState,
         admission: Admission,
         routing: Routing,
-        affinity: Affinity | None,
+        affinity: CacheAffinity | None,
         forecast: LengthForecast,
     ) -> None:
         """affinity: None where no trajectory has a second turn, or cached contexts are of no account."""
@@ -60,7 +60,7 @@ class Placement:
         """A trajectory, as routing may know it."""
         return Candidate(kv_tokens=live.kv_tokens, continued=live.tokens > 0)
 
-    def fresh_work(self) -> Candidate:
+    def typical_new_work(self) -> Candidate:
         """A trajectory as it will be drawn next, halfway through its response."""
         return Candidate(kv_tokens=int(self._state.measured.prompt_tokens.value + self._forecast.mean_position))
 

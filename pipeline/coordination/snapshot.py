@@ -10,7 +10,7 @@ from staleflow.pipeline.coordination.phases import Phase
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.work_queue import FRESH
 from staleflow.stores.staleness.ledger_entries import BufferView, EntryState
-from staleflow.stores.trajectory import AbortReason, InstanceId, ended_as
+from staleflow.stores.trajectory import AbortReason, InstanceId, outcome_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: F
         num_started=ledger.num_started,
         num_live=ledger.num_live,
         ended={
-            fate.value if reason is AbortReason.NONE else ended_as(fate, reason): n
+            fate.value if reason is AbortReason.NONE else outcome_key(fate, reason): n
             for (fate, reason), n in ledger.num_ended.items()
         },
         staleness_in_flight=_mean(ages[EntryState.RESERVED]),
@@ -114,7 +114,7 @@ def waiting_for(state: CoordinatorState, limit: int) -> str:
     head = (
         f"step {ledger.next_step} waits for {ledger.groups_per_step - ledger.num_occupied} more of its "
         f"{ledger.groups_per_step} groups; {ledger.num_reserved} are being sampled, "
-        f"{len(state.fresh_groups)} queued, {len(state.fleet)} instances"
+        f"{len(state.unreserved_groups)} queued, {len(state.fleet)} instances"
     )
     oldest = sorted(
         (t for t in state.live.values() if t.phase is not Phase.DONE and not t.evaluated),

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 
-from staleflow.pipeline.coordination.discarded import Consumed, EndedTrajectory
+from staleflow.pipeline.coordination.discarded import Consumed, DiscardedTrajectory
 from staleflow.pipeline.coordination.evaluations import EvaluationUnderWay, MutableEvaluations
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
-from staleflow.pipeline.coordination.replan_flags import PendingChanges
+from staleflow.pipeline.coordination.replan_flags import ReplanFlags
 from staleflow.pipeline.coordination.running_means import Cuts, Measured
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory, found_in_flight
 from staleflow.pipeline.coordination.work_queue import EVALUATION, FRESH, MutableWorkQueue, WorkQueue
@@ -33,11 +33,11 @@ from staleflow.stores.trajectory import (
     InstanceId,
     PolicyVersion,
     TrajectoryId,
-    is_evaluated,
+    is_evaluation,
 )
 
 
-class CoordinatorState(PendingChanges):
+class CoordinatorState(ReplanFlags):
     """Trajectories, instances, queued work and the ledger of one run."""
 
     def __init__(self, ledger: StalenessLedger, *, side_by_side: bool = False) -> None:
@@ -85,18 +85,18 @@ class CoordinatorState(PendingChanges):
         return 0.0 if self._idle_since is None else self._now - self._idle_since
 
     @property
-    def fresh_groups(self) -> Set[GroupId]:
+    def unreserved_groups(self) -> Set[GroupId]:
         """The groups that have arrived and hold no promise yet."""
         return self._fresh_groups
 
     @property
-    def groups_drawn(self) -> int:
+    def groups_requested(self) -> int:
         """Groups that were asked for and have not arrived."""
         return self._groups_drawn
 
     def level(self, group: GroupId) -> int:
         """The level of the queue that a group's members wait in."""
-        if is_evaluated(group):
+        if is_evaluation(group):
             return EVALUATION
         version = self.ledger.entries[group].version
         return FRESH if version < 0 else version
@@ -158,7 +158,7 @@ class CoordinatorState(PendingChanges):
         self._routing_changed = True
         return added
 
-    def take_up(self, found: GroupInFlight, sampled: Phase) -> bool:
+    def restore_group(self, found: GroupInFlight, sampled: Phase) -> bool:
         """Continue a group of a stored run where it was, its promise included. sampled: the phase of a member whose
         turn has ended. True if the group has all the members it needs."""
         self.ledger.start(found.group, [member.trajectory for member in found.members])
@@ -178,19 +178,19 @@ class CoordinatorState(PendingChanges):
         self._batch_changed = self._room_changed = self._routing_changed = True
         return complete
 
-    def occupy(self, group: GroupId) -> tuple[EndedTrajectory, ...]:
+    def occupy(self, group: GroupId) -> tuple[DiscardedTrajectory, ...]:
         """Let a complete group wait for the trainer; returns what became surplus because of it."""
         return self._end(self.ledger.occupy(group))
 
-    def filter(self, group: GroupId, reason: AbortReason) -> tuple[EndedTrajectory, ...]:
+    def filter(self, group: GroupId, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
         """Drop a complete group that is not worth training on."""
         return self._end(self.ledger.filter(group, reason))
 
-    def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId) -> tuple[EndedTrajectory, ...]:
+    def abort(self, group: GroupId, reason: AbortReason, member: TrajectoryId) -> tuple[DiscardedTrajectory, ...]:
         """Give up one member, and its group if too few are left."""
         return self._end(self.ledger.abort(group, reason, member))
 
-    def abort_all(self, reason: AbortReason) -> tuple[EndedTrajectory, ...]:
+    def abort_all(self, reason: AbortReason) -> tuple[DiscardedTrajectory, ...]:
         """Give up everything in flight."""
         return self._end([e for group in tuple(self.ledger.entries) for e in self.ledger.abort(group, reason)])
 
@@ -241,7 +241,7 @@ class CoordinatorState(PendingChanges):
         del self._live[live.id]
         return self._evaluations.end(live, answered=not queued)
 
-    def close_evaluation(self) -> tuple[EvaluationUnderWay, tuple[EndedTrajectory, ...]]:
+    def close_evaluation(self) -> tuple[EvaluationUnderWay, tuple[DiscardedTrajectory, ...]]:
         """End the evaluation under way; returns it, and what it still had in flight."""
         found, step = self._evaluations.close(), self.ledger.next_step
         self._all_loads_changed = True
@@ -353,7 +353,7 @@ class CoordinatorState(PendingChanges):
         live.attempts += 1
         return live.attempts
 
-    def leave_home(self, live: LiveTrajectory) -> InstanceId | None:
+    def pop_cached_instance(self, live: LiveTrajectory) -> InstanceId | None:
         """Note that what is kept of a trajectory where it took its latest turn is taken over now, or of no use any
         more. Returns the instance if there may be something."""
         home, live.home = self._fleet.keeping(live.home, live.home_version), None
@@ -471,18 +471,18 @@ class CoordinatorState(PendingChanges):
         if target is not None:
             self._fleet.finish_move(target)
 
-    def _end(self, endings: Iterable[Ending]) -> tuple[EndedTrajectory, ...]:
+    def _end(self, endings: Iterable[Ending]) -> tuple[DiscardedTrajectory, ...]:
         """Take trajectories that the ledger has ended out of everything else."""
-        ended: list[EndedTrajectory] = []
+        ended: list[DiscardedTrajectory] = []
         for ending in endings:
             live = self._live.pop(ending.trajectory)
             ended.append(
-                EndedTrajectory(
+                DiscardedTrajectory(
                     ending=ending,
                     v_traj=live.v_traj,
                     epoch=live.epoch,
                     running_on=live.instance,
-                    kept_on=self.leave_home(live),
+                    cached_on=self.pop_cached_instance(live),
                     acts=live.turns > 0 and live.phase is not Phase.DONE,
                 )
             )

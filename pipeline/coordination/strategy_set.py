@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staleflow.pipeline.strategies.admission import Admission
-from staleflow.pipeline.strategies.affinity import Affinity
-from staleflow.pipeline.strategies.filtering import Filtering, Stragglers
+from staleflow.pipeline.strategies.affinity import CacheAffinity
+from staleflow.pipeline.strategies.filtering import Filtering, StragglerRule
 from staleflow.pipeline.strategies.migration import Migration
 from staleflow.pipeline.strategies.routing import Routing
 from staleflow.pipeline.strategies.synchronization import Synchronization
@@ -14,7 +14,7 @@ from staleflow.tasks.emulation.cost_model import StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strategies:
+class StrategySet:
     """The strategies a coordinator consults, and its own few numbers."""
 
     admission: Admission
@@ -24,14 +24,14 @@ class Strategies:
     migration: Migration
     costs: StepCosts
     """Of decode steps."""
-    stragglers: Stragglers = Stragglers()
+    stragglers: StragglerRule = StragglerRule()
     max_attempts: int = 3
     """Failures a trajectory survives: of an engine or of its environment, or lost instances."""
     environments: bool = False
     """Whether an environment answers each turn; else a response is one turn, which is scored."""
     evaluation_share: float = 0.25
     """Share of the instances' places that an evaluation has while the run trains."""
-    affinity: Affinity | None = None
+    affinity: CacheAffinity | None = None
     """None: where a turn was sampled does not matter for the next."""
     adapters: bool = False
     """Whether an instance serves versions side by side, and a trajectory goes on under the one it began with."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.coordination.phases import Phase
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
-from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluated
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId, is_evaluation
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class LiveTrajectory:
     @property
     def evaluated(self) -> bool:
         """Whether it belongs to an evaluation, and never to a batch."""
-        return is_evaluated(self.id)
+        return is_evaluation(self.id)
 
     @property
     def leaving(self) -> bool:

@@ -25,7 +25,7 @@ from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import after_resuming, read_evaluations
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.trajectory import PolicyVersion
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class RunEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DriverSlot:
+class DriverWorker:
     """The worker on which a driver runs as a Dask task. security: Dask's, for its connections."""
 
     address: str
@@ -52,12 +52,12 @@ class DriverSlot:
 
 async def execute(
     config: RunConfig,
-    progress: Callable[[Snapshot, Outcomes, str], None],
+    progress: Callable[[Snapshot, RunReport, str], None],
     announce: Callable[[str], None],
     *,
     resume: bool = False,
     held: bool = False,
-    slot: DriverSlot | None = None,
+    slot: DriverWorker | None = None,
     job: str = "",
     stop: StopRequest | None = None,
     security: Any = None,
@@ -78,11 +78,11 @@ async def execute(
 async def _execute(
     config: RunConfig,
     facts: ModelFacts,
-    progress: Callable[[Snapshot, Outcomes, str], None],
+    progress: Callable[[Snapshot, RunReport, str], None],
     announce: Callable[[str], None],
     *,
     resume: bool,
-    slot: DriverSlot | None,
+    slot: DriverWorker | None,
     job: str,
     stop: StopRequest | None,
     security: Any,
@@ -107,7 +107,7 @@ async def _execute(
         stopped = await cluster.settle(config, announce, "" if slot is None else slot.address)
         if stopped:
             ended = "stopped", stopped
-            summary = summarize(config, Outcomes(stopped=stopped), run_dir)  # not written: nothing has changed
+            summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
             return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
@@ -130,12 +130,12 @@ async def _train(
     actors: Actors,
     cluster: DaskWorkers,
     reporter: Reporter,
-    told: tuple[Callable[[Snapshot, Outcomes, str], None], Callable[[str], None]],
+    told: tuple[Callable[[Snapshot, RunReport, str], None], Callable[[str], None]],
     prints: tuple[Fingerprints, list[str]],
     stop: StopRequest | None,
     *,
     resume: bool,
-) -> Outcomes:
+) -> RunReport:
     """Drive the run on its cluster, from its beginning or from where it is resumed, to its end."""
     from staleflow.pipeline.jobs.tracking import Tracking
     from staleflow.pipeline.recovery import resumption as resumptions
@@ -147,7 +147,7 @@ async def _train(
         reporter.say(line)
         announce(line)
 
-    def show(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+    def show(snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
         tracking.steps(outcomes.steps)
         tracking.evaluations(outcomes.evaluations)
         starts.note(outcomes)
@@ -190,7 +190,7 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     return config, found, []
 
 
-async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop: StopRequest | None) -> Outcomes:
+async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop: StopRequest | None) -> RunReport:
     """Run the driver until it ends or is stopped, then close it. reporting: runs meanwhile."""
     reports = asyncio.ensure_future(reporting)
     if stop is not None:

@@ -23,18 +23,18 @@ from distributed import Reschedule, get_worker, secede
 from distributed.core import Status
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import PATIENT_S, Where, client_security
+from staleflow.pipeline.cluster.connection import PATIENT_S, ClusterAddress, client_security
 from staleflow.pipeline.cluster.job_lookup import find
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code_in
 from staleflow.pipeline.processes.dask_workers import DriverSlotTaken
-from staleflow.pipeline.recovery.run_folder import FolderInUse, claimed, job_id, refuse_taken, write_job_id
+from staleflow.pipeline.recovery.run_folder import FolderInUse, claimed, job_id, require_no_run, write_job_id
 from staleflow.stores.errors import ActorLost, StaleflowError
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.jobs.execution import DriverSlot
+    from staleflow.pipeline.jobs.execution import DriverWorker
 
 MAX_RESUMES = 3
 """Losses in a row, without a new step in between, after which a driver resumes by itself."""
@@ -57,20 +57,20 @@ class Submission:
 def drive(submission: Submission) -> str:
     """The driver's Dask task; returns how the job ended. Dask runs it again when its worker dies, or the worker that
     holds its result."""
-    from staleflow.pipeline.jobs.execution import DriverSlot
+    from staleflow.pipeline.jobs.execution import DriverWorker
 
     worker = get_worker()
-    slot = DriverSlot(address=worker.address, security=client_security(worker.security))
+    slot = DriverWorker(address=worker.address, security=client_security(worker.security))
     secede()  # it is long-running and computes little: free the worker's thread
     return asyncio.run(
         _drive(submission, slot, worker.scheduler.address, alive=lambda: worker.status is Status.running)
     )
 
 
-async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive: Callable[[], bool]) -> str:
+async def _drive(submission: Submission, slot: DriverWorker, scheduler: str, alive: Callable[[], bool]) -> str:
     from staleflow.pipeline.jobs import reporter
 
-    where = Where(address=scheduler, security=slot.security)
+    where = ClusterAddress(address=scheduler, security=slot.security)
     async with where.connected(PATIENT_S) as client:
         job = await find(client, submission.id)
         if job["state"] in job_registry.ENDED:
@@ -94,7 +94,7 @@ async def _drive(submission: Submission, slot: DriverSlot, scheduler: str, alive
         return state
 
 
-async def _run_to_end(submission: Submission, slot: DriverSlot, client: Any, scheduler: str) -> tuple[str, str]:
+async def _run_to_end(submission: Submission, slot: DriverWorker, client: Any, scheduler: str) -> tuple[str, str]:
     """Run the job, resuming after recoverable losses. Returns the final state and the reason, if any."""
     config = on_this_cluster(submission, scheduler)
     async with claimed_for_job(config, submission):
@@ -103,7 +103,7 @@ async def _run_to_end(submission: Submission, slot: DriverSlot, client: Any, sch
         return await _resume_to_end(config, submission, slot, client)
 
 
-async def _resume_to_end(config: RunConfig, submission: Submission, slot: DriverSlot, client: Any) -> tuple[str, str]:
+async def _resume_to_end(config: RunConfig, submission: Submission, slot: DriverWorker, client: Any) -> tuple[str, str]:
     """`_run_to_end` with the run folder locked."""
     from staleflow.pipeline.jobs import reporter
     from staleflow.pipeline.jobs.execution import execute
@@ -153,7 +153,7 @@ async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIte
                     raise
                 await asyncio.sleep(LOCK_RETRY_S)
         if not submission.resume and job_id(run_dir) != submission.id:
-            refuse_taken(run_dir)
+            require_no_run(run_dir)
         write_job_id(run_dir, submission.id, submission.code)
         yield
 

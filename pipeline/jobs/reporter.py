@@ -22,7 +22,7 @@ from staleflow.pipeline.recovery import job_record
 from staleflow.pipeline.recovery.run_folder import job_id
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.evaluation_results import by_set, evaluating
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.serialization import Codec
 
@@ -59,7 +59,7 @@ class Reporter:
         """Append a line to the log."""
         self._lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
 
-    def progress(self, snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+    def progress(self, snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
         """Take the driver's state, which it passes on twice a second and at each step."""
         if doing and doing != self._doing:
             self._doing = doing

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_file
 from staleflow.stores.serialization import Codec
@@ -58,7 +58,7 @@ class Starts:
         self._written = (0, 0)
         self._write()
 
-    def note(self, outcomes: Outcomes) -> None:
+    def note(self, outcomes: RunReport) -> None:
         """Write what is new, if a step has been trained or an actor lost."""
         self._now.losses, self._now.alarms = list(outcomes.losses), list(outcomes.alarms)
         self._now.commands = dict(outcomes.commands)
@@ -68,7 +68,7 @@ class Starts:
             self._write()
 
     @contextlib.contextmanager
-    def ending(self, outcomes: Outcomes) -> Iterator[None]:
+    def ending(self, outcomes: RunReport) -> Iterator[None]:
         """At the end of a block, write how this start ended. outcomes: filled while the block lasts."""
         end = "stopped at once"
         try:
@@ -80,7 +80,7 @@ class Starts:
         finally:
             self._end(outcomes, end)
 
-    def _end(self, outcomes: Outcomes, end: str) -> None:
+    def _end(self, outcomes: RunReport, end: str) -> None:
         self._now.end, self._written = end, (-1, -1)
         if outcomes.phases:
             known = {name: outcomes.phases.get(name, 0.0) for name in OF_A_START}
@@ -104,7 +104,7 @@ def read(run_dir: Path) -> list[Start]:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to go on without earlier losses") from error
 
 
-def whole(outcomes: Outcomes, run_dir: Path) -> Outcomes:
+def whole(outcomes: RunReport, run_dir: Path) -> RunReport:
     """The outcomes of a run's last start, with losses, alarms, commands and seconds of all its starts. Raises
     StoreError."""
     starts = read(run_dir)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.gang import Needs
 from staleflow.pipeline.cluster.job_lookup import refuse_second
 from staleflow.pipeline.config import knob_tree, user_files
@@ -26,7 +26,7 @@ ARRIVED_POLL_S = 0.02
 """Seconds between two questions whether the scheduler has a submitted job's task."""
 
 
-async def submit(config: RunConfig, where: Where, *, resume: bool = False) -> dict[str, Any]:
+async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = False) -> dict[str, Any]:
     """Submit a job, with absolute paths, to a cluster; returns what the board on its scheduler knows of it, as soon as
     the job has its place in the queue. Raises ConfigError if another process or job has the run's folder."""
     if resume:

@@ -11,10 +11,10 @@ from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.starts import read, whole
-from staleflow.pipeline.jobs.what_if import Expectation, confirmed
+from staleflow.pipeline.jobs.what_if import WhatIf, confirmed
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import by_set, not_comparable
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.training_alarms import least_average
 from staleflow.stores.auditing.drop_bias import DropBias, bias_report
 from staleflow.stores.auditing.weight_counts import WeightCounts, counted
@@ -39,7 +39,7 @@ LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
 """Metrics that summary.png draws in one plot, with colour and width of their lines."""
 
 
-def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, object]:
+def write_report(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str, object]:
     """Write both files into the run folder; returns the summary."""
     summary = summarize(config, whole(outcomes, run_dir), run_dir)
     summary["starts"] = [{"version": one.version, "end": one.end} for one in read(run_dir)]
@@ -52,7 +52,7 @@ def write_report(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[s
     return summary
 
 
-def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str, Any]:
+def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str, Any]:
     """A run's evaluations, steps, tokens, staleness histogram, seconds by phase, and drops by reason."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -121,7 +121,7 @@ def summarize(config: RunConfig, outcomes: Outcomes, run_dir: Path) -> dict[str,
     }
 
 
-def diagnosed(diagnosis: Diagnosis, expectation: Expectation) -> dict[str, Any]:
+def diagnosed(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]:
     """What limited a run and what a change would bring, for summary.json. line: all of it for people."""
     return {
         **diagnosis.as_dict(),
@@ -151,7 +151,7 @@ def step_line(step: Mapping[str, float], num_steps: int, limit: str = "") -> str
     )
 
 
-def draw(config: RunConfig, outcomes: Outcomes, path: Path) -> None:
+def draw(config: RunConfig, outcomes: RunReport, path: Path) -> None:
     """Plot reward, staleness, lengths and throughput over steps."""
     import matplotlib
 

@@ -27,7 +27,7 @@ MOST_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expectation:
+class WhatIf:
     """Tokens per second with a change, over those without. command: simulates the change in full."""
 
     ratio: float | None
@@ -63,7 +63,7 @@ def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
 
 def confirmed(
     run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, instances: int, budget_s: float = BUDGET_S
-) -> tuple[Diagnosis, Expectation]:
+) -> tuple[Diagnosis, WhatIf]:
     """A diagnosis of a run with so many instances, and what a simulation of the run expects of its advice. Instances
     that the simulation finds to be needed are not said to be too many: tails of long responses, which the diagnosis
     does not see, may need them."""
@@ -75,11 +75,11 @@ def confirmed(
     return diagnosis, expected
 
 
-def expect(run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, budget_s: float = BUDGET_S) -> Expectation:
+def expect(run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, budget_s: float = BUDGET_S) -> WhatIf:
     """What a simulation of the run expects of the change that a diagnosis advises."""
     changed = [f"{key}={json.dumps(value)}" for key, value in diagnosis.change]
     if profile is None:
-        return Expectation(ratio=None, command=_command(run_dir, changed))
+        return WhatIf(ratio=None, command=_command(run_dir, changed))
     try:
         before = load_job(run_dir, as_recorded(run_dir, profile))
         known = [key for key in diagnosis.halved if not key.startswith("workload.")]  # the responses are recorded ones
@@ -87,12 +87,12 @@ def expect(run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, budget_
         planted = [f"{key}={json.dumps(value)}" for key, value in diagnosis.planted]
         command = _command(run_dir, [*planted, *changed])
         if not changed:
-            return Expectation(ratio=None, command=command)
+            return WhatIf(ratio=None, command=command)
         settings = (*as_recorded(run_dir, profile), f"steps={min(before.steps, MOST_STEPS)}", *planted)
         rates = [_tokens_per_s(load_job(run_dir, (*settings, *more)), budget_s) for more in ((), changed)]
     except (StaleflowError, _TooLong):
-        return Expectation(ratio=None, command=_command(run_dir, changed))
-    return Expectation(ratio=rates[1] / rates[0] if rates[0] else None, command=command)
+        return WhatIf(ratio=None, command=_command(run_dir, changed))
+    return WhatIf(ratio=rates[1] / rates[0] if rates[0] else None, command=command)
 
 
 def _value(config: RunConfig, key: str) -> Any:

@@ -21,13 +21,13 @@ from typing import Any
 from distributed import Client
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import CONNECT_S, Where
-from staleflow.pipeline.cluster.gang import HEAVY_ROLES, ROLES, Needs
+from staleflow.pipeline.cluster.connection import CONNECT_S, ClusterAddress
+from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES, ROLES, Needs
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.processes.clock import now_s
-from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, Placed
+from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, PlacedActor
 from staleflow.stores.errors import ActorLost, ActorSilent, ConfigError, StaleflowError
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class DaskWorkers:
     slots: dict[str, list[str]] = field(default_factory=dict)
     """Roles placed on each worker, by the worker's name."""
     generation: int = 0
-    placed: dict[str, Placed] = field(default_factory=dict)
+    placed: dict[str, PlacedActor] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     """Addresses of workers that lost an actor. A hung worker is still listed by the scheduler; it is not chosen again.
     """
@@ -87,7 +87,7 @@ class DaskWorkers:
         link = str(self.client.dashboard_link or "")
         return link.removesuffix("status") + "staleflow" if link.endswith("/status") else link
 
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         """Create an actor on a worker for `role`; waits for one to become free, up to deadlines.start_s."""
         deadline = now_s() + self.start_s
         try:
@@ -105,7 +105,9 @@ class DaskWorkers:
             self.waiting.pop(name, None)
         return await self._create(worker, name, role, cls, args, max(1.0, deadline - now_s()))
 
-    async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+    async def place_beside(
+        self, neighbour: PlacedActor, name: str, role: str, cls: type[Any], *args: Any
+    ) -> PlacedActor:
         """Create a light actor on the worker of another."""
         where = (neighbour.worker, neighbour.address, neighbour.host)
         self.slots[neighbour.worker].append(role)
@@ -113,7 +115,7 @@ class DaskWorkers:
 
     async def _create(
         self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
-    ) -> Placed:
+    ) -> PlacedActor:
         """Create an actor in the slot reserved for it. The slot is free again if that fails; a worker on which it took
         too long may hang, and is not used again."""
         worker, address, _ = where
@@ -131,7 +133,7 @@ class DaskWorkers:
 
     async def _created(
         self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
-    ) -> Placed:
+    ) -> PlacedActor:
         worker, address, host = where
         self.generation += 1  # in the key: one cannot be used again while anyone holds the old future
         future = self.client.submit(
@@ -150,7 +152,7 @@ class DaskWorkers:
             raise
         except Exception as error:
             raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
-        self.placed[name] = Placed(
+        self.placed[name] = PlacedActor(
             name=name, role=role, worker=worker, address=address, host=host, actor=actor, future=future
         )
         logger.debug("%s placed on %s (%s)", name, worker, address)
@@ -244,7 +246,7 @@ class DaskWorkers:
         workers = await self._workers()
         held = await job_registry.ask(self.client, "held", id=self.job) if self.shared else {}
         mine = [(a, w) for a, w in workers.items() if role in held.get(a, ())]
-        if role in HEAVY_ROLES:
+        if role in EXCLUSIVE_ROLES:
             mine = [(a, w) for a, w in mine if not self.slots.get(str(w["name"]))]
         free = mine or self._free(role, {a: w for a, w in workers.items() if a not in held or self._in_use(w)})
         for address, worker in sorted(free, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))):
@@ -257,13 +259,13 @@ class DaskWorkers:
         declared = any(set(w["resources"]) & set(ROLES) for w in workers.values())
         able = {a: w for a, w in workers.items() if not declared or w["resources"].get(role, 0) > 0}
         free = [(a, w) for a, w in able.items() if not self._in_use(w)]
-        if role not in HEAVY_ROLES:
+        if role not in EXCLUSIVE_ROLES:
             # Light roles share a worker where other runs need some too, or the heavy roles need the rest.
-            held = [r for roles in self.slots.values() for r in roles if r in HEAVY_ROLES]
+            held = [r for roles in self.slots.values() for r in roles if r in EXCLUSIVE_ROLES]
             wanted = 0 if declared else self.num_heavy - len(held)
             if len(free) <= wanted or (self.shared and not declared):
                 roles_of = [(a, w, set(self.slots.get(str(w["name"]), ()))) for a, w in able.items()]
-                free = [(a, w) for a, w, roles in roles_of if roles and not roles & set(HEAVY_ROLES)] or free
+                free = [(a, w) for a, w, roles in roles_of if roles and not roles & set(EXCLUSIVE_ROLES)] or free
         return free
 
     def _num_roles(self, worker: Any) -> int:
@@ -368,9 +370,9 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
             await local.close()
             raise
     else:
-        named = Where(address=cluster.address, security=security)
+        named = ClusterAddress(address=cluster.address, security=security)
         if cluster.kind == "file":
-            named = Where(scheduler_file=cluster.scheduler_file, security=security)
+            named = ClusterAddress(scheduler_file=cluster.scheduler_file, security=security)
         client = await named.client(direct_to_workers=True, file_within_s=FILE_S, within_s=within_s)
     return DaskWorkers(
         client=client,

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from staleflow.pipeline.coordination.commands import Command
-from staleflow.pipeline.processes.worker_protocol import Placed
+from staleflow.pipeline.processes.worker_protocol import PlacedActor
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.engines.base import EngineLoad
 
@@ -18,7 +18,7 @@ COUNTS = ("prefilled_tokens", "cached_tokens", "drafted_tokens", "accepted_token
 class InstanceHandle:
     """A rollout instance as the driver sees it. tasks: what its InstanceLink runs."""
 
-    placed: Placed
+    placed: PlacedActor
     index: int
     outbox: asyncio.Queue[Command] = field(default_factory=asyncio.Queue)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)

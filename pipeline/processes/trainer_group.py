@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes.background import side_by_side
-from staleflow.pipeline.processes.worker_protocol import NamedActor, Placed, Workers
+from staleflow.pipeline.processes.worker_protocol import ActorArg, PlacedActor, Workers
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors.trainer_rank import TrainerRank
 from staleflow.tasks.training.rank import rank_name
@@ -45,7 +45,7 @@ def members(name: str, placed: Iterable[str]) -> list[str]:
     return [other for other in placed if other == name or unit(other) == name]
 
 
-async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: str, points: Path) -> Placed:
+async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: str, points: Path) -> PlacedActor:
     """Place the trainer with all of its ranks, and have them form a group. folder: where it publishes weights. points:
     of its resume points. Raises as Workers.place and Actors.ask_once do."""
     settings, threads, names = actor_settings.trainer_settings(config), config.cluster.threads, others(config)
@@ -64,5 +64,5 @@ async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: 
     )
     if names:
         await side_by_side(*(workers.place(name, "trainer", TrainerRank, settings, threads) for name in names))
-        await ask_once(TRAINER, "lead", lead.host, *map(NamedActor, names), deadline="start_s")
+        await ask_once(TRAINER, "lead", lead.host, *map(ActorArg, names), deadline="start_s")
     return lead

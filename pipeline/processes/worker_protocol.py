@@ -30,14 +30,14 @@ class ClusterLost(StaleflowError, ConnectionError):
 
 
 @dataclass(frozen=True, slots=True)
-class NamedActor:
+class ActorArg:
     """An argument of a call that stands for the actor that has this name when the call is made."""
 
     name: str
 
 
 @dataclass(slots=True)
-class Placed:
+class PlacedActor:
     """An actor, the worker it runs on, and the future that keeps it alive."""
 
     name: str
@@ -54,16 +54,18 @@ class Workers(Protocol):
     """Worker processes that actors are placed on."""
 
     @property
-    def placed(self) -> Mapping[str, Placed]:
+    def placed(self) -> Mapping[str, PlacedActor]:
         """The actors that are there now, by name."""
         ...
 
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         """Create the actor `cls(*args)` on a worker for `role`; waits for one to become free, up to deadlines.start_s.
         Raises NoFreeWorker if there is none by then, ActorLost if the actor does not come up, ClusterLost."""
         ...
 
-    async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+    async def place_beside(
+        self, neighbour: PlacedActor, name: str, role: str, cls: type[Any], *args: Any
+    ) -> PlacedActor:
         """Create a light actor in the process of another."""
         ...
 

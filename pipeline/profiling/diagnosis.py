@@ -22,7 +22,7 @@ from staleflow.pipeline.config.factories import cost_model, while_drafting
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.fit import Fit
-from staleflow.pipeline.profiling.step_times import Seconds, StepLoad, slow_instances, total
+from staleflow.pipeline.profiling.step_times import Seconds, StepTimes, slow_instances, total
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.engine_settings import Speculation
@@ -138,7 +138,7 @@ class Diagnosis:
         return f"limit {self.cause.value} (trainer {does} {self.share:.0%})"
 
 
-def diagnose(load: StepLoad, sizes: Sizes) -> Diagnosis | None:
+def diagnose(load: StepTimes, sizes: Sizes) -> Diagnosis | None:
     """What limits the steps of a load; None if it has none."""
     if not load.steps or not load.total_s:
         return None
@@ -148,12 +148,12 @@ def diagnose(load: StepLoad, sizes: Sizes) -> Diagnosis | None:
     return _trainer_waits(load, sizes, share)
 
 
-def recent(loads: Sequence[StepLoad], eta: int) -> StepLoad:
+def recent(loads: Sequence[StepTimes], eta: int) -> StepTimes:
     """The latest steps of a run, added up: a period of it at least, without the first step, in which it fills."""
     return total(loads[max(1, len(loads) - max(eta + 1, LATEST)) :] or loads)
 
 
-def _trainer_waits(load: StepLoad, sizes: Sizes, share: float) -> Diagnosis:
+def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
     waiting, waits = load.waiting, f"the trainer waits {share:.0%} of the time"
     if waiting.share(waiting.scoring_s) >= MOSTLY:
         return Diagnosis(
@@ -280,7 +280,7 @@ def gains(waiting: Seconds, sizes: Sizes) -> tuple[float, float]:
     return 1 + room * (thinner - 1) + (1 - room) / count, 1 + room * (fuller - 1)
 
 
-def instances_needed(load: StepLoad, sizes: Sizes) -> int:
+def instances_needed(load: StepTimes, sizes: Sizes) -> int:
     """The least number of instances that sample as much as was trained on, each as full as cache, concurrency and bound
     allow."""
     running_s = load.waiting.running_s + load.training.running_s

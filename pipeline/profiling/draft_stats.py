@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from staleflow.pipeline.coordination.events import StepsTaken
-from staleflow.tasks.emulation.cost_model import CostModel, probability_at, tokens_a_step
+from staleflow.tasks.emulation.cost_model import CostModel, probability_at, tokens_per_step
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class DraftsUsed:
             return None
 
         def kept(acceptance: float) -> float:
-            return sum(steps * tokens_a_step(length, acceptance) for length, steps in self.steps.items())
+            return sum(steps * tokens_per_step(length, acceptance) for length, steps in self.steps.items())
 
         return probability_at(kept, sum(self.steps.values()) + self.accepted)
 

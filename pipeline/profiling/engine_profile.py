@@ -16,7 +16,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.fit import DraftedPoint, Fit, StepPoint, fit_prefill, fit_steps
-from staleflow.pipeline.profiling.time_breakdown import LoadWatch
+from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ActorLost, ConfigError, StoreError
 from staleflow.stores.files import replace_text
 from staleflow.stores.trajectory import TrajectoryId
@@ -217,7 +217,7 @@ def profile_run(run_dir: Path) -> Profile:
     verified = rollout.get("cost", {}).get("verified", 1.0)
     asked = rollout.get("engine", {}).get("speculation", {})
     speculation = Speculation(length=asked.get("length", 0), most_running=asked.get("most_running", 0))
-    watch = LoadWatch(
+    watch = TimeTracker(
         replace(REFERENCE, verified=verified), members, on_pull=rollout.get("on_pull", "interrupt"),
         first_length=speculation.first_length,
     )  # fmt: skip
@@ -231,7 +231,7 @@ def profile_run(run_dir: Path) -> Profile:
     return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit), drafts=watch.drafts)
 
 
-def measured_latencies(watch: LoadWatch, fit: Fit) -> dict[str, float]:
+def measured_latencies(watch: TimeTracker, fit: Fit) -> dict[str, float]:
     """Seconds by setting of [simulation], and its slow instances. A response's delay is that of two messages; those of
     a pull are counted so, not in pull_s."""
     found = watch.latencies.means

@@ -229,7 +229,7 @@ def _huber_loss(residual: Array) -> Array:
     return loss
 
 
-class CostWatch:
+class CostDriftDetector:
     """Compares a running job's decode steps with the model in use and detects when they no longer agree."""
 
     WINDOW = 512

@@ -76,7 +76,7 @@ class Speed:
 
 
 @dataclass(slots=True)
-class StepLoad:
+class StepTimes:
     """One training step, from the end of the one before; or several, added up."""
 
     steps: int = 0
@@ -93,9 +93,9 @@ class StepLoad:
         return self.waiting.total_s + self.training.total_s
 
 
-def total(loads: Iterable[StepLoad]) -> StepLoad:
+def total(loads: Iterable[StepTimes]) -> StepTimes:
     """Add up steps."""
-    whole = StepLoad()
+    whole = StepTimes()
     for load in loads:
         whole.steps += load.steps
         whole.tokens += load.tokens
@@ -132,7 +132,7 @@ def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
     return (first, last) if last - first >= 2 else (0, num_steps - 1)
 
 
-def steady(loads: Sequence[StepLoad], eta: int) -> StepLoad:
+def steady(loads: Sequence[StepTimes], eta: int) -> StepTimes:
     """The steady part of a run, added up; its only step, if it has one."""
     first, last = steady_part(len(loads), eta)
     return total(loads[first + 1 : last + 1] or loads)

@@ -49,9 +49,9 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.fit import FEWEST, Fit, StepPoint, fit_steps
 from staleflow.pipeline.profiling.latencies import Latencies
-from staleflow.pipeline.profiling.step_times import Speed, StepLoad, slow_instances, total
-from staleflow.pipeline.profiling.tracked_instances import AtReport, FleetCounts, Sampling, SamplingInstance
-from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluated
+from staleflow.pipeline.profiling.step_times import Speed, StepTimes, slow_instances, total
+from staleflow.pipeline.profiling.tracked_instances import AtReport, FleetCounts, Sampling, TrackedInstance
+from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluation
 from staleflow.tasks.emulation.cost_model import CostModel
 
 SAMPLES_KEPT = 4096
@@ -85,7 +85,7 @@ class Sample(NamedTuple):
     instance: InstanceId
 
 
-class LoadWatch:
+class TimeTracker:
     """Watches one run. members: trajectories of a group. on_pull: the job's rollout.on_pull, which says what loading
     weights does to what an instance runs. first_length: tokens that an instance drafts until it is told otherwise. The
     loads of its steps so far are in `loads`."""
@@ -97,22 +97,22 @@ class LoadWatch:
         self._first_length = first_length
         self._now = 0.0
         self._training = False
-        self._instances: dict[InstanceId, SamplingInstance] = {}
+        self._instances: dict[InstanceId, TrackedInstance] = {}
         self._fleet = FleetCounts()
         self._prompts: dict[GroupId, int] = {}
         self._tokens: dict[TrajectoryId, int] = {}  # of those off their instance, and not at its end
-        self._on: dict[TrajectoryId, SamplingInstance] = {}
+        self._on: dict[TrajectoryId, TrackedInstance] = {}
         self._queued: set[TrajectoryId] = set()
         self._scoring: set[TrajectoryId] = set()
         self._acting: dict[TrajectoryId, int] = {}  # and their epoch
         # Where the latest turn was sampled, how often that instance had pulled by then, and the tokens it may hold.
         self._homes: dict[TrajectoryId, tuple[InstanceId, int, int]] = {}
-        self._step = StepLoad()
+        self._step = StepTimes()
         self._samples: list[Sample] = []
         self._steps: deque[Sample] = deque(maxlen=SAMPLES_KEPT)  # between two reports of an instance
         self._early: list[Sample] = []
         self._skip = self._every = 1
-        self.loads: list[StepLoad] = []
+        self.loads: list[StepTimes] = []
         self.latencies = Latencies()
         self._reported_drafts, self._sampled_drafts = DraftsUsed(), DraftsUsed()
 
@@ -137,7 +137,7 @@ class LoadWatch:
         self._instances, self._fleet = {}, FleetCounts()
         for held in (self._prompts, self._tokens, self._on, self._queued, self._scoring, self._acting, self._homes):
             held.clear()
-        self._step = StepLoad()
+        self._step = StepTimes()
 
     def fit(self) -> Fit | None:
         """The cost model and delay that fit the sampled responses, so that all of them together take as long as they
@@ -225,7 +225,7 @@ class LoadWatch:
                             self._queued.add(member.trajectory)
                             self._tokens[member.trajectory] = member.tokens
             case InstanceJoined():
-                one = SamplingInstance(
+                one = TrackedInstance(
                     event.instance, event.kv_capacity, event.max_running, self._first_length, self._now
                 )
                 self._instances[event.instance] = one
@@ -268,7 +268,7 @@ class LoadWatch:
                     self._skip = self._every = 1
                 self._step.steps = 1
                 self.loads.append(self._step)
-                self._step = StepLoad()
+                self._step = StepTimes()
 
     def _ordered(self, command: Command) -> None:  # noqa: PLR0912  one case per command
         match command:
@@ -300,7 +300,7 @@ class LoadWatch:
                 for ending in command.endings:
                     self._drop(ending.trajectory)
             case Conclude():
-                for group in [group for group in self._prompts if is_evaluated(group)]:
+                for group in [group for group in self._prompts if is_evaluation(group)]:
                     del self._prompts[group]
                     self._drop(TrajectoryId(group * self._members))
 
@@ -328,7 +328,7 @@ class LoadWatch:
         if not tokens:
             self._homes.pop(trajectory, None)
 
-    def _set_pulling(self, one: SamplingInstance, *, pulling: bool) -> None:
+    def _set_pulling(self, one: TrackedInstance, *, pulling: bool) -> None:
         if self._on_pull == "adapter":
             return  # it goes on as before, and what it has cached stays of use
         self._fleet.count(one, -1)
@@ -339,7 +339,7 @@ class LoadWatch:
             one.prefilled += one.kv_tokens
         self._fleet.count(one, 1)
 
-    def _enter(self, one: SamplingInstance, command: Route) -> None:
+    def _enter(self, one: TrackedInstance, command: Route) -> None:
         self._leave(command.trajectory, None, None)
         self._fleet.count(one, -1)
         one.pass_to(self._now)
@@ -375,12 +375,12 @@ class LoadWatch:
         del self._on[trajectory]
         self._fleet.count(one, 1)
         if sampled is not None and sampled.tokens > held.tokens_before:
-            self._sampled(one, held, sampled, evaluated=is_evaluated(trajectory))
+            self._sampled(one, held, sampled, evaluated=is_evaluation(trajectory))
         return True
 
     def _sampled(
         self,
-        one: SamplingInstance,
+        one: TrackedInstance,
         held: Sampling,
         sampled: TrajectorySampled | TrajectoryInterrupted,
         *,
@@ -430,7 +430,7 @@ class LoadWatch:
                 held.safe_tokens = max(held.safe_tokens, tokens)
         self._fleet.count(one, 1)
 
-    def _taken(self, one: SamplingInstance, taken: StepsTaken) -> None:
+    def _taken(self, one: TrackedInstance, taken: StepsTaken) -> None:
         """Note what an instance's steps since its report before took, if it drafted and decoded all the time."""
         now = AtReport(self._now, one.told, one.pulls, one.running_s, one.kv_s, one.prefilled)
         before, one.reported = one.reported, now

@@ -45,7 +45,7 @@ class AtReport(NamedTuple):
 
 
 @dataclass(slots=True)
-class SamplingInstance:
+class TrackedInstance:
     """An instance and its sums since it joined. at: when they were last brought up to date. Between two reports each of
     its trajectories is taken to gain tokens as those did that have ended."""
 
@@ -106,7 +106,7 @@ class FleetCounts:
     running: int = 0
     kv_tokens: float = 0.0
 
-    def count(self, one: SamplingInstance, sign: int) -> None:
+    def count(self, one: TrackedInstance, sign: int) -> None:
         self.instances += sign
         self.full += sign * one.full
         self.out_of_memory += sign * one.out_of_memory

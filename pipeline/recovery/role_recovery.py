@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 from staleflow.pipeline.processes.background import side_by_side
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.trainer_group import unit
-from staleflow.pipeline.processes.worker_protocol import NoFreeWorker, Placed
+from staleflow.pipeline.processes.worker_protocol import NoFreeWorker, PlacedActor
 from staleflow.stores.errors import ActorLost, ActorSilent
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -50,16 +50,16 @@ class Roles(Protocol):
 
     def lose(self, name: str, lost: ActorLost, now: float) -> None: ...
 
-    async def place_server(self, begin_s: float, *, resumed: bool) -> Placed: ...
+    async def place_server(self, begin_s: float, *, resumed: bool) -> PlacedActor: ...
 
-    async def place_trainer(self) -> Placed: ...
+    async def place_trainer(self) -> PlacedActor: ...
 
     async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None: ...
 
     async def train_again(self, step: int) -> None: ...
 
 
-class Restoring:
+class RoleRecovery:
     """Restores the roles of one run that hold state of their own. points: the folder of its
     resume points."""
 

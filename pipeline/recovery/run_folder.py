@@ -43,7 +43,7 @@ class FolderInUse(ConfigError):
     """Another process is using the folder."""
 
 
-def refuse_taken(run_dir: Path) -> None:
+def require_no_run(run_dir: Path) -> None:
     """Raise ConfigError if the folder already holds a run: nothing stored is ever overwritten. What remains of a run
     killed before it had a store does not count."""
     events = run_dir / "events.jsonl"
@@ -52,11 +52,11 @@ def refuse_taken(run_dir: Path) -> None:
         raise ConfigError(f"{run_dir} already holds a run; set another name=..., or remove it")
 
 
-def refuse_used(run_dir: Path) -> None:
-    """Raise ConfigError if another process is using the folder, or as `refuse_taken`. For commands that have no lock on
-    the folder yet."""
+def require_unused_name(run_dir: Path) -> None:
+    """Raise ConfigError if another process is using the folder, or as `require_no_run`. For commands that have no lock
+    on the folder yet."""
     refuse_locked(run_dir)
-    refuse_taken(run_dir)
+    require_no_run(run_dir)
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -85,8 +85,8 @@ def require_run(run_dir: Path) -> None:
 
 def prepare_run_dir(config: RunConfig, code: Mapping[str, str] | None = None) -> Path:
     """Create a new run's folder with its job file and a copy of the user's code, by file name. Requires the folder's
-    lock. Raises ConfigError as `refuse_taken`, StoreError."""
-    refuse_taken(config.run_dir)
+    lock. Raises ConfigError as `require_no_run`, StoreError."""
+    require_no_run(config.run_dir)
     _make(config.run_dir)
     write_code(config.run_dir, code or {})
     write_job(config)
@@ -154,14 +154,14 @@ def _moved(value: str, before: str, here: str) -> str:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Lock a run's folder, creating it if necessary. Raises as `only_here` does."""
+    """Lock a run's folder, creating it if necessary. Raises as `lock_folder` does."""
     _make(run_dir)
-    with only_here(run_dir):
+    with lock_folder(run_dir):
         yield
 
 
 @contextlib.contextmanager
-def only_here(run_dir: Path) -> Iterator[None]:
+def lock_folder(run_dir: Path) -> Iterator[None]:
     """Lock a folder. Raises FolderInUse, naming the holder, if another process uses it. The lock ends with this
     process, however that ends."""
     with _locked(run_dir) as file:

@@ -21,7 +21,7 @@ from staleflow.pipeline.stored_runs.branch_diff import difference
 from staleflow.pipeline.stored_runs.conversations import passages
 from staleflow.pipeline.stored_runs.views import facts, trajectory_view
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectory import NO_VERSION, Ended, Given, Span, Trajectory, TrajectoryId
 
@@ -34,7 +34,7 @@ REPLAYED_BYTES = 32 * 2**20
 """Largest journal that is replayed for a page: some 15 seconds; longer ones by the command line."""
 
 
-class Answers:
+class RunApi:
     """Answers about one run. Safe for threads. All raise ConfigError for what cannot be asked, StoreError for what
     cannot be read."""
 
@@ -144,8 +144,8 @@ class Answers:
             )
         return groups
 
-    def _member(self, row: Ended | Damaged, limit: int) -> dict[str, Any]:
-        if isinstance(row, Damaged):
+    def _member(self, row: Ended | UnreadableRow, limit: int) -> dict[str, Any]:
+        if isinstance(row, UnreadableRow):
             return {"trajectory": int(row.trajectory), "damaged": row.what}
         t = row.trajectory
         # Decoding stops soon after the limit: a token is rarely less than a character.
@@ -154,7 +154,7 @@ class Answers:
             **plain(facts(row)),
             "response_tokens": t.num_sampled,
             "turns": len(t.turns),
-            "said": self._said(t, limit) if t.has_answers else [],
+            "said": self._said(t, limit) if t.has_env_steps else [],
             "scored": bool(t.timings.rewarded_s > 0 or row.staleness >= 0),
             "loss_mask": row.loss_mask,
             "error": t.error,
@@ -197,7 +197,7 @@ class Answers:
         )  # adjacent ones are read together
         texts = {}
         for row in stored.store.picked(positions):
-            if isinstance(row, Damaged):
+            if isinstance(row, UnreadableRow):
                 texts[int(row.trajectory)] = {"damaged": row.what}
                 continue
             t, decode = row.trajectory, self._reader.texts.text
@@ -232,7 +232,7 @@ class Answers:
                 for i in siblings.tolist()
             ],
         }
-        if isinstance(row, Damaged):
+        if isinstance(row, UnreadableRow):
             return {"trajectory": id, "damaged": row.what, **around}
         view = trajectory_view(row, self._reader.texts, stored.store.rescored(TrajectoryId(id)))
         with self._reader.journal() as journal:

@@ -25,7 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from staleflow.pipeline.run_page.api import Answers
+from staleflow.pipeline.run_page.api import RunApi
 from staleflow.stores.errors import ConfigError, StaleflowError
 from staleflow.stores.trajectories.repository import MAIN
 
@@ -48,18 +48,18 @@ PAGES = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{i
 LONGEST_QUERY = 4_000
 
 
-class NotAsked(ConfigError):
+class InvalidQuery(ConfigError):
     """A value in the address that cannot be one."""
 
 
-def application(answers: Answers, names: frozenset[str]) -> ASGIApp:
+def application(answers: RunApi, names: frozenset[str]) -> ASGIApp:
     """The ASGI application. names: host names it answers to, besides addresses and localhost."""
 
     def answering(answer: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             try:
                 if len(request.url.query) > LONGEST_QUERY:
-                    raise NotAsked(f"the address has more than {LONGEST_QUERY} characters; shorten the filter")
+                    raise InvalidQuery(f"the address has more than {LONGEST_QUERY} characters; shorten the filter")
                 return _json(await run_in_threadpool(answer, request))
             except ConfigError as error:
                 return _json({"error": str(error)}, 400)
@@ -137,7 +137,7 @@ def _branch(request: Request) -> str:
 def _int(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name, str(default))
     if not re.fullmatch(r"-?\d{1,18}", text):
-        raise NotAsked(f"{name} = {text[:40]!r} is not a whole number")
+        raise InvalidQuery(f"{name} = {text[:40]!r} is not a whole number")
     return int(text)
 
 
@@ -152,7 +152,7 @@ def _float(request: Request, name: str, default: float) -> float:
     except ValueError:
         value = float("nan")
     if not abs(value) <= 1e18:
-        raise NotAsked(f"{name} = {text[:40]!r} is not a number")
+        raise InvalidQuery(f"{name} = {text[:40]!r} is not a number")
     return value
 
 
@@ -226,7 +226,7 @@ def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
     ) from failure
 
 
-def make_server(answers: Answers, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
+def make_server(answers: RunApi, host: str, on_start: Callable[[], None]) -> uvicorn.Server:
     """A server whose `run(sockets=[...])` serves until it is interrupted. host: the name it was asked to listen on.
     on_start: called once it answers."""
     names = frozenset({host.lower(), socket.gethostname().lower()})

@@ -29,7 +29,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.tasks.rendering.chat_tokenizer import NumberTexts, Texts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, NumberTexts
 
 KEPT = 2
 """Branches whose columns stay in memory: a comparison reads two; 100,000 trajectories take some 30 MiB each."""
@@ -179,7 +179,7 @@ class RunReader:
             return before
 
     @cached_property
-    def texts(self) -> Texts:
+    def texts(self) -> Detokenizer:
         """Decodes the run's tokens."""
         return shown_texts(self.config)
 

@@ -2,7 +2,7 @@
 
 Invariants:
 - Every call has a deadline. A lost actor shows as ActorLost, which names the deadline where one was missed.
-- A call that hands on an actor (NamedActor) may take call_s longer: its own call to that one has to fail first, so
+- A call that hands on an actor (ActorArg) may take call_s longer: its own call to that one has to fail first, so
   that who failed is who counts as lost, not who asked. So may a commit: the trajectory server itself gives up after
   commit_s, and names the cause. What was slow and answers again is lost to nobody.
 - Rollout instances and reward workers are replaced by those who use them: what they held is known elsewhere. The
@@ -31,10 +31,10 @@ from staleflow.pipeline.processes import trainer_group
 from staleflow.pipeline.processes.background import side_by_side
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
-from staleflow.pipeline.processes.worker_protocol import NamedActor, Placed, Workers
+from staleflow.pipeline.processes.worker_protocol import ActorArg, PlacedActor, Workers
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.recovery.role_recovery import Restoring
-from staleflow.pipeline.weights.weight_transfers import Transfers
+from staleflow.pipeline.recovery.role_recovery import RoleRecovery
+from staleflow.pipeline.weights.weight_transfers import WeightTransfers
 from staleflow.stores.errors import (
     ActorFailed,
     ActorLost,
@@ -54,7 +54,7 @@ from staleflow.tasks.actors.published_weights import PublishedWeights, mean_diff
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.store_thread import while_bucket_fails
-from staleflow.tasks.actors.trainer import StepResult
+from staleflow.tasks.actors.trainer import PublishedStep
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ PROBE_PROMPTS, PROBE_TOKENS = 8, 64
 """Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
 AGAIN_S = 1.0
 """Seconds until weights that nobody could hand on are asked for again."""
-DOUBTS = 3
+MAX_FALSE_LOSSES = 3
 """How often in a row an actor may say that the trajectory server is lost, which answers, before it counts as lost
 itself: it may be the one that is cut off."""
 SLOW_PULL_S = 5.0
@@ -92,7 +92,7 @@ def drift_floor(dtype: str) -> float:
     return 1e-3 if dtype == "float32" else 2e-2
 
 
-SERVER = NamedActor("server")
+SERVER = ActorArg("server")
 
 
 def unusable(refused: WeightsRefused) -> ConfigError:
@@ -120,12 +120,14 @@ class Actors:
         self._placing_parameters: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unanswering: set[str] = set()
         """Addresses of processes whose parameter server did not answer: no further one is placed there."""
-        self._published: dict[PolicyVersion, StepResult] = {}
-        self._transfers = Transfers(self, config.deadlines.call_s, config.cluster.delta_versions)
+        self._published: dict[PolicyVersion, PublishedStep] = {}
+        self._transfers = WeightTransfers(self, config.deadlines.call_s, config.cluster.delta_versions)
         self._trained: dict[PolicyVersion, str] = {}
         self._to_save: Counter[PolicyVersion] = Counter()
         """Checkpoints of each version that are being saved."""
-        self.restoring = Restoring(self, run_dir / "resume", config.training.resume_every, trainer_group.others(config))
+        self.restoring = RoleRecovery(
+            self, run_dir / "resume", config.training.resume_every, trainer_group.others(config)
+        )
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.losses: list[str] = []
         self.alarms: list[str] = []
@@ -163,7 +165,7 @@ class Actors:
             if lost.who == "server" != name and await self.server_answers():
                 num_doubts += 1
                 logger.warning("%s: %s; it answers now", name, lost)
-                if num_doubts <= DOUBTS:
+                if num_doubts <= MAX_FALSE_LOSSES:
                     continue
                 lost = ActorLost(f"{name} does not reach the server, which answers: {lost}", name)
             await self.restoring.restored(lost, asked_s)
@@ -183,9 +185,9 @@ class Actors:
         knob = deadline or "call_s"
         limit = f"deadlines.{knob}" if deadline or within_s is None else ""
         allowed_s: float = getattr(self._config.deadlines, knob) if within_s is None else within_s
-        if knob == "commit_s" or (knob == "call_s" and any(isinstance(arg, NamedActor) for arg in args)):
+        if knob == "commit_s" or (knob == "call_s" and any(isinstance(arg, ActorArg) for arg in args)):
             allowed_s += self._config.deadlines.call_s
-        given = [self.actor(arg.name) if isinstance(arg, NamedActor) else arg for arg in args]
+        given = [self.actor(arg.name) if isinstance(arg, ActorArg) else arg for arg in args]
         asked = call(self.actor(name), method, *given, within_s=allowed_s, who=name, limit=limit)
         return await (asked if knob != "train_s" else self._until_lost(name, asked))
 
@@ -255,7 +257,7 @@ class Actors:
     async def _start_instance(self, index: int, begin_s: float) -> None:
         await self._start(f"rollout-{index}", begin_s, lambda: self.place_instance(index))
 
-    async def _place_first_parameters(self, neighbour: Placed) -> None:
+    async def _place_first_parameters(self, neighbour: PlacedActor) -> None:
         """Place a host's parameter server. If its process is lost, whose it is will be found out by its own calls, and
         the next fetch places another."""
         try:
@@ -354,7 +356,7 @@ class Actors:
         placed = self._workers.placed.values()
         return next((one.name for one in placed if one.address == address and one.role == "reward"), "")
 
-    async def place_trainer(self) -> Placed:
+    async def place_trainer(self) -> PlacedActor:
         """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
         placed = await trainer_group.place(
             self._workers, self.ask_once, self._config, self._folder, self._run_dir / "resume"
@@ -362,7 +364,7 @@ class Actors:
         self._trainer_host = placed.host
         return placed
 
-    async def place_server(self, begin_s: float, *, resumed: bool) -> Placed:
+    async def place_server(self, begin_s: float, *, resumed: bool) -> PlacedActor:
         """Place the trajectory server. begin_s: the present moment on the run's clock. resumed: it has the store, and
         what it finds in the spool. It is placed again while the store's bucket fails. Raises as Workers.place does."""
         settings = actor_settings.server_settings(
@@ -412,7 +414,7 @@ class Actors:
             await self.pull(instance, max(self._published))
         return instance
 
-    async def _place_parameters(self, neighbour: Placed) -> None:
+    async def _place_parameters(self, neighbour: PlacedActor) -> None:
         """Place a parameter server on the neighbour's host if it has none: beside the trajectory server, if that is
         there and answers, else beside the neighbour. Its calls are short and asynchronous."""
         name = f"parameters-{neighbour.host}"
@@ -427,7 +429,7 @@ class Actors:
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def publish(self, result: StepResult) -> None:
+    def publish(self, result: PublishedStep) -> None:
         """Note a published version; instances can pull it from now on."""
         self._published[result.version] = result
         self._transfers.publish(
@@ -436,9 +438,9 @@ class Actors:
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
-    ) -> StepResult:
+    ) -> PublishedStep:
         """Train a step; `publish` what it returns. A trainer that is lost meanwhile trains it once it is restored."""
-        result: StepResult = await self.ask(
+        result: PublishedStep = await self.ask(
             "trainer", "train", SERVER, step, trajectories, versions, deadline="train_s"
         )
         self._trained[result.version] = result.fingerprint
@@ -455,7 +457,9 @@ class Actors:
         while True:
             asked_s = now_s()
             try:
-                result: StepResult = await self.ask_once("trainer", "train", SERVER, step, (), (), deadline="train_s")
+                result: PublishedStep = await self.ask_once(
+                    "trainer", "train", SERVER, step, (), (), deadline="train_s"
+                )
                 break
             except ActorLost as lost:
                 if lost.who != "server":
@@ -473,7 +477,7 @@ class Actors:
         """Have the trainer publish the base model, version 0, or a later version from its resume point. fingerprint:
         of the version as it was published before; empty if it was not, or nobody knows. Raises StoreError if the point
         holds other weights."""
-        initial: StepResult = await self.ask_once(
+        initial: PublishedStep = await self.ask_once(
             "trainer", "publish_initial", self._probe, version, fingerprint, deadline="start_s"
         )
         if not initial.as_recorded:
@@ -485,9 +489,9 @@ class Actors:
         self.publish(initial)
 
     @property
-    def num_arrived(self) -> int:
+    def bytes_arrived(self) -> int:
         """Bytes of weights that have arrived on hosts so far."""
-        return self._transfers.num_arrived
+        return self._transfers.bytes_arrived
 
     @property
     def loading(self) -> bool:
@@ -552,7 +556,7 @@ class Actors:
         checks, self._checks = tuple(self._checks), []
         return checks
 
-    async def _fetch(self, placed: Placed, version: PolicyVersion) -> str:
+    async def _fetch(self, placed: PlacedActor, version: PolicyVersion) -> str:
         """The path of a version on an actor's host, brought there if it is not there. Waits for as long as nobody can
         hand on the newest: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself
         is, TransferFailed if nobody hands on an older one."""
@@ -576,7 +580,7 @@ class Actors:
                     self._workers.forget(name)
                     self._unanswering.add(server.address)
 
-    async def _trainer(self) -> Placed:
+    async def _trainer(self) -> PlacedActor:
         """Where the trainer is, once it is there."""
         while "trainer" not in self._workers.placed:
             await self.restoring.restored(ActorLost("trainer is gone", "trainer"), now_s())

@@ -24,7 +24,7 @@ LOOK_S = 2.0
 """Seconds between two looks whether the server tries a commit again."""
 
 
-class Commits:
+class CommitQueue:
     """The queue of one run's retirements and commits. stored: is told each record and the metrics of its batch. say:
     is told how long a commit has taken, whenever that is another deadlines.call_s, and why the store's bucket fails."""
 

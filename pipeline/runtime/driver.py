@@ -57,27 +57,27 @@ from staleflow.pipeline.coordination.resume_plan import plan_resume
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.processes.background import Background
 from staleflow.pipeline.processes.clock import now_s
-from staleflow.pipeline.profiling.fit import CostWatch
+from staleflow.pipeline.profiling.fit import CostDriftDetector
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.run_journal import RunJournal
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints, changes_of
 from staleflow.pipeline.runtime.actors import Actors
-from staleflow.pipeline.runtime.commit_queue import Commits
-from staleflow.pipeline.runtime.environment_hosts import Acting
-from staleflow.pipeline.runtime.evaluation_driver import Evaluating
+from staleflow.pipeline.runtime.commit_queue import CommitQueue
+from staleflow.pipeline.runtime.environment_hosts import EnvironmentHosts
+from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
 from staleflow.pipeline.runtime.evaluation_results import after_resuming, not_comparable, read_evaluations
 from staleflow.pipeline.runtime.measurements import Measurements
 from staleflow.pipeline.runtime.membership import Membership
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.scoring import Scoring
 from staleflow.pipeline.runtime.training_alarms import TrainingWatch
 from staleflow.stores.errors import RunStuck
 from staleflow.stores.metrics import with_rate
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
-from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, ended_as, is_evaluated
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId, is_evaluation, outcome_key
 from staleflow.stores.weights.resume_points import ResumePoints
-from staleflow.tasks.actors.server_messages import FoundInFlight, TakenUp
-from staleflow.tasks.actors.trainer import StepResult
+from staleflow.tasks.actors.server_messages import RecoverableWork, RecoveredWork
+from staleflow.tasks.actors.trainer import PublishedStep
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Driver:
         config: RunConfig,
         actors: Actors,
         run_dir: Path,
-        progress: Callable[[Snapshot, Outcomes, str], None],
+        progress: Callable[[Snapshot, RunReport, str], None],
         resumption: Resumption | None = None,
         *,
         announce: Callable[[str], None] = lambda _: None,
@@ -114,11 +114,11 @@ class Driver:
         self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = factories.make_coordinator(config)
         self._journal = RunJournal(run_dir / "events.jsonl")
-        self._inbox: asyncio.Queue[Event | StepResult | BaseException] = asyncio.Queue()
+        self._inbox: asyncio.Queue[Event | PublishedStep | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
-        self._commits = Commits(actors, config.deadlines, self._stored, self._say)
+        self._commits = CommitQueue(actors, config.deadlines, self._stored, self._say)
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
-        self._acting = Acting(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
+        self._acting = EnvironmentHosts(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._num_drawn = 0
         """Groups that the server has drawn: the next one's number."""
         self._drawing = asyncio.Lock()
@@ -126,7 +126,7 @@ class Driver:
         self.training = False
         """Whether the training loop runs, between the evaluations."""
         self._task: asyncio.Task[Any] | None = None
-        self._cost_watch = CostWatch(factories.cost_model(config), config.rollout.cost.tolerance)
+        self._cost_watch = CostDriftDetector(factories.cost_model(config), config.rollout.cost.tolerance)
         self._membership = Membership(
             config,
             actors,
@@ -142,10 +142,10 @@ class Driver:
         """Each instance's latest report: tokens of the responses it samples."""
         self._num_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
-        self.outcomes = Outcomes(
+        self.outcomes = RunReport(
             losses=actors.losses, alarms=actors.alarms, notes=actors.notes
         )  # their lists: shown while the run lasts
-        self._evaluating = Evaluating(
+        self._evaluating = EvaluationDriver(
             config,
             actors,
             run_dir,
@@ -159,7 +159,7 @@ class Driver:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    async def run(self) -> Outcomes:
+    async def run(self) -> RunReport:
         """Place the actors, train and evaluate, store the end. Raises StaleflowError."""
         self._task = asyncio.current_task()
         for line in self._changed:
@@ -234,11 +234,11 @@ class Driver:
 
     async def _take_up(self) -> RunResumed:
         """Have the server go on with what was in flight, as far as it is within the bound."""
-        found: FoundInFlight = await self._actors.ask("server", "found", deadline="start_s")
+        found: RecoverableWork = await self._actors.ask("server", "found", deadline="start_s")
         filtering = factories.make_strategies(self._config).filtering
         ledger = factories.make_coordinator(self._config).ledger
         resumed, again = plan_resume(ledger, filtering, found.ledger, found.groups)
-        taken: TakenUp = await self._actors.ask("server", "resume", again, deadline="start_s")
+        taken: RecoveredWork = await self._actors.ask("server", "resume", again, deadline="start_s")
         self._num_drawn = taken.ledger.num_started // self._config.members_started
         if taken.responses or taken.again:
             self._note(
@@ -286,7 +286,7 @@ class Driver:
             item = await self._heard()
             if isinstance(item, BaseException):
                 raise item
-            if isinstance(item, StepResult):
+            if isinstance(item, PublishedStep):
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
                     await self._give_up_rest()
@@ -303,7 +303,7 @@ class Driver:
         checks = self._actors.take_checks()
         self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state(), weight_checks=checks))
 
-    async def _heard(self) -> Event | StepResult | BaseException:
+    async def _heard(self) -> Event | PublishedStep | BaseException:
         """What is to be handled next; the clock's ticks come at least."""
         if not self._inbox.empty():
             return self._inbox.get_nowait()
@@ -314,7 +314,7 @@ class Driver:
     def _waits_for_calls(self) -> bool:
         """Whether there is work that has deadlines of its own, or weights have arrived somewhere since this was asked
         last: whoever hands on none is left for another."""
-        arrived, self._num_arrived = self._num_arrived, self._actors.num_arrived
+        arrived, self._num_arrived = self._num_arrived, self._actors.bytes_arrived
         busy = self._commits.full or self._actors.restoring.busy or self._actors.loading
         return busy or self._num_arrived > arrived
 
@@ -363,7 +363,7 @@ class Driver:
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)
-                if isinstance(command, Route) and is_evaluated(command.trajectory):
+                if isinstance(command, Route) and is_evaluation(command.trajectory):
                     self._evaluating.best.sampling(command.version)
             case Draw():
                 self._background.spawn(self._draw(command), "draw")
@@ -394,7 +394,7 @@ class Driver:
         self._measurements.training_ended(result.metrics, self._actors.instances.values())
         self._inbox.put_nowait(result)
 
-    def _after_training(self, result: StepResult) -> Event:
+    def _after_training(self, result: PublishedStep) -> Event:
         """Queue the step's commit with the ledger as it is now, then announce the new version."""
         self._actors.publish(result)
         result.metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
@@ -478,7 +478,7 @@ class Driver:
         ledger = self._coordinator.ledger
         return LedgerState(
             num_started=ledger.num_started,
-            num_ended={ended_as(fate, reason): n for (fate, reason), n in ledger.num_ended.items()},
+            num_ended={outcome_key(fate, reason): n for (fate, reason), n in ledger.num_ended.items()},
             live=(),
             next_step=ledger.next_step,
             version=ledger.version,

@@ -17,10 +17,10 @@ from typing import Any
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Act, Dismiss
 from staleflow.pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event, TrajectoryScored
-from staleflow.pipeline.runtime.actors import DOUBTS, SERVER, Actors
+from staleflow.pipeline.runtime.actors import MAX_FALSE_LOSSES, SERVER, Actors
 from staleflow.stores import errors
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.actors.environment_host import Acted, ActItem
+from staleflow.tasks.actors.environment_host import ActItem, EnvStepOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class HostView:
     places: int
 
 
-class Acting:
+class EnvironmentHosts:
     """The environment hosts of one run. tell: called with every outcome. elapsed_s: seconds of the run so far."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Acting:
         while True:
             number = host.number
             try:
-                outcomes: list[Acted] = await self._actors.ask(
+                outcomes: list[EnvStepOutcome] = await self._actors.ask(
                     host.name, "outcomes", POLL_S, deadline="call_s", within_s=POLL_S + self._config.deadlines.call_s
                 )
             except (errors.ActorLost, errors.ActorFailed) as lost:
@@ -125,7 +125,7 @@ class Acting:
                 await self._replace(host, number, lost)
                 continue
             if number == host.number and any(outcome.server_lost for outcome in outcomes):
-                await self._doubt(host, number)
+                await self._count_false_loss(host, number)
             elif outcomes:
                 host.num_doubts = 0
             for outcome in outcomes:
@@ -139,7 +139,7 @@ class Acting:
                 self._tell(self._event(outcome))
                 self._check_failures(outcome)
 
-    async def _doubt(self, host: _Host, number: int) -> None:
+    async def _count_false_loss(self, host: _Host, number: int) -> None:
         """Note that a host says that the trajectory server is lost; replace the host if it is the one that is cut
         off. What many acts of one attempt say counts once."""
         now = asyncio.get_running_loop().time()
@@ -147,7 +147,7 @@ class Acting:
             return
         host.doubted_s = now
         host.num_doubts += 1
-        if host.num_doubts > DOUBTS:
+        if host.num_doubts > MAX_FALSE_LOSSES:
             lost = errors.ActorLost(f"{host.name} does not reach the server, which answers", host.name)
             await self._replace(host, number, lost)
 
@@ -181,17 +181,17 @@ class Acting:
         for act in host.pending.values():
             host.outbox.put_nowait(act)
 
-    def _check_failures(self, outcome: Acted) -> None:
-        """Raise EnvironmentsFail if too many of the latest outcomes are failures: nothing could be trained on."""
+    def _check_failures(self, outcome: EnvStepOutcome) -> None:
+        """Raise TooManyFailedEnvironments if too many of the latest outcomes are failures."""
         self._latest.append(bool(outcome.failed))
         allowed = self._config.environment.max_failed_share
         if outcome.failed and len(self._latest) == LATEST and sum(self._latest) > allowed * LATEST:
-            raise errors.EnvironmentsFail(
+            raise errors.TooManyFailedEnvironments(
                 f"environments failed in {sum(self._latest)} of their latest {LATEST} answers, "
                 f"environment.max_failed_share allows {allowed:g}; last: {outcome.failed}"
             )
 
-    def _event(self, outcome: Acted) -> Event:
+    def _event(self, outcome: EnvStepOutcome) -> Event:
         trajectory, epoch = outcome.trajectory, outcome.epoch
         if outcome.failed:  # the first in full, as of rewards
             level = logging.DEBUG if self._failure_said else logging.WARNING

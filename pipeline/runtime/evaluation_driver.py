@@ -30,7 +30,7 @@ from staleflow.tasks.sources.evaluation_items import GREEDY, ItemView, group_of
 logger = logging.getLogger(__name__)
 
 
-class Evaluating:
+class EvaluationDriver:
     """One run's. found: its results, which are added to. tell: called with each request. say: shows what is going on.
     note: keeps a line for the summary. elapsed_s: seconds of the run so far. prints, changed: of a set, by its name, as
     in `Evaluation.of`."""
@@ -100,7 +100,7 @@ class Evaluating:
             )
         else:
             await self._sum_up(command)
-        await self._actors.ask("server", "forget_evaluated")
+        await self._actors.ask("server", "end_evaluation")
         self._under_way = False
         self._request()
 

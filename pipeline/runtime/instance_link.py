@@ -28,10 +28,10 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
-from staleflow.pipeline.profiling.fit import CostWatch, StepPoint
+from staleflow.pipeline.profiling.fit import CostDriftDetector, StepPoint
 from staleflow.pipeline.runtime.actors import SERVER, Actors
 from staleflow.stores.errors import ActorLost
-from staleflow.tasks.actors.rollout_instance import Outcome, RouteItem
+from staleflow.tasks.actors.rollout_instance import RequestOutcome, RouteItem
 from staleflow.tasks.engines.base import EngineLoad
 
 POLL_S = 0.5
@@ -50,7 +50,7 @@ class InstanceLink:
         actors: Actors,
         deadlines: DeadlineConfig,
         time_scale: float,
-        costs: CostWatch,
+        costs: CostDriftDetector,
         tell: Callable[[Event], None],
         *,
         drafts: bool = False,
@@ -64,7 +64,7 @@ class InstanceLink:
         self._costs = costs
         self._tell = tell
         self._drafts = drafts
-        self._stillness = Stillness(deadlines.sample_s)
+        self._stillness = StallDetector(deadlines.sample_s)
 
     def work(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Three endless coroutines, to be run side by side until the instance is lost."""
@@ -116,7 +116,7 @@ class InstanceLink:
         """Pass on the results of requests that ended."""
         within_s = self._deadlines.call_s + POLL_S  # and as much again for its own call to the server
         while True:
-            outcomes: list[Outcome] = await self._actors.ask(
+            outcomes: list[RequestOutcome] = await self._actors.ask(
                 self._name, "next_events", SERVER, POLL_S, deadline="call_s", within_s=within_s
             )
             for o in outcomes:
@@ -169,7 +169,7 @@ class InstanceLink:
             self._costs.observe(StepPoint(running=load.running, kv_tokens=load.kv_tokens, step_s=step_s))
 
 
-class Stillness:
+class StallDetector:
     """Measures how long an engine with work has shown no sign of doing it. allowed_s: how long that may be."""
 
     def __init__(self, allowed_s: float) -> None:

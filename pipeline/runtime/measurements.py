@@ -18,7 +18,7 @@ from staleflow.pipeline.processes.instance_handle import COUNTS, InstanceHandle
 from staleflow.pipeline.profiling.diagnosis import Diagnosis, diagnose, recent, sizes_of
 from staleflow.pipeline.profiling.engine_profile import Profile, measured_latencies
 from staleflow.pipeline.profiling.step_times import steady
-from staleflow.pipeline.profiling.time_breakdown import LoadWatch
+from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.trajectory import InstanceId
 
 
@@ -30,7 +30,7 @@ class Measurements:
         self._config = config
         self._scale = config.rollout.engine.time_scale
         self._sizes = sizes_of(config)
-        self._watch = LoadWatch(
+        self._watch = TimeTracker(
             self._sizes.cost, config.members_started, on_pull=config.rollout.on_pull,
             first_length=config.rollout.engine.speculation.first_length,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from staleflow.pipeline.coordination.events import Event, InstanceJoined, Instan
 from staleflow.pipeline.processes.background import Background
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
-from staleflow.pipeline.profiling.fit import CostWatch
+from staleflow.pipeline.profiling.fit import CostDriftDetector
 from staleflow.pipeline.runtime.actors import SERVER, Actors
 from staleflow.pipeline.runtime.instance_link import InstanceLink
 from staleflow.stores import errors
@@ -52,7 +52,7 @@ class Membership:
         self,
         config: RunConfig,
         actors: Actors,
-        costs: CostWatch,
+        costs: CostDriftDetector,
         background: Background,
         tell: Callable[[Event | BaseException], None],
         has_left: Callable[[InstanceId], bool],

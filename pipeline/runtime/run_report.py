@@ -13,7 +13,7 @@ from staleflow.pipeline.runtime.evaluation_results import Evaluation
 
 
 @dataclass(slots=True)
-class Outcomes:
+class RunReport:
     """The outcomes of a run that are not in its store."""
 
     steps: list[dict[str, float]] = field(default_factory=list)

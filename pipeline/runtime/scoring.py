@@ -21,7 +21,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.events import TrajectoryScored
 from staleflow.pipeline.runtime.actors import SERVER, Actors
 from staleflow.stores import errors
-from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluated
+from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Scoring:
 
     def _completes(self, trajectory: TrajectoryId) -> bool:
         """Count a response; whether its group has as many as are trained on by now."""
-        if is_evaluated(trajectory):  # nobody waits for its group
+        if is_evaluation(trajectory):  # nobody waits for its group
             return False
         group = GroupId(trajectory // self._config.members_started)
         count = self._num_sampled.pop(group, 0) + 1

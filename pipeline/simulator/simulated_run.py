@@ -50,13 +50,21 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryScored,
     VersionPublished,
 )
-from staleflow.pipeline.profiling.time_breakdown import LoadWatch
+from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.simulator.simulated_environments import Answered, SimulatedEnvironments
 from staleflow.pipeline.simulator.simulated_evaluations import SimulatedEvaluations
 from staleflow.pipeline.simulator.trace import InstanceTrace, Trace, TrainedStep
 from staleflow.stores.errors import RunStuck
-from staleflow.stores.trajectory import Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId, ended_as, is_evaluated
-from staleflow.tasks.emulation.batch_simulator import DecodingInstance, Work
+from staleflow.stores.trajectory import (
+    Fate,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    TrajectoryId,
+    is_evaluation,
+    outcome_key,
+)
+from staleflow.tasks.emulation.batch_simulator import SimulatedBatch, WorkTotals
 from staleflow.tasks.emulation.workload import Turn, Workload
 from staleflow.tasks.settings.seeds import Stream, generator
 
@@ -65,17 +73,17 @@ STUCK_TICKS = 100
 
 
 @dataclass(slots=True)
-class Simulated:
+class SimulatedInstance:
     """A simulated instance. wake: number of its heap entry that is still valid."""
 
     id: InstanceId
     index: int
-    engine: DecodingInstance
+    engine: SimulatedBatch
     trace: InstanceTrace
     version: PolicyVersion
     wake: int = 0
     alive: bool = True
-    reported: Work = field(default_factory=Work)
+    reported: WorkTotals = field(default_factory=WorkTotals)
     """Its totals when it last reported."""
 
 
@@ -114,8 +122,8 @@ class SimulatedRun:
         self._heap: list[tuple[float, int, Callable[[], None], bool]] = []
         self._under_way = 0  # entries of the heap that are neither ticks nor faults
         self._order = 0
-        self._instances: dict[InstanceId, Simulated] = {}
-        self._touched: dict[InstanceId, Simulated] = {}
+        self._instances: dict[InstanceId, SimulatedInstance] = {}
+        self._touched: dict[InstanceId, SimulatedInstance] = {}
         self._tokens: dict[TrajectoryId, int] = {}
         self._given: dict[TrajectoryId, int] = {}  # tokens that were given since the latest turn
         # What the trajectory server has of running responses: their tokens when they were last delivered.
@@ -130,7 +138,7 @@ class SimulatedRun:
             tell=self._environment_told,
         )
         self._evaluations = SimulatedEvaluations(config, workload)
-        self._watch = LoadWatch(
+        self._watch = TimeTracker(
             self._cost, self._members, on_pull=config.rollout.on_pull,
             first_length=config.rollout.engine.speculation.first_length,
         )  # fmt: skip
@@ -140,13 +148,13 @@ class SimulatedRun:
         """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""
         for index in range(factories.num_instances(self._config)):
             self._join(index, attempt=0)
-        self._at(self._simulation.report_s, self._tick, by_itself=True)
+        self._at(self._simulation.report_s, self._tick, recurring=True)
         if self._simulation.lost_every_s:
-            self._at(self._faults.exponential(self._simulation.lost_every_s), self._lose_one, by_itself=True)
+            self._at(self._faults.exponential(self._simulation.lost_every_s), self._lose_one, recurring=True)
         self._tell_if(self._evaluations.published(0))
         while not self.coordinator.finished or self._evaluations.pending:
-            at, _, action, by_itself = heapq.heappop(self._heap)
-            self._under_way -= not by_itself
+            at, _, action, recurring = heapq.heappop(self._heap)
+            self._under_way -= not recurring
             self._now = max(self._now, at)
             action()
             self._reschedule()
@@ -156,11 +164,11 @@ class SimulatedRun:
 
     # -- time ----------------------------------------------------------------------------------------------------
 
-    def _at(self, seconds: float, action: Callable[[], None], *, by_itself: bool = False) -> None:
-        """Schedule an action. by_itself: it is a tick or a fault, which occurs whether or not work is pending."""
+    def _at(self, seconds: float, action: Callable[[], None], *, recurring: bool = False) -> None:
+        """Schedule an action. recurring: it is a tick or a fault, which occurs whether or not work is pending."""
         self._order += 1
-        self._under_way += not by_itself
-        heapq.heappush(self._heap, (seconds, self._order, action, by_itself))
+        self._under_way += not recurring
+        heapq.heappush(self._heap, (seconds, self._order, action, recurring))
 
     def _after(self, seconds: float, event: Event) -> None:
         self._at(self._now + seconds, lambda: self._tell(event))
@@ -209,9 +217,9 @@ class SimulatedRun:
                 {b.step: sum(b.occupied.values()) for b in view},
             )
         )
-        self._at(self._now + self._simulation.report_s, self._tick, by_itself=True)
+        self._at(self._now + self._simulation.report_s, self._tick, recurring=True)
 
-    def _steps_taken(self, one: Simulated) -> StepsTaken:
+    def _steps_taken(self, one: SimulatedInstance) -> StepsTaken:
         """What an instance has decoded since it was last asked."""
         before, now = one.reported, one.engine.work_by(self._now)
         one.reported = now
@@ -256,7 +264,7 @@ class SimulatedRun:
                 self._at(self._now, lambda: self._tell_if(self._evaluations.concluded(abandoned=command.abandoned)))
             case Retire():
                 for ending in command.endings:
-                    reason = ended_as(ending.fate, ending.reason)
+                    reason = outcome_key(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
                     self._tokens.pop(ending.trajectory, None)
                     self._given.pop(ending.trajectory, None)
@@ -310,12 +318,12 @@ class SimulatedRun:
 
     def _forget_evaluated(self) -> None:
         """Count the tokens of an evaluation that has ended, and forget its trajectories."""
-        for trajectory in [t for t in self._tokens if is_evaluated(t)]:
+        for trajectory in [t for t in self._tokens if is_evaluation(t)]:
             self.trace.evaluated_tokens += self._response(trajectory, self._tokens.pop(trajectory)).sampled
             self._given.pop(trajectory, None)
             self._environments.ended(trajectory)
 
-    def _sample(self, one: Simulated, command: Route) -> None:
+    def _sample(self, one: SimulatedInstance, command: Route) -> None:
         group, member = self._place(command.trajectory)
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
@@ -386,10 +394,10 @@ class SimulatedRun:
         cost = factories.instance_cost(self._config, index)
         name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))
         version = self.coordinator.ledger.version
-        one = Simulated(
+        one = SimulatedInstance(
             id=name,
             index=index,
-            engine=DecodingInstance(
+            engine=SimulatedBatch(
                 cost,
                 kv_capacity=engine.kv_tokens,
                 max_running=engine.max_running,
@@ -416,16 +424,16 @@ class SimulatedRun:
             attempt = self.trace.losses
             self._tell(InstanceLost(instance=one.id, why="drawn at random"))
             self._at(self._now + self._simulation.replace_s, lambda: self._join(one.index, attempt))
-        self._at(self._now + self._faults.exponential(self._simulation.lost_every_s), self._lose_one, by_itself=True)
+        self._at(self._now + self._faults.exponential(self._simulation.lost_every_s), self._lose_one, recurring=True)
 
-    def _retire_instance(self, one: Simulated) -> None:
+    def _retire_instance(self, one: SimulatedInstance) -> None:
         del self._instances[one.id]
         self._touched.pop(one.id, None)
         one.alive = False
         one.trace.lost_s = self._now
         one.trace.work = one.engine.work_by(self._now)
 
-    def _advance(self, one: Simulated) -> None:
+    def _advance(self, one: SimulatedInstance) -> None:
         """Advance an instance to the current time; each finished response becomes a separate event."""
         for ended in one.engine.advance(self._now):
             self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
@@ -439,7 +447,7 @@ class SimulatedRun:
                 ),
             )
 
-    def _wake(self, one: Simulated, ticket: int) -> None:
+    def _wake(self, one: SimulatedInstance, ticket: int) -> None:
         if one.alive and ticket == one.wake:
             self._advance(one)
             self._touched[one.id] = one

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from staleflow.pipeline.profiling.step_times import StepLoad
-from staleflow.tasks.emulation.batch_simulator import Work
+from staleflow.pipeline.profiling.step_times import StepTimes
+from staleflow.tasks.emulation.batch_simulator import WorkTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class InstanceTrace:
     lost_s: float | None = None
     loads: list[tuple[float, int]] = field(default_factory=list)
     pulls: list[tuple[float, float]] = field(default_factory=list)
-    work: Work = field(default_factory=Work)
+    work: WorkTotals = field(default_factory=WorkTotals)
     most_kept: int = 0
     """Most KV tokens held for turns to come, at any tick."""
 
@@ -60,5 +60,5 @@ class Trace:
     """(version, second of its end, whether it was abandoned)."""
     evaluated_tokens: int = 0
     """Tokens sampled for evaluations."""
-    loads: list[StepLoad] = field(default_factory=list)
+    loads: list[StepTimes] = field(default_factory=list)
     """Where the time of each step went."""

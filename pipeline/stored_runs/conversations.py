@@ -15,7 +15,7 @@ NOBODY = "environment"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passage:
+class MessageSpan:
     """What one side said without being interrupted by the other. sampled: by the model. first, last: its tokens after
     the prompt, first <= i < last. seconds: that an environment took for it; 0 of the model's."""
 
@@ -26,18 +26,18 @@ class Passage:
     seconds: float = 0.0
 
 
-def passages(trajectory: Trajectory) -> tuple[Passage, ...]:
+def passages(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
     """The passages after the prompt. Segments of one turn are one, whichever versions sampled them."""
-    found: list[Passage] = []
+    found: list[MessageSpan] = []
     at = 0
     for span in trajectory.spans:
         end = at + len(span.tokens)
         if isinstance(span, Given):
-            found.append(Passage(role=span.role or NOBODY, sampled=False, first=at, last=end, seconds=span.seconds))
+            found.append(MessageSpan(role=span.role or NOBODY, sampled=False, first=at, last=end, seconds=span.seconds))
         elif found and found[-1].sampled:
             found[-1] = replace(found[-1], last=end)
         else:
-            found.append(Passage(role=MODEL, sampled=True, first=at, last=end))
+            found.append(MessageSpan(role=MODEL, sampled=True, first=at, last=end))
         at = end
     return tuple(found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from staleflow.pipeline.config import knob_tree, loading
 from staleflow.pipeline.config.job_conversion import convert_job
-from staleflow.pipeline.recovery.run_folder import LOCK, only_here, require_run
+from staleflow.pipeline.recovery.run_folder import LOCK, lock_folder, require_run
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import claim_folder, publish, remove
 from staleflow.stores.trajectories.store_conversion import ConvertedStore, convert_store, needs_conversion
@@ -41,7 +41,7 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
     claim_folder(out.parent, "--out")
     part = out.with_name(f".{out.name}.converting.part")
     try:
-        with only_here(run_dir), contextlib.ExitStack() as unfinished:
+        with lock_folder(run_dir), contextlib.ExitStack() as unfinished:
             remove(part)  # of a conversion that was killed
             unfinished.callback(remove, part)
             shutil.copytree(run_dir, part, symlinks=True, ignore=lambda folder, names: _left_out(run_dir, folder))

@@ -16,11 +16,11 @@ from staleflow.pipeline.stored_runs.response_texts import row_texts, shown_texts
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
-from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended
-from staleflow.tasks.rendering.chat_tokenizer import Texts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 BLOCK_ROWS = 512
 """Trajectories of a partition."""
@@ -51,7 +51,7 @@ def dask_table(
 def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], first: int, last: int) -> list[Ended]:
     rows = []
     for row in store_at(path, snapshot).picked(positions[first:last].tolist()):
-        if isinstance(row, Damaged):
+        if isinstance(row, UnreadableRow):
             raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.what}")
         rows.append(row)
     return rows
@@ -62,5 +62,5 @@ def _decode(run_dir: str, rows: Sequence[Ended]) -> list[RowTexts]:
 
 
 @once_a_process(2)
-def _texts(run_dir: str) -> Texts:
+def _texts(run_dir: str) -> Detokenizer:
     return shown_texts(load_job(Path(run_dir)))

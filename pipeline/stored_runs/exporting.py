@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.pipeline.recovery.run_folder import LOCK, load_job, only_here
+from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
 from staleflow.pipeline.stored_runs.response_texts import row_texts, texts_of
 from staleflow.pipeline.stored_runs.stored_trajectories import chosen_positions, read_windows
@@ -25,7 +25,7 @@ from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import claim_folder, publish
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
-from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended
 
@@ -72,7 +72,7 @@ def export(
     part = out.with_name(f".{out.name}.part")
     try:
         part.mkdir(parents=True, exist_ok=True)
-        with only_here(part), contextlib.ExitStack() as unfinished:
+        with lock_folder(part), contextlib.ExitStack() as unfinished:
             unfinished.callback(shutil.rmtree, part, ignore_errors=True)
             _refuse_taken(out)  # another export may have finished meanwhile
             _clear(part)  # files of a killed export
@@ -195,7 +195,7 @@ def write_part(
 
     def read() -> Iterator[tuple[list[Ended], list[RowTexts]]]:
         for picked in read_windows(store, rows):
-            errors.update({int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)})
+            errors.update({int(row.trajectory): row.what for row in picked if isinstance(row, UnreadableRow)})
             kept = [row for row in picked if isinstance(row, Ended)]
             yield kept, [row_texts(row.trajectory, texts) for row in kept]
 

@@ -25,7 +25,7 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories import derived_branches
-from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended
@@ -269,8 +269,10 @@ def read_rows(
 ) -> RescoredRows:
     """Compute sums for the chosen ones of rows first <= row < last of a snapshot. A Dask task."""
     rows = list(store_at(path, snapshot).readable(first, last))
-    errors = {int(r.trajectory): r.what for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, Damaged)}
-    at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, Damaged)]
+    errors = {
+        int(r.trajectory): r.what for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, UnreadableRow)
+    }
+    at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, UnreadableRow)]
     read = response_logprobs(settings, [row for i in at if isinstance(row := rows[i], Ended)])
     sums = np.zeros((len(rows), len(SUMS)))
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
@@ -290,11 +292,11 @@ def read_rows(
 
 def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
     """[T] logprobs of each response under the model, nats; 0 of given tokens. Threads take turns."""
-    from staleflow.tasks.training.branch_sequences import Sequences
+    from staleflow.tasks.training.branch_sequences import BranchSequences
     from staleflow.tasks.training.microbatches import Row
 
     packed = [Row.of(row) for row in rows]
-    sequences = Sequences.of(packed)
+    sequences = BranchSequences.of(packed)
     with _model_lock:
         values = _logprob_model(settings).rows(sequences.rows, range(len(sequences.rows)))
     found = sequences.by_row(packed, values)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.gang import HEAVY_ROLES
+from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -91,7 +91,7 @@ class Pool:
             return list(workers)
         taken = self.client.sync(job_registry.ask, self.client, "taken", owner="")
         free = [address for address in workers if address not in taken]
-        made = [address for address in free if set(workers[address]["resources"]) & set(HEAVY_ROLES)]
+        made = [address for address in free if set(workers[address]["resources"]) & set(EXCLUSIVE_ROLES)]
         free = (made or free) if model else free
         if not free:
             raise ConfigError(

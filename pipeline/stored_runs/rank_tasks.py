@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from staleflow.pipeline.stored_runs.pool import Pool
 from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
-from staleflow.tasks.actors.trainer_rank import tells_of_a_lost_rank, unused
+from staleflow.tasks.actors.trainer_rank import is_lost_rank_error, unused
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.rank import Rank, listening
 
@@ -37,7 +37,7 @@ LOOK_S = 0.5
 """Seconds between two looks."""
 
 
-class LedPolicy:
+class RankZeroPolicy:
     """The policy of a group, as its leading rank uses it."""
 
     def __init__(self, policy: PolicyTrainer) -> None:
@@ -60,7 +60,7 @@ class LedPolicy:
         try:
             self._policy.save_state(path)
         except RuntimeError as error:
-            if tells_of_a_lost_rank(error):  # the disk is not to blame
+            if is_lost_rank_error(error):  # the disk is not to blame
                 raise _lost(error) from error
             raise
 
@@ -87,7 +87,7 @@ class LedPolicy:
 
 
 @contextlib.contextmanager
-def led(settings: TrainerSettings, *, shared: bool) -> Iterator[LedPolicy]:
+def led(settings: TrainerSettings, *, shared: bool) -> Iterator[RankZeroPolicy]:
     """The policy of a group that the present Dask task leads. shared: see Pool. Raises ConfigError if there are not
     enough workers, ActorLost if a rank is lost."""
     from distributed import get_client, get_worker
@@ -104,7 +104,7 @@ def led(settings: TrainerSettings, *, shared: bool) -> Iterator[LedPolicy]:
             client.submit(_follow, given, replace(place, number=number), workers=[address], pure=False)
             for number, address in enumerate(addresses, start=1)
         ]
-        policy = LedPolicy(PolicyTrainer(settings, replace(place, listener=listener.fileno())))
+        policy = RankZeroPolicy(PolicyTrainer(settings, replace(place, listener=listener.fileno())))
         try:
             with ended(policy):
                 yield policy
@@ -113,7 +113,7 @@ def led(settings: TrainerSettings, *, shared: bool) -> Iterator[LedPolicy]:
 
 
 @contextlib.contextmanager
-def ended(policy: LedPolicy) -> Iterator[None]:
+def ended(policy: RankZeroPolicy) -> Iterator[None]:
     """End the group with the block, however that ends: its other ranks hold workers as long as they wait."""
     try:
         yield
@@ -125,7 +125,7 @@ def ended(policy: LedPolicy) -> Iterator[None]:
     except BaseException as error:
         with contextlib.suppress(Exception):
             policy.abandon(error)  # in the middle of a step they would not hear that there is nothing more to do
-        if isinstance(error, RuntimeError) and tells_of_a_lost_rank(error):
+        if isinstance(error, RuntimeError) and is_lost_rank_error(error):
             raise _lost(error) from error
         raise
 

@@ -9,16 +9,16 @@ from staleflow.pipeline.stored_runs.conversations import messages
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.dataframes import RowTexts
 from staleflow.stores.trajectory import IntArray, Trajectory
-from staleflow.tasks.rendering.chat_tokenizer import NumberTexts, Texts, file_texts, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, NumberTexts, file_texts, tokenizer_texts
 
 
-def texts_of(config: RunConfig) -> Texts:
+def texts_of(config: RunConfig) -> Detokenizer:
     """Text by the job's tokenizer, or the ids as text for an emulated run. Raises ConfigError if the tokenizer is
     gone."""
     return NumberTexts() if config.emulated else tokenizer_texts(config.model.path)
 
 
-def decoded_texts(config: RunConfig) -> Texts:
+def decoded_texts(config: RunConfig) -> Detokenizer:
     """As `texts_of`, but without loading transformers, which takes seconds, where the tokenizer's file is enough.
     Raises ConfigError if the tokenizer is gone."""
     if not config.emulated and (texts := file_texts(Path(config.model.path))) is not None:
@@ -26,7 +26,7 @@ def decoded_texts(config: RunConfig) -> Texts:
     return texts_of(config)
 
 
-def shown_texts(config: RunConfig) -> Texts:
+def shown_texts(config: RunConfig) -> Detokenizer:
     """As `texts_of`, for people to read: by the tokenizer's file where that is enough, and the ids as text if the
     tokenizer is gone."""
     folder = Path(config.model.path)
@@ -38,7 +38,7 @@ def shown_texts(config: RunConfig) -> Texts:
         return NumberTexts()
 
 
-def row_texts(trajectory: Trajectory, texts: Texts) -> RowTexts:
+def row_texts(trajectory: Trajectory, texts: Detokenizer) -> RowTexts:
     """The texts of a trajectory, without special tokens, but for what the model was given: there they are the marks of
     the template, and tell who speaks."""
 
@@ -48,7 +48,7 @@ def row_texts(trajectory: Trajectory, texts: Texts) -> RowTexts:
     def marked(tokens: IntArray) -> str:
         return texts.text(tokens.tolist(), special=True)
 
-    whole = marked if trajectory.has_answers else plain
+    whole = marked if trajectory.has_env_steps else plain
     return RowTexts(
         marked(trajectory.prompt_tokens), whole(trajectory.response_tokens), messages(trajectory, plain, marked)
     )

@@ -29,7 +29,7 @@ from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_al
 from staleflow.pipeline.stored_runs.response_texts import texts_of
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import derived_branches
-from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate, IntArray, Trajectory
@@ -205,10 +205,10 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
     prompts, scoring = _prompts(settings)
     rows = list(store_at(path, snapshot).readable(first, last))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
-    errors = {int(row.trajectory): row.what for row in rows if isinstance(row, Damaged)}
+    errors = {int(row.trajectory): row.what for row in rows if isinstance(row, UnreadableRow)}
     answered: list[tuple[int, Trajectory]] = []
     for i, row in enumerate(rows):
-        if isinstance(row, Damaged):
+        if isinstance(row, UnreadableRow):
             valid[i] = False
         elif row.trajectory.num_sampled:
             answered.append((i, row.trajectory))
@@ -229,7 +229,7 @@ def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, A
         return prompts.text(tokens.tolist())
 
     record = prompts.task(int(trajectory.group)).record
-    if trajectory.has_answers:
+    if trajectory.has_env_steps:
         said = [{"role": m["role"], "content": m["content"]} for m in messages(trajectory, text, text)]
         record = {**record, "turns": said}
     return text(trajectory.turns[-1]), record

@@ -28,7 +28,7 @@ def run_folder(source: str | Path) -> Path:
     if not is_url(named):
         require_run(Path(source))
         return Path(source)
-    from staleflow.stores.trajectories.storage import name_url, refuse_silent
+    from staleflow.stores.trajectories.storage import check_endpoint, name_url
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     parent = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
@@ -37,7 +37,7 @@ def run_folder(source: str | Path) -> Path:
     folder.mkdir()
     name_url(folder / "store", named)
     try:
-        refuse_silent()
+        check_endpoint()
         store = VersionedStore.pinned(folder / "store")
     except (StoreError, OSError) as error:
         why = str(error).rpartition(": ")[2]

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from staleflow.pipeline.stored_runs.response_texts import row_texts
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.reader import Damaged, StoreReader
+from staleflow.stores.trajectories.reader import StoreReader, UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectory import Ended
-from staleflow.tasks.rendering.chat_tokenizer import Texts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 READ_ROWS = 512
 """Trajectories read together."""
@@ -85,7 +85,7 @@ class StoredTrajectory:
     """Whether the model sampled each token."""
 
     @classmethod
-    def of(cls, row: Ended, texts: Texts | None = None) -> StoredTrajectory:
+    def of(cls, row: Ended, texts: Detokenizer | None = None) -> StoredTrajectory:
         """The record of a stored row. texts: decodes its tokens; without, its texts are empty."""
         t = row.trajectory
         decoded = None if texts is None else row_texts(t, texts)
@@ -158,7 +158,7 @@ def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
         begin = end
 
 
-def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[Ended | Damaged]]:
+def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[Ended | UnreadableRow]]:
     """The rows at these positions, in order, one window after the other, so that memory is bounded by a window."""
     for chosen in windows(rows):
         first, last = int(chosen[0]), int(chosen[-1]) + 1
@@ -178,6 +178,6 @@ def read_rows(store: StoreReader, where: str) -> Iterator[Ended]:
 def _readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[Ended]:
     for rows in read_windows(store, positions):
         for row in rows:
-            if isinstance(row, Damaged):
+            if isinstance(row, UnreadableRow):
                 raise StoreError(f'{row.what}; leave it out with where="trajectory != {row.trajectory}"')
             yield row

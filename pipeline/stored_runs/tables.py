@@ -11,13 +11,13 @@ from staleflow.pipeline.stored_runs.stored_trajectories import read_rows
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.reader import StoreReader
-from staleflow.tasks.rendering.chat_tokenizer import Texts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 TABLE_ROWS = 512
 """Trajectories converted together to a part of a dataset."""
 
 
-def pandas_table(store: StoreReader, where: str, texts: Texts | None) -> Any:
+def pandas_table(store: StoreReader, where: str, texts: Detokenizer | None) -> Any:
     """A pandas.DataFrame with a row for each trajectory that `where` selects. texts: decodes the columns `prompt` and
     `response`, which are absent without. Raises ConfigError, StoreError."""
     dataframes.require("pandas")
@@ -29,7 +29,7 @@ def pandas_table(store: StoreReader, where: str, texts: Texts | None) -> Any:
     return frame
 
 
-def hugging_face_dataset(store: StoreReader, where: str, texts: Texts) -> Any:
+def hugging_face_dataset(store: StoreReader, where: str, texts: Detokenizer) -> Any:
     """A datasets.Dataset, in memory, of the trajectories that `where` selects, with the columns of an exported one.
     Raises ConfigError, StoreError."""
     arrow = dataframes.require("pyarrow")
@@ -47,5 +47,5 @@ def hugging_face_dataset(store: StoreReader, where: str, texts: Texts) -> Any:
     return datasets.Dataset(arrow.concat_tables([*parts, _part(rows, names, texts)]))
 
 
-def _part(rows: list[Any], names: dict[str, str], texts: Texts) -> Any:
+def _part(rows: list[Any], names: dict[str, str], texts: Detokenizer) -> Any:
     return dataframes.arrow_table(rows, names, [row_texts(row.trajectory, texts) for row in rows])

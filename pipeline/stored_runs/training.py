@@ -32,13 +32,13 @@ from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.model_files import find_model
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import source_fingerprints
-from staleflow.pipeline.recovery.run_folder import LOCK, load_job, only_here
+from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
 from staleflow.pipeline.stored_runs.pool import Pool, making, store_at
-from staleflow.pipeline.stored_runs.rank_tasks import LedPolicy, led
+from staleflow.pipeline.stored_runs.rank_tasks import RankZeroPolicy, led
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import claim_folder, publish, replace_text
-from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended, InstanceId, PolicyVersion
@@ -199,7 +199,7 @@ def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Offline
         part.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(f"{part}: cannot be created: {error}; choose another place with --out") from error
-    with only_here(part):
+    with lock_folder(part):
         try:
             _refuse_taken(out)  # another training may have finished meanwhile
         except ConfigError:
@@ -268,7 +268,7 @@ def _prepare(part: Path, plan: OfflinePlan) -> None:
 
 
 @contextlib.contextmanager
-def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[LedPolicy | PolicyTrainer]:
+def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[RankZeroPolicy | PolicyTrainer]:
     """The policy to train: of this process, or of a group that it leads."""
     from staleflow.tasks.training.policy import TrainerSettings
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
@@ -292,7 +292,7 @@ def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[LedPolicy | PolicyTr
 class _Training:
     """The trainer and its progress."""
 
-    def __init__(self, plan: OfflinePlan, part: Path, policy: LedPolicy | PolicyTrainer) -> None:
+    def __init__(self, plan: OfflinePlan, part: Path, policy: RankZeroPolicy | PolicyTrainer) -> None:
         self._plan, self._part = plan, part
         self._store = store_at(plan.path, plan.snapshot)
         self.policy = policy
@@ -325,7 +325,7 @@ class _Training:
         first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
         found = list(self._store.readable(first, last))
         picked = [found[i - first] for i in places.tolist()]
-        self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, Damaged)}
+        self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, UnreadableRow)}
         ended = [row for row in picked if isinstance(row, Ended)]
         rows = [Row.of(row) for row in ended]
         rewards = [row.trajectory.reward for row in ended if row.loss_mask]

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from staleflow.pipeline.stored_runs.conversations import Passage
+    from staleflow.pipeline.stored_runs.conversations import MessageSpan
     from staleflow.pipeline.stored_runs.views import TokenView, TrajectoryView
 
 HUES = (200, 30, 130, 290, 60, 350)
@@ -56,7 +56,7 @@ def _article(one: TrajectoryView) -> str:
     )
 
 
-def _passage(one: TrajectoryView, passage: Passage, versions: list[int]) -> str:
+def _passage(one: TrajectoryView, passage: MessageSpan, versions: list[int]) -> str:
     tokens = "".join(_token(t, versions) for t in one.tokens[passage.first : passage.last])
     if len(one.passages) == 1:
         return f"<pre>{tokens}</pre>"

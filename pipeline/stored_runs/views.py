@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.pipeline.recovery.run_folder import load_job
-from staleflow.pipeline.stored_runs.conversations import Passage, passages
+from staleflow.pipeline.stored_runs.conversations import MessageSpan, passages
 from staleflow.pipeline.stored_runs.response_texts import shown_texts
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended, Given, TrajectoryId
-from staleflow.tasks.rendering.chat_tokenizer import Texts, pieces
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, pieces
 
 Order = Literal["worst", "best", "longest"]
 ORDERS: dict[Order, tuple[str, int]] = {
@@ -54,7 +54,7 @@ class TrajectoryView:
     prompt: str
     response: str
     tokens: tuple[TokenView, ...]
-    passages: tuple[Passage, ...] = ()
+    passages: tuple[MessageSpan, ...] = ()
     error: str = ""
     reward_parts: dict[str, float] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def view(
     return [trajectory_view(row, texts, new) for row, new in zip(rows, read, strict=True)]
 
 
-def trajectory_view(row: Ended, texts: Texts, rescored: npt.NDArray[np.float32] | None = None) -> TrajectoryView:
+def trajectory_view(row: Ended, texts: Detokenizer, rescored: npt.NDArray[np.float32] | None = None) -> TrajectoryView:
     """The view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the ratios."""
     t = row.trajectory
     ids, logprobs = t.response_tokens.tolist(), t.logprobs
@@ -135,7 +135,9 @@ def trajectory_view(row: Ended, texts: Texts, rescored: npt.NDArray[np.float32] 
 def facts(row: Ended) -> dict[str, object]:
     """What is shown of a stored row besides its tokens, by name, in display order."""
     t = row.trajectory
-    turns = {"turns": len(t.turns), "given_tokens": t.num_given, "tool_s": round(t.tool_s, 6)} if t.has_answers else {}
+    turns = (
+        {"turns": len(t.turns), "given_tokens": t.num_given, "tool_s": round(t.tool_s, 6)} if t.has_env_steps else {}
+    )
     return {
         "trajectory": int(t.id),
         "group": int(t.group),

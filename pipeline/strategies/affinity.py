@@ -10,7 +10,7 @@ from staleflow.tasks.emulation.cost_model import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
-class Affinity:
+class CacheAffinity:
     """Weighs the seconds of a prefill, for which all that runs on an instance waits, against slower decoding."""
 
     cost: StepCosts

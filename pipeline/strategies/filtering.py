@@ -48,7 +48,7 @@ class NoSignal(Filtering):
         return None if has_signal(rewards) else AbortReason.NO_SIGNAL
 
 
-class Stragglers(RegistryEntry):
+class StragglerRule(RegistryEntry):
     """When a waiting step counts as stuck, and what is done with the stragglers it waits for. By default it only
     waits."""
 
@@ -56,30 +56,30 @@ class Stragglers(RegistryEntry):
     cuts = False
     """Whether it ever ends a trajectory before its time."""
 
-    def impatient(self, *, waited_s: float, interval_s: float) -> bool:
+    def waited_too_long(self, *, waited_s: float, interval_s: float) -> bool:
         """Whether a step that has waited for `waited_s` has waited too long. interval_s: between steps; 0 while
         unknown."""
         return False
 
-    def may_end(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
+    def may_truncate(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
         """Whether as many unfinished trajectories, all that the step waits for, may be ended. per_step: trajectories of
         a step. cut_in_step: ended for this step already. trained: trajectories trained on so far, of which `cut` were
         ended, or have been told to."""
         return False
 
 
-STRAGGLERS: Registry[Stragglers] = Registry("straggler rule", "batch.stragglers", Stragglers)
+STRAGGLERS: Registry[StragglerRule] = Registry("straggler rule", "batch.stragglers", StragglerRule)
 
 
 @STRAGGLERS.register("wait")
 @dataclass(frozen=True, slots=True)
-class Wait(Stragglers):
+class Wait(StragglerRule):
     """Stragglers are waited for."""
 
 
 @STRAGGLERS.register("truncate")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Truncate(Stragglers):
+class Truncate(StragglerRule):
     """Stragglers end with the tokens they have, and are scored: all that a step still waits for, once these are no more
     than `share` allows. Fewer would help nobody, since the step would wait for the others.
 
@@ -94,9 +94,9 @@ class Truncate(Stragglers):
 
     cuts = True
 
-    def impatient(self, *, waited_s: float, interval_s: float) -> bool:
+    def waited_too_long(self, *, waited_s: float, interval_s: float) -> bool:
         return bool(interval_s) and waited_s > self.patience * interval_s
 
-    def may_end(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
+    def may_truncate(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
         in_step = cut_in_step + unfinished <= max(1, int(self.share * per_step))
         return in_step and cut + unfinished <= self.share * (trained + per_step)

@@ -72,7 +72,7 @@ class ReadOnlyLoads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnRouting(UserCode, Routing):
+class UserRouting(UserCode, Routing):
     """A rule from a user's file: it receives read-only arrays, and its errors carry its name. As with every rule, the
     coordinator checks that the chosen instance fits."""
 
@@ -104,7 +104,7 @@ def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
     return view
 
 
-ROUTING: Registry[Routing] = Registry("routing rule", "rollout.routing", Routing, user_code=OwnRouting)
+ROUTING: Registry[Routing] = Registry("routing rule", "rollout.routing", Routing, user_code=UserRouting)
 """A rule may have the parameters `cost`, the cost model; `rng`, a random generator seeded by the job; and `eta`, the
 bound."""
 

@@ -22,7 +22,7 @@ class LaggingInstance:
     kv_tokens: int
     fed: int
     """Number of trajectories that would be routed to it at the version it serves."""
-    fed_if_pulled: int
+    num_added_if_pulled: int
     """Number of trajectories that would be routed to it if it had the new version."""
     added_kv_tokens: float
     """KV tokens that each of these would add."""
@@ -37,7 +37,7 @@ class Synchronization(RegistryEntry, ABC):
 
     __slots__ = ()
     weighs = False
-    """Whether the rule reads `fed_if_pulled`; otherwise it is not computed."""
+    """Whether the rule reads `num_added_if_pulled`; otherwise it is not computed."""
 
     @abstractmethod
     def should_pull(self, instance: LaggingInstance) -> bool:
@@ -90,7 +90,7 @@ class Hypothesis(Synchronization):
         if not instance.num_running:
             return True  # nothing is interrupted
         now = self._rate(instance, instance.fed)
-        then = self._rate(instance, instance.fed_if_pulled)
+        then = self._rate(instance, instance.num_added_if_pulled)
         stalled_s = instance.pull_s + self.cost.prefill * instance.kv_tokens
         return then > now and (then - now) * instance.interval_s >= now * stalled_s
 

@@ -22,7 +22,7 @@ from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.weight_delta import DeltaFile
 from staleflow.tasks.actors.actor_calls import within
-from staleflow.tasks.actors.parameter_server import Fetched, Source
+from staleflow.tasks.actors.parameter_server import FetchProgress, Source
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ SLOW_S = 5.0
 """Fetches that take longer, in seconds, are logged."""
 
 
-class Tree:
+class BroadcastTree:
     """Who fetches one version from whom. Decides as hosts ask; does nothing."""
 
     def __init__(self, root: str) -> None:
@@ -84,7 +84,7 @@ class Caller(Protocol):
     async def ask(self, name: str, method: str, *args: Any) -> Any: ...
 
 
-class Transfers:
+class WeightTransfers:
     """Brings versions to hosts, each to a host once. call_s: see deadlines.call_s."""
 
     def __init__(self, caller: Caller, call_s: float, delta_versions: int = 0) -> None:
@@ -95,9 +95,9 @@ class Transfers:
         self._deltas: dict[PolicyVersion, int] = {}
         """Bytes of the deltas that were published."""
         self._fingerprints: dict[PolicyVersion, str] = {}
-        self._trees: dict[PolicyVersion, Tree] = {}
+        self._trees: dict[PolicyVersion, BroadcastTree] = {}
         self._num_bytes: dict[PolicyVersion, int] = {}
-        self.num_arrived = 0
+        self.bytes_arrived = 0
         """Bytes that have arrived on hosts so far, none counted twice: as long as it grows, work goes on."""
         self._arrived: dict[tuple[PolicyVersion, str], int] = {}
         """Most bytes of a version that a host is known to have had, while it fetches."""
@@ -108,7 +108,7 @@ class Transfers:
         """Note that a version is on a host, to be fetched from there; maybe on another as well, if it was published
         again. delta_bytes: of its delta, 0 if there is none. fingerprint: of the version, for those who make it of
         deltas."""
-        self._trees.setdefault(version, Tree(host)).arrived(host)
+        self._trees.setdefault(version, BroadcastTree(host)).arrived(host)
         self._num_bytes[version] = num_bytes
         self._fingerprints[version] = fingerprint
         if delta_bytes:
@@ -158,12 +158,14 @@ class Transfers:
     def _count(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
         before = self._arrived.get((version, host), 0)
         self._arrived[version, host] = max(before, num_bytes)
-        self.num_arrived += max(0, num_bytes - before)
+        self.bytes_arrived += max(0, num_bytes - before)
 
-    async def _ensure(self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]) -> Fetched:
+    async def _ensure(
+        self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]
+    ) -> FetchProgress:
         deltas = self._chain(version)
         changes = (deltas, self._fingerprints[version]) if deltas else ()
-        fetched: Fetched = await self._caller.ask(name, "ensure", version, num_bytes, sources, *changes)
+        fetched: FetchProgress = await self._caller.ask(name, "ensure", version, num_bytes, sources, *changes)
         return fetched
 
     def _chain(self, version: PolicyVersion) -> tuple[DeltaFile, ...]:

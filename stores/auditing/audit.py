@@ -16,7 +16,7 @@ import numpy as np
 
 from staleflow.stores.auditing import conservation, single_consumption, weight_counts
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.auditing.row_checks import CHECK, RowRange, RowsChecked, check_rows_at, hash_batches
+from staleflow.stores.auditing.row_checks import CHECK, RowCheckResult, RowRange, check_rows_at, hash_batches
 from staleflow.stores.auditing.weight_counts import WeightCounts
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.columns import Rows
@@ -35,7 +35,7 @@ MOST_TOKENS = 2**21
 TASK_TOKENS, TASK_COMMITS = 2**23, 256
 """Most tokens and commits of a task, if it has several commits: seconds of work."""
 
-Runner = Callable[[Callable[..., RowsChecked], Iterable[tuple[Any, ...]]], Iterable[RowsChecked]]
+Runner = Callable[[Callable[..., RowCheckResult], Iterable[tuple[Any, ...]]], Iterable[RowCheckResult]]
 """Yields function(*call) for all calls, in any order."""
 
 
@@ -83,7 +83,7 @@ class AuditReport:
         return {**asdict(self), "clean": self.clean, **unknown}
 
 
-def in_turn(function: Callable[..., RowsChecked], calls: Iterable[tuple[Any, ...]]) -> Iterator[RowsChecked]:
+def in_turn(function: Callable[..., RowCheckResult], calls: Iterable[tuple[Any, ...]]) -> Iterator[RowCheckResult]:
     """A runner that runs one call after another, here."""
     return (function(*call) for call in calls)
 

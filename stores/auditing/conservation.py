@@ -14,7 +14,7 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.id_sets import HIGHEST, LOWEST, IdSet, merged
 from staleflow.stores.trajectories.columns import FATES, REASONS, Rows
 from staleflow.stores.trajectories.records import StepRecord
-from staleflow.stores.trajectory import ended_as
+from staleflow.stores.trajectory import outcome_key
 
 CHECK = "conservation"
 READ = ("trajectory", "fate", "reason")
@@ -38,7 +38,7 @@ class Conservation:
         for i in np.argsort(first):  # a counter keeps the order of first occurrence
             fate, reason = kinds[i].tolist()
             if -len(FATES) <= fate < len(FATES) and -len(REASONS) <= reason < len(REASONS):
-                self._counts[ended_as(FATES[fate], REASONS[reason])] += int(counts[i])
+                self._counts[outcome_key(FATES[fate], REASONS[reason])] += int(counts[i])
 
     def ends(self, record: StepRecord) -> Iterator[Finding]:
         """What is wrong at a commit, all rows of which have been added."""

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.trajectory import AbortReason, Fate, FinishReason, ended_as
+from staleflow.stores.trajectory import AbortReason, Fate, FinishReason, outcome_key
 
 FEWEST = 20
 """Least number of groups on each side of a comparison."""
@@ -57,7 +57,7 @@ class Contrast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndedKind:
+class OutcomeStats:
     """Trajectories of one kind: means over their groups, and how they differ from those trained on. A difference is
     None if there are too few groups, or if it may be chance. reward: None if none was scored."""
 
@@ -80,9 +80,9 @@ class EndedKind:
 class DropBias:
     """How what a run did not train on differs from what it did."""
 
-    consumed: EndedKind
+    consumed: OutcomeStats
     """What was trained on."""
-    others: tuple[EndedKind, ...] = ()
+    others: tuple[OutcomeStats, ...] = ()
     """What was not, by reason, and responses that were cut off."""
     groups: int = 0
     never_trained: int = 0
@@ -134,7 +134,7 @@ def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
         for name, chosen in _kinds(table).items():
             if chosen.any():
                 sums.setdefault(name, _GroupSums()).add({column: values[chosen] for column, values in table.items()})
-    trained = sums.pop(ended_as(Fate.CONSUMED, AbortReason.NONE), _GroupSums())
+    trained = sums.pop(outcome_key(Fate.CONSUMED, AbortReason.NONE), _GroupSums())
     whole = sums.pop("whole", _GroupSums())
     order = sorted(sums, key=lambda name: (name != DROPPED, name == TRUNCATED, -sums[name].trajectories))
     others = tuple(_compared(name, sums[name], whole if name == TRUNCATED else trained) for name in order)
@@ -156,7 +156,7 @@ def _kinds(table: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.bo
     ended = table["reason"] == AbortReason.RUN_ENDED.value
     kinds = {TRUNCATED: cut, "whole": consumed & ~cut, DROPPED: ~consumed & ~ended}
     for fate, reason in {*zip(table["fate"].tolist(), table["reason"].tolist(), strict=True)}:
-        kinds[ended_as(Fate(fate), AbortReason(reason))] = (table["fate"] == fate) & (table["reason"] == reason)
+        kinds[outcome_key(Fate(fate), AbortReason(reason))] = (table["fate"] == fate) & (table["reason"] == reason)
     return kinds
 
 
@@ -204,9 +204,9 @@ class _GroupSums:
         return means
 
 
-def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> EndedKind:
+def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> OutcomeStats:
     rewards = sums.means("reward", "scored")
-    return EndedKind(
+    return OutcomeStats(
         name=name,
         trajectories=sums.trajectories,
         groups=int((sums.count > 0).sum()),
@@ -219,7 +219,7 @@ def _kind(name: str, sums: _GroupSums, **differences: Contrast | None) -> EndedK
     )
 
 
-def _compared(name: str, sums: _GroupSums, other: _GroupSums) -> EndedKind:
+def _compared(name: str, sums: _GroupSums, other: _GroupSums) -> OutcomeStats:
     grown: dict[str, Contrast | None] = {}
     for column in ("response_tokens", "turns", "tool_s"):
         ratio = _ratio(sums.means(column), other.means(column))

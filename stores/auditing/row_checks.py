@@ -19,7 +19,7 @@ from staleflow.stores.auditing.single_consumption import is_consumed
 from staleflow.stores.context_branches import Branch
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
-from staleflow.stores.trajectories.layout import stored_span
+from staleflow.stores.trajectories.layout import parse_span
 from staleflow.stores.trajectories.reader import BLOCK_ROWS, PLACES, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest
 from staleflow.stores.trajectory import NO_VERSION, Given, Span
@@ -46,7 +46,7 @@ class RowRange:
 
 
 @dataclass(slots=True, kw_only=True)
-class RowsChecked:
+class RowCheckResult:
     """What was found in a range of rows. digests: of the batches, by step. error: why a row, and all after it, could
     not be read; empty if all could."""
 
@@ -56,14 +56,14 @@ class RowsChecked:
     error: str = ""
 
 
-def check_rows_at(path: str, snapshot: str, eta: int | None, rows: RowRange) -> RowsChecked:
+def check_rows_at(path: str, snapshot: str, eta: int | None, rows: RowRange) -> RowCheckResult:
     """As `check_rows`; a function of plain values, so that it can be sent to a worker."""
     return check_rows(StoreReader.at(Path(path), snapshot), eta, rows)
 
 
-def check_rows(store: StoreReader, eta: int | None, rows: RowRange) -> RowsChecked:
+def check_rows(store: StoreReader, eta: int | None, rows: RowRange) -> RowCheckResult:
     """Check a range of rows. eta: the staleness bound; None if the run keeps none."""
-    found = RowsChecked(first=rows.first)
+    found = RowCheckResult(first=rows.first)
     digests: dict[int, BatchDigest] = {}
     try:
         for block in read_blocks(store, rows.first, rows.last, rows.most_tokens):
@@ -204,7 +204,7 @@ def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], begin: int, text: byt
     sizes = rows["text_bytes"].tolist()
     try:
         extras = json.loads(b"[%s]" % b",".join(text[a : a + size] for a, size in zip(places, sizes, strict=True)))
-        spans = Spans.of([(i, *stored_span(*span)[1:]) for i, extra in enumerate(extras) for span in extra["segments"]])
+        spans = Spans.of([(i, *parse_span(*span)[1:]) for i, extra in enumerate(extras) for span in extra["segments"]])
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None
     if not in_place or len(extras) != len(rows) or (spans.sizes < 0).any():

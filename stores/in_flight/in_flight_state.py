@@ -56,7 +56,7 @@ from staleflow.stores.trajectory import (
     Timings,
     Trajectory,
     TrajectoryId,
-    is_evaluated,
+    is_evaluation,
 )
 
 
@@ -93,7 +93,7 @@ class LatestRouting(NamedTuple):
 
 
 @dataclass(slots=True)
-class InFlight:
+class InFlightState:
     """The trajectories of one run that are not in its store. members: trajectories started per group."""
 
     members: int
@@ -201,7 +201,7 @@ class InFlight:
         self.num_drawn = max(self.num_drawn, ledger.num_started // self.members)
 
         def is_stored(trajectory: TrajectoryId) -> bool:
-            return not is_evaluated(trajectory) and trajectory < ledger.num_started and trajectory not in unstored
+            return not is_evaluation(trajectory) and trajectory < ledger.num_started and trajectory not in unstored
 
         for trajectory in [i for i in self.live if is_stored(i)]:
             self._drop(trajectory)
@@ -231,9 +231,9 @@ class InFlight:
                 dataset_row=dataset_row,
             )
 
-    def after(self, entry: Entry) -> InFlight:
+    def after(self, entry: Entry) -> InFlightState:
         """The state that `entry` leads to; this one stays as it is."""
-        copied = InFlight(
+        copied = InFlightState(
             members=self.members,
             num_drawn=self.num_drawn,
             live=dict(self.live),
@@ -248,11 +248,11 @@ class InFlight:
         copied.apply(entry)
         return copied
 
-    def in_numbers(self) -> tuple[GroupInFlight, ...]:
+    def summary_counts(self) -> tuple[GroupInFlight, ...]:
         """All live groups, oldest first."""
         groups: dict[GroupId, list[Trajectory]] = {}
         for t in self.live.values():
-            if not is_evaluated(t.id):
+            if not is_evaluation(t.id):
                 groups.setdefault(t.group, []).append(t)
         return tuple(
             GroupInFlight(
@@ -282,7 +282,7 @@ class InFlight:
     # -- entries -------------------------------------------------------------------------------------------------
 
     def _draw(self, entry: GroupDrawn) -> bool:
-        if is_evaluated(entry.group):
+        if is_evaluation(entry.group):
             member = TrajectoryId(entry.group * self.members)
             if member in self.live:
                 return False
@@ -400,7 +400,7 @@ class InFlight:
 
     def _resume(self, entry: FlightResumed) -> bool:
         again = set(entry.again)
-        held = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluated(t.id)]
+        held = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluation(t.id)]
         scored = self.scored
         self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
         self.turn_tokens, self.stops = {}, {}
@@ -429,7 +429,7 @@ class InFlight:
         return True
 
     def _end_evaluation(self) -> bool:
-        evaluated = [i for i in self.live if is_evaluated(i)]
+        evaluated = [i for i in self.live if is_evaluation(i)]
         for trajectory in evaluated:
             self._drop(trajectory)
             self.scored.discard(trajectory)

@@ -52,7 +52,7 @@ KINDS = ("step", "end", "resume")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class CommitArrays:
     """Rows in the form that a commit appends. tokens: [T] by the names of TOKEN_ARRAYS."""
 
     tokens: dict[str, npt.NDArray[Any]]
@@ -61,7 +61,7 @@ class Packed:
     num_tokens: int
 
 
-def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
+def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> CommitArrays:
     """Pack rows for a commit. begin, text_begin: where their tokens and their text will begin in the store."""
     tokens: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     offsets, texts = [], []
@@ -83,7 +83,7 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> Packed:
     rows["offset"] = offsets
     rows["text_bytes"] = [len(text) for text in texts]
     rows["text_offset"] = text_begin + np.cumsum(rows["text_bytes"]) - rows["text_bytes"]
-    return Packed(
+    return CommitArrays(
         tokens={name: np.concatenate(parts) for name, parts in tokens.items()},
         rows=rows,
         text=b"".join(texts),
@@ -98,7 +98,7 @@ def unpack(
     text_first: where in the store they begin. Raises StoreError if they contradict each other."""
     try:
         extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
-        stored = [stored_span(*span) for span in extra["segments"]]
+        stored = [parse_span(*span) for span in extra["segments"]]
         finish, fate, reason = FINISHES[row["finish"]], FATES[row["fate"]], REASONS[row["reason"]]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         # A flipped bit that decompression did not detect.
@@ -145,7 +145,7 @@ def unpack(
     )
 
 
-def stored_span(who: str, version: int, size: int, *more: float) -> tuple[str, int, int, float, int]:
+def parse_span(who: str, version: int, size: int, *more: float) -> tuple[str, int, int, float, int]:
     """A span as `_stored` writes it, with the seconds of a sampled one as 0, and `after` as -1 if no branch begins with
     it. Raises ValueError or TypeError for what is none: only a given one has seconds, and may begin a branch."""
     if len(more) not in ((1, 2) if version == NO_VERSION else (0,)):

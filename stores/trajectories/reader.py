@@ -51,7 +51,7 @@ RESCORED = "tokens/rescored"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damaged:
+class UnreadableRow:
     """A stored trajectory that can no longer be read, and why."""
 
     trajectory: TrajectoryId
@@ -88,7 +88,7 @@ class Summary:
         return self.last is not None and self.last.kind == "end"
 
 
-class Root:
+class ArrayCache:
     """The arrays of a session, by name; each is looked up once."""
 
     def __init__(self, session: Any) -> None:
@@ -120,7 +120,7 @@ class StoreReader:
         self._at_snapshot = at_snapshot
         self._branch = branch
         self._where = where
-        self._root: Root | None = None
+        self._root: ArrayCache | None = None
         attributes = dict(self._read_root().attrs)
         check_format(attributes.get("format"), where)
         try:
@@ -201,11 +201,11 @@ class StoreReader:
         rows = self._rows(self._read_root(), first, last, ("offset", "prompt_tokens"))
         return np.asarray(rows["offset"] + rows["prompt_tokens"], np.int64)
 
-    def readable(self, first: int, last: int) -> Iterator[Ended | Damaged]:
+    def readable(self, first: int, last: int) -> Iterator[Ended | UnreadableRow]:
         """As `rows`, but yields Damaged for rows in a corrupt chunk instead of raising."""
         return self._readable(self._read_root(), first, last)
 
-    def picked(self, positions: Iterable[int]) -> Iterator[Ended | Damaged]:
+    def picked(self, positions: Iterable[int]) -> Iterator[Ended | UnreadableRow]:
         """The rows at these positions, in this order; Damaged for those that cannot be read. Adjacent ones are read
         together."""
         root = self._read_root()
@@ -216,7 +216,7 @@ class StoreReader:
                 yield from self._readable(root, wanted[first], wanted[i - 1] + 1)
                 first = i
 
-    def _readable(self, root: Any, first: int, last: int) -> Iterator[Ended | Damaged]:
+    def _readable(self, root: Any, first: int, last: int) -> Iterator[Ended | UnreadableRow]:
         rows = self._rows(root, first, last)
         try:
             yield from list(self._block(root, rows))
@@ -229,7 +229,7 @@ class StoreReader:
             try:
                 yield from self._block(root, rows[i : i + 1])
             except StoreError as error:
-                yield Damaged(trajectory=TrajectoryId(int(rows["trajectory"][i])), what=str(error))
+                yield UnreadableRow(trajectory=TrajectoryId(int(rows["trajectory"][i])), what=str(error))
 
     def damage(self) -> Iterator[DamagedChunk]:
         """Every chunk that cannot be read. Reads the whole store."""
@@ -409,13 +409,13 @@ class StoreReader:
     def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
         return self._slice(root, name, 0, root[name].shape[0])
 
-    def _read_root(self) -> Root:
+    def _read_root(self) -> ArrayCache:
         """The arrays as they are now; of a snapshot always the same."""
         try:
             if self._at_snapshot is None:
-                return Root(self._repository.readonly_session(self._branch))
+                return ArrayCache(self._repository.readonly_session(self._branch))
             if self._root is None:
-                self._root = Root(self._repository.readonly_session(snapshot_id=self._at_snapshot))
+                self._root = ArrayCache(self._repository.readonly_session(snapshot_id=self._at_snapshot))
             return self._root
         except icechunk.IcechunkError as error:
             raise failure(Path(self._where), "the store cannot be read", error) from error

@@ -15,7 +15,7 @@ import icechunk
 
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.files import publish
-from staleflow.stores.trajectories.storage import bucket_storage, name_url, refuse_silent, storage_at, url_of
+from staleflow.stores.trajectories.storage import bucket_storage, check_endpoint, name_url, storage_at, url_of
 
 if "ICECHUNK_LOG" not in os.environ:
     # At each opening it warns that several committers on a local disk lose commits; a run has only one.
@@ -66,7 +66,7 @@ def creating(path: Path, url: str = "") -> Iterator[Any]:
 def check_bucket(url: str, *, new: bool) -> None:
     """Raise ConfigError if a store's bucket does not answer. new: or if there is a run's store already."""
     try:
-        refuse_silent()
+        check_endpoint()
         if icechunk.Repository.exists(bucket_storage(url)) and new:
             _unused(url)
     except (icechunk.IcechunkError, OSError) as error:

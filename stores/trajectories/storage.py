@@ -40,7 +40,7 @@ def storage_at(path: Path) -> Any:
     return bucket_storage(url) if (url := url_of(path)) else icechunk.local_filesystem_storage(str(path))
 
 
-def refuse_silent() -> None:
+def check_endpoint() -> None:
     """Raise OSError if nothing listens where the environment says that buckets are: Icechunk would try for half a
     minute. Asks nothing of Amazon's own servers."""
     endpoint = _endpoint()

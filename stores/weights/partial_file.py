@@ -29,7 +29,7 @@ def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
     return [Piece(begin, min(piece_bytes, num_bytes - begin)) for begin in range(0, num_bytes, piece_bytes)]
 
 
-class Incoming:
+class PartialFile:
     """A file of `num_bytes` bytes that fills up. `write` and `read` may run in threads, each piece in one. A thread
     that outlives its caller does no harm: the file is opened anew each time, under a name of this attempt's alone."""
 
@@ -40,7 +40,7 @@ class Incoming:
         """Pieces that have not arrived, by offset."""
 
     @property
-    def num_arrived(self) -> int:
+    def bytes_arrived(self) -> int:
         """Bytes that have arrived."""
         return self._num_bytes - sum(piece.size for piece in list(self.missing.values()))
 

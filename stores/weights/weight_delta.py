@@ -56,7 +56,7 @@ class TensorPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class DeltaTarget:
     """A delta that is to be written to `path`, against version `base`, whose file is `old`."""
 
     path: Path
@@ -123,7 +123,7 @@ class DeltaWriter:
     """Writes the delta of a version, from pieces that come in any order and from many threads. It gives up, and leaves
     no file, when memory is full or the delta would have as many bytes as the tensors: a version needs none."""
 
-    def __init__(self, changes: Changes, pieces: Sequence[TensorPiece]) -> None:
+    def __init__(self, changes: DeltaTarget, pieces: Sequence[TensorPiece]) -> None:
         """pieces: all of the newer version's, in the order of the records. Raises OSError."""
         with changes.old.open("rb") as file:
             self._old = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)

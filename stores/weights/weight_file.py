@@ -18,8 +18,8 @@ import numpy as np
 
 from staleflow.stores.errors import StoreError
 from staleflow.stores.weights import weight_hash
-from staleflow.stores.weights.weight_delta import Changes, TensorPiece
-from staleflow.stores.weights.weight_hash import Array, OneByOne, StoredTensor, Tensors, fingerprint
+from staleflow.stores.weights.weight_delta import DeltaTarget, TensorPiece
+from staleflow.stores.weights.weight_hash import Array, StoredTensor, Tensors, TensorStream, fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +34,10 @@ ALIGNED = 8
 first."""
 
 
-def write(path: Path, weights: Tensors | OneByOne, changes: Changes | None = None) -> str:
+def write(path: Path, weights: Tensors | TensorStream, changes: DeltaTarget | None = None) -> str:
     """Write weights to a file, and return their fingerprint. changes: what is written besides, if it can be. Raises
     OSError; StoreError for a type that the format does not have."""
-    described = weights.described if isinstance(weights, OneByOne) else weights
+    described = weights.described if isinstance(weights, TensorStream) else weights
     header, begins = layout(described)
     delta = None if changes is None else changes.writer(header, _pieces(described, begins))
     held = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

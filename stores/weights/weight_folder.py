@@ -26,9 +26,9 @@ from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_folder, replacing
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_delta, weight_file
-from staleflow.stores.weights.partial_file import PIECE_BYTES, Incoming
-from staleflow.stores.weights.weight_delta import Changes
-from staleflow.stores.weights.weight_hash import Array, OneByOne, Tensors, matches
+from staleflow.stores.weights.partial_file import PIECE_BYTES, PartialFile
+from staleflow.stores.weights.weight_delta import DeltaTarget
+from staleflow.stores.weights.weight_hash import Array, Tensors, TensorStream, matches
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,7 @@ def _owned(folder: Path) -> int | None:
     return None
 
 
-class ParameterFolder:
+class WeightFolder:
     """One host's published versions. While this object exists, `sweep` does not remove the folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -143,7 +143,7 @@ class ParameterFolder:
         """Where what has changed since the version before is, if it is here."""
         return self.folder / f"v{version:08d}.delta"
 
-    def publish(self, version: PolicyVersion, weights: Tensors | OneByOne, *, delta: bool = False) -> str:
+    def publish(self, version: PolicyVersion, weights: Tensors | TensorStream, *, delta: bool = False) -> str:
         """Write a version, and make it visible atomically. Returns its fingerprint. delta: write besides what has
         changed since the version before, if that is here, has the same tensors, and has not changed altogether. Raises
         StoreError."""
@@ -151,7 +151,7 @@ class ParameterFolder:
             if not delta or version == 0:
                 return weight_file.write(part, weights)
             before = PolicyVersion(version - 1)
-            changes = Changes(path=part.with_suffix(".delta"), base=before, old=self.path(before))
+            changes = DeltaTarget(path=part.with_suffix(".delta"), base=before, old=self.path(before))
             try:
                 held = weight_file.write(part, weights, changes)
                 with contextlib.suppress(FileNotFoundError):  # there is none
@@ -165,11 +165,11 @@ class ParameterFolder:
         return path.stat().st_size if path.exists() else 0
 
     @contextlib.contextmanager
-    def incoming(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[Incoming]:
+    def incoming(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[PartialFile]:
         """A file of this folder that is on its way to this host; visible when the block ends, if it is complete by
         then, else removed. Raises StoreError."""
         with self._replacing(path) as part:
-            incoming = Incoming(part, num_bytes, piece_bytes)
+            incoming = PartialFile(part, num_bytes, piece_bytes)
             yield incoming
             if incoming.missing:
                 raise StoreError(f"{path}: {len(incoming.missing)} pieces have not arrived")

@@ -52,7 +52,7 @@ AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class OneByOne:
+class TensorStream:
     """Tensors that come into being in the order of their names, each when it is its turn: they are never all there.
     described: tensors of their types and shapes without a content. come: all of them, once."""
 
@@ -60,12 +60,12 @@ class OneByOne:
     come: Iterator[tuple[str, torch.Tensor]]
 
 
-Weights: TypeAlias = "Tensors | Mapping[str, StoredTensor] | OneByOne"
+Weights: TypeAlias = "Tensors | Mapping[str, StoredTensor] | TensorStream"
 
 
 def in_order(weights: Weights) -> Iterator[tuple[str, AnyTensor]]:
     """Tensors in the order of their names. Those that come one by one have come then."""
-    if isinstance(weights, OneByOne):
+    if isinstance(weights, TensorStream):
         yield from weights.come
     else:
         for name in sorted(weights):

@@ -2,7 +2,7 @@
 
 Without this, a call to a dead actor can hang forever, or fail with OSError, RuntimeError or CancelledError, depending
 on the caller and the moment, even before the call is sent; a stopped process just never answers. So that an actor's own
-OSError or RuntimeError is not taken for its loss, classes of actors are decorated with `answers_calls`.
+OSError or RuntimeError is not taken for its loss, classes of actors are decorated with `remote_methods`.
 
 Arguments and results travel pickled as one piece: Dask would pickle each element of a list by itself, which costs six
 times as much. A result that is bytes travels as it is, once. An actor that is handed to another travels as its address
@@ -49,7 +49,7 @@ def within(call_s: float, num_bytes: int) -> float:
     return call_s + num_bytes / LEAST_BYTES_PER_S
 
 
-def answers_calls(cls: Class) -> Class:
+def remote_methods(cls: Class) -> Class:
     """Class decorator: public coroutine methods understand `call`, and raise errors that are not ours as ActorFailed.
     Called directly they are as they were written."""
     for name, method in list(vars(cls).items()):

@@ -12,7 +12,7 @@ from staleflow.stores.trajectory import GroupId
 from staleflow.stores.weights.resume_points import ResumePoints
 
 
-class SpoolThread:
+class AsyncSpool:
     """One spool's. What is asked for is done in the order of the calls."""
 
     def __init__(self, spool: Spool) -> None:

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectory import Ended, FinishReason, Trajectory, TrajectoryId
 from staleflow.tasks.engines.base import PromptResponses
@@ -26,7 +26,7 @@ READ_ROWS = 512
 """Rows of the store that are read together."""
 
 
-class OtherResponses(NamedTuple):
+class NewResponses(NamedTuple):
     """Other responses to the prompts of running trajectories. found: those that the asker has not been told. told: all
     of them that it has been told by now."""
 
@@ -34,11 +34,11 @@ class OtherResponses(NamedTuple):
     told: frozenset[TrajectoryId]
 
 
-class KnownResponses:
+class DraftCorpus:
     """The other responses to prompts, by what is in flight and what was stored. most_tokens: remembered of what was
     stored; 0: nothing is looked up at all. store: of a run that is resumed."""
 
-    def __init__(self, flight: InFlight, most_tokens: int, store: StoreReader | None = None) -> None:
+    def __init__(self, flight: InFlightState, most_tokens: int, store: StoreReader | None = None) -> None:
         self._flight = flight
         self._most_tokens = most_tokens
         self._num_tokens = 0
@@ -63,7 +63,7 @@ class KnownResponses:
             if not of_prompt:
                 del self._stored[key]
 
-    def others(self, running: Iterable[TrajectoryId], told: frozenset[TrajectoryId]) -> OtherResponses:
+    def others(self, running: Iterable[TrajectoryId], told: frozenset[TrajectoryId]) -> NewResponses:
         """Responses to the prompts of running trajectories, but for those of `told`."""
         found: list[PromptResponses] = []
         still: set[TrajectoryId] = set()
@@ -80,7 +80,7 @@ class KnownResponses:
             still |= (told & own.keys()) | {i for i, _ in new}
             if new:
                 found.append(PromptResponses(prompt=tuple(alike[0].prompt_tokens.tolist()), responses=tuple(new)))
-        return OtherResponses(found, frozenset(still))
+        return NewResponses(found, frozenset(still))
 
     def _of_group(self, t: Trajectory) -> Iterator[tuple[TrajectoryId, tuple[int, ...]]]:
         """The finished siblings of a trajectory in flight."""

@@ -21,8 +21,14 @@ from typing import Any, Protocol
 
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.actors.actor_calls import answers_calls, call
-from staleflow.tasks.actors.server_messages import Bridged, EpisodeState, RewardItem, SaidItem, TurnItem
+from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.server_messages import (
+    EpisodeState,
+    ObservationItem,
+    ObservationReceipt,
+    RewardItem,
+    TurnItem,
+)
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
@@ -43,7 +49,7 @@ class ActItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Acted:
+class EnvStepOutcome:
     """The outcome of an act, in numbers. tokens: of the response, if another turn follows. reward, error: of an episode
     that has ended. failed: why the episode begins again; empty if it does not. server_lost: the act is to be asked for
     once more, when there is a trajectory server. seconds: of the environment, and until it had a place; None if it was
@@ -64,7 +70,7 @@ class Environments(Protocol):
     """What answers the turns of episodes; see tasks/episodes/episode_host.py."""
 
     @property
-    def hears_turns(self) -> bool: ...
+    def needs_token_ids(self) -> bool: ...
 
     async def check(self) -> None: ...
 
@@ -127,7 +133,7 @@ class _Asked:
                 result.set_result(None if found is None else found[number])
 
 
-@answers_calls
+@remote_methods
 class EnvironmentHost:
     """The environment host's Dask actor. All its state changes on the worker's event loop."""
 
@@ -138,7 +144,7 @@ class EnvironmentHost:
         """Those under way, by trajectory and epoch."""
         self._keys: dict[TrajectoryId, EpisodeKey] = {}
         """The episodes that are open."""
-        self._done: list[Acted] = []
+        self._done: list[EnvStepOutcome] = []
         self._error: Exception | None = None
         """Of ours or of the job: no environment's."""
         self._changed = asyncio.Event()
@@ -155,7 +161,7 @@ class EnvironmentHost:
             if place not in self._acts:
                 self._acts[place] = asyncio.create_task(self._act(ask, item))
 
-    async def outcomes(self, timeout_s: float) -> list[Acted]:
+    async def outcomes(self, timeout_s: float) -> list[EnvStepOutcome]:
         """Wait up to `timeout_s` for acts to end; returns their outcomes. Raises ConfigError if what an environment
         says cannot be given to the model."""
         if not self._done and self._error is None:
@@ -185,7 +191,7 @@ class EnvironmentHost:
         try:
             outcome = await self._outcome(ask, item)
         except ActorLost:  # nobody else is called
-            outcome = Acted(trajectory=item.trajectory, epoch=item.epoch, server_lost=True)
+            outcome = EnvStepOutcome(trajectory=item.trajectory, epoch=item.epoch, server_lost=True)
         except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
             self._error, outcome = error, None
             self._changed.set()
@@ -194,7 +200,7 @@ class EnvironmentHost:
             self._done.append(outcome)
             self._changed.set()
 
-    async def _outcome(self, ask: _Asked, item: ActItem) -> Acted | None:
+    async def _outcome(self, ask: _Asked, item: ActItem) -> EnvStepOutcome | None:
         """Do an act as far as it is not done yet; None if nobody waits for it any more."""
         trajectory, epoch = item.trajectory, item.epoch
         state, done = await self._looked(ask, item)
@@ -203,7 +209,7 @@ class EnvironmentHost:
         key = EpisodeKey(task=state.task, held_out=state.held_out, member=state.member, attempt=state.attempt)
         self._keys[trajectory] = key
         newest: SampledTurn | None = None
-        if self._environments.hears_turns:
+        if self._environments.needs_token_ids:
             turn = TurnItem(trajectory, state.tokens, epoch, state.turns[-1] if state.turns else "")
             newest = await ask("newest_turns", turn)
             if newest is None:  # it is another host's by now, so the agent is told nothing
@@ -212,7 +218,7 @@ class EnvironmentHost:
         answer = await self._environments.act(key, state.record, state.turns, cut=cut, newest=newest)
         took_s = answer.seconds + answer.waited_s
         if not answer.ended:
-            said = SaidItem(
+            said = ObservationItem(
                 trajectory=trajectory,
                 tokens=state.tokens,
                 epoch=epoch,
@@ -220,9 +226,9 @@ class EnvironmentHost:
                 seconds=answer.seconds,
                 replayed=answer.replayed,
             )
-            taken: Bridged = await ask("give", said)
+            taken: ObservationReceipt = await ask("give", said)
             if not taken.problem:
-                return Acted(trajectory=trajectory, epoch=epoch, tokens=taken.tokens, seconds=took_s)
+                return EnvStepOutcome(trajectory=trajectory, epoch=epoch, tokens=taken.tokens, seconds=took_s)
             if taken.problem == "late":
                 return (await self._looked(ask, item))[1]
             if taken.problem == "full":
@@ -235,16 +241,16 @@ class EnvironmentHost:
         if answer.error:
             if not await ask("restart", (trajectory, state.tokens, epoch)):
                 return (await self._looked(ask, item))[1]
-            return Acted(trajectory=trajectory, epoch=epoch, failed=answer.error)
+            return EnvStepOutcome(trajectory=trajectory, epoch=epoch, failed=answer.error)
         score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
         held: ScoredResponse | None = await ask("rewarded", RewardItem(trajectory, state.tokens, epoch, score))
         if held is None:
             return (await self._looked(ask, item))[1]
-        return Acted(
+        return EnvStepOutcome(
             trajectory=trajectory, epoch=epoch, ended=True, reward=held.reward, error=held.error, seconds=took_s
         )
 
-    async def _looked(self, ask: _Asked, item: ActItem) -> tuple[EpisodeState | None, Acted | None]:
+    async def _looked(self, ask: _Asked, item: ActItem) -> tuple[EpisodeState | None, EnvStepOutcome | None]:
         """The state of an act's trajectory, None if it is no longer live; and the act's outcome, if it has one: this
         host's of an earlier request, or that of another, which was taken for lost and was heard first."""
         trajectory, epoch = item.trajectory, item.epoch
@@ -252,9 +258,11 @@ class EnvironmentHost:
         if state is None:
             return None, None
         if (score := state.score) is not None:
-            return state, Acted(trajectory=trajectory, epoch=epoch, ended=True, reward=score.reward, error=score.error)
+            return state, EnvStepOutcome(
+                trajectory=trajectory, epoch=epoch, ended=True, reward=score.reward, error=score.error
+            )
         if state.restarted:
-            return state, Acted(trajectory=trajectory, epoch=epoch, failed=FAILED_BEFORE)
+            return state, EnvStepOutcome(trajectory=trajectory, epoch=epoch, failed=FAILED_BEFORE)
         if state.answered:
-            return state, Acted(trajectory=trajectory, epoch=epoch, tokens=state.tokens)
+            return state, EnvStepOutcome(trajectory=trajectory, epoch=epoch, tokens=state.tokens)
         return state, None

@@ -10,26 +10,26 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool_entries import Entry, EvaluationEnded, GroupDrawn
-from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluated
-from staleflow.tasks.actors.server_messages import EvaluatedAs, EvaluatedResponse
-from staleflow.tasks.actors.task_cache import DrawnTasks
+from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluation
+from staleflow.tasks.actors.server_messages import EvaluatedResponse, EvaluationSampling
+from staleflow.tasks.actors.task_cache import TaskCache
 from staleflow.tasks.sources.reward_process import ScoredResponse
 
 
-class EvaluatedInFlight:
+class EvaluationTrajectories:
     """Those of one run. Changes `flight` by entries, which it returns to be written."""
 
-    def __init__(self, flight: InFlight, tasks: DrawnTasks) -> None:
+    def __init__(self, flight: InFlightState, tasks: TaskCache) -> None:
         self._flight = flight
         self._tasks = tasks
 
     async def begin(
         self, routed: Iterable[TrajectoryId], now: float
-    ) -> tuple[dict[TrajectoryId, EvaluatedAs], list[Entry]]:
+    ) -> tuple[dict[TrajectoryId, EvaluationSampling], list[Entry]]:
         """Have those of evaluations among these, with their prompts; returns how each is sampled."""
-        groups = {i: GroupId(i // self._flight.members) for i in routed if is_evaluated(i)}
+        groups = {i: GroupId(i // self._flight.members) for i in routed if is_evaluation(i)}
         if not groups:
             return {}, []
         asked = await self._tasks.evaluated(set(groups.values()))
@@ -38,11 +38,11 @@ class EvaluatedInFlight:
             for group, item in asked.items()
         ]
         begun: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]
-        return {i: EvaluatedAs.of(asked[group]) for i, group in groups.items()}, begun
+        return {i: EvaluationSampling.of(asked[group]) for i, group in groups.items()}, begun
 
     async def max_new_tokens(self, groups: Iterable[GroupId]) -> dict[GroupId, int]:
         """Most tokens of a response, for those of these groups that are of an evaluation."""
-        asked = {group for group in groups if is_evaluated(group)}
+        asked = {group for group in groups if is_evaluation(group)}
         found = await self._tasks.evaluated(asked) if asked else {}
         return {group: item.of.max_new_tokens for group, item in found.items()}
 
@@ -53,7 +53,7 @@ class EvaluatedInFlight:
 
     def end(self, now: float) -> tuple[set[GroupId], list[Entry]]:
         """Drop all of them; returns their groups."""
-        groups = {t.group for t in self._flight.live.values() if is_evaluated(t.id)}
+        groups = {t.group for t in self._flight.live.values() if is_evaluation(t.id)}
         entry = EvaluationEnded(at_s=now)
         self._tasks.forget(groups)
         return groups, [entry] if self._flight.apply(entry) else []

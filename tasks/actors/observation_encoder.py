@@ -7,39 +7,39 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from staleflow.stores.context_branches import longest_common
+from staleflow.stores.context_branches import longest_shared_prefix
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.in_flight.spool_entries import AnswerGiven
 from staleflow.stores.trajectory import FinishReason, Segment, Trajectory
-from staleflow.tasks.actors.server_messages import SaidItem
+from staleflow.tasks.actors.server_messages import ObservationItem
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import role_of, split
 from staleflow.tasks.sources.prompts import Prompts
 
 
-class GivenTokens(NamedTuple):
+class ObservationTokens(NamedTuple):
     """What a trajectory is given after its newest turn. after: if a branch begins with it, see Given."""
 
     tokens: list[int]
     after: int | None = None
 
 
-class NotRendered(NamedTuple):
+class RenderError(NamedTuple):
     """Why the messages of an agent's request are no tokens: they are its own, so this concerns its episode alone."""
 
     why: str
 
 
-class GivenAnswers:
+class ObservationEncoder:
     """Makes answers into token ids, in any thread."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
 
     def to_give(
-        self, t: Trajectory, item: SaidItem, max_new_tokens: int
-    ) -> GivenTokens | NotRendered | Literal["full", "differs"]:
+        self, t: Trajectory, item: ObservationItem, max_new_tokens: int
+    ) -> ObservationTokens | RenderError | Literal["full", "differs"]:
         """The tokens of an environment's answer to a trajectory's last turn, or why it is not taken. max_new_tokens:
         most that its response may have. Raises ConfigError if the chat template has no place for what an environment
         says, in this episode as in any other."""
@@ -50,23 +50,23 @@ class GivenAnswers:
         except ConfigError as error:
             if split(item.messages)[0].after_turn is None:
                 raise
-            return NotRendered(str(error))
+            return RenderError(str(error))
         return "full" if item.tokens + len(given.tokens) >= max_new_tokens else given
 
-    def _given(self, t: Trajectory, messages: tuple[Message, ...]) -> GivenTokens:
+    def _given(self, t: Trajectory, messages: tuple[Message, ...]) -> ObservationTokens:
         """What a trajectory is given after its newest turn."""
         after_turn = split(messages)[0].after_turn
         if after_turn is None or after_turn == len(t.turns):
-            return GivenTokens(self._bridge(t, messages))
+            return ObservationTokens(self._bridge(t, messages))
         whole = np.concatenate([t.prompt_tokens, t.response_tokens])
         if after_turn:
             earlier = replace(t, spans=t.spans[: _turn_end(t, after_turn)])
-            return GivenTokens(self._bridge(earlier, messages), len(t.prompt_tokens) + earlier.num_tokens)
+            return ObservationTokens(self._bridge(earlier, messages), len(t.prompt_tokens) + earlier.num_tokens)
         ids = np.asarray(self._prompts.conversation(messages), np.int32)
         if not len(ids):
             raise ConfigError("the request's conversation has no tokens; send a message with a text")
-        common, after = longest_common(t.branches, whole, ids)
-        return GivenTokens(ids[common:].tolist(), None if after == len(whole) else after)
+        common, after = longest_shared_prefix(t.branches, whole, ids)
+        return ObservationTokens(ids[common:].tolist(), None if after == len(whole) else after)
 
     def _bridge(self, t: Trajectory, messages: tuple[Message, ...]) -> list[int]:
         """Token ids between a trajectory's newest turn and the next, which goes on after it."""
@@ -84,7 +84,7 @@ class GivenAnswers:
         return len(replayed) <= len(places)
 
 
-def answer_entry(item: SaidItem, given: GivenTokens, attempt: int, at_s: float) -> AnswerGiven:
+def answer_entry(item: ObservationItem, given: ObservationTokens, attempt: int, at_s: float) -> AnswerGiven:
     """An environment's answer that is taken, as it is kept. attempt: of its trajectory's episode."""
     directions = split(item.messages)[0]
     return AnswerGiven(

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 from staleflow.stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.partial_file import PIECE_BYTES, Incoming, Piece
+from staleflow.stores.weights.partial_file import PIECE_BYTES, PartialFile, Piece
 from staleflow.stores.weights.weight_delta import DeltaFile
-from staleflow.stores.weights.weight_folder import ParameterFolder
-from staleflow.tasks.actors.actor_calls import answers_calls, call
+from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.tasks.actors.actor_calls import call, remote_methods
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
+class FetchProgress:
     """How far a version has come to a host. path: of its file; empty until all of it is there."""
 
     path: str
@@ -59,7 +59,7 @@ class Fetched:
     """Why this host has to fetch a version whole though there are deltas to it; told once for each version."""
 
 
-class Item(NamedTuple):
+class WeightsFile(NamedTuple):
     """A file of a version: what has changed since the version before, or the version itself."""
 
     version: PolicyVersion
@@ -70,18 +70,18 @@ class SourceFailed(Exception):
     """A source could not hand on a piece."""
 
 
-@answers_calls
+@remote_methods
 class ParameterServer:
     """The parameter server's Dask actor. Safe to ask twice."""
 
     def __init__(self, folder: str, call_s: float, piece_bytes: int = PIECE_BYTES) -> None:
         """call_s: seconds without a piece from any source after which a fetch fails."""
-        self._folder = ParameterFolder(Path(folder))
+        self._folder = WeightFolder(Path(folder))
         self._call_s, self._piece_bytes = call_s, piece_bytes
         self._silent_s = min(SILENT_S, call_s)
         self._fetching: dict[PolicyVersion, asyncio.Task[None]] = {}
-        self._incoming: dict[Item, Incoming] = {}
-        self._expected: set[Item] = set()
+        self._incoming: dict[WeightsFile, PartialFile] = {}
+        self._expected: set[WeightsFile] = set()
         """Files that come, or are made, once those before them are here."""
         self._without_delta: dict[PolicyVersion, str] = {}
         self._rebuilding = asyncio.Lock()
@@ -94,7 +94,7 @@ class ParameterServer:
         sources: tuple[Source, ...],
         deltas: tuple[DeltaFile, ...] = (),
         recorded: str = "",
-    ) -> Fetched:
+    ) -> FetchProgress:
         """Fetch `version`, of `num_bytes` bytes, from the first of `sources` that hands it on, unless it is here or on
         its way. Answers after WAIT_S at most: call again until there is a path. deltas: of one version after the other
         up to this one; with them it may be made of an older version that is here, if it then has the fingerprint
@@ -109,15 +109,15 @@ class ParameterServer:
                 fetching.add_done_callback(lambda done: self._forget(version, done))
             await asyncio.wait({fetching}, timeout=WAIT_S)
             if not fetching.done():
-                arrived = sum(one.num_arrived for item, one in self._incoming.items() if item.version == version)
-                return Fetched(path="", num_bytes=arrived)
+                arrived = sum(one.bytes_arrived for item, one in self._incoming.items() if item.version == version)
+                return FetchProgress(path="", num_bytes=arrived)
             fetching.result()
-        return Fetched(path=str(path), num_bytes=num_bytes, without_delta=self._without_delta.pop(version, ""))
+        return FetchProgress(path=str(path), num_bytes=num_bytes, without_delta=self._without_delta.pop(version, ""))
 
     async def read_piece(self, version: PolicyVersion, offset: int, size: int, delta: bool = False) -> bytes | None:
         """Read bytes of a version, or of its delta. None if it is on its way here and they have not arrived within
         WAIT_S. Raises StoreError if it is not here, and does not begin to arrive either."""
-        item = Item(version, delta)
+        item = WeightsFile(version, delta)
         path = self._path(item)
         deadline = _now() + WAIT_S
         while True:
@@ -159,12 +159,12 @@ class ParameterServer:
         if not done.cancelled():
             done.exception()  # whoever waits for it raises it
 
-    def _path(self, item: Item) -> Path:
+    def _path(self, item: WeightsFile) -> Path:
         return self._folder.delta_path(item.version) if item.delta else self._folder.path(item.version)
 
     def _comes_whole(self, version: PolicyVersion) -> bool:
         """Whether a version is here, or comes, without its delta."""
-        return Item(version) in self._incoming or self._folder.path(version).exists()
+        return WeightsFile(version) in self._incoming or self._folder.path(version).exists()
 
     # -- fetching ------------------------------------------------------------------------------------------------
 
@@ -184,8 +184,8 @@ class ParameterServer:
                 return
             except (SourceFailed, StoreError) as failed:
                 self._without_delta[version] = str(failed)
-        with self._coming(Item(version), num_bytes) as incoming:
-            await self._fetch_from_any(sources, Item(version), incoming)
+        with self._coming(WeightsFile(version), num_bytes) as incoming:
+            await self._fetch_from_any(sources, WeightsFile(version), incoming)
 
     def _base(self, version: PolicyVersion, num_bytes: int, deltas: tuple[DeltaFile, ...]) -> PolicyVersion | None:
         """The newest version here from which it is less to fetch the deltas than all of `version`."""
@@ -204,12 +204,15 @@ class ParameterServer:
         recorded: str,
     ) -> None:
         """Fetch these deltas, and make `version` of `base`. Raises SourceFailed or StoreError."""
-        expected = {Item(version), *(Item(delta.version, delta=True) for delta in deltas)} - self._expected
+        expected = {
+            WeightsFile(version),
+            *(WeightsFile(delta.version, delta=True) for delta in deltas),
+        } - self._expected
         self._expected |= expected
         try:
             async with self._rebuilding:  # two versions may need the same delta
                 for delta in deltas:
-                    item = Item(delta.version, delta=True)
+                    item = WeightsFile(delta.version, delta=True)
                     if not self._path(item).exists():
                         with self._coming(item, delta.num_bytes) as incoming:
                             failures = await self._round(sources, item, incoming)
@@ -220,7 +223,7 @@ class ParameterServer:
             self._expected -= expected
 
     @contextlib.contextmanager
-    def _coming(self, item: Item, num_bytes: int) -> Iterator[Incoming]:
+    def _coming(self, item: WeightsFile, num_bytes: int) -> Iterator[PartialFile]:
         """A file that is on its way here, of which is handed on what has arrived."""
         with self._folder.incoming(self._path(item), num_bytes, self._piece_bytes) as incoming:
             self._incoming[item] = incoming
@@ -229,7 +232,7 @@ class ParameterServer:
             finally:
                 del self._incoming[item]
 
-    async def _fetch_from_any(self, sources: tuple[Source, ...], item: Item, incoming: Incoming) -> None:
+    async def _fetch_from_any(self, sources: tuple[Source, ...], item: WeightsFile, incoming: PartialFile) -> None:
         """Fetch all that is missing from the sources in turn. Raises TransferFailed once none has handed on anything
         for call_s seconds."""
         failures: dict[str, str] = {}
@@ -238,15 +241,15 @@ class ParameterServer:
             failures |= await self._round(sources, item, incoming)
             if not incoming.missing:
                 return
-            if incoming.num_arrived > arrived:
-                arrived, arrived_s = incoming.num_arrived, _now()
+            if incoming.bytes_arrived > arrived:
+                arrived, arrived_s = incoming.bytes_arrived, _now()
             elif _now() - arrived_s > self._call_s or not sources:
                 raise TransferFailed(
                     f"version {item.version} cannot be fetched: {'; '.join(failures.values()) or 'no source'}"
                 )
             await asyncio.sleep(AGAIN_S)
 
-    async def _round(self, sources: tuple[Source, ...], item: Item, incoming: Incoming) -> dict[str, str]:
+    async def _round(self, sources: tuple[Source, ...], item: WeightsFile, incoming: PartialFile) -> dict[str, str]:
         """Fetch what is missing from the sources, each once, until nothing is; returns why those that failed did, by
         their names."""
         failures: dict[str, str] = {}
@@ -255,11 +258,11 @@ class ParameterServer:
                 await self._fetch_from(source, item, incoming)
                 break
             except SourceFailed as failed:
-                logger.warning("version %d after %d bytes: %s", item.version, incoming.num_arrived, failed)
+                logger.warning("version %d after %d bytes: %s", item.version, incoming.bytes_arrived, failed)
                 failures[source.name] = str(failed)
         return failures
 
-    async def _fetch_from(self, source: Source, item: Item, incoming: Incoming) -> None:
+    async def _fetch_from(self, source: Source, item: WeightsFile, incoming: PartialFile) -> None:
         """Fetch all that is missing from one source. Raises SourceFailed; what has arrived by then is kept."""
         wanted = iter(list(incoming.missing.values()))
 
@@ -276,7 +279,7 @@ class ParameterServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, source: Source, item: Item, piece: Piece) -> bytes:
+    async def _read(self, source: Source, item: WeightsFile, piece: Piece) -> bytes:
         """Read a piece from a source. Raises SourceFailed."""
         deadline = _now() + self._silent_s
         args = (item.version, *piece, *([True] if item.delta else []))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.stores.weights.weight_report import WeightCheck
-from staleflow.tasks.engines.base import Loaded
+from staleflow.tasks.engines.base import LoadResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class PublishedWeights:
     limit: float
     """The most that an instance's may differ on average, nats."""
 
-    def check(self, instance: InstanceId, loaded: Loaded) -> WeightCheck:
+    def check(self, instance: InstanceId, loaded: LoadResult) -> WeightCheck:
         """Whether an instance may serve what it has loaded."""
         drift = mean_difference(loaded.probe, self.logprobs)
         reasons = []

@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.actors.actor_calls import answers_calls, call
+from staleflow.tasks.actors.actor_calls import call, remote_methods
 from staleflow.tasks.actors.server_messages import RewardItem, ScoringItem
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
 
 
-@answers_calls
+@remote_methods
 class RewardWorker:
     """One of several reward actors, each with a scoring process. Idempotent: the first score is the one that holds."""
 

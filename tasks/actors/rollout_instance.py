@@ -21,11 +21,11 @@ from typing import Any
 from staleflow.stores.errors import ActorLost, ProtocolViolation, WeightsRefused
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_report import WeightCheck
-from staleflow.tasks.actors.actor_calls import answers_calls, call
-from staleflow.tasks.actors.draft_corpus import OtherResponses
+from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.draft_corpus import NewResponses
 from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.engines import engine_handover
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, SampledTokens
 from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import EngineSettings
 
@@ -43,7 +43,7 @@ class RouteItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RequestOutcome:
     """The result of a request as reported to the driver: ids and lengths. error: empty if it was sampled."""
 
     trajectory: TrajectoryId
@@ -56,7 +56,7 @@ class Outcome:
     """Those that were sampled too."""
 
 
-@answers_calls
+@remote_methods
 class RolloutInstance:
     """The rollout instance's Dask actor. Slow work runs in two threads, one for commands in order, one for waiting."""
 
@@ -101,10 +101,10 @@ class RolloutInstance:
         """The pull under way: what is sampled meanwhile is delivered once its weights are known to be right."""
         self._refused = ""
         """Why nothing is delivered any more; empty if it is."""
-        self._undelivered: list[Sampled | Failed] = []
-        self._stopped: list[Sampled] = []
+        self._undelivered: list[SampledTokens | Failed] = []
+        self._stopped: list[SampledTokens] = []
         """Interrupted, and not yet with the server."""
-        self._whole: list[Sampled] = []
+        self._whole: list[SampledTokens] = []
         """Routed here, and found to have ended already."""
         self._spool_s = spool_s
         self._spooled_s: float | None = None
@@ -124,7 +124,7 @@ class RolloutInstance:
         routed = tuple((i.trajectory, i.epoch) for i in items)
         payloads = await call(server, "payloads", routed, within_s=self._call_s, who="server")
 
-        def submit() -> list[Sampled]:
+        def submit() -> list[SampledTokens]:
             requests, whole = [], []
             for item in items:
                 if item.trajectory not in payloads:
@@ -136,7 +136,7 @@ class RolloutInstance:
                         f"{self._instance} serves version {serves}, trajectory {item.trajectory} needs {item.version}"
                     )
                 if finish is not FinishReason.UNFINISHED:
-                    ended = Sampled(
+                    ended = SampledTokens(
                         trajectory=item.trajectory, epoch=item.epoch, first=len(sampled), segments=(), finish=finish
                     )
                     whole.append(ended)
@@ -156,7 +156,7 @@ class RolloutInstance:
                         stop=stop,
                         greedy=evaluated is not None and evaluated.greedy,
                         temperature=None if evaluated is None else evaluated.temperature,
-                        may_return=self._acts,
+                        keep_kv=self._acts,
                         version=item.version,
                     )
                 )
@@ -168,7 +168,7 @@ class RolloutInstance:
         if self._drafts:
             await self._learn(server)
 
-    async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[Outcome]:
+    async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[RequestOutcome]:
         """Stop sampling trajectories and send the tokens they have to the server. If that fails, they are sent with the
         next ones, or when this is asked again."""
         self._stopped += await self._command(self._engine.interrupt, trajectories)
@@ -229,7 +229,7 @@ class RolloutInstance:
                 self._pulling = None
         return self._pulling is None and not self._refused
 
-    async def next_events(self, server: Any, timeout_s: float) -> list[Outcome]:
+    async def next_events(self, server: Any, timeout_s: float) -> list[RequestOutcome]:
         """Wait up to `timeout_s` for requests to end; returns their outcomes, with tokens already at the server. When
         it is time to deliver the tokens of those that run, it does that and returns none."""
         if not await self._may_deliver(timeout_s):
@@ -274,7 +274,7 @@ class RolloutInstance:
         """Give the server the tokens of running responses so far."""
         loop = asyncio.get_running_loop()
         self._spooled_s = loop.time()
-        running: list[Sampled] = await loop.run_in_executor(self._waiting, self._engine.peek)
+        running: list[SampledTokens] = await loop.run_in_executor(self._waiting, self._engine.peek)
         totals = await self._send(server, [s for s in running if _end(s) > s.first])
         self._delivered = {s.trajectory: (s.epoch, totals[s.trajectory]) for s in running if s.trajectory in totals}
         self._unreported |= totals
@@ -287,7 +287,7 @@ class RolloutInstance:
         if not running:
             return
         try:
-            others: OtherResponses = await call(
+            others: NewResponses = await call(
                 server, "other_responses", running, self._told, within_s=self._call_s, who="server"
             )
         except ActorLost:
@@ -295,15 +295,17 @@ class RolloutInstance:
         self._told = others.told
         self._engine.learn(others.found)
 
-    async def _deliver(self, server: Any, ended: list[Sampled] | list[Sampled | Failed]) -> list[Outcome]:
-        totals = await self._send(server, [e for e in ended if isinstance(e, Sampled)])
+    async def _deliver(
+        self, server: Any, ended: list[SampledTokens] | list[SampledTokens | Failed]
+    ) -> list[RequestOutcome]:
+        totals = await self._send(server, [e for e in ended if isinstance(e, SampledTokens)])
         outcomes = []
         for e in ended:
             tokens, error = totals.get(e.trajectory, 0), e.error if isinstance(e, Failed) else ""
-            if isinstance(e, Sampled) and e.trajectory in totals and tokens < _end(e):
+            if isinstance(e, SampledTokens) and e.trajectory in totals and tokens < _end(e):
                 error = _not_finite(e) or f"the trajectory server has {tokens} of its first {e.first} tokens"
-            drafted, accepted = (e.drafted_tokens, e.accepted_tokens) if isinstance(e, Sampled) else (0, 0)
-            outcome = Outcome(
+            drafted, accepted = (e.drafted_tokens, e.accepted_tokens) if isinstance(e, SampledTokens) else (0, 0)
+            outcome = RequestOutcome(
                 trajectory=e.trajectory,
                 epoch=e.epoch,
                 tokens=tokens,
@@ -314,7 +316,7 @@ class RolloutInstance:
             outcomes.append(outcome)
         return outcomes
 
-    async def _send(self, server: Any, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
+    async def _send(self, server: Any, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
         """Deliver what the server does not have yet; returns the tokens it has of each trajectory that it still hears
         of from here."""
         if not sampled:
@@ -322,7 +324,7 @@ class RolloutInstance:
         if not await self._may_deliver(self._call_s):
             raise WeightsRefused(self._refused or f"{self._instance} is loading weights", self._instance)
 
-        async def deliver(parts: list[Sampled]) -> dict[TrajectoryId, int]:
+        async def deliver(parts: list[SampledTokens]) -> dict[TrajectoryId, int]:
             found: dict[TrajectoryId, int] = await call(server, "deliver", parts, within_s=self._call_s, who="server")
             return found
 
@@ -338,12 +340,12 @@ class RolloutInstance:
         return await asyncio.get_running_loop().run_in_executor(self._commands, function, *args)
 
 
-def _end(sampled: Sampled) -> int:
+def _end(sampled: SampledTokens) -> int:
     """Tokens of the response up to the last of these."""
     return sampled.first + sum(len(s.tokens) for s in sampled.segments)
 
 
-def _not_finite(sampled: Sampled) -> str:
+def _not_finite(sampled: SampledTokens) -> str:
     """One line on the first token whose logprob is infinite or NaN; empty if there is none."""
     begin = sampled.first
     for segment in sampled.segments:
@@ -356,7 +358,7 @@ def _not_finite(sampled: Sampled) -> str:
     return ""
 
 
-def _after(sampled: Sampled, delivered: tuple[int, int] | None) -> Sampled:
+def _after(sampled: SampledTokens, delivered: tuple[int, int] | None) -> SampledTokens:
     """The part of what was sampled that comes after what was delivered, (epoch, tokens), if that was of its epoch."""
     if delivered is None or delivered[0] != sampled.epoch or delivered[1] <= sampled.first:
         return sampled

@@ -22,7 +22,7 @@ class DrawnGroup:
     prompt_tokens: int
 
 
-class EvaluatedAs(NamedTuple):
+class EvaluationSampling(NamedTuple):
     """How an evaluation's response is sampled. temperature: None for the engine's own."""
 
     greedy: bool
@@ -30,7 +30,7 @@ class EvaluatedAs(NamedTuple):
     max_new_tokens: int
 
     @classmethod
-    def of(cls, item: EvaluationItem) -> EvaluatedAs:
+    def of(cls, item: EvaluationItem) -> EvaluationSampling:
         """How an item is sampled."""
         return cls(item.greedy, item.of.temperature, item.of.max_new_tokens)
 
@@ -55,7 +55,7 @@ class Payload(NamedTuple):
     """How many of the last tokens belong to the present turn."""
     turn_tokens: int = 0
     """Most tokens of the present turn, if its environment has said so; else 0."""
-    evaluated: EvaluatedAs | None = None
+    evaluated: EvaluationSampling | None = None
     """How an evaluation wants it sampled; None for one that is to be trained on."""
     context: tuple[int, ...] | None = None
     """What the present turn is sampled after, with what there is of it; None: after all of the above."""
@@ -63,7 +63,9 @@ class Payload(NamedTuple):
     """What ends the present turn, if its environment has said so."""
 
 
-def payload(t: Trajectory, turn_tokens: int, evaluated: EvaluatedAs | None, stop: StopCriteria = NO_STOP) -> Payload:
+def payload(
+    t: Trajectory, turn_tokens: int, evaluated: EvaluationSampling | None, stop: StopCriteria = NO_STOP
+) -> Payload:
     """What a trajectory consists of so far."""
     prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
     context = tuple(t.context.tolist()) if t.branches else None
@@ -71,7 +73,7 @@ def payload(t: Trajectory, turn_tokens: int, evaluated: EvaluatedAs | None, stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaidItem:
+class ObservationItem:
     """What an environment says to the turn that ends a response of so many `tokens`, routed under `epoch`. replayed:
     what it said to the first turns when it took them again."""
 
@@ -133,7 +135,7 @@ class TurnItem(NamedTuple):
     text: str
 
 
-class Bridged(NamedTuple):
+class ObservationReceipt(NamedTuple):
     """What has become of an environment's answer. tokens: of the response with it. problem: why it was not taken.
     why: more of that, for people."""
 
@@ -144,7 +146,7 @@ class Bridged(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundInFlight:
+class RecoverableWork:
     """What a run that goes on finds. ledger: of the store's last record. groups: what is in flight as of that record,
     without what later versions have sampled; empty for a run of an earlier version, which kept none of it."""
 
@@ -153,7 +155,7 @@ class FoundInFlight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakenUp:
+class RecoveredWork:
     """What a run that goes on has taken up. responses, tokens: those that are kept. again: number of responses that had
     been begun and start again."""
 

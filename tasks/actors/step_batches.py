@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectory import Ended
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.training.batches import batch_metrics, consumed_rows
-from staleflow.tasks.training.microbatches import BatchPart, PackedRows, part_end
+from staleflow.tasks.training.microbatches import BatchMessage, RowArrays, part_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class StepBatches:
     flight: has what each step has taken. stored: has the rows of steps that are stored; its thread computes
     fingerprints."""
 
-    def __init__(self, flight: InFlight, stored: StoreThread, settings: ServerSettings) -> None:
+    def __init__(self, flight: InFlightState, stored: StoreThread, settings: ServerSettings) -> None:
         self._flight, self._stored, self._settings = flight, stored, settings
         self._made: dict[int, StepBatch] = {}
         self._again: list[Ended] = []
@@ -48,7 +48,7 @@ class StepBatches:
             self._made[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
         return self._made[step]
 
-    async def part(self, step: int, first: int) -> BatchPart:
+    async def part(self, step: int, first: int) -> BatchMessage:
         """Rows from row `first` on, as many as fit into a message; of a step that is stored if it has taken none."""
         if step in self._flight.batches:
             return await _part_of(self.batch(step).rows, first)
@@ -68,8 +68,8 @@ class StepBatches:
         self._made.clear()
 
 
-async def _part_of(rows: list[Ended], first: int) -> BatchPart:
+async def _part_of(rows: list[Ended], first: int) -> BatchMessage:
     """As many rows from row `first` on as fit into a message; packed beside the event loop."""
     last = part_end(rows, first)
-    packed = await asyncio.to_thread(PackedRows.of, rows[first:last])
-    return BatchPart(packed=packed, rest=len(rows) - last)
+    packed = await asyncio.to_thread(RowArrays.of, rows[first:last])
+    return BatchMessage(packed=packed, rest=len(rows) - last)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from staleflow.stores.trajectory import GroupId, IntArray, is_evaluated
+from staleflow.stores.trajectory import GroupId, IntArray, is_evaluation
 from staleflow.tasks.rendering.task_source import Record, Task
 from staleflow.tasks.sources.evaluation_items import EvaluationItem, EvaluationItems, ItemView
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
@@ -25,7 +25,7 @@ class DrawnPrompt(NamedTuple):
     row: int
 
 
-class DrawnTasks:
+class TaskCache:
     """Draws the tasks of groups from a source, in a thread of its own, and keeps the records of live ones for their
     verifier."""
 
@@ -65,9 +65,9 @@ class DrawnTasks:
         return await self._in_thread(lambda: {group: self._items.item(group) for group in groups})
 
     def _recalled(self, groups: Sequence[GroupId]) -> dict[GroupId, Record]:
-        drawn = [group for group in groups if not is_evaluated(group)]
+        drawn = [group for group in groups if not is_evaluation(group)]
         found = {group: task.record for group, task in zip(drawn, self._prompts.tasks(drawn), strict=True)}
-        return found | {group: self._items.item(group).record for group in groups if is_evaluated(group)}
+        return found | {group: self._items.item(group).record for group in groups if is_evaluation(group)}
 
     def forget(self, groups: Iterable[GroupId]) -> None:
         """Drop the records of groups that have ended."""

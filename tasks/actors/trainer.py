@@ -19,12 +19,12 @@ from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.resume_points import ResumePoints
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.stores.weights.weight_hash import matches
-from staleflow.tasks.actors.actor_calls import answers_calls, call
-from staleflow.tasks.actors.trainer_rank import GroupPolicy
+from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.trainer_rank import DistributedPolicy
 from staleflow.tasks.engines import engine_handover
-from staleflow.tasks.training.microbatches import BatchPart, Row
+from staleflow.tasks.training.microbatches import BatchMessage, Row
 from staleflow.tasks.training.policy import Policy, PolicySettings
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ SAVED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class PublishedStep:
     """The result of a training step: metrics by name (see stores/metrics.py), and the published weights."""
 
     version: PolicyVersion
@@ -51,7 +51,7 @@ class StepResult:
     """Whether these are the weights whose fingerprint was recorded for this version."""
 
 
-@answers_calls
+@remote_methods
 class Trainer:
     """The trainer's Dask actor: fetches batches from the trajectory server, trains in a thread, publishes weights."""
 
@@ -69,12 +69,12 @@ class Trainer:
         """points: folder of the run's resume points, one every `point_every` steps, 0 for none. ranks: processes of the
         group; with more than one, `lead` has to be called first. deltas: whether what has changed since the version
         before is published with each."""
-        engine_handover.close_unused()
+        engine_handover.close_orphans()
         self._call_s = call_s
         self._settings, self._threads, self._ranks, self._deltas = settings, threads, ranks, deltas
         self._joined: Policy | None = settings.build(threads) if ranks == 1 else None
         weight_folder.sweep(Path(folder).parent)
-        self._folder = ParameterFolder(Path(folder))
+        self._folder = WeightFolder(Path(folder))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="resume-point")
         self._probe: tuple[int, ...] = ()
@@ -90,15 +90,15 @@ class Trainer:
         it."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         args = (self._settings, self._threads, host, others, loop, context)
-        self._joined = await self._in_thread(GroupPolicy, *args)
+        self._joined = await self._in_thread(DistributedPolicy, *args)
 
-    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
         """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
         are published with every version. recorded: the version's fingerprint when it was first published, if known."""
         self._probe = probe
         if version:
             await self._in_thread(self._policy.load_state, self._points.path(version))
-        result: StepResult = await self._in_thread(self._publish, version, {})
+        result: PublishedStep = await self._in_thread(self._publish, version, {})
         if recorded not in ("", result.fingerprint):
             same = await self._in_thread(self._policy.published, lambda weights: matches(weights, recorded))
             result = replace(result, as_recorded=same)
@@ -106,7 +106,7 @@ class Trainer:
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
-    ) -> StepResult:
+    ) -> PublishedStep:
         """Run training step `step` on these trajectories and publish version step + 1. versions: the trajectories'
         v_traj. The resume point is written while the next steps are trained, one at a time: a step that is to have one
         waits until the one before is there. What keeps a point from being written fails the next call."""
@@ -116,7 +116,7 @@ class Trainer:
         due = self._point_every and (step + 1) % self._point_every == 0
         if due or (self._saving is not None and self._saving.done()):
             await self._saved()
-        result: StepResult = await self._in_thread(self._train, step, rows, fetched - begin)
+        result: PublishedStep = await self._in_thread(self._train, step, rows, fetched - begin)
         if due:
             # Queued now, before any further step: it copies what that would change.
             begun = self._executor.submit(self._begin_point, result.version)
@@ -158,14 +158,14 @@ class Trainer:
         rows: list[Row] = []
         rest = 1
         while rest:
-            part: BatchPart = await call(
+            part: BatchMessage = await call(
                 server, "batch", step, trajectories, versions, len(rows), within_s=self._call_s, who="server"
             )
             rows += part.packed.rows()
             rest = part.rest
         return rows
 
-    def _train(self, step: int, rows: list[Row], fetch_s: float) -> StepResult:
+    def _train(self, step: int, rows: list[Row], fetch_s: float) -> PublishedStep:
         begin = time.monotonic()
         metrics = self._policy.step(step, rows)
         trained = time.monotonic()
@@ -173,11 +173,11 @@ class Trainer:
         result.metrics.update(fetch_s=fetch_s, train_s=trained - begin, publish_s=time.monotonic() - trained)
         return result
 
-    def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> StepResult:
+    def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> PublishedStep:
         held = self._policy.published(lambda weights: self._folder.publish(version, weights, delta=self._deltas))
         path = self._folder.path(version)
         self._version = version
-        return StepResult(
+        return PublishedStep(
             version=version,
             metrics=dict(metrics),
             fingerprint=held,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from staleflow.stores.errors import ActorLost
-from staleflow.tasks.actors.actor_calls import LOOK_S, answers_calls, call
+from staleflow.tasks.actors.actor_calls import LOOK_S, call, remote_methods
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import Policy, PolicySettings
@@ -51,12 +51,12 @@ def unused(weights: Weights) -> None:
     """What a rank that does not lead makes of weights."""
 
 
-@answers_calls
+@remote_methods
 class TrainerRank:
     """The Dask actor of a trainer's process that does not lead: does what the leading one does."""
 
     def __init__(self, settings: PolicySettings, threads: int) -> None:
-        engine_handover.close_unused()
+        engine_handover.close_orphans()
         self._settings, self._threads = settings, threads
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._policy: Policy | None = None
@@ -81,7 +81,7 @@ class TrainerRank:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
 
-class GroupPolicy:
+class DistributedPolicy:
     """The policy that a group of ranks has together, as the leading one uses it: from one thread, not its loop's."""
 
     def __init__(
@@ -167,12 +167,12 @@ def _cause(error: BaseException, asked: Sequence[Future[None]]) -> BaseException
         for one in as_completed(asked, timeout=SETTLE_S):
             if isinstance(lost := one.exception(), ActorLost):
                 return lost
-    if not isinstance(error, ActorLost) and tells_of_a_lost_rank(error):
+    if not isinstance(error, ActorLost) and is_lost_rank_error(error):
         return ActorLost(f"the trainer's ranks have lost each other: {error}", rank_name(0))
     return error
 
 
-def tells_of_a_lost_rank(error: BaseException) -> bool:
+def is_lost_rank_error(error: BaseException) -> bool:
     """Whether an error says that another rank does not answer, rather than what went wrong on this one."""
     said = f"{type(error).__name__}: {error}"
     return any(mark in said for mark in CONNECTION) and not any(mark in said for mark in OWN)

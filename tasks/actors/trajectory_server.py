@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
@@ -39,32 +39,32 @@ from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import LedgerState, StepRecord, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluated
+from staleflow.stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluation
 from staleflow.stores.weights.resume_points import ResumePoints
-from staleflow.tasks.actors.actor_calls import answers_calls
-from staleflow.tasks.actors.async_spool import SpoolThread
-from staleflow.tasks.actors.draft_corpus import MOST_TOKENS, KnownResponses, OtherResponses
-from staleflow.tasks.actors.evaluation_trajectories import EvaluatedInFlight
-from staleflow.tasks.actors.observation_encoder import GivenAnswers, NotRendered, answer_entry, newest_turn
+from staleflow.tasks.actors.actor_calls import remote_methods
+from staleflow.tasks.actors.async_spool import AsyncSpool
+from staleflow.tasks.actors.draft_corpus import MOST_TOKENS, DraftCorpus, NewResponses
+from staleflow.tasks.actors.evaluation_trajectories import EvaluationTrajectories
+from staleflow.tasks.actors.observation_encoder import ObservationEncoder, RenderError, answer_entry, newest_turn
 from staleflow.tasks.actors.server_messages import (
-    Bridged,
     DrawnGroup,
     EpisodeState,
     EvaluatedResponse,
-    FoundInFlight,
+    ObservationItem,
+    ObservationReceipt,
     Payload,
+    RecoverableWork,
+    RecoveredWork,
     RewardItem,
-    SaidItem,
     ScoringItem,
-    TakenUp,
     TurnItem,
     payload,
 )
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.step_batches import StepBatches
 from staleflow.tasks.actors.store_thread import StoreThread
-from staleflow.tasks.actors.task_cache import DrawnTasks
-from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.actors.task_cache import TaskCache
+from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
 from staleflow.tasks.rendering.turn_params import directions_of
@@ -72,14 +72,14 @@ from staleflow.tasks.sources.evaluation_items import ItemView
 from staleflow.tasks.sources.prompts import HeldOut, Prompts
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.batches import check_batch
-from staleflow.tasks.training.microbatches import BatchPart
+from staleflow.tasks.training.microbatches import BatchMessage
 
 SWITCH_S = 0.0005
 """Seconds after which a thread lets another run, a tenth of Python's own: while the thread of commits computes, calls
 that instances wait for are answered at once."""
 
 
-@answers_calls
+@remote_methods
 class TrajectoryServer:
     """The trajectory server's Dask actor."""
 
@@ -97,16 +97,16 @@ class TrajectoryServer:
         self._settings = settings
         self._prompts: Prompts = prompts.build()
         self._store = self.stores.create(path, settings.header) if stored is None else stored
-        self._flight = InFlight(members=settings.members_started)
+        self._flight = InFlightState(members=settings.members_started)
         self._spool = Spool(path.with_name("spool"), settings.members_started)
-        self._known = KnownResponses(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
+        self._known = DraftCorpus(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
         self._points = ResumePoints(path.with_name("resume"))
-        self._tasks = DrawnTasks(self._prompts, prompts.sets)
+        self._tasks = TaskCache(self._prompts, prompts.sets)
         self._last_record: StepRecord | None = None
         self._storing = StoreThread(self._store, settings.commit_s)
-        self._writing = SpoolThread(self._spool)
-        self._evaluated = EvaluatedInFlight(self._flight, self._tasks)
-        self._answers = GivenAnswers(self._prompts)
+        self._writing = AsyncSpool(self._spool)
+        self._evaluated = EvaluationTrajectories(self._flight, self._tasks)
+        self._answers = ObservationEncoder(self._prompts)
         self._batches = StepBatches(self._flight, self._storing, settings)
         if stored is None:
             self._spool.clear()
@@ -129,14 +129,14 @@ class TrajectoryServer:
         in_flight |= {t.group for t in self._flight.set_aside()}
         self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
 
-    async def found(self) -> FoundInFlight:
+    async def found(self) -> RecoverableWork:
         """What a run that is resumed after the store's last record could take up. Changes nothing."""
-        return FoundInFlight(ledger=self._last_ledger, groups=self._flight.after(self._resumed(())).in_numbers())
+        return RecoverableWork(ledger=self._last_ledger, groups=self._flight.after(self._resumed(())).summary_counts())
 
-    async def resume(self, again: tuple[TrajectoryId, ...]) -> TakenUp:
+    async def resume(self, again: tuple[TrajectoryId, ...]) -> RecoveredWork:
         """Go on after the store's last record with what is in flight, but for the tokens of `again`. Returns
         the ledger state after that. Idempotent."""
-        alive = [t for t in self._flight.live.values() if not is_evaluated(t.id)]
+        alive = [t for t in self._flight.live.values() if not is_evaluation(t.id)]
         begun = {t.id for t in alive if t.timings.routed_s or t.segments}
         begun |= {t.id for t in self._flight.set_aside()}
         resumed = self._resumed(again)
@@ -146,7 +146,7 @@ class TrajectoryServer:
             # What this run has undone must never be taken for its own by a later one.
             await self._writing.clear()
         kept = [t for t in self._flight.live.values() if t.segments]
-        taken = TakenUp(
+        taken = RecoveredWork(
             ledger=self._last_ledger,
             responses=len(kept),
             tokens=sum(t.num_tokens for t in kept),
@@ -195,7 +195,7 @@ class TrajectoryServer:
         """What has become of an evaluation's items."""
         return self._evaluated.responses(groups)
 
-    async def forget_evaluated(self) -> None:
+    async def end_evaluation(self) -> None:
         """Drop all that was sampled for evaluations. Idempotent."""
         groups, entries = self._evaluated.end(self._now())
         await self._writing.append(entries)
@@ -217,9 +217,9 @@ class TrajectoryServer:
         asked, begun = await self._evaluated.begin((member for member, _ in routed), self._now())
         await self._writing.append(begun)
         records: dict[GroupId, Record] = {}
-        if self._settings.prompts.source.asks_by_directions:
+        if self._settings.prompts.source.is_agent_source:
             live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
-            records = await self._tasks.records(t.group for t in live if not t.has_answers)
+            records = await self._tasks.records(t.group for t in live if not t.has_env_steps)
         alive = tuple((member, epoch) for member, epoch in routed if member in self._flight.live)
         entry = TrajectoriesRouted(routed=alive, at_s=self._now())
         changed = self._flight.apply(entry)
@@ -227,14 +227,14 @@ class TrajectoryServer:
         for member, _ in alive:
             t = self._flight.live[member]
             most, stop = self._flight.turn_tokens.get(member, 0), self._flight.stops.get(member, NO_STOP)
-            if not t.has_answers and t.group in records:
+            if not t.has_env_steps and t.group in records:
                 first = directions_of(records[t.group])
                 most, stop = first.max_tokens, first.stop
             found[member] = payload(t, most, asked.get(member), stop)
         await self._writing.append([entry] if changed else [])
         return found
 
-    async def deliver(self, sampled: list[Sampled]) -> dict[TrajectoryId, int]:
+    async def deliver(self, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
         """Add tokens that an instance sampled; returns each trajectory's total. Ignores ended trajectories, what an
         instance delivers after its trajectory was routed anew, tokens that are there already, those that would leave a
         gap, and deliveries with a logprob that is not finite; the total of these two is less than was delivered."""
@@ -258,7 +258,7 @@ class TrajectoryServer:
         await self._writing.append(taken)
         return totals
 
-    async def other_responses(self, running: tuple[TrajectoryId, ...], told: frozenset[TrajectoryId]) -> OtherResponses:
+    async def other_responses(self, running: tuple[TrajectoryId, ...], told: frozenset[TrajectoryId]) -> NewResponses:
         """Other responses to the prompts of running trajectories, for drafts. told: those that the asker has."""
         return self._known.others(running, told)
 
@@ -292,14 +292,14 @@ class TrajectoryServer:
             record=record,
             turns=turns,
             tokens=t.num_tokens,
-            held_out=is_evaluated(t.id),
+            held_out=is_evaluation(t.id),
             full=t.num_tokens >= (most or self._settings.prompts.max_new_tokens),
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
             restarted=not self._flight.hears(t.id, epoch),
             score=self._score(t.id),
         )
 
-    async def give(self, said: list[SaidItem]) -> list[Bridged]:
+    async def give(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
         """Add environments' answers to the turns that they answer. One is not taken if nothing could be sampled after
         it, or if its environment, set back, has spoken otherwise than before."""
         longest = await self._evaluated.max_new_tokens(GroupId(i.trajectory // self._flight.members) for i in said)
@@ -313,19 +313,19 @@ class TrajectoryServer:
             ]
         )
         taken: list[Entry] = []
-        bridged: list[Bridged] = []
+        bridged: list[ObservationReceipt] = []
         for item, answer in zip(said, given, strict=True):
             if answer is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
-                bridged.append(Bridged(item.tokens, "late"))
+                bridged.append(ObservationReceipt(item.tokens, "late"))
             elif isinstance(answer, str):
-                bridged.append(Bridged(item.tokens, answer))
-            elif isinstance(answer, NotRendered):
-                bridged.append(Bridged(item.tokens, "not rendered", answer.why))
+                bridged.append(ObservationReceipt(item.tokens, answer))
+            elif isinstance(answer, RenderError):
+                bridged.append(ObservationReceipt(item.tokens, "not rendered", answer.why))
             else:
                 entry = answer_entry(item, answer, self._flight.attempt(item.trajectory), self._now())
                 if self._flight.apply(entry):
                     taken.append(entry)
-                bridged.append(Bridged(item.tokens + len(answer.tokens)))
+                bridged.append(ObservationReceipt(item.tokens + len(answer.tokens)))
         await self._writing.append(taken)
         return bridged
 
@@ -387,7 +387,7 @@ class TrajectoryServer:
 
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], first: int
-    ) -> BatchPart:
+    ) -> BatchMessage:
         """Rows of training step `step` from row `first` on, group by group, as many as fit into a message; from now on
         all of them count as consumed.
 

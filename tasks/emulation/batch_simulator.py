@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from staleflow.tasks.emulation.cost_model import CostModel, tokens_a_step
+from staleflow.tasks.emulation.cost_model import CostModel, tokens_per_step
 from staleflow.tasks.emulation.workload import Turn
 
 
@@ -45,9 +45,9 @@ class DraftedTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drafting:
+class DraftSettings:
     """How an instance drafts. length: tokens a step and request. most_running: requests beyond which it does not.
-    acceptance: see `tokens_a_step`."""
+    acceptance: see `tokens_per_step`."""
 
     length: int = 0
     most_running: int = 0
@@ -95,7 +95,7 @@ class Stopped(NamedTuple):
 
 
 @dataclass(slots=True)
-class Work:
+class WorkTotals:
     """Totals of an instance's work."""
 
     decode_s: float = 0.0
@@ -118,19 +118,19 @@ class Work:
     accepted: float = 0.0
 
 
-class DecodingInstance:
+class SimulatedBatch:
     """One instance. `clock` is the step boundary it has reached; commands at `now` act at the next boundary."""
 
     def __init__(
-        self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: Drafting | None = None
+        self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: DraftSettings | None = None
     ) -> None:
         self._plain = cost
-        self._set_drafting(drafting or Drafting())
+        self._set_drafting(drafting or DraftSettings())
         self._drafts = DraftedTokens()  # of a request that was there all the time
         self._kv_capacity = kv_capacity
         self._max_running = max_running
         self.clock = 0.0
-        self.work = Work()
+        self.work = WorkTotals()
         self._steps = 0
         self._kv = 0  # tokens of requests that decode
         self._kv_in_tool = 0  # tokens of requests that wait for a tool
@@ -193,7 +193,7 @@ class DecodingInstance:
         rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._in_tool.values())]
         return tuple(rows)
 
-    def work_by(self, now: float) -> Work:
+    def work_by(self, now: float) -> WorkTotals:
         """The totals with the steps that have ended by `now`."""
         work, steps = replace(self.work), self._steps_to_stop()
         if steps is not None and now > self.clock:
@@ -307,7 +307,7 @@ class DecodingInstance:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _set_drafting(self, drafting: Drafting) -> None:
+    def _set_drafting(self, drafting: DraftSettings) -> None:
         self._drafting = drafting
         self._drafted = self._plain.drafting(drafting.length, drafting.acceptance)
 
@@ -344,16 +344,16 @@ class DecodingInstance:
         self._make_room()
         self._count(self.work, steps, seconds)
         if self._drafts_now:
-            real = steps / tokens_a_step(self._drafting.length, self._drafting.acceptance)
+            real = steps / tokens_per_step(self._drafting.length, self._drafting.acceptance)
             self._drafts += DraftedTokens(real * self._drafting.length, steps - real)
 
-    def _count(self, work: Work, steps: int, seconds: float) -> None:
+    def _count(self, work: WorkTotals, steps: int, seconds: float) -> None:
         """Add so many steps of what decodes, which take so long."""
         running = len(self._decoding)
         work.decode_s += seconds
         work.tokens += steps * running
         if self._drafts_now:
-            real = steps / tokens_a_step(self._drafting.length, self._drafting.acceptance)
+            real = steps / tokens_per_step(self._drafting.length, self._drafting.acceptance)
             work.drafts += running * real
             work.drafted += running * real * self._drafting.length
             work.accepted += running * (steps - real)

@@ -7,7 +7,7 @@ is computed again after an interrupt. A token costs the same compute in a prompt
 the natural estimate where prefill was not measured.
 
 A step that verifies drafted tokens computes each of them as `verified` tokens of further trajectories, without reading
-the cache once more: b + k3 * n * (1 + verified * length). What it brings is `tokens_a_step`.
+the cache once more: b + k3 * n * (1 + verified * length). What it brings is `tokens_per_step`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Numbers = npt.NDArray[np.float64]
 BISECTIONS = 30
 
 
-def tokens_a_step(length: int, acceptance: float) -> float:
+def tokens_per_step(length: int, acceptance: float) -> float:
     """Mean tokens that a step keeps of `length` drafted ones and the one it samples itself, if each drafted token is
     accepted with probability `acceptance` once those before it are: 1 + a + a^2 + ... + a^length."""
     return float(sum(acceptance**k for k in range(length + 1)))
@@ -112,7 +112,7 @@ class CostModel:
     def drafting(self, length: int, acceptance: float) -> CostModel:
         """The model of an instance that verifies `length` drafted tokens of each trajectory in every step. Its steps
         are parts of those, in which each running trajectory gains one token in the mean. With length 0, this model."""
-        return self.verifying(length, tokens_a_step(length, acceptance)) if length else self
+        return self.verifying(length, tokens_per_step(length, acceptance)) if length else self
 
     def verifying(self, drafted: float, gained: float) -> CostModel:
         """The same for steps that verify so many drafted tokens of each trajectory, which gains so many tokens."""
@@ -148,7 +148,7 @@ class CostModel:
         return (math.sqrt(linear * linear + 4 * quadratic * seconds) - linear) / (2 * quadratic)
 
 
-class DraftedCosts:
+class DraftingCosts:
     """What decode steps cost where an instance drafts as is best for the number of trajectories that it runs. Without
     drafts until it is told of some."""
 

@@ -65,7 +65,7 @@ class WorkloadSettings:
     reset_s: float = 0.0
 
 
-class DrawnWorkload:
+class RandomWorkload:
     """A workload with lengths drawn from a distribution."""
 
     def __init__(self, settings: WorkloadSettings) -> None:
@@ -73,9 +73,9 @@ class DrawnWorkload:
         self._block = lru_cache(maxsize=64)(self._draw_block)
         self._turns = lru_cache(maxsize=8192)(self._draw_turns)
 
-    def __reduce__(self) -> tuple[type[DrawnWorkload], tuple[WorkloadSettings]]:
+    def __reduce__(self) -> tuple[type[RandomWorkload], tuple[WorkloadSettings]]:
         """Pickle as the settings: workers draw for themselves."""
-        return DrawnWorkload, (self._settings,)
+        return RandomWorkload, (self._settings,)
 
     def prompt_tokens(self, group: int) -> int:
         return self._settings.prompt_tokens

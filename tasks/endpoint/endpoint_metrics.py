@@ -8,7 +8,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper ends of the histogram's intervals."""
 
 
-class EndpointCounts:
+class EndpointMetrics:
     """The counts of one endpoint."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.in_flight.stop_criteria import find_stop
-from staleflow.tasks.endpoint.requests import CalledFunction, ChatMessage, ChatRequest, Refused
+from staleflow.tasks.endpoint.requests import CalledFunction, ChatMessage, ChatRequest, RequestError
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
 PIECE = 24
@@ -68,7 +68,7 @@ def called(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
     return (_CALL.sub("", text).strip() if calls else text), tuple(calls)
 
 
-def called_again(message: ChatMessage) -> str:
+def render_tool_calls(message: ChatMessage) -> str:
     """The text of a message, with the calls in it as `called` reads them."""
     calls = (
         f'<tool_call>{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}</tool_call>'
@@ -133,7 +133,7 @@ def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def refusal(refused: Refused) -> dict[str, Any]:
+def refusal(refused: RequestError) -> dict[str, Any]:
     """The answer to a request that is refused."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}

@@ -14,7 +14,7 @@ from typing import Any
 
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.rendering.turn_params import Directions
+from staleflow.tasks.rendering.turn_params import TurnParams
 
 LONGEST_SHOWN = 60
 MOST_MESSAGES = 10_000
@@ -62,7 +62,7 @@ AUXILIARY_HEADER = "x-auxiliary"
 """Header that says the same, as 1 or true."""
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that is not answered as it asks. retry_s: seconds after which it may be sent again; None: never."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request", retry_s: float | None = None) -> None:
@@ -70,7 +70,7 @@ class Refused(Exception):
         self.status, self.message, self.code, self.retry_s = status, message, code, retry_s
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Refused, (self.status, self.message, self.code, self.retry_s)
+        return RequestError, (self.status, self.message, self.code, self.retry_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +131,10 @@ class ChatRequest:
 
     def directions(
         self, *, first: bool, ids: tuple[int, ...] | None = None, after_turn: int | None = None
-    ) -> Directions:
+    ) -> TurnParams:
         """What the model's side is told beside messages. first: it is told the definitions of tools. ids: those given
         now. after_turn: see Directions."""
-        return Directions(
+        return TurnParams(
             tools=self.tools if first else "",
             token_ids=ids,
             max_tokens=self.max_tokens,
@@ -154,9 +154,9 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON: {_short(str(error))}") from error
+        raise RequestError(400, f"the body is not JSON: {_short(str(error))}") from error
     if not isinstance(found, dict):
-        raise Refused(400, f"the body must be a JSON object, not {_short(found)}")
+        raise RequestError(400, f"the body must be a JSON object, not {_short(found)}")
     return found
 
 
@@ -169,15 +169,15 @@ def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: Sampling
     tools = _tools(left.pop("tools", None))
     choice = left.pop("tool_choice", None)
     if choice not in (None, "auto", "none"):
-        raise Refused(400, f"tool_choice = {_short(choice)}: the policy itself decides; use auto or none")
+        raise RequestError(400, f"tool_choice = {_short(choice)}: the policy itself decides; use auto or none")
     options = left.pop("stream_options", None) or {}
     if not isinstance(options, dict):
-        raise Refused(400, f"stream_options must be an object, not {_short(options)}")
+        raise RequestError(400, f"stream_options must be an object, not {_short(options)}")
     shape = left.pop("response_format", None)
     if shape not in (None, {"type": "text"}):
-        raise Refused(400, "response_format: answers are what the policy samples, so only text")
+        raise RequestError(400, "response_format: answers are what the policy samples, so only text")
     if left.pop("top_logprobs", None) not in (None, 0):
-        raise Refused(400, "top_logprobs: logprobs of other tokens are not kept; use 0")
+        raise RequestError(400, "top_logprobs: logprobs of other tokens are not kept; use 0")
     stream = _flag(left, "stream")
     with_logprobs, with_ids = _flag(left, "logprobs"), _flag(left, "return_token_ids")
     auxiliary = _flag(left, AUXILIARY)
@@ -199,20 +199,22 @@ def read_generate(body: Mapping[str, Any], *, temperature: float, sampling: Samp
     model = _text(left.pop("model", None), "model")
     ids = left.pop("token_ids", None)
     if not isinstance(ids, list) or not ids or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
-        raise Refused(400, f"token_ids must be a list of token ids, not {_short(ids)}")
+        raise RequestError(400, f"token_ids must be a list of token ids, not {_short(ids)}")
     params = left.pop("sampling_params", None)
     if not isinstance(params, dict):
-        raise Refused(400, f"sampling_params must be an object, not {_short(params)}")
+        raise RequestError(400, f"sampling_params must be an object, not {_short(params)}")
     if _flag(left, "stream"):
-        raise Refused(400, "stream: token ids are answered as a whole; use /v1/chat/completions to stream texts")
+        raise RequestError(400, "stream: token ids are answered as a whole; use /v1/chat/completions to stream texts")
     auxiliary = _flag(left, AUXILIARY)
     _check_rest(left)
     inner = dict(params)
     if inner.pop("logprobs", None) != 1:
-        raise Refused(400, "sampling_params.logprobs must be 1: what is told without logprobs cannot be trained on")
+        raise RequestError(
+            400, "sampling_params.logprobs must be 1: what is told without logprobs cannot be trained on"
+        )
     for name in ("prompt_logprobs", "detokenize", "output_kind", "include_stop_str_in_output", "allowed_token_ids"):
         if inner.pop(name, None) is not None and name == "allowed_token_ids":
-            raise Refused(400, "sampling_params.allowed_token_ids: the policy may sample every token")
+            raise RequestError(400, "sampling_params.allowed_token_ids: the policy may sample every token")
     max_tokens, stop = _max_tokens(inner, ("max_tokens",)), _stop(inner, "sampling_params.")
     own_temperature, changed = _sampling(inner, temperature, sampling)
     _check_rest(inner, "sampling_params.")
@@ -226,29 +228,29 @@ def _check_rest(left: dict[str, Any], where: str = "") -> None:
     for name in UNUSED:
         left.pop(name, None)
     if left:
-        raise Refused(400, f"{where}{_short(next(iter(left)))}: unknown field; remove it")
+        raise RequestError(400, f"{where}{_short(next(iter(left)))}: unknown field; remove it")
 
 
 def _messages(value: Any) -> tuple[ChatMessage, ...]:
     if not isinstance(value, list) or not value:
-        raise Refused(400, f"messages must be a list of at least one message, not {_short(value)}")
+        raise RequestError(400, f"messages must be a list of at least one message, not {_short(value)}")
     if len(value) > MOST_MESSAGES:
-        raise Refused(400, f"messages: {len(value)} of them; at most {MOST_MESSAGES} are read")
+        raise RequestError(400, f"messages: {len(value)} of them; at most {MOST_MESSAGES} are read")
     found = tuple(_message(one, f"messages[{number}]") for number, one in enumerate(value))
     if found[-1].role == "assistant":
-        raise Refused(400, "messages end with one of the assistant; the last one must be what the model answers")
+        raise RequestError(400, "messages end with one of the assistant; the last one must be what the model answers")
     return found
 
 
 def _message(value: Any, where: str) -> ChatMessage:
     if not isinstance(value, dict):
-        raise Refused(400, f"{where} must be an object, not {_short(value)}")
+        raise RequestError(400, f"{where} must be an object, not {_short(value)}")
     role = value.get("role")
     if role not in ROLES:
-        raise Refused(400, f"{where}.role must be one of {', '.join(ROLES)}, not {_short(role)}")
+        raise RequestError(400, f"{where}.role must be one of {', '.join(ROLES)}, not {_short(role)}")
     calls = value.get("tool_calls") or []
     if not isinstance(calls, list) or (calls and role != "assistant"):
-        raise Refused(400, f"{where}.tool_calls must be a list, of an assistant's message")
+        raise RequestError(400, f"{where}.tool_calls must be a list, of an assistant's message")
     content = _content(value.get("content"), where, empty=role == "assistant")
     return ChatMessage(role=role, content=content, calls=tuple(_call(c, f"{where}.tool_calls") for c in calls))
 
@@ -261,7 +263,7 @@ def _content(value: Any, where: str, *, empty: bool) -> str:
         for part in value:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise Refused(400, f"{where}.content: only parts of type text are read, not {_short(kind)}")
+                raise RequestError(400, f"{where}.content: only parts of type text are read, not {_short(kind)}")
             parts.append(part["text"])
         value = "".join(parts)
     return _text(value, f"{where}.content")
@@ -270,7 +272,7 @@ def _content(value: Any, where: str, *, empty: bool) -> str:
 def _call(value: Any, where: str) -> CalledFunction:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
-        raise Refused(400, f"{where}: a call is {{id, type, function: {{name, arguments}}}}, not {_short(value)}")
+        raise RequestError(400, f"{where}: a call is {{id, type, function: {{name, arguments}}}}, not {_short(value)}")
     return CalledFunction(
         name=_text(function.get("name"), f"{where}.function.name"),
         arguments=_text(function.get("arguments"), f"{where}.function.arguments"),
@@ -282,11 +284,11 @@ def _tools(value: Any) -> str:
     if not value:
         return ""
     if not isinstance(value, list):
-        raise Refused(400, f"tools must be a list, not {_short(value)}")
+        raise RequestError(400, f"tools must be a list, not {_short(value)}")
     for number, tool in enumerate(value):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused(400, f"tools[{number}] must be {{type: function, function: {{name, ...}}}}")
+            raise RequestError(400, f"tools[{number}] must be {{type: function, function: {{name, ...}}}}")
     _text(json.dumps(value, ensure_ascii=False), "tools")  # a template may write out anything of them
     return json.dumps(value, sort_keys=True)
 
@@ -298,7 +300,7 @@ def _max_tokens(left: dict[str, Any], names: tuple[str, ...]) -> int:
         value = left.pop(name, None)
         if value is not None:
             if not _is_whole(value) or value < 1:
-                raise Refused(400, f"{name} must be a whole number of at least 1, not {_short(value)}")
+                raise RequestError(400, f"{name} must be a whole number of at least 1, not {_short(value)}")
             most = min(most or value, value)
     return most
 
@@ -308,13 +310,15 @@ def _stop(left: dict[str, Any], where: str = "") -> StopCriteria:
     strings, ids = left.pop("stop", None), left.pop("stop_token_ids", None)
     strings = [] if strings is None else [strings] if isinstance(strings, str) else strings
     if not isinstance(strings, list) or len(strings) > MOST_STOPS:
-        raise Refused(400, f"{where}stop must be a text or a list of at most {MOST_STOPS}, not {_short(strings)}")
+        raise RequestError(400, f"{where}stop must be a text or a list of at most {MOST_STOPS}, not {_short(strings)}")
     for one in strings:
         if not isinstance(one, str) or not 0 < len(one) <= LONGEST_STOP or not _is_unicode(one):
-            raise Refused(400, f"{where}stop: each must be a text of 1 to {LONGEST_STOP} characters, not {_short(one)}")
+            raise RequestError(
+                400, f"{where}stop: each must be a text of 1 to {LONGEST_STOP} characters, not {_short(one)}"
+            )
     ids = [] if ids is None else ids
     if not isinstance(ids, list) or len(ids) > MOST_STOP_IDS or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
-        raise Refused(
+        raise RequestError(
             400, f"{where}stop_token_ids must be a list of at most {MOST_STOP_IDS} token ids, not {_short(ids)}"
         )
     return StopCriteria(tuple(strings), tuple(ids))
@@ -337,10 +341,10 @@ def _sampling(left: dict[str, Any], temperature: float, rule: SamplingRule) -> t
     """
     n = left.pop("n", None)
     if n is not None and (not _is_whole(n) or n != 1):
-        raise Refused(400, f"n = {_short(n)}: a turn is sampled once; use n = 1")
+        raise RequestError(400, f"n = {_short(n)}: a turn is sampled once; use n = 1")
     requested = left.pop("temperature", None)
     if requested is not None and (not _is_number(requested) or not 0 <= requested <= MAX_TEMPERATURE):
-        raise Refused(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_short(requested)}")
+        raise RequestError(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_short(requested)}")
     changed: dict[str, Any] = {}
     if requested is not None and float(requested) != temperature and rule is not SamplingRule.OBEY:
         changed["temperature"] = temperature
@@ -350,11 +354,11 @@ def _sampling(left: dict[str, Any], temperature: float, rule: SamplingRule) -> t
         if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
             continue
         if not (_is_number(value) or isinstance(value, (dict, list, bool))):
-            raise Refused(400, f"{name} must be a number, not {_short(value)}")
+            raise RequestError(400, f"{name} must be a number, not {_short(value)}")
         if not (greedy and name in NEUTRAL_IF_GREEDY):
             changed[name] = neutral[0] if neutral else None
     if changed and rule is SamplingRule.OBEY:
-        raise Refused(
+        raise RequestError(
             400,
             f"{', '.join(changed)}: a served policy samples by temperature alone; leave "
             f"{'it' if len(changed) == 1 else 'them'} out, or use temperature = 0, which needs none of top_p, top_k, "
@@ -362,7 +366,7 @@ def _sampling(left: dict[str, Any], temperature: float, rule: SamplingRule) -> t
             "sampling_refused",
         )
     if changed and rule is SamplingRule.REFUSE:
-        raise Refused(
+        raise RequestError(
             400,
             f"{', '.join(changed)}: the job samples with {_told(changed)}; logprobs under others would not be "
             'the policy\'s; leave them out, or set endpoint.sampling = "override"',
@@ -379,17 +383,17 @@ def _told(changed: Mapping[str, Any]) -> str:
 def _flag(left: dict[str, Any], name: str) -> bool:
     value = left.pop(name, None)
     if value is not None and not isinstance(value, bool):
-        raise Refused(400, f"{name} must be true or false, not {_short(value)}")
+        raise RequestError(400, f"{name} must be true or false, not {_short(value)}")
     return bool(value)
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise Refused(400, f"{name} must be a text, not {_short(value)}")
+        raise RequestError(400, f"{name} must be a text, not {_short(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise Refused(400, f"{name} is no Unicode text: {error.reason} at {error.start}") from error
+        raise RequestError(400, f"{name} is no Unicode text: {error.reason} at {error.start}") from error
     return value
 
 

@@ -10,10 +10,10 @@ import time
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
-from staleflow.tasks.endpoint.replies import TurnReply, called_again, reply_of
-from staleflow.tasks.endpoint.requests import ChatRequest, Refused, shown_message
-from staleflow.tasks.engines.base import Engine, Failed, Request, Sampled
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.endpoint.replies import TurnReply, render_tool_calls, reply_of
+from staleflow.tasks.endpoint.requests import ChatRequest, RequestError, shown_message
+from staleflow.tasks.engines.base import Engine, Failed, Request, SampledTokens
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
 POLL_S = 0.2
@@ -29,7 +29,7 @@ class ServedPolicy:
     def __init__(
         self,
         engine: Engine,
-        texts: TokenizerTexts,
+        texts: ChatTokenizer,
         key: str,
         *,
         chat: bool,
@@ -42,7 +42,7 @@ class ServedPolicy:
         self._room, self._max_new_tokens = room, max_new_tokens
         self._temperatures: set[float] = set()
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Sampled | Failed]] = {}
+        self._waiting: dict[int, asyncio.Future[SampledTokens | Failed]] = {}
         self._loop = asyncio.get_running_loop()
         self._closed = threading.Event()
         self._failed = False
@@ -56,7 +56,7 @@ class ServedPolicy:
         """This, if the key is right. Raises Refused."""
         if hmac.compare_digest(key.encode(), self._key.encode()):
             return self
-        raise Refused(401, "this is not the key that the server was started with", "invalid_api_key")
+        raise RequestError(401, "this is not the key that the server was started with", "invalid_api_key")
 
     def is_another(self, id: str, found: object) -> bool:
         """There is no other session."""
@@ -66,23 +66,23 @@ class ServedPolicy:
         """An answer to a request. Raises Refused."""
         before = self._encoded(request)
         if not before:
-            raise Refused(400, "the messages make no tokens: there is nothing to answer", "invalid_value")
+            raise RequestError(400, "the messages make no tokens: there is nothing to answer", "invalid_value")
         most = min(request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._room - len(before))
         if most < 1:
             why = f"the prompt has {len(before)} tokens; it must have fewer than {self._room}"
-            raise Refused(400, why, "context_length_exceeded")
+            raise RequestError(400, why, "context_length_exceeded")
         if request.temperature:
             self._temperatures.add(request.temperature)
         if len(self._temperatures) > MAX_TEMPERATURES:
             self._temperatures.discard(request.temperature or 0.0)
-            raise Refused(
+            raise RequestError(
                 400,
                 f"temperature = {request.temperature:g}: {MAX_TEMPERATURES} others have been used since the server "
                 "started, and the engine keeps memory for each; use one of those, or start the server again",
                 "too_many_temperatures",
             )
         if self._failed:
-            raise Refused(503, "the engine has ended; start the server again", "engine_failed", 60.0)
+            raise RequestError(503, "the engine has ended; start the server again", "engine_failed", 60.0)
         number = next(self._numbers)
         answer = self._waiting[number] = self._loop.create_future()
         sampled = Request(
@@ -103,7 +103,7 @@ class ServedPolicy:
         finally:
             del self._waiting[number]
         if isinstance(found, Failed):
-            raise Refused(503, "the engine failed on this request; try again", "engine_failed", 1.0)
+            raise RequestError(503, "the engine failed on this request; try again", "engine_failed", 1.0)
         tokens = tuple(int(t) for s in found.segments for t in s.tokens)
         turn = SampledTurn(
             before=before,
@@ -123,12 +123,12 @@ class ServedPolicy:
         """Token ids of what was said. Raises Refused."""
         if request.token_ids is not None:
             return request.token_ids
-        messages = [shown_message(m)._replace(content=called_again(m)) for m in request.messages]
+        messages = [shown_message(m)._replace(content=render_tool_calls(m)) for m in request.messages]
         try:
             if self._chat:
                 return self._texts.chat_ids(messages, request.tools)
         except ConfigError as error:
-            raise Refused(400, str(error)) from error
+            raise RequestError(400, str(error)) from error
         said = [
             m.content if i == 0 or m.role == "assistant" else self._given(m.content) for i, m in enumerate(messages)
         ]
@@ -157,7 +157,7 @@ class ServedPolicy:
             if not answer.done():
                 answer.set_result(Failed(trajectory=TrajectoryId(number), epoch=0, error="the engine has ended"))
 
-    def _settle(self, event: Sampled | Failed) -> None:
+    def _settle(self, event: SampledTokens | Failed) -> None:
         answer = self._waiting.get(event.trajectory)
         if answer is not None and not answer.done():
             answer.set_result(event)

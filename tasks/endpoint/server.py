@@ -26,12 +26,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.connections import timed_protocol
-from staleflow.tasks.endpoint.endpoint_metrics import EndpointCounts
+from staleflow.tasks.endpoint.endpoint_metrics import EndpointMetrics
 from staleflow.tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
 from staleflow.tasks.endpoint.requests import (
     AUXILIARY_HEADER,
     ChatRequest,
-    Refused,
+    RequestError,
     SamplingRule,
     read_chat,
     read_generate,
@@ -63,7 +63,7 @@ class TurnSource(Protocol):
     async def ask(self, request: ChatRequest) -> TurnReply: ...
 
 
-class Keys(Protocol):
+class SessionLookup(Protocol):
     """What answers requests, by their keys: sessions, or a policy that is served for itself."""
 
     def __len__(self) -> int: ...
@@ -76,11 +76,11 @@ class Keys(Protocol):
 class EndpointServer:
     """An endpoint, from `start` to `stop`. served: what answers in place of sessions. Used from one event loop."""
 
-    def __init__(self, settings: EndpointSettings, served: Keys | None = None) -> None:
+    def __init__(self, settings: EndpointSettings, served: SessionLookup | None = None) -> None:
         self._settings = settings
         self._served = served
         self._sampling = SamplingRule(settings.config.sampling) if served is None else SamplingRule.OBEY
-        self._counts = EndpointCounts()
+        self._counts = EndpointMetrics()
         self.sessions = Sessions(branches=settings.config.changed_past == "branch")
         self._in_flight = 0
         self._bodies = asyncio.Semaphore(settings.config.max_requests)
@@ -96,7 +96,7 @@ class EndpointServer:
         return f"{self._address}/v1"
 
     @property
-    def _keys(self) -> Keys:
+    def _keys(self) -> SessionLookup:
         return self.sessions if self._served is None else self._served
 
     async def start(self) -> None:
@@ -125,7 +125,7 @@ class EndpointServer:
             named = f"[{host}]" if ":" in host else host
             self._address = f"{'https' if tls else 'http'}://{named}:{port}"
             if self._settings.replaces_s:
-                self.sessions.replace_another(self._settings.replaces_s)
+                self.sessions.expect_predecessor_keys(self._settings.replaces_s)
             async with asyncio.timeout(START_S):
                 while not server.started and not self._serving.done():
                     await asyncio.sleep(0.005)
@@ -158,7 +158,7 @@ class EndpointServer:
                 Route(f"{base}/v1/models", self._models, methods=["GET"]),
                 Route(f"{base}/v1/models/{{name:path}}", self._model, methods=["GET"]),
             ]
-        handlers: dict[Any, Any] = {404: _unknown, 405: _unknown, Refused: _refused}
+        handlers: dict[Any, Any] = {404: _unknown, 405: _unknown, RequestError: _refused}
         return _Counted(Starlette(routes=routes, exception_handlers=handlers), self)
 
     async def _health(self, request: Request) -> Response:
@@ -206,7 +206,7 @@ class EndpointServer:
         """Raise Refused if a token id is beyond the model's vocabulary."""
         size = self._settings.vocabulary
         if size and request.token_ids is not None and (largest := max(request.token_ids)) >= size:
-            raise Refused(400, f"token_ids has {largest}, where the model's vocabulary has {size} tokens")
+            raise RequestError(400, f"token_ids has {largest}, where the model's vocabulary has {size} tokens")
 
     def _session(self, request: Request) -> TurnSource:
         """The session of a request, by its key. Raises Refused."""
@@ -214,18 +214,20 @@ class EndpointServer:
         named = request.headers.get("x-session-id", "")
         key = request.path_params.get("key") or given.removeprefix("Bearer ").strip() or named
         if not key:
-            raise Refused(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
+            raise RequestError(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
         keys = self._keys
         session = keys.find(key)
         if named and keys.is_another(named, session):
-            raise Refused(403, "X-Session-ID names another session than the key's", "invalid_session")
+            raise RequestError(403, "X-Session-ID names another session than the key's", "invalid_session")
         return session
 
     async def _body(self, request: Request, pending: _Pending) -> bytes:
         """A request's body, within the limits of its size and of its time. Raises Refused."""
         config = self._settings.config
         most = config.max_body_kib * 1024
-        too_long = Refused(413, f"the body is longer than endpoint.max_body_kib = {config.max_body_kib}", "too_long")
+        too_long = RequestError(
+            413, f"the body is longer than endpoint.max_body_kib = {config.max_body_kib}", "too_long"
+        )
         length = int(request.headers.get("content-length") or 0)
         if length > most:
             raise too_long
@@ -239,11 +241,11 @@ class EndpointServer:
                     if len(body) > most:
                         raise too_long
         except TimeoutError as error:
-            raise Refused(
+            raise RequestError(
                 408, f"the body took longer than endpoint.body_s = {config.body_s:g} s", "too_slow"
             ) from error
         except ClientDisconnect as error:
-            raise Refused(400, "the connection was closed before the body had come") from error
+            raise RequestError(400, "the connection was closed before the body had come") from error
         return bytes(body)
 
     @contextlib.contextmanager
@@ -254,7 +256,7 @@ class EndpointServer:
             raise _stopping()
         most = self._settings.config.max_requests
         if self._in_flight >= most and not waits:
-            raise Refused(429, f"endpoint.max_requests = {most} are in flight; try again", "too_many", RETRY_S)
+            raise RequestError(429, f"endpoint.max_requests = {most} are in flight; try again", "too_many", RETRY_S)
         self._in_flight += 1
         try:
             yield
@@ -292,7 +294,7 @@ class _Pending:
                 f"the session's requests that wait have {others // 1024} KiB, and with this one more than "
                 f"endpoint.max_session_kib = {self._most_kib}; try again when one is answered"
             )
-            raise Refused(429, why, "too_many", RETRY_S)
+            raise RequestError(429, why, "too_many", RETRY_S)
 
 
 class _Counted:
@@ -319,7 +321,7 @@ class _Counted:
             return
         except Exception:
             logger.exception("the endpoint failed on a request")
-            problem = Refused(500, "the endpoint failed on this request; its log says why", "internal")
+            problem = RequestError(500, "the endpoint failed on this request; its log says why", "internal")
         if not begun:
             await _refusal(problem)(scope, receive, counted)
 
@@ -338,7 +340,7 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, TurnReply])
     try:
         await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():
-            raise Refused(CLIENT_GONE, "the client closed the connection", "client_gone")
+            raise RequestError(CLIENT_GONE, "the client closed the connection", "client_gone")
         return asking.result()
     finally:
         for task in (asking, gone):
@@ -352,17 +354,17 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _stopping() -> Refused:
-    return Refused(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
+def _stopping() -> RequestError:
+    return RequestError(503, "the endpoint is stopping; try again", "stopping", RETRY_S)
 
 
-def _refusal(refused: Refused) -> Response:
+def _refusal(refused: RequestError) -> Response:
     headers = {} if refused.retry_s is None else {"Retry-After": f"{refused.retry_s:g}"}
     return JSONResponse(refusal(refused), refused.status, headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+    assert isinstance(error, RequestError)
     return _refusal(error)
 
 
@@ -383,7 +385,7 @@ def _json(value: dict[str, Any]) -> Response:
 async def _unknown(request: Request, error: Exception) -> Response:
     offered = "POST /v1/chat/completions, POST /inference/v1/generate, GET /v1/models, GET /health, GET /metrics"
     status = getattr(error, "status_code", 404)
-    return _refusal(Refused(status, f"not offered; there are {offered}", "not_found"))
+    return _refusal(RequestError(status, f"not offered; there are {offered}", "not_found"))
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.tasks.endpoint.replies import TurnReply, called_again, reply_of
-from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, Refused, shown_message
+from staleflow.tasks.endpoint.replies import TurnReply, render_tool_calls, reply_of
+from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError, shown_message
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message
 
@@ -73,7 +73,7 @@ class AgentSession:
         self._queue: deque[_Waiting] = deque()
         """Requests that wait for the turns before theirs."""
         self._asked: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
-        self._refused: Refused | None = None
+        self._refused: RequestError | None = None
         """Why no further turn is sampled."""
         self.pending_bytes = 0
         """Bytes of its requests that are read, or wait for their turns."""
@@ -102,7 +102,7 @@ class AgentSession:
         if self._refused is not None:
             raise self._refused
         if not self._branches and latest is not None and not latest.reply.done():
-            raise Refused(
+            raise RequestError(
                 400,
                 "another request of this session waits for its turn; its turns are one conversation, so ask one after "
                 "the other",
@@ -128,7 +128,7 @@ class AgentSession:
             waiting = self._queue.popleft()
             try:
                 new = self._new(waiting.request)
-            except Refused as refused:
+            except RequestError as refused:
                 waiting.reply.set_exception(refused)
                 continue
             self._latest = waiting
@@ -153,7 +153,7 @@ class AgentSession:
     def _first(self, request: ChatRequest) -> tuple[Message, ...]:
         """What a session's first request says. Raises Refused."""
         if request.auxiliary:
-            raise Refused(
+            raise RequestError(
                 400,
                 "auxiliary: the first request of a session is its task's prompt, and its turn is trained on; ask "
                 "this afterwards",
@@ -213,7 +213,7 @@ class AgentSession:
     def _shown_again(self, message: ChatMessage) -> Message:
         """A message of a conversation that is rendered anew: what the model said as it said it."""
         text = self._texts.get(message.canonical) if message.role == "assistant" else None
-        return shown_message(message)._replace(content=called_again(message) if text is None else text)
+        return shown_message(message)._replace(content=render_tool_calls(message) if text is None else text)
 
     # -- the episode's side --------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class AgentSession:
         waiting.reply.set_result(reply)
         self._ask_next()
 
-    def refuse(self, refused: Refused) -> None:
+    def refuse(self, refused: RequestError) -> None:
         """Have no further turn: whoever waits and whoever asks from now on is told why."""
         self._refused = refused
         for waiting in (*self._queue, *([self._latest] if self._latest is not None else ())):
@@ -255,7 +255,7 @@ class Sessions:
         self._now = now
         self._unsure_until = -math.inf
         self._open: dict[str, AgentSession] = {}
-        self._closed: OrderedDict[str, Refused] = OrderedDict()
+        self._closed: OrderedDict[str, RequestError] = OrderedDict()
         """What the clients of closed sessions are told, by their keys."""
 
     def __len__(self) -> int:
@@ -270,18 +270,18 @@ class Sessions:
     def close(self, session: AgentSession, why: str = "the episode has ended") -> None:
         """Make a session's key void."""
         if self._open.pop(session.id, None) is not None:
-            void = Refused(410, f"{why}; its key is void", "session_ended")
+            void = RequestError(410, f"{why}; its key is void", "session_ended")
             session.refuse(void)
             self._closed[session.key] = void
             while len(self._closed) > KEPT_CLOSED:
                 self._closed.popitem(last=False)
 
-    def refuse_all(self, refused: Refused) -> None:
+    def refuse_all(self, refused: RequestError) -> None:
         """Have no further turn in any session: whoever waits and whoever asks from now on is told why."""
         for session in self._open.values():
             session.refuse(refused)
 
-    def replace_another(self, within_s: float) -> None:
+    def expect_predecessor_keys(self, within_s: float) -> None:
         """Take the place of an endpoint that was lost. For so many seconds, by when its episodes have begun again, its
         keys are not void but to be tried again: its clients may not be told that they are wrong before anybody knows
         what has become of their episodes."""
@@ -297,16 +297,18 @@ class Sessions:
             raise void
         if self._now() < self._unsure_until and _KEY.fullmatch(key):
             why = "this endpoint has just taken the place of one that was lost, and does not know this key; try again"
-            raise Refused(503, why, "replaced", RETRY_S)
-        raise Refused(401, "no session has this key; use the one that the agent was started with", "invalid_api_key")
+            raise RequestError(503, why, "replaced", RETRY_S)
+        raise RequestError(
+            401, "no session has this key; use the one that the agent was started with", "invalid_api_key"
+        )
 
     def is_another(self, id: str, found: AgentSession) -> bool:
         """Whether an id is that of another open session than the one that was found."""
         return id.partition(".")[0] in self._open and id.partition(".")[0] != found.id
 
 
-def _changed(why: str) -> Refused:
-    return Refused(
+def _changed(why: str) -> RequestError:
+    return RequestError(
         400,
         f"{why}; a session goes on from what was said and sampled, so send the earlier messages unchanged and append, "
         'or set endpoint.changed_past = "branch"',

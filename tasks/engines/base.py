@@ -36,7 +36,7 @@ class Request:
     greedy: bool = False
     temperature: float | None = None
     """What it is sampled at, if not at the engine's own temperature."""
-    may_return: bool = False
+    keep_kv: bool = False
     """Whether its trajectory may come back for another turn, with all of these tokens, what is sampled now, and more.
     If so, an engine that can keeps what it has computed when the request ends."""
     version: PolicyVersion | None = None
@@ -51,7 +51,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledTokens:
     """What a request has sampled, with one segment for each version it was sampled under. first: the position in the
     response of the first of these tokens. finish: UNFINISHED unless the request ended by itself."""
 
@@ -120,7 +120,7 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadResult:
     """The result of loading weights."""
 
     version: PolicyVersion
@@ -150,12 +150,12 @@ class Engine(Protocol):
         """Start sampling; returns at once. A repeated request is ignored; a newer epoch replaces an older one."""
         ...
 
-    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         """Stop requests and return what they have, with finish UNFINISHED; takes at most one decode step. Those that
         ended by themselves meanwhile are left out: `events` returns them."""
         ...
 
-    def peek(self) -> list[Sampled]:
+    def peek(self) -> list[SampledTokens]:
         """What the running requests have sampled so far. Stops and delays nothing."""
         ...
 
@@ -163,7 +163,7 @@ class Engine(Protocol):
         """Stop and forget requests, and what is kept of their trajectories' earlier turns. Unknown ones are ignored."""
         ...
 
-    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+    def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         """Load new weights, and compare what the engine computes with afterwards with what was published. Running
         requests continue under them with the tokens they have, prefilled again. What is kept of earlier turns is void.
 
@@ -175,7 +175,7 @@ class Engine(Protocol):
         Raises WeightsRefused if loading failed half-way."""
         ...
 
-    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         """The requests that ended since the last call; waits up to `timeout_s` for one."""
         ...
 

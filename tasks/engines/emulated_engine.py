@@ -30,11 +30,11 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.stores.weights import weight_folder, weight_hash
 from staleflow.stores.weights.weight_comparison import compared_by_name
-from staleflow.tasks.emulation.batch_simulator import DecodingInstance, DraftedTokens, Finished
+from staleflow.tasks.emulation.batch_simulator import DraftedTokens, Finished, SimulatedBatch
 from staleflow.tasks.emulation.emulated_episodes import left_to_sample
 from staleflow.tasks.emulation.workload import Turn
 from staleflow.tasks.engines import adapters
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 
@@ -108,7 +108,7 @@ class EmulatedEngine:
         self._weights = weights(self._version)
         self._batch = self._new_batch()
         self._running: dict[TrajectoryId, _Running] = {}
-        self._ended: list[Sampled | Failed] = []
+        self._ended: list[SampledTokens | Failed] = []
         self._contexts: dict[TrajectoryId, tuple[PolicyVersion, tuple[int, ...]]] = {}
         """Of what may still be kept for turns to come: the version it was computed under, and its tokens."""
         self._changed = threading.Condition()
@@ -144,7 +144,7 @@ class EmulatedEngine:
                 self._batch.submit(now, request.trajectory, request.epoch, prompt, prior, turns)
             self._changed.notify_all()
 
-    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         with self._changed:
             now = self._begin_call()
             stopped = []
@@ -158,7 +158,7 @@ class EmulatedEngine:
             self._changed.notify_all()
             return stopped
 
-    def peek(self) -> list[Sampled]:
+    def peek(self) -> list[SampledTokens]:
         with self._changed:
             progress = [(self._running[TrajectoryId(t)], n) for t, n in self._batch.progress(self._begin_call())]
             # The last token depends on how the response ends, which is not known before it does.
@@ -172,7 +172,7 @@ class EmulatedEngine:
             aborted = set(trajectories)
             self._ended = [e for e in self._ended if e.trajectory not in aborted]
 
-    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+    def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         begin = self._clock.now()
         loaded = weight_folder.read_arrays(weights)
         weight_folder.check_shapes(weight_folder.shapes(self._weights), weight_folder.shapes(loaded), weights)
@@ -192,7 +192,7 @@ class EmulatedEngine:
         time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
         return self._loaded(version, loaded, begin, stalled_s=self._clock.now() - begin)
 
-    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._failure or self._stopping, timeout_s)
             self._check()
@@ -255,9 +255,9 @@ class EmulatedEngine:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _new_batch(self) -> DecodingInstance:
+    def _new_batch(self) -> SimulatedBatch:
         asked = self._settings
-        return DecodingInstance(
+        return SimulatedBatch(
             asked.cost, kv_capacity=asked.kv_tokens, max_running=asked.max_running, drafting=asked.drafting
         )
 
@@ -309,7 +309,7 @@ class EmulatedEngine:
             reason = FinishReason.STOP if running.stops else FinishReason.LENGTH
             sampled = self._sampled(running, one.tokens, reason, one.drafts)
             self._ended.append(sampled)
-            if running.request.may_return:
+            if running.request.keep_kv:
                 ids = (int(token) for segment in sampled.segments for token in segment.tokens)
                 self._contexts[sampled.trajectory] = running.marks[-1][0], (*running.request.tokens, *ids)
             else:
@@ -324,8 +324,8 @@ class EmulatedEngine:
 
     def _loaded(
         self, version: PolicyVersion, published: dict[str, weight_hash.Array], begin_s: float, stalled_s: float
-    ) -> Loaded:
-        return Loaded(
+    ) -> LoadResult:
+        return LoadResult(
             version=version,
             fingerprint=weight_hash.fingerprint(published),
             weights=compared_by_name(self._weights, published),
@@ -354,7 +354,7 @@ class EmulatedEngine:
 
     def _sampled(
         self, running: _Running, tokens: int, finish: FinishReason, drafts: DraftedTokens = NO_DRAFTS
-    ) -> Sampled:
+    ) -> SampledTokens:
         segments = []
         ends = [*(begin for _, begin in running.marks[1:]), tokens]
         for (version, begin), end in zip(running.marks, ends, strict=True):
@@ -368,7 +368,7 @@ class EmulatedEngine:
                     Segment(version=version, instance=self._instance, tokens=ids, logprobs=word_logprobs(ids))
                 )
         request = running.request
-        return Sampled(
+        return SampledTokens(
             trajectory=request.trajectory,
             epoch=request.epoch,
             first=request.num_prior,

@@ -63,7 +63,7 @@ def let_go(engine: Engine) -> None:
         _held[:] = [one for one in _held if one.engine is not engine]
 
 
-async def require_unused() -> None:
+async def require_orphan() -> None:
     """Raise LookupError unless an engine is held in this process that nobody uses, or will use in a moment: its actor's
     last call may still have to end. Called by the scheduler, which reads no answer but that."""
     until = time.monotonic() + SETTLE_S
@@ -74,7 +74,7 @@ async def require_unused() -> None:
         raise LookupError("no engine is held here that nobody uses")
 
 
-def close_unused() -> None:
+def close_orphans() -> None:
     """Close the engines whose actors are gone: another role needs their memory."""
     with _lock:
         for one in [one for one in _held if one.user() is None]:

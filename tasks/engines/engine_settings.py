@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.emulation.batch_simulator import Drafting
+from staleflow.tasks.emulation.batch_simulator import DraftSettings
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import Workload
 from staleflow.tasks.engines.adapters import LoraConfig
@@ -224,7 +224,7 @@ class EmulatedSettings(EngineSettings):
     members: int = parameter()
     pull_s: float = parameter()
     keep: bool = parameter()
-    drafting: Drafting = parameter(Drafting())
+    drafting: DraftSettings = parameter(DraftSettings())
     adapters: int = parameter(0)
     time_scale: float = knob(1.0, "cost-model seconds that pass in one second of real time", above=0)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 
 
 def answers(
@@ -19,18 +19,18 @@ def answers(
 ) -> list[tuple[int, ...] | None]:
     """Token ids of the responses, in the order of the prompts; None where the engine failed. max_new_tokens: of each
     response, or of all. Raises TimeoutError."""
-    found = sampled_answers(engine, prompts, max_new_tokens=max_new_tokens, greedy=greedy, deadline_s=deadline_s)
+    found = generate_sampled(engine, prompts, max_new_tokens=max_new_tokens, greedy=greedy, deadline_s=deadline_s)
     return [None if one is None else tuple(int(t) for s in one.segments for t in s.tokens) for one in found]
 
 
-def sampled_answers(
+def generate_sampled(
     engine: Engine,
     prompts: Sequence[tuple[int, ...]],
     *,
     max_new_tokens: int | Sequence[int],
     greedy: bool,
     deadline_s: float,
-) -> list[Sampled | None]:
+) -> list[SampledTokens | None]:
     """The same with logprobs, and why each response has ended."""
     most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     requests = [
@@ -38,11 +38,11 @@ def sampled_answers(
         for i, prompt in enumerate(prompts)
     ]
     engine.submit(requests)
-    done: dict[int, Sampled | None] = {}
+    done: dict[int, SampledTokens | None] = {}
     deadline = time.monotonic() + deadline_s
     while len(done) < len(requests):
         if time.monotonic() > deadline:
             raise TimeoutError(f"evaluation: {len(done)} of {len(requests)} responses after {deadline_s:g} s")
         for event in engine.events(0.5):
-            done[-1 - event.trajectory] = event if isinstance(event, Sampled) else None
+            done[-1 - event.trajectory] = event if isinstance(event, SampledTokens) else None
     return [done[i] for i in range(len(requests))]

@@ -52,7 +52,7 @@ class Text:
     before: array[int] = field(default_factory=lambda: array("q"))
 
 
-class PromptTexts:
+class PromptIndex:
     """The texts known of one prompt. A place is between two tokens of a text: text.number << 32 | tokens before it."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -170,7 +170,7 @@ class _DraftedRequest:
     prompt: tuple[int, ...]
     response: tuple[int, ...]
     num_kept: int
-    texts: PromptTexts | None = None
+    texts: PromptIndex | None = None
     text: Text = field(default_factory=lambda: Text(0))
     expected: list[_Expected] = field(default_factory=list)
 
@@ -200,7 +200,7 @@ class Drafter:
         """Forget all texts and requests, and how drafts fared."""
         self._running.clear()
         self._told.clear()
-        self._prompts: OrderedDict[tuple[int, ...], PromptTexts] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, ...], PromptIndex] = OrderedDict()
         self._outcomes = DraftOutcomes()
 
     def begin(self, key: str, trajectory: TrajectoryId, prompt: Sequence[int], tokens: Sequence[int]) -> None:
@@ -284,15 +284,15 @@ class Drafter:
                 self._of(prompt).learn(trajectory, tokens)
         self._forget()
 
-    def _of(self, prompt: tuple[int, ...]) -> PromptTexts:
+    def _of(self, prompt: tuple[int, ...]) -> PromptIndex:
         """The texts of a prompt, which is the one that is used last now."""
         texts = self._prompts.get(prompt)
         if texts is None:
-            texts = self._prompts[prompt] = PromptTexts(prompt)
+            texts = self._prompts[prompt] = PromptIndex(prompt)
         self._prompts.move_to_end(prompt)
         return texts
 
-    def _texts(self, running: _DraftedRequest) -> PromptTexts:
+    def _texts(self, running: _DraftedRequest) -> PromptIndex:
         if running.texts is None:
             running.texts = self._of(running.prompt)
             running.text = running.texts.response(running.trajectory, running.response)
@@ -310,7 +310,7 @@ class Drafter:
                 del self._prompts[prompt]
                 excess -= texts.num_tokens
             elif texts.has_ended_ones:
-                fresh = PromptTexts(prompt)
+                fresh = PromptIndex(prompt)
                 for one in tuple(self._running.values()):  # another thread may add to them
                     if one.texts is texts:
                         one.text = fresh.response(one.trajectory, one.text.tokens)

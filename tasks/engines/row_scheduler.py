@@ -113,7 +113,7 @@ class RowScheduler:
 
     def end(self, row: RequestRow) -> None:
         """A request has ended by itself; its context is kept if its trajectory may return."""
-        if row.running.request.may_return and not row.is_mixed:
+        if row.running.request.keep_kv and not row.is_mixed:
             self.forget(row.trajectory)
             saved = self._cache.save(row)
             self._kept[row.trajectory] = KeptContext(row.running.version, row.tokens[: row.length], saved)

@@ -12,7 +12,7 @@ import numpy as np
 
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.tasks.engines import adapters
-from staleflow.tasks.engines.base import EngineLoad, Request, Sampled
+from staleflow.tasks.engines.base import EngineLoad, Request, SampledTokens
 from staleflow.tasks.engines.stop_strings import StopCheck
 
 
@@ -60,10 +60,10 @@ class RunningRequest:
     def num_sampled(self) -> int:
         return sum(len(part.tokens) for part in self.closed) + len(self.tokens)
 
-    def sampled(self, finish: FinishReason) -> Sampled:
+    def sampled(self, finish: FinishReason) -> SampledTokens:
         """What it has sampled; its current segment must be closed."""
         request, segments = self.request, tuple(part.segment for part in self.closed)
-        return Sampled(
+        return SampledTokens(
             trajectory=request.trajectory,
             epoch=request.epoch,
             first=request.num_prior,
@@ -165,7 +165,7 @@ class RunningRequests:
             running.closed.append(self._present(running))
             running.tokens, running.logprobs = [], []
 
-    def peek(self) -> list[Sampled]:
+    def peek(self) -> list[SampledTokens]:
         """What all requests have sampled so far; none is changed."""
         return [
             RunningRequest(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.tasks.engines.base import Request
-from staleflow.tasks.rendering.chat_tokenizer import Texts, file_texts, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, file_texts, tokenizer_texts
 
 SLACK = 16
 """Characters kept before what a match may need: at its begin, decoded text may differ from the middle of a text."""
@@ -27,7 +27,7 @@ class StopCheck:
     """Looks for stop strings in the text of a turn, token by token. tokens: of the turn so far. Used by one thread at a
     time."""
 
-    def __init__(self, texts: Texts, strings: Sequence[str], tokens: Sequence[int] = ()) -> None:
+    def __init__(self, texts: Detokenizer, strings: Sequence[str], tokens: Sequence[int] = ()) -> None:
         self._texts = texts
         self._strings = tuple(strings)
         self._kept = max(map(len, self._strings)) + SLACK
@@ -69,10 +69,10 @@ class StopCheck:
 class StopChecks:
     """Makes checks. The tokenizer is loaded for the first request that has a stop string. model: folder or hub name."""
 
-    def __init__(self, model: str, load: Callable[[str], Texts] | None = None) -> None:
+    def __init__(self, model: str, load: Callable[[str], Detokenizer] | None = None) -> None:
         self._model = model
         self._load = load or _model_texts
-        self._texts: Texts | None = None
+        self._texts: Detokenizer | None = None
         self._loading = threading.Lock()
 
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -91,6 +91,6 @@ class StopChecks:
         return StopCheck(self._texts, request.stop.strings, [*before, *sampled])
 
 
-def _model_texts(model: str) -> Texts:
+def _model_texts(model: str) -> Detokenizer:
     """A model's tokenizer: from its file where that decodes alike, which is quicker."""
     return file_texts(Path(model)) or tokenizer_texts(model)

@@ -31,7 +31,7 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines import row_attention
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.response_drafter import Drafter
 from staleflow.tasks.engines.row_model import RowModel
@@ -86,7 +86,7 @@ class TransformersEngine:
         self._batch = RowModel(self._model, settings.page_tokens, self._select_versions)
         self._drafter = self._make_drafter()
         self._scheduler = RowScheduler(settings, self._batch.cache, self._drafter)
-        self._ended: list[Sampled | Failed] = []
+        self._ended: list[SampledTokens | Failed] = []
         self._counts = DraftCounts()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._error: BaseException | None = None
@@ -109,11 +109,11 @@ class TransformersEngine:
                 if self._requests.of(request.trajectory) is None:  # else it is a repeated request
                     self._start(RunningRequest(request, stop=self._stops.check(request)))
 
-    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         stopped = self._call(lambda: self._stop(trajectories)).result()
         return [running.sampled(FinishReason.UNFINISHED) for running in stopped]
 
-    def peek(self) -> list[Sampled]:
+    def peek(self) -> list[SampledTokens]:
         with self._changed:
             self._check()
             return self._requests.peek()
@@ -121,7 +121,7 @@ class TransformersEngine:
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self._call(lambda: self._abort(trajectories)).result()
 
-    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+    def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         begin = time.monotonic()
         published = weight_folder.read(weights)
         if self._adapters is not None:
@@ -133,7 +133,7 @@ class TransformersEngine:
         stalled_s = self._call(lambda: self._replace_weights(version, held, published)).result()
         return loaded_weights(version, held, published, begin, stalled_s)
 
-    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._error, timeout_s)
             self._check()
@@ -372,7 +372,7 @@ class TransformersEngine:
         if self._drafter is not None:
             self._drafter.end(row.running.key)
 
-    def _end(self, ended: Sampled | Failed) -> None:
+    def _end(self, ended: SampledTokens | Failed) -> None:
         """Say that a request has ended; for whoever holds the lock."""
         self._ended.append(ended)
         self._changed.notify_all()
@@ -398,10 +398,10 @@ class TransformersEngine:
 
 def loaded_weights(
     version: PolicyVersion, held: Mapping[str, Any], published: Mapping[str, Any], begin_s: float, stalled_s: float
-) -> Loaded:
+) -> LoadResult:
     """The result of a load that began at `begin_s` of the monotonic clock. held: what the model computes with."""
     report = compared_by_name(held, published)
-    return Loaded(
+    return LoadResult(
         version=version,
         fingerprint=fingerprint(published),
         weights=report,

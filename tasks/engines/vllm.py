@@ -23,7 +23,7 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import WeightReport, total
 from staleflow.tasks.engines import adapters
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.engine_settings import VllmSettings
 from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
 from staleflow.tasks.engines.stop_strings import StopChecks
@@ -66,7 +66,7 @@ class VllmEngine:
         # Guards the requests, the calls and what has ended; the driving thread holds it between steps only.
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._ended: list[Sampled | Failed] = []
+        self._ended: list[SampledTokens | Failed] = []
         self._probes: dict[str, Future[Any]] = {}  # probes under way, by request id
         self._num_probes = 0
         self._figures = Figures()  # as of the last step, stop or load
@@ -90,11 +90,11 @@ class VllmEngine:
         self._stops.prepare(requests)
         self._call(lambda: self._submit(requests))
 
-    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         stopped: list[RunningRequest] = self._call(lambda: self._stop(trajectories)).result()
         return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
 
-    def peek(self) -> list[Sampled]:
+    def peek(self) -> list[SampledTokens]:
         with self._changed:
             if self._error is not None:
                 raise self._lost()
@@ -103,14 +103,14 @@ class VllmEngine:
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self._call(lambda: self._abort(trajectories)).result()
 
-    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+    def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         begin = time.monotonic()
         if self._adapters is not None:
             return self._serve(self._adapters, version, weights)
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
         weight_folder.check_shapes(self._shapes, weight_folder.read_shapes(weights), weights)
         stalled_s: float = self._call(lambda: self._load(version, weights)).result()
-        return Loaded(
+        return LoadResult(
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
             weights=self._compared(weights),
@@ -118,7 +118,7 @@ class VllmEngine:
             stalled_s=stalled_s,
         )
 
-    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._error, timeout_s)
             if self._error is not None:
@@ -227,7 +227,7 @@ class VllmEngine:
                     self._leave(running)
                 self._end(Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error)))
 
-    def _end(self, ended: Sampled | Failed) -> None:
+    def _end(self, ended: SampledTokens | Failed) -> None:
         """Tell of a request that ends without a step."""
         with self._changed:
             self._ended.append(ended)
@@ -384,8 +384,8 @@ class VllmEngine:
                     continue
                 self._leave(running)
                 if running.stopped or output.finish_reason in (Reason.STOP, Reason.LENGTH):
-                    by_itself = running.stopped or output.finish_reason == Reason.STOP
-                    self._ended.append(running.sampled(FinishReason.STOP if by_itself else FinishReason.LENGTH))
+                    recurring = running.stopped or output.finish_reason == Reason.STOP
+                    self._ended.append(running.sampled(FinishReason.STOP if recurring else FinishReason.LENGTH))
                 else:
                     request, why = running.request, f"vLLM ended it: {output.finish_reason}"
                     self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=why))
@@ -405,7 +405,7 @@ class VllmEngine:
 
     # -- the other threads ---------------------------------------------------------------------------------------
 
-    def _serve(self, held: VllmAdapters, version: PolicyVersion, weights: Path) -> Loaded:
+    def _serve(self, held: VllmAdapters, version: PolicyVersion, weights: Path) -> LoadResult:
         """Load an adapter, as soon as there is room for it: at once, unless stragglers run under old versions."""
         begin = time.monotonic()
         layers = adapters.layers(weight_folder.read_shapes(weights), weights)
@@ -415,7 +415,7 @@ class VllmEngine:
             stalled_s = self._call(lambda: self._load_adapter(held, version, weights)).result()
             if stalled_s is None:
                 time.sleep(ROOM_POLL_S)
-        return Loaded(
+        return LoadResult(
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
             weights=self._call(lambda: held.compared(version, weights)).result(),

@@ -8,7 +8,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.tasks.environments.episode import OBSERVED, EpisodeFailed, EpisodeStart, Said, ended, observed, told
+from staleflow.tasks.environments.episode import (
+    OBSERVED,
+    EnvStepResult,
+    EpisodeFailed,
+    EpisodeStart,
+    ended,
+    observed,
+    told,
+)
 from staleflow.tasks.rendering.task_source import Message, Prompt
 
 
@@ -64,17 +72,17 @@ class Session:
 Play = Callable[[Session, AgentTask], Awaitable[Any]]
 
 
-class PlayedEnvironment:
+class CoroutineEnvironment:
     """An environment that is a coroutine."""
 
     def __init__(self, play: Play, options: Mapping[str, Any]) -> None:
         self._play, self._options = play, options
 
-    def episode(self, start: EpisodeStart) -> PlayedEpisode:
-        return PlayedEpisode(self._play, self._options, start)
+    def episode(self, start: EpisodeStart) -> CoroutineEpisode:
+        return CoroutineEpisode(self._play, self._options, start)
 
 
-class PlayedEpisode:
+class CoroutineEpisode:
     """An episode of a coroutine."""
 
     def __init__(self, play: Play, options: Mapping[str, Any], start: EpisodeStart) -> None:
@@ -93,22 +101,22 @@ class PlayedEpisode:
         self._session = Session()
         self._playing = asyncio.ensure_future(_guarded(self._play, self._session, self._task))
         first = await self._until_asked()
-        if isinstance(first, Said):
+        if isinstance(first, EnvStepResult):
             raise EpisodeFailed("play returned before it asked the model for anything; call session.ask first")
         return first
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
         assert self._session is not None
         self._session._answer(text, cut=cut)
         next_ = await self._until_asked()
-        if not isinstance(next_, Said) and (cut or last):
+        if not isinstance(next_, EnvStepResult) and (cut or last):
             self._session._answer("", cut=True)
             next_ = await self._until_asked()
-            if not isinstance(next_, Said):
+            if not isinstance(next_, EnvStepResult):
                 raise EpisodeFailed("play asked again after EpisodeTruncated; return a reward then, or do not catch it")
-        if isinstance(next_, Said):
+        if isinstance(next_, EnvStepResult):
             return next_
-        return Said(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
+        return EnvStepResult(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
 
     async def close(self) -> None:
         self.abandon()
@@ -117,7 +125,7 @@ class PlayedEpisode:
         if self._playing is not None:
             self._playing.cancel()
 
-    async def _until_asked(self) -> Prompt | Said:
+    async def _until_asked(self) -> Prompt | EnvStepResult:
         """What the coroutine asks next, or its end. Raises EpisodeFailed."""
         assert self._session is not None and self._playing is not None
         asked = self._session._asked

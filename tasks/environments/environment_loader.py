@@ -9,30 +9,30 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.coroutine_environments import PlayedEnvironment
+from staleflow.tasks.environments.coroutine_environments import CoroutineEnvironment
 from staleflow.tasks.environments.episode import Environment
-from staleflow.tasks.environments.gym_environments import SteppedEnvironment
-from staleflow.tasks.environments.user_tools import TOOLS_KEY, CalledTool, load_tool
+from staleflow.tasks.environments.gym_environments import GymEnvironment
+from staleflow.tasks.environments.user_tools import TOOLS_KEY, ToolEnvironment, load_tool
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.source_kinds import SourceType, has_turns, kind_of, open_source
 
 
-class Traits(NamedTuple):
+class EnvironmentTraits(NamedTuple):
     """What is known of an environment before it is loaded; see Environment."""
 
     repeatable: bool
     blocking: bool
 
 
-def traits_of(source: str, key: str) -> Traits:
+def traits_of(source: str, key: str) -> EnvironmentTraits:
     """What is known of the environment with that name. Loads a user's file, and no package. Raises ConfigError."""
     if (kind := kind_of(source)) is not None:
         kind.check_installed(f"{key} = {source!r}")
-        return Traits(repeatable=kind.repeatable, blocking=kind.blocking)
+        return EnvironmentTraits(repeatable=kind.repeatable, blocking=kind.blocking)
     found = user_code.load(source, key)
     is_async = inspect.iscoroutinefunction(getattr(found, "step", found))
-    return Traits(
+    return EnvironmentTraits(
         repeatable=bool(getattr(found, "repeatable", False)), blocking=bool(getattr(found, "blocking", not is_async))
     )
 
@@ -43,18 +43,18 @@ def open_environment(
     """The environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file, which may also name a
     tool. endpoint: see ForkSettings. Raises ConfigError."""
     if key == TOOLS_KEY:
-        return CalledTool(load_tool(source))
+        return ToolEnvironment(load_tool(source))
     where = f"{key} = {source!r}"
     kind, name = kind_of(source), source.partition(":")[2]
     if kind is not None and kind.type is SourceType.AGENT:
         agents = importlib.import_module("staleflow.tasks.episodes.agents")
         agent = kind.open(name, options, where, where=where)
         agent.prepare()
-        runs: Environment = agents.AgentRuns(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
+        runs: Environment = agents.ForkedAgents(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
         return runs
     if kind is not None:
         rows = (_rows(options, where),) if kind.plays_rows else ()
-        return SteppedEnvironment(kind.open(name, options, where, *rows, where=where))
+        return GymEnvironment(kind.open(name, options, where, *rows, where=where))
     found = user_code.load(source, key)
     if not has_turns(found):
         raise ConfigError(
@@ -63,10 +63,10 @@ def open_environment(
     if not isinstance(found, type):
         if not _accepts(found, "session", "task"):
             raise ConfigError(f"{where}: must take (session, task)")
-        return PlayedEnvironment(found, dict(options))
+        return CoroutineEnvironment(found, dict(options))
     if not _accepts(found, **options):
         raise ConfigError(f"{where}: {found.__name__}() does not take task.options = {dict(options)}")
-    return SteppedEnvironment(functools.partial(found, **options))
+    return GymEnvironment(functools.partial(found, **options))
 
 
 def _rows(options: Mapping[str, Any], where: str) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from staleflow.stores.printable import printable
-from staleflow.tasks.rendering.reward_values import NoNumber, numbers_of
+from staleflow.tasks.rendering.reward_values import InvalidReward, parse_reward
 from staleflow.tasks.rendering.task_source import Message, Prompt, prompt_of
 from staleflow.tasks.settings import user_code
 
@@ -34,7 +34,7 @@ class EpisodeStart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class EnvStepResult:
     """What an environment says to one turn. reward, parts: of the whole episode, once it has ended. answer: in their
     place, a text that has yet to be scored."""
 
@@ -52,7 +52,7 @@ class Episode(Protocol):
         """Create and reset the environment; returns its first observation."""
         ...
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
         """Take a turn. cut: the turn was cut short, so the episode ends here. last: no further turn can be taken."""
         ...
 
@@ -101,13 +101,13 @@ def given(value: object, what: str) -> tuple[Message, ...]:
     return (Message(OBSERVED, found),) if isinstance(found, str) else found
 
 
-def ended(reward: object, parts: object = None, *, what: str = "the reward") -> Said:
+def ended(reward: object, parts: object = None, *, what: str = "the reward") -> EnvStepResult:
     """The end of an episode with this reward, and its parts by name. Raises EpisodeFailed if it is no number."""
     try:
-        number, named = numbers_of(reward if parts is None else (reward, parts))
-    except NoNumber as refused:
+        number, named = parse_reward(reward if parts is None else (reward, parts))
+    except InvalidReward as refused:
         raise EpisodeFailed(str(refused).replace("the reward", what, 1)) from refused
-    return Said(ended=True, reward=number, parts=named)
+    return EnvStepResult(ended=True, reward=number, parts=named)
 
 
 def told(error: BaseException, *, line: bool = False) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.child_programs import ending_by_themselves
-from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said
+from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart
 from staleflow.tasks.environments.fork_server import (
     BEGIN,
     CLOSE,
@@ -199,8 +199,8 @@ class ForkedEpisode:
         prompt: Prompt = await self._asked(BEGIN, self._start)
         return prompt
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
-        said: Said = await self._asked(STEP, text, cut, last)
+    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
+        said: EnvStepResult = await self._asked(STEP, text, cut, last)
         return said
 
     async def close(self) -> None:

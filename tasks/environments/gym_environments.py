@@ -7,22 +7,30 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, ended, given, observed, told
+from staleflow.tasks.environments.episode import (
+    EnvStepResult,
+    EpisodeFailed,
+    EpisodeStart,
+    ended,
+    given,
+    observed,
+    told,
+)
 from staleflow.tasks.rendering.task_source import Prompt
 
 
-class SteppedEnvironment:
+class GymEnvironment:
     """An environment whose episodes are objects with `reset(seed) -> (observation, info)` and `step(action) ->
     (observation, reward, terminated, truncated, info)`, plain methods or coroutines."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
 
-    def episode(self, start: EpisodeStart) -> SteppedEpisode:
-        return SteppedEpisode(self._make, start)
+    def episode(self, start: EpisodeStart) -> GymEpisode:
+        return GymEpisode(self._make, start)
 
 
-class SteppedEpisode:
+class GymEpisode:
     """An episode of such a class: rewards of steps are summed."""
 
     def __init__(self, make: Callable[[], Any], start: EpisodeStart) -> None:
@@ -40,7 +48,7 @@ class SteppedEpisode:
             raise EpisodeFailed(f"reset must return (observation, info), not {_short(result)}")
         return observed(result[0], "the first observation")
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
         if cut:
             return ended(self._reward)
         self._num_steps += 1
@@ -54,7 +62,7 @@ class SteppedEpisode:
         self._reward += ended(reward, what=f"the reward of {at}").reward
         if terminated or truncated or last:
             return ended(self._reward, info.get("parts"), what=f"the reward of {at}")
-        return Said(messages=given(observation, f"the observation of {at}"))
+        return EnvStepResult(messages=given(observation, f"the observation of {at}"))
 
     async def close(self) -> None:
         close = getattr(self._game, "close", None)
@@ -69,13 +77,13 @@ class SteppedEpisode:
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
-            result = without_loop(lambda: function(*args, **kwargs))
+            result = outside_event_loop(lambda: function(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
             raise EpisodeFailed(f"{failed}: {told(error, line=True)}") from error
 
 
-def without_loop(function: Callable[[], Any]) -> Any:
+def outside_event_loop(function: Callable[[], Any]) -> Any:
     """The result of a function that is called as if no event loop ran: a plain method may use asyncio.run."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, told
-from staleflow.tasks.environments.gym_environments import without_loop
+from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart, told
+from staleflow.tasks.environments.gym_environments import outside_event_loop
 from staleflow.tasks.rendering.task_source import Message, Prompt
 from staleflow.tasks.settings import user_code
 
@@ -35,7 +35,7 @@ KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnTool:
+class UserTool:
     """A user's function as a tool. parameters: the JSON schema of its arguments."""
 
     name: str
@@ -44,7 +44,7 @@ class OwnTool:
     function: Callable[..., Any]
 
 
-def load_tool(named: str) -> OwnTool:
+def load_tool(named: str) -> UserTool:
     """The tool that a job names file.py:NAME or module:NAME. Raises ConfigError."""
     where = f"{TOOLS_KEY}: {named!r}"
     function = user_code.load(named, TOOLS_KEY)
@@ -53,7 +53,7 @@ def load_tool(named: str) -> OwnTool:
     description = inspect.getdoc(function) or ""
     if not description.strip():
         raise ConfigError(f"{where}: needs a docstring, which tells the model what it does")
-    return OwnTool(
+    return UserTool(
         name=function.__name__, description=description, parameters=_parameters(function, where), function=function
     )
 
@@ -171,10 +171,10 @@ def read_argument(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-class CalledTool:
+class ToolEnvironment:
     """A user's tool as an environment whose episodes are calls: the only turn is the arguments as JSON."""
 
-    def __init__(self, tool: OwnTool) -> None:
+    def __init__(self, tool: UserTool) -> None:
         self._tool = tool
 
     def episode(self, start: EpisodeStart) -> _Call:
@@ -184,22 +184,22 @@ class CalledTool:
 class _Call:
     """One call."""
 
-    def __init__(self, tool: OwnTool) -> None:
+    def __init__(self, tool: UserTool) -> None:
         self._tool = tool
 
     async def begin(self) -> Prompt:
         return ""
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
         arguments: dict[str, Any] = json.loads(text)
         try:
             if inspect.iscoroutinefunction(self._tool.function):
                 result = await self._tool.function(**arguments)
             else:
-                result = without_loop(lambda: self._tool.function(**arguments))
+                result = outside_event_loop(lambda: self._tool.function(**arguments))
         except (Exception, SystemExit) as error:
             raise EpisodeFailed(told(error)) from error
-        return Said(messages=(Message(GIVEN_BACK, _text(result)),))
+        return EnvStepResult(messages=(Message(GIVEN_BACK, _text(result)),))
 
     async def close(self) -> None:
         """There is nothing to release."""

@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.endpoint.requests import Refused
+from staleflow.tasks.endpoint.requests import RequestError
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession
 from staleflow.tasks.environments.coroutine_environments import AgentTask
-from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said, ended, observed, told
-from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Run, Told
+from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart, ended, observed, told
+from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, Run
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Prompt
 from staleflow.tasks.settings import user_code
@@ -60,7 +60,7 @@ def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent
             run=lambda told: found(*told), blocking=bool(getattr(found, "blocking", False)), options=options
         )
 
-    async def run(told: Told) -> Any:
+    async def run(told: AgentArgs) -> Any:
         return await _in_thread(lambda: found(*told))
 
     return LoadedAgent(run=run, blocking=True, options=options)
@@ -100,13 +100,13 @@ def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
         raise ConfigError(f'{where}: task.options.command must be a list of texts, such as ["python", "agent.py"]')
     rest = {name: value for name, value in options.items() if name != "command"}
 
-    async def run(told: Told) -> Any:
+    async def run(told: AgentArgs) -> Any:
         return await _run_program(command, told)
 
     return LoadedAgent(run=run, blocking=True, options=rest)
 
 
-async def _run_program(command: Sequence[str], given: Told) -> Any:
+async def _run_program(command: Sequence[str], given: AgentArgs) -> Any:
     """The reward that a program prints last. Raises EpisodeFailed."""
     base_url, key, task = given
     about = {"index": task.index, "held_out": task.held_out, "seed": task.seed, "options": dict(task.options)}
@@ -213,7 +213,7 @@ class AgentEpisode:
         given = (self._server.base_url, session.key, task_of(self._start, self._agent.options))
         self._running = asyncio.ensure_future(_guarded(self._agent.run, given))
         first = await self._until_asked()
-        if isinstance(first, Said):
+        if isinstance(first, EnvStepResult):
             raise EpisodeFailed("the agent ended before it asked the model for anything")
         return first
 
@@ -221,7 +221,7 @@ class AgentEpisode:
         """Take note of the turn that the next step is about."""
         self._turn = turn
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
         session = self._session
         assert session is not None
         if self._turn is not None:
@@ -232,12 +232,12 @@ class AgentEpisode:
         if cut or last:
             self._cut = True
             limit = "rollout.max_new_tokens" if cut else "environment.max_turns"
-            session.refuse(Refused(400, f"the episode is at its limit, {limit}", "context_length_exceeded"))
+            session.refuse(RequestError(400, f"the episode is at its limit, {limit}", "context_length_exceeded"))
             assert self._running is not None
             await asyncio.wait({self._running})
             return self._end()
         said = await self._until_asked()
-        return said if isinstance(said, Said) else Said(messages=said)
+        return said if isinstance(said, EnvStepResult) else EnvStepResult(messages=said)
 
     async def close(self) -> None:
         self.abandon()
@@ -248,7 +248,7 @@ class AgentEpisode:
         if self._running is not None:
             self._running.cancel()
 
-    async def _until_asked(self) -> tuple[Message, ...] | Said:
+    async def _until_asked(self) -> tuple[Message, ...] | EnvStepResult:
         """What the agent asks next, or its end. Raises EpisodeFailed."""
         assert self._session is not None and self._running is not None
         asked = self._session.asked
@@ -260,14 +260,14 @@ class AgentEpisode:
         assert not isinstance(found, str)
         return found
 
-    def _end(self) -> Said:
+    def _end(self) -> EnvStepResult:
         """The reward of an agent that has ended. Raises EpisodeFailed."""
         assert self._running is not None
         if self._running.cancelled():
             raise EpisodeFailed("the agent was cancelled")
         error = self._running.exception()
         if error is not None and self._cut:
-            return Said(ended=True)
+            return EnvStepResult(ended=True)
         if isinstance(error, EpisodeFailed):
             raise error
         if error is not None:
@@ -275,17 +275,17 @@ class AgentEpisode:
         return ended(self._running.result(), what="what the agent returned")
 
 
-class AgentRuns:
+class ForkedAgents:
     """Agents that are told of an endpoint elsewhere, each in a process of its own."""
 
     def __init__(self, agent: LoadedAgent) -> None:
         self._agent = agent
 
-    def episode(self, start: EpisodeStart) -> AgentRun:
-        return AgentRun(self._agent, start)
+    def episode(self, start: EpisodeStart) -> ForkedAgentEpisode:
+        return ForkedAgentEpisode(self._agent, start)
 
 
-class AgentRun:
+class ForkedAgentEpisode:
     """An agent from its start to its end, as one step: its text says where the endpoint is."""
 
     def __init__(self, agent: LoadedAgent, start: EpisodeStart) -> None:
@@ -294,7 +294,7 @@ class AgentRun:
     async def begin(self) -> Prompt:
         return ""
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
         base_url, key = json.loads(text)
         try:
             reward = await _guarded(self._agent.run, (base_url, key, task_of(self._start, self._agent.options)))
@@ -311,7 +311,7 @@ class AgentRun:
         """Its process ends it."""
 
 
-async def _guarded(run: Run, given: Told) -> Any:
+async def _guarded(run: Run, given: AgentArgs) -> Any:
     """What an agent returns. SystemExit would end the event loop that it runs on, with everything else there."""
     try:
         return await run(given)

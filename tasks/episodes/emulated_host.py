@@ -35,7 +35,7 @@ class EmulatedEnvironments:
         self._episodes = settings.episodes
         self._places = asyncio.Semaphore(settings.limits.concurrency)
 
-    hears_turns = False
+    needs_token_ids = False
 
     async def check(self) -> None:
         """There is nothing to try."""

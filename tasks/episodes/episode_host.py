@@ -23,12 +23,12 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_loader import open_environment, traits_of
-from staleflow.tasks.environments.episode import OBSERVED, Episode, EpisodeFailed, Said, start_of, told
+from staleflow.tasks.environments.episode import OBSERVED, EnvStepResult, Episode, EpisodeFailed, start_of, told
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
 from staleflow.tasks.environments.user_tools import GIVEN_BACK
 from staleflow.tasks.episodes.agents import AgentEpisode
-from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told
+from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.episodes.tools import Tool, ToolEpisode, check_tools, tools_of
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
@@ -58,17 +58,17 @@ class EpisodeSettings:
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles of what is said to the model after its turns, as far as that is known beforehand."""
-        if self.hears_turns:
+        if self.needs_token_ids:
             return ()
         return (OBSERVED,) if self.scoring is None else (GIVEN_BACK,)
 
     @property
-    def hears_turns(self) -> bool:
+    def needs_token_ids(self) -> bool:
         """Whether its episodes are told the ids and logprobs of turns, and not only their texts."""
-        return self.source.asks_by_directions
+        return self.source.is_agent_source
 
-    def build(self) -> Episodes:
-        return Episodes(self)
+    def build(self) -> EpisodeHost:
+        return EpisodeHost(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class _Held:
     """That the environment has started, if it is on this event loop."""
 
 
-class Episodes:
+class EpisodeHost:
     """The episodes of one environment host. Used from one event loop."""
 
     def __init__(self, settings: EpisodeSettings) -> None:
@@ -144,8 +144,8 @@ class Episodes:
                 raise ConfigError(f"{where}: {_UNLIKE}")
 
     @property
-    def hears_turns(self) -> bool:
-        return self._settings.hears_turns
+    def needs_token_ids(self) -> bool:
+        return self._settings.needs_token_ids
 
     async def act(
         self,
@@ -294,7 +294,7 @@ class Episodes:
     async def _step(self, key: EpisodeKey, record: Record, held: _Held, text: str, number: int, *, cut: bool) -> Answer:
         assert held.episode is not None
         last = number >= self._limits.max_turns
-        said: Said = await self._timed(held, held.episode.step(text, cut=cut, last=last), f"step {number}")
+        said: EnvStepResult = await self._timed(held, held.episode.step(text, cut=cut, last=last), f"step {number}")
         held.num_taken = number
         if said.answer is not None:
             return await self._scored(key, said.answer, record)
@@ -420,7 +420,7 @@ def agent_episodes(
     def make(record: Record) -> Episode:
         start = start_of(record)
 
-        async def run(told: Told) -> Any:
+        async def run(told: AgentArgs) -> Any:
             episode = ForkedEpisode(forks, start)
             try:
                 await episode.begin()

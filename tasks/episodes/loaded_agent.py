@@ -9,9 +9,9 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 
-Told = tuple[str, str, AgentTask]
+AgentArgs = tuple[str, str, AgentTask]
 """(base URL, key, task): what an agent is started with."""
-Run = Callable[[Told], Coroutine[Any, Any, Any]]
+Run = Callable[[AgentArgs], Coroutine[Any, Any, Any]]
 """Runs an agent to its end, and returns its reward."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.server import QuietServer
 from staleflow.tasks.environments.episode import EpisodeFailed, told
-from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options
+from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, check_options
 
 OPTIONS = {"reset": (dict,), "system": (str,), "field": (str,)}
 UNSHOWN = ("done", "reward", "metadata")
@@ -57,7 +57,7 @@ class OpenEnvironment:
         except Exception as error:
             raise ConfigError(f"{self._where}: no app in {module}: {told(error)}") from error
 
-    async def run(self, given: Told) -> float:
+    async def run(self, given: AgentArgs) -> float:
         """One episode, to the sum of its steps' rewards. Raises EpisodeFailed, ConfigError."""
         from openai import AsyncOpenAI, BadRequestError
         from openenv import GenericEnvClient

@@ -13,7 +13,7 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.environments.episode import EpisodeFailed, EpisodeStart, Said
+from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
 from staleflow.tasks.environments.user_tools import (
@@ -226,10 +226,10 @@ class ToolEpisode:
     async def begin(self) -> Prompt:
         return prompt_of(self._record["prompt"])
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> Said:
+    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
         calls = [] if cut or last else tool_calls(text, self._tools)
         if not calls:
-            return Said(ended=True, answer=text)
+            return EnvStepResult(ended=True, answer=text)
         end = time.monotonic() + self._limits.tool_s
         results = []
         for number, call in enumerate(calls):
@@ -245,7 +245,7 @@ class ToolEpisode:
             results.append(Message(GIVEN_BACK, f"<result>{result}</result>" if call.tagged else result))
             if number >= MOST_CALLS:
                 break
-        return Said(messages=tuple(results))
+        return EnvStepResult(messages=tuple(results))
 
     async def close(self) -> None:
         """There is nothing to release."""

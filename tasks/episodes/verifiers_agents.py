@@ -14,7 +14,7 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.episode import EpisodeFailed, told
-from staleflow.tasks.episodes.loaded_agent import LoadedAgent, Told, check_options
+from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, check_options
 
 OPTIONS = {"env": (dict,), "renderer": (str, dict), "tokenizer": (str,), "held_out_tasks": (int,)}
 ROLE = {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}}
@@ -73,7 +73,7 @@ class Taskset:
             if not self._tasks:
                 raise ValueError("the taskset has no tasks")
 
-    async def run(self, given: Told) -> tuple[float, dict[str, float]]:
+    async def run(self, given: AgentArgs) -> tuple[float, dict[str, float]]:
         """One episode, to its reward and the reward's parts. Raises EpisodeFailed, ConfigError."""
         from verifiers.v1.clients import ModelContext
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message
 
 ASKS, SAYS, THOUGHT = "Zq asks", "Zq says", "<think>\nZq thinks\n</think>\n\n"
@@ -34,7 +34,7 @@ class Bridge(Protocol):
         ...
 
 
-def make_bridge(texts: TokenizerTexts, model: str, *, chat: bool, template: str) -> Bridge:
+def make_bridge(texts: ChatTokenizer, model: str, *, chat: bool, template: str) -> Bridge:
     """The bridge of a job. model: as the job names it. template: environment.template."""
     if not chat:
         return PlainBridge(texts, template)
@@ -46,7 +46,7 @@ def make_bridge(texts: TokenizerTexts, model: str, *, chat: bool, template: str)
 class PlainBridge:
     """Messages as texts, without a chat template. The model's turn is left as it ended. template: around each."""
 
-    def __init__(self, texts: TokenizerTexts, template: str) -> None:
+    def __init__(self, texts: ChatTokenizer, template: str) -> None:
         self._texts, self._template = texts, template
 
     def check(self, roles: Collection[str]) -> None:
@@ -60,7 +60,7 @@ class PlainBridge:
 class TemplateBridge:
     """Messages in the tokenizer's chat template: what it puts after an assistant's message that stands for the turn."""
 
-    def __init__(self, texts: TokenizerTexts) -> None:
+    def __init__(self, texts: ChatTokenizer) -> None:
         self._texts = texts
         self._known_as: dict[str, str] = {}
         """The roles that the template knows messages of each role as, once that was tried."""

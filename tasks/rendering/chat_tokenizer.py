@@ -19,7 +19,7 @@ LOOK_BACK = 8
 """Preceding tokens decoded with each token: alone it may lack its leading space, or be an incomplete character."""
 
 
-class Texts(Protocol):
+class Detokenizer(Protocol):
     """Decodes token ids to text."""
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -27,7 +27,7 @@ class Texts(Protocol):
         ...
 
 
-class TokenizerTexts:
+class ChatTokenizer:
     """Text by a model's tokenizer. Threads may share one: a lock guards the tokenizer's state."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -100,9 +100,9 @@ class NumberTexts:
         return "".join(f"{token} " for token in tokens)
 
 
-def tokenizer_texts(model: str) -> TokenizerTexts:
+def tokenizer_texts(model: str) -> ChatTokenizer:
     """A model's tokenizer as texts. Raises ConfigError if it cannot be loaded."""
-    return TokenizerTexts(load_tokenizer(model))
+    return ChatTokenizer(load_tokenizer(model))
 
 
 def load_tokenizer(model: str) -> Any:
@@ -141,7 +141,7 @@ def file_texts(folder: Path) -> FileTexts | None:
     return None if special else FileTexts(tokenizer)
 
 
-def pieces(texts: Texts, tokens: Sequence[int]) -> list[str]:
+def pieces(texts: Detokenizer, tokens: Sequence[int]) -> list[str]:
     """The part of the decoded text that each token adds; a character of several tokens belongs to the last of them."""
     found = []
     for i in range(len(tokens)):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, load_tokenizer
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 
 SPREAD = 2_654_435_761
 """Odd, and larger than any vocabulary: spreads the few ids of an emulated engine over all of a tokenizer's."""
 
 
-class DrawnTexts(TokenizerTexts):
-    """As TokenizerTexts, except that ids of an emulated engine's responses stand for random tokens."""
+class RandomTexts(ChatTokenizer):
+    """As ChatTokenizer, except that ids of an emulated engine's responses stand for random tokens."""
 
     def __init__(self, model: str) -> None:
         tokenizer = FileTokenizer(Path(model)) if Path(model).is_dir() else load_tokenizer(model)

@@ -20,24 +20,24 @@ PACKAGE = Path(__file__).parents[2]
 """The folder of staleflow."""
 
 
-class NoNumber(ValueError):
+class InvalidReward(ValueError):
     """A reward function returned something that is no number, or parts without proper names. The message says what."""
 
 
-def numbers_of(result: Any) -> tuple[float, dict[str, float]]:
+def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
     """A reward function's result as (reward, its parts by name), in plain numbers: a class of numpy or of the user's
-    own could neither be stored, nor loaded by the process that receives it. Raises NoNumber.
+    own could neither be stored, nor loaded by the process that receives it. Raises InvalidReward.
 
-    >>> numbers_of((np.float32(0.5), {"length": np.int64(3)}))
+    >>> parse_reward((np.float32(0.5), {"length": np.int64(3)}))
     (0.5, {'length': 3.0})
     """
     reward, parts = result, dict[str, Any]()
     if isinstance(result, tuple):
         if len(result) != 2 or not isinstance(result[1], Mapping):
-            raise NoNumber(f"the reward is {_short(result)}; it must be a number, or (number, its parts by name)")
+            raise InvalidReward(f"the reward is {_short(result)}; it must be a number, or (number, its parts by name)")
         reward, parts = result
     if len(parts) > MOST_PARTS:
-        raise NoNumber(f"the reward has {len(parts)} parts; at most {MOST_PARTS} are kept")
+        raise InvalidReward(f"the reward has {len(parts)} parts; at most {MOST_PARTS} are kept")
     names = [_name(name) for name in parts]
     named = {
         name: _number(part, f"part {name} of the reward") for name, part in zip(names, parts.values(), strict=True)
@@ -70,11 +70,11 @@ class WeightedSum:
         parts: dict[str, float] = {}
         for name, reward in self._rewards.items():
             try:
-                parts[name], below = numbers_of(reward(answer, record))
-            except NoNumber as refused:
-                raise NoNumber(f"part {name}: {refused}") from refused
+                parts[name], below = parse_reward(reward(answer, record))
+            except InvalidReward as refused:
+                raise InvalidReward(f"part {name}: {refused}") from refused
             except Exception as error:  # a user's function may raise anything
-                raise NoNumber(f"part {name}: {described(error)}") from error
+                raise InvalidReward(f"part {name}: {described(error)}") from error
             parts |= {f"{name}.{key}": value for key, value in below.items()}
         return sum(weight * parts[name] for name, weight in self._weights.items()), parts
 
@@ -83,7 +83,7 @@ def _name(value: object) -> str:
     """The name of a reward's part, one short line: it is shown in terminals and logs."""
     name = str(value)
     if not name or len(name) > LONGEST_NAME or not name.isprintable():
-        raise NoNumber(
+        raise InvalidReward(
             f"a part of the reward is named {_short(name[:LONGEST_NAME])}, {len(name)} characters; a name must have 1 "
             f"to {LONGEST_NAME} characters and no control characters"
         )
@@ -93,13 +93,13 @@ def _name(value: object) -> str:
 def _number(value: Any, what: str) -> float:
     problem = f"{what} is {_short(value)}; it must be a number"
     if isinstance(value, (str, bytes, bytearray)):  # which float() would read
-        raise NoNumber(problem)
+        raise InvalidReward(problem)
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise NoNumber(problem) from error
+        raise InvalidReward(problem) from error
     if not math.isfinite(number) or abs(number) > LARGEST:
-        raise NoNumber(f"{what} is {number}; it must be a finite number")
+        raise InvalidReward(f"{what} is {number}; it must be a finite number")
     return number
 
 

@@ -20,7 +20,7 @@ ROLE = "directions"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Directions:
+class TurnParams:
     """What a request has beside messages. tools: definitions, as JSON, for the chat template. token_ids: given in
     place of messages, exactly so; None if there are messages. max_tokens: of the turn; 0 for the job's. stop: what
     else ends it. after_turn:
@@ -52,23 +52,23 @@ class Directions:
 
 ALWAYS = ("tools", "token_ids", "max_tokens")
 """What is said of every turn that has directions: a group's prompt stays the same text from version to version."""
-NONE = Directions()
+NONE = TurnParams()
 
 
-def split(prompt: Prompt) -> tuple[Directions, Prompt]:
+def split(prompt: Prompt) -> tuple[TurnParams, Prompt]:
     """The directions of a prompt or of what was said, and what the model is shown."""
     if isinstance(prompt, str) or not prompt or prompt[0].role != ROLE:
         return NONE, prompt
     found: dict[str, Any] = json.loads(prompt[0].content)
     ids, stop = found.pop("token_ids"), found.pop("stop", {})
-    return Directions(
+    return TurnParams(
         token_ids=None if ids is None else tuple(ids),
         stop=StopCriteria(**{name: tuple(values) for name, values in stop.items()}),
         **found,
     ), prompt[1:]
 
 
-def directions_of(record: Record) -> Directions:
+def directions_of(record: Record) -> TurnParams:
     """The directions of a record's prompt."""
     prompt = record.get("prompt")
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None

@@ -17,29 +17,29 @@ APART = 10_007
 that a file of as many rows is reached too."""
 
 
-class Unfit(NamedTuple):
+class Replacement(NamedTuple):
     """Why prompts are replaced. notice: of those that were. remedy: where too many are."""
 
     notice: str
     remedy: str
 
 
-TOO_LONG = Unfit(
+TOO_LONG = Replacement(
     "too long, and replaced (task.skip_long)",
     f"task.skip_long: {ATTEMPTS} prompts in a row are too long; lower rollout.max_new_tokens, raise "
     "rollout.engine.kv_tokens, or shorten the prompts",
 )
-EVALUATED = Unfit(
+EVALUATED = Replacement(
     "prompts of [evaluation.sets], and replaced",
     f"evaluation.sets: {ATTEMPTS} prompts of task.source in a row are evaluated; take fewer prompts, or another source",
 )
 
 
-class FittingSource:
+class FilteredSource:
     """The training prompts of a source for which `fits` is true; held-out prompts are not replaced, since others may be
     trained on. Which prompt replaces another depends only on the source and on `fits`."""
 
-    def __init__(self, source: TaskSource, fits: Callable[[Task], bool], unfit: Unfit = TOO_LONG) -> None:
+    def __init__(self, source: TaskSource, fits: Callable[[Task], bool], unfit: Replacement = TOO_LONG) -> None:
         self._source, self._fits, self._unfit = source, fits, unfit
         self._num_drawn = self._num_replaced = 0
         self._counting = threading.Lock()
@@ -58,8 +58,8 @@ class FittingSource:
         longer = f"{self._num_replaced} of {self._num_drawn} prompts drawn were {self._unfit.notice}"
         return "; ".join(filter(None, (self._source.held_out_notice, longer if self._num_replaced else "")))
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> FittingSource:
-        return FittingSource(self._source.apart(num_held_out, evaluation), self._fits, self._unfit)
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> FilteredSource:
+        return FilteredSource(self._source.apart(num_held_out, evaluation), self._fits, self._unfit)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         """Prompt `index`, or the one that replaces it. Raises ConfigError if none is found that fits."""

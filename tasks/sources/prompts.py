@@ -10,8 +10,8 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.workload import Workload
 from staleflow.tasks.engines.emulated_engine import words
 from staleflow.tasks.rendering.bridging import Bridge, make_bridge
-from staleflow.tasks.rendering.chat_tokenizer import NumberTexts, TokenizerTexts, tokenizer_texts
-from staleflow.tasks.rendering.random_texts import DrawnTexts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, NumberTexts, tokenizer_texts
+from staleflow.tasks.rendering.random_texts import RandomTexts
 from staleflow.tasks.rendering.task_source import (
     Message,
     Record,
@@ -24,7 +24,7 @@ from staleflow.tasks.rendering.task_source import (
 )
 from staleflow.tasks.rendering.turn_params import split
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
-from staleflow.tasks.sources.filtered_source import EVALUATED, FittingSource
+from staleflow.tasks.sources.filtered_source import EVALUATED, FilteredSource
 from staleflow.tasks.sources.task_sources import SourceSettings
 
 
@@ -65,7 +65,7 @@ class PromptSettings:
 
     def build(self) -> Prompts:
         if self.drawn_responses:
-            return TokenizedPrompts(self, DrawnTexts(self.tokenizer))
+            return TokenizedPrompts(self, RandomTexts(self.tokenizer))
         return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
 
 
@@ -132,7 +132,7 @@ class TokenizedPrompts:
     """Prompts of a task source, encoded by the model's tokenizer. Threads may share one. Which prompt a group's id
     stands for depends on `held_out`: for an existing store it must be the value in its header."""
 
-    def __init__(self, settings: PromptSettings, texts: TokenizerTexts | None = None) -> None:
+    def __init__(self, settings: PromptSettings, texts: ChatTokenizer | None = None) -> None:
         """texts: the model's tokenizer, if it is loaded already."""
         if settings.system and not settings.chat:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
@@ -141,9 +141,9 @@ class TokenizedPrompts:
         self._at_once = settings.source.at_once
         self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
         if apart := frozenset(p for one in settings.sets if one.source for p in set_apart(one.build(), one.prompts)):
-            self._source = FittingSource(self._source, lambda task: task.prompt not in apart, EVALUATED)
+            self._source = FilteredSource(self._source, lambda task: task.prompt not in apart, EVALUATED)
         if settings.longest is not None:
-            self._source = FittingSource(self._source, self._fits)
+            self._source = FilteredSource(self._source, self._fits)
         self._texts = texts or tokenizer_texts(settings.tokenizer)
         self._bridge: Bridge | None = None
 

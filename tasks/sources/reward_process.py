@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.printable import printable
 from staleflow.tasks.environments.terminal_output import RelayedOutput
-from staleflow.tasks.rendering.reward_values import NoNumber, described, numbers_of
+from staleflow.tasks.rendering.reward_values import InvalidReward, described, parse_reward
 from staleflow.tasks.settings.reward_part import RewardPart
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.task_sources import EvaluationRecord, SourceSettings, extract_answer, make_reward
@@ -223,9 +223,9 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             return
         try:
             reward_of = rewards[record.of if isinstance(record, EvaluationRecord) else ""]
-            reward, parts = numbers_of(reward_of(extract_answer(settings.answer_pattern, response), record))
+            reward, parts = parse_reward(reward_of(extract_answer(settings.answer_pattern, response), record))
             problem = ""
-        except NoNumber as refused:
+        except InvalidReward as refused:
             reward, parts, problem = 0.0, {}, str(refused)
         except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
             reward, parts, problem = 0.0, {}, described(raised)

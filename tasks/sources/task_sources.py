@@ -36,7 +36,7 @@ from staleflow.tasks.sources.dataset_rows import RowSource, Use
 from staleflow.tasks.sources.reasoning_gym_tasks import DRAWING
 
 
-class UserEnvironment:
+class UserSource:
     """A user's environment. NAME(options, seed) returns an object with two methods:
 
     record(index: int, held_out: bool) -> dict      # `prompt`, a text or messages, and what its verifier needs; pure
@@ -77,7 +77,7 @@ class UserEnvironment:
             self._num_both += task.prompt in self._apart
         return task
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> UserEnvironment:
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> UserSource:
         other = copy.copy(self)
         other._apart = set_apart(evaluation or self, num_held_out)
         other._num_drawn = other._num_both = 0
@@ -93,13 +93,13 @@ class UserEnvironment:
         )
 
 
-class Emulated:
+class EmulatedSource:
     """Task source of an emulated run: the first token of a response determines its reward."""
 
     num_held_out = None
     held_out_notice = ""
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> Emulated:
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> EmulatedSource:
         return self
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
@@ -123,7 +123,7 @@ class EvaluationRecord(dict[str, Any]):
         return found
 
 
-class WithEvaluation:
+class SplitSource:
     """Training prompts of one source, and held-out prompts of another."""
 
     def __init__(self, training: TaskSource, evaluation: TaskSource) -> None:
@@ -135,9 +135,9 @@ class WithEvaluation:
         task = self._evaluation.task(index, held_out=True)
         return replace(task, record=EvaluationRecord(task.record))
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> WithEvaluation:
+    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> SplitSource:
         of = evaluation or self._evaluation
-        return WithEvaluation(self._training.apart(num_held_out, of), self._evaluation)
+        return SplitSource(self._training.apart(num_held_out, of), self._evaluation)
 
     @property
     def num_held_out(self) -> int | None:
@@ -167,7 +167,7 @@ class SourceSettings:
     endpoint: EndpointSettings = EndpointSettings()
 
     @property
-    def asks_by_directions(self) -> bool:
+    def is_agent_source(self) -> bool:
         """Whether prompts may say how their first turns are asked for."""
         return is_agent(self.source)
 
@@ -183,7 +183,7 @@ class SourceSettings:
         if not self.evaluation:
             return self._made(self.source, self.options, Use.BOTH)
         training = self._made(self.source, self.options, Use.TRAINING)
-        return WithEvaluation(training, self._made(self.evaluation, self.evaluation_options, Use.EVALUATION))
+        return SplitSource(training, self._made(self.evaluation, self.evaluation_options, Use.EVALUATION))
 
     def _made(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
         return make_source(source, options, self.seed, self.columns, use, self.limits, self.endpoint)
@@ -210,13 +210,13 @@ def make_source(
     if kind is not None and kind.type is SourceType.ROWS:
         return RowSource(open_source(kind.type, source, options, where), columns or Columns(), where, use)
     if source == "emulated":
-        return Emulated()
+        return EmulatedSource()
     if name and is_environment(source, key):
         return EnvironmentSource(
             source, options, seed, key, limits or EnvironmentConfig(), endpoint or EndpointSettings()
         )
     if name:
-        return UserEnvironment(source, options, seed, key)
+        return UserSource(source, options, seed, key)
     raise ConfigError(f"{where}: expected {all_forms()}, file.py:NAME or module:NAME")
 
 

@@ -68,7 +68,7 @@ class Advantage(RegistryEntry, ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnAdvantage(UserCode, Advantage):
+class UserAdvantage(UserCode, Advantage):
     """A function from a user's file. Checks its results."""
 
     kind: ClassVar[str] = "function"
@@ -87,7 +87,7 @@ class OwnAdvantage(UserCode, Advantage):
         return own
 
 
-ADVANTAGES: Registry[Advantage] = Registry("advantage", "training.advantage", Advantage, user_code=OwnAdvantage)
+ADVANTAGES: Registry[Advantage] = Registry("advantage", "training.advantage", Advantage, user_code=UserAdvantage)
 
 
 @ADVANTAGES.register("grpo")

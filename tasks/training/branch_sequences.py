@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.context_branches import Places, Sampled, trained_parts
+from staleflow.stores.context_branches import Places, SampledTokens, training_sequences
 from staleflow.tasks.training.microbatches import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequences:
+class BranchSequences:
     """The sequences of rows. of_row: [N] indices of each row's. places: where its response's tokens are in that of its
     row; None: it is the row."""
 
@@ -27,7 +27,7 @@ class Sequences:
     places: tuple[Places | None, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Sequences:
+    def of(cls, rows: Sequence[Row]) -> BranchSequences:
         """The sequences of rows, in their order."""
         found, of_row, places = list[Row](), list[tuple[int, ...]](), list[Places | None]()
         for row in rows:
@@ -69,7 +69,7 @@ def _divided(row: Row) -> list[tuple[Row, Places]]:
     """The sequences of a row with branches; the row itself if nothing of it was sampled."""
     prompt = len(row.prompt)
     ids = np.concatenate([row.prompt, row.response])
-    parts = trained_parts(row.branches, np.concatenate([np.zeros(prompt, bool), row.sampled]))
+    parts = training_sequences(row.branches, np.concatenate([np.zeros(prompt, bool), row.sampled]))
     found = []
     for path, trained in parts:
         begin = _begin(path, trained, prompt)
@@ -87,7 +87,7 @@ def _divided(row: Row) -> list[tuple[Row, Places]]:
     return found or [(replace(row, branches=()), np.arange(len(row.response)))]
 
 
-def _begin(path: Places, trained: Sampled, prompt: int) -> int:
+def _begin(path: Places, trained: SampledTokens, prompt: int) -> int:
     """How many tokens of a sequence are its prompt: the row's, which other rows may have, too, if it begins with all of
     that; else all before the first that is trained on."""
     whole = len(path) > prompt and bool(path[prompt - 1] == prompt - 1)

@@ -41,7 +41,7 @@ class Asked:
     entropy: bool
 
 
-class OutputLayer:
+class LmHead:
     """The output layer of a model. Stays in the model, in which it computes what it is asked for."""
 
     def __init__(self, model: Any, device: str) -> None:
@@ -102,7 +102,7 @@ class OutputLayer:
         scaled = self._logits(hidden).float()
         if asked.temperature != 1.0:
             scaled = scaled / asked.temperature
-        return of_targets(scaled, tokens, entropy=asked.entropy)
+        return target_logprobs(scaled, tokens, entropy=asked.entropy)
 
     def _tried(self, model: Any, device: str) -> bool:
         """Whether the model gives this layer's output as it is."""
@@ -154,7 +154,7 @@ class _AtOnce(torch.autograd.Function):  # type: ignore[misc]  # torch is not ty
         return of_hidden, None, None, None, *of_weights
 
 
-def of_targets(scaled: torch.Tensor, tokens: torch.Tensor, *, entropy: bool) -> torch.Tensor:
+def target_logprobs(scaled: torch.Tensor, tokens: torch.Tensor, *, entropy: bool) -> torch.Tensor:
     """[..., 1] logprobs of tokens under [..., V] logits over the temperature, float32, nats; or [..., 2], with the
     entropies of what they were drawn from."""
     losses = torch.nn.functional.cross_entropy(scaled.flatten(0, -2), tokens.flatten(), reduction="none")

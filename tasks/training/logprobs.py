@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.training.lm_head import Asked, OutputLayer, of_targets
+from staleflow.tasks.training.lm_head import Asked, LmHead, target_logprobs
 from staleflow.tasks.training.microbatches import MicroBatch, Row, microbatches
-from staleflow.tasks.training.packed_attention import RowLengths, why_padded
+from staleflow.tasks.training.packed_attention import PackedRowLengths, why_padded
 from staleflow.tasks.training.rotary_limit import longest_row
-from staleflow.tasks.training.shared_prompts import Layout
+from staleflow.tasks.training.shared_prompts import PackedLayout
 
 PartLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """The loss of a part of a micro-batch, from its [N, T] logprobs, and entropies if they are wanted."""
@@ -72,7 +72,7 @@ class LogprobModel:
     token_budget: int
     rank: int = 0
     ranks: int = 1
-    layer: OutputLayer = field(init=False, repr=False)
+    layer: LmHead = field(init=False, repr=False)
     padded_because: str = field(init=False, repr=False)
     """Why rows are padded; empty if the model computes them without padding."""
     longest_row: int | None = field(init=False, repr=False)
@@ -80,7 +80,7 @@ class LogprobModel:
 
     def __post_init__(self) -> None:
         with self._autocast():
-            object.__setattr__(self, "layer", OutputLayer(self.model, self.device))
+            object.__setattr__(self, "layer", LmHead(self.model, self.device))
             why = "its logits are not those of its output layer as they are"
             if self.layer.plain:
                 why = why_padded(self.model, self.device, self.token_budget)
@@ -139,7 +139,7 @@ class LogprobModel:
         asked = Asked(temperature=self.temperature, entropy=entropy)
         if not self.layer.plain:
             logits = self._through(batch, sampled, None)
-            return sampled.laid_out(of_targets(logits.float() / self.temperature, sampled.tokens, entropy=entropy))
+            return sampled.laid_out(target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy))
 
         def found(hidden: torch.Tensor) -> torch.Tensor:
             return sampled.laid_out(self.layer.found(hidden, sampled.tokens, asked))
@@ -155,11 +155,11 @@ class LogprobModel:
         """What is made of the [n, H] hidden states that sampled tokens are drawn from; their [n, V] logits without."""
         inputs: dict[str, Any] = {}
         if self.takes_rows:
-            layout = Layout.of(batch.input_ids, batch.attention_mask.sum(1), batch.prompts)
+            layout = PackedLayout.of(batch.input_ids, batch.attention_mask.sum(1), batch.prompts)
             ids = torch.from_numpy(batch.input_ids[layout.row, layout.column]).to(self.device)[None]
             rows, columns = sampled.index
             keep = torch.from_numpy(layout.places(rows, batch.start + columns)).to(self.device)
-            there = RowLengths(layout.blocks)
+            there = PackedRowLengths(layout.blocks)
             inputs = {"position_ids": there.positions(self.device), "row_lengths": there}
             picked = None
         else:

@@ -93,7 +93,7 @@ class Loss(RegistryEntry, ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnLoss(UserCode, Loss):
+class UserLoss(UserCode, Loss):
     """A loss from a user's file, whose token_loss takes either Tokens, or logprobs, proximal, behaviour and advantage.
     Checks its results: one of another shape would silently be broadcast."""
 
@@ -130,7 +130,7 @@ class OwnLoss(UserCode, Loss):
         return checked
 
 
-LOSSES: Registry[Loss] = Registry("loss", "training.loss", Loss, user_code=OwnLoss)
+LOSSES: Registry[Loss] = Registry("loss", "training.loss", Loss, user_code=UserLoss)
 
 
 def log_distance(new: Tensor, old: Tensor) -> Tensor:

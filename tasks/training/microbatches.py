@@ -85,7 +85,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
+class RowArrays:
     """Rows packed for transfer: ten arrays instead of five per row, because each array of a message has a cost."""
 
     prompt_tokens: npt.NDArray[np.int32]  # [sum of P] all prompts, one after another
@@ -101,7 +101,7 @@ class PackedRows:
     """[K, 3] row, at and after of each branch, in order"""
 
     @classmethod
-    def of(cls, consumed: Sequence[Ended]) -> PackedRows:
+    def of(cls, consumed: Sequence[Ended]) -> RowArrays:
         """Pack what a step consumes, at least one row."""
         trajectories = [e.trajectory for e in consumed]
         return cls(
@@ -149,10 +149,10 @@ def _lags(row: Ended) -> npt.NDArray[np.int16]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPart:
+class BatchMessage:
     """Rows of a step's batch, as one message. rest: how many rows come after these."""
 
-    packed: PackedRows
+    packed: RowArrays
     rest: int
 
 
@@ -161,7 +161,7 @@ def part_end(consumed: Sequence[Ended], first: int, most_bytes: int = MESSAGE_BY
     num_bytes, last = 0, first
     while last < len(consumed):
         trajectory = consumed[last].trajectory
-        # As in PackedRows: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 29 besides.
+        # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 29 besides.
         num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 29
         if num_bytes > most_bytes and last > first:
             break

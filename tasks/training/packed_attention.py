@@ -51,7 +51,7 @@ class NotPacked(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RowLengths:
+class PackedRowLengths:
     """Rows in a sequence, by their lengths."""
 
     blocks: tuple[PromptBlock, ...]
@@ -64,7 +64,7 @@ class RowLengths:
     def positions(self, device: str) -> torch.Tensor:
         """[1, T] the place of each token in its row.
 
-        >>> RowLengths((PromptBlock(0, (3, 2)),)).positions("cpu")
+        >>> PackedRowLengths((PromptBlock(0, (3, 2)),)).positions("cpu")
         tensor([[0, 1, 2, 0, 1]])
         """
         return torch.from_numpy(np.concatenate([block.positions for block in self.blocks]))[None].to(device)
@@ -88,7 +88,7 @@ def _attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    row_lengths: RowLengths | None = None,
+    row_lengths: PackedRowLengths | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, T, heads, D] from [1, heads, T, D]; without row_lengths, of a single row. Raises NotPacked."""
@@ -168,7 +168,7 @@ def _try_packed(model: Any, device: str, most_tokens: int) -> None:
     size = sum(block.size for block in COMPARED)
     full, rest = divmod(max(0, most_tokens - 2 * size), FILLER_TOKENS)
     filler = [PromptBlock(0, (count,)) for count in [*[FILLER_TOKENS] * full, rest] if count]
-    rows = RowLengths((*COMPARED, *filler, *COMPARED))
+    rows = PackedRowLengths((*COMPARED, *filler, *COMPARED))
     tokens = torch.arange(size, device=device) % 5
     expected, begin = list[torch.Tensor](), 0
     total = sum(block.size for block in rows.blocks)

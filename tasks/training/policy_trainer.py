@@ -28,20 +28,20 @@ from torch.utils._pytree import tree_map_only
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights import resume_points, weight_folder
-from staleflow.stores.weights.weight_hash import OneByOne, Weights
+from staleflow.stores.weights.weight_hash import TensorStream, Weights
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model, resolve_device
 from staleflow.tasks.settings.seeds import Stream, generator
 from staleflow.tasks.training import lora
 from staleflow.tasks.training.async_save import copied, in_background
 from staleflow.tasks.training.blocks import recompute
-from staleflow.tasks.training.branch_sequences import Sequences
+from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.logprobs import LogprobModel, by_row
 from staleflow.tasks.training.loss import MOST_LOG_RATIO, Tokens
 from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
 from staleflow.tasks.training.objective import Objective, with_finite_logprobs
 from staleflow.tasks.training.rank import ALONE, Rank
-from staleflow.tasks.training.rank_group import Group
+from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import RowSample, TokenSums
 from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings
 
@@ -94,7 +94,9 @@ class PolicyTrainer:
         self.objective = Objective.of(training)
         self.device = resolve_device(settings.device)
         half = settings.dtype == "bfloat16"
-        self.group = Group(rank, self.device, half=half, offload=training.offload, collective_s=settings.collective_s)
+        self.group = RankGroup(
+            rank, self.device, half=half, offload=training.offload, collective_s=settings.collective_s
+        )
         model = self._load_model()
         if training.lora.rank:
             model = lora.adapted(model, training.lora, settings.seed)
@@ -141,7 +143,7 @@ class PolicyTrainer:
         token's weight is of; what is computed are their sequences."""
         s = self.settings.training
         whole = self.group.shared(rows)
-        sequences = Sequences.of(whole)
+        sequences = BranchSequences.of(whole)
         rows = sequences.rows
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
@@ -191,7 +193,7 @@ class PolicyTrainer:
         named = dict(sorted(named.items()))
         come = ((name, self.group.whole(p.detach().to(dtype))) for name, p in named.items())
         described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
-        made = use(OneByOne(described, come))
+        made = use(TensorStream(described, come))
         for _ in come:
             continue  # what it has no use for: the other ranks give theirs all the same
         return made

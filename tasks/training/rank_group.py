@@ -41,7 +41,7 @@ SEEN_S = 10.0
 """Seconds until a file that one host has written to a shared folder is seen by another."""
 
 
-class Group:
+class RankGroup:
     """The group as rank `rank` sees it. Waits until all ranks are there; one process can be in one group at a time."""
 
     def __init__(

@@ -81,7 +81,7 @@ def alike(keys: Iterable[Key]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PackedLayout:
     """Padded rows as a sequence without padding."""
 
     blocks: tuple[PromptBlock, ...]
@@ -91,7 +91,7 @@ class Layout:
     begins: Ints  # [N, 2] where each row's prompt begins, and what follows it
 
     @classmethod
-    def of(cls, ids: Ints, lengths: Ints, prompts: Ints) -> Layout:
+    def of(cls, ids: Ints, lengths: Ints, prompts: Ints) -> PackedLayout:
         """ids: [N, L] tokens. lengths, prompts: [N] tokens of each row, and of its prompt."""
         begins = np.zeros((len(ids), 2), np.int64)
         rows, columns = list[Ints](), list[Ints]()

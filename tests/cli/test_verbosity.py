@@ -24,7 +24,7 @@ from staleflow.pipeline.jobs import execution
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.reporter import Reporter
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from tests.commands import command
 
 JOB = "examples/dryrun.toml"
@@ -39,12 +39,12 @@ SUMMARY: dict[str, Any] = {
 
 async def short_run(
     config: RunConfig,
-    progress: Callable[[Snapshot, Outcomes, str], None],
+    progress: Callable[[Snapshot, RunReport, str], None],
     announce: Callable[[str], None],
     **_: Any,
 ) -> RunEnd:
     """A run as the command sees it, told and logged by the same means, without a cluster."""
-    reporter, outcomes = Reporter("a-job", 2, Path("runs/none")), Outcomes()
+    reporter, outcomes = Reporter("a-job", 2, Path("runs/none")), RunReport()
     snapshot = make_coordinator(config).snapshot()
 
     def tell(doing: str) -> None:
@@ -140,7 +140,7 @@ def test_log_lines_stand_whole_above_a_live_view() -> None:
     config, written = loading.load(JOB), io.StringIO()
     display = Display(config, quiet=False, verbosity=1)
     display.console = Console(file=written, force_terminal=True, width=200, height=50)
-    outcomes, snapshot = Outcomes(), make_coordinator(config).snapshot()
+    outcomes, snapshot = RunReport(), make_coordinator(config).snapshot()
     with display, logging_to(display.console, 1):
         for step in range(3):
             outcomes.steps.append({"step": float(step), **STEP, "response_tokens": 5.0})
@@ -154,7 +154,7 @@ def test_log_lines_stand_whole_above_a_live_view() -> None:
     assert [line.partition(": ")[2] for line in told] == [f"step {step} is done" for step in range(3)]
 
 
-def printed(outcomes: Outcomes) -> tuple[list[str], list[str]]:
+def printed(outcomes: RunReport) -> tuple[list[str], list[str]]:
     """(lines of the view in a pipe, lines of the job's log) after these outcomes."""
     config, written = loading.load(JOB), io.StringIO()
     display, reporter = Display(config, quiet=False), Reporter("a-job", 4, Path("runs/none"))
@@ -167,7 +167,7 @@ def printed(outcomes: Outcomes) -> tuple[list[str], list[str]]:
 
 
 def test_a_resumed_run_does_not_print_earlier_steps_and_evaluations_again() -> None:
-    outcomes = Outcomes(steps=[{"step": float(step), **STEP} for step in range(3)], earlier_steps=2)
+    outcomes = RunReport(steps=[{"step": float(step), **STEP} for step in range(3)], earlier_steps=2)
     outcomes.evaluations = [Evaluation(version=v, num_prompts=8, sampled=0.25, greedy=0.5) for v in (0, 2)]
     outcomes.earlier_evaluations = 1
     for lines in printed(outcomes):
@@ -177,7 +177,7 @@ def test_a_resumed_run_does_not_print_earlier_steps_and_evaluations_again() -> N
 
 
 def test_a_step_line_counts_failed_rewards_and_says_what_limits_the_run() -> None:
-    outcomes = Outcomes(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "reward_errors": 3.0}])
+    outcomes = RunReport(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "reward_errors": 3.0}])
     outcomes.limits = {1: "limit reward (trainer waits 41%)"}
     for first, second in printed(outcomes):
         assert "failed" not in first and "limit" not in first
@@ -186,7 +186,7 @@ def test_a_step_line_counts_failed_rewards_and_says_what_limits_the_run() -> Non
 
 
 def test_a_step_line_counts_dropped_updates() -> None:
-    kept, dropped = printed(Outcomes(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "updates_dropped": 2.0}]))[0]
+    kept, dropped = printed(RunReport(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "updates_dropped": 2.0}]))[0]
     assert "dropped" not in kept
     assert "grad 0.50  updates dropped 2  train" in dropped
 
@@ -194,7 +194,7 @@ def test_a_step_line_counts_dropped_updates() -> None:
 def test_a_step_line_counts_branches_of_episodes_of_many_turns() -> None:
     turns = {"turns_mean": 2.0, "tool_s": 0.5, "given_tokens": 9.0}
     went_on, branched = printed(
-        Outcomes(steps=[{"step": 0.0, **STEP, **turns}, {"step": 1.0, **STEP, **turns, "branches": 4.0}])
+        RunReport(steps=[{"step": 0.0, **STEP, **turns}, {"step": 1.0, **STEP, **turns, "branches": 4.0}])
     )[0]
     assert "branches" not in went_on
     assert "tools 0.5 s  branches 4  staleness" in branched

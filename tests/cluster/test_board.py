@@ -18,8 +18,8 @@ import pytest
 from distributed import Client, LocalCluster, Reschedule, get_worker
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import Where
-from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.pipeline.cluster.connection import ClusterAddress
+from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import ensure
 
 
@@ -34,18 +34,18 @@ def asked() -> set[str]:
 @pytest.mark.parametrize("verb", sorted(asked()))
 def test_the_board_knows_what_it_is_asked(verb: str) -> None:
     with contextlib.suppress(TypeError):  # it knows the verb, and misses its arguments
-        Board().asked(verb)
+        JobRegistry().asked(verb)
 
 
 def test_a_verb_it_does_not_know_is_a_newer_clients() -> None:
     assert asked() >= {"queue", "submit", "claim"}
     with pytest.raises(ValueError, match="has no call 'dance'; install the same version everywhere"):
-        Board().asked("dance")
+        JobRegistry().asked("dance")
 
 
 def test_a_driver_whose_scheduler_was_started_anew_releases_nothing_there() -> None:
     """It reconnects and says at its end that its workers are free; the new board has never heard of it."""
-    one = Board()
+    one = JobRegistry()
     one.asked("end", id="of-the-scheduler-before")
     assert one.asked("jobs") == []
 
@@ -56,7 +56,7 @@ NEEDS = {"instances": 1, "rewards": 1, "driver": True}
 async def drive(id: str, seconds: float) -> str:
     """A job's driver that begins as the real one does, and works for a while."""
     worker = get_worker()
-    async with Where(address=worker.scheduler.address).connected() as client:
+    async with ClusterAddress(address=worker.scheduler.address).connected() as client:
         if not await job_registry.ask(client, "begin", id=id, address=worker.address, driver=client.id):
             raise Reschedule
         report = {"status": {}, "steps": [], "lines": []}
@@ -261,7 +261,7 @@ def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
 
 def silent(**changes: Any) -> list[str]:
     """The jobs whose drivers are silent at second 1,000, of one that was last heard of at 900."""
-    one = Board()
+    one = JobRegistry()
     at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
     one.jobs["a"] = job_registry.Job(
         "a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", place=at.get("place", "w")

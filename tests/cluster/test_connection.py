@@ -21,7 +21,7 @@ import pytest
 from distributed import Scheduler, Security, Worker
 
 from staleflow.pipeline.cluster import connection, port_probe
-from staleflow.pipeline.cluster.connection import CONNECT_S, Where
+from staleflow.pipeline.cluster.connection import CONNECT_S, ClusterAddress
 from staleflow.stores.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def _few_objects() -> None:
     gc.freeze()
 
 
-def refused(where: Where, within_s: float = CONNECT_S, most_s: float = CONNECT_S + 1.5) -> str:
+def refused(where: ClusterAddress, within_s: float = CONNECT_S, most_s: float = CONNECT_S + 1.5) -> str:
     """The message for a cluster that is named wrongly; it has one line and comes within `most_s`."""
     begin = time.monotonic()
 
@@ -91,13 +91,13 @@ def test_the_dashboards_port_is_known_for_what_it_is() -> None:
     threading.Thread(target=server.serve_forever).start()
     port = server.server_address[1]
     try:
-        assert refused(Where(address=f"tcp://127.0.0.1:{port}"), most_s=5) == (
+        assert refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"), most_s=5) == (
             f"no scheduler at tcp://127.0.0.1:{port}: an HTTP server answers there, such as Dask's dashboard; the "
             "scheduler's port is usually 8786"
         )
         with (
             pytest.raises(ConfigError, match="an HTTP server answers there"),
-            Where(address=f"127.0.0.1:{port}").blocking(),
+            ClusterAddress(address=f"127.0.0.1:{port}").blocking(),
         ):
             pytest.fail("it connected")
     finally:
@@ -107,7 +107,7 @@ def test_the_dashboards_port_is_known_for_what_it_is() -> None:
 
 def test_what_accepts_and_says_nothing_is_given_up() -> None:
     with listener(lambda connected: None) as port:
-        assert refused(Where(address=f"tcp://127.0.0.1:{port}")) == (
+        assert refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}")) == (
             f"no scheduler at tcp://127.0.0.1:{port}: what listens there does not answer; it may be busy, or no "
             "scheduler (waited 7 s)"
         )
@@ -115,29 +115,31 @@ def test_what_accepts_and_says_nothing_is_given_up() -> None:
 
 def test_another_protocol_is_shown() -> None:
     with listener(lambda connected: connected.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as port:
-        message = refused(Where(address=f"tcp://127.0.0.1:{port}"))
+        message = refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"))
     assert message.endswith(r"another server answers there: b'SSH-2.0-OpenSSH_9.2\r\n'")
 
 
 def test_what_closes_each_connection_is_no_scheduler() -> None:
     with listener(lambda connected: connected.close()) as port:
-        assert "no scheduler at" in refused(Where(address=f"tcp://127.0.0.1:{port}"))
+        assert "no scheduler at" in refused(ClusterAddress(address=f"tcp://127.0.0.1:{port}"))
 
 
 def test_nothing_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert refused(Where(address=f"127.0.0.1:{port}"), 2.0) == (
+    assert refused(ClusterAddress(address=f"127.0.0.1:{port}"), 2.0) == (
         f"no scheduler at tcp://127.0.0.1:{port}: it cannot be reached: Connection refused (waited 2 s)"
     )
 
 
 def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refused(Where(address="tcp://no-such-host.invalid:8786"))
+    message = refused(ClusterAddress(address="tcp://no-such-host.invalid:8786"))
     assert "the host name no-such-host.invalid" in message
     over = threading.Event()
     monkeypatch.setattr(port_probe.socket, "getaddrinfo", lambda *_: over.wait(30))
-    assert refused(Where(address="tcp://slow.invalid:8786")).endswith("slow.invalid is not resolved within 5 s")
+    assert refused(ClusterAddress(address="tcp://slow.invalid:8786")).endswith(
+        "slow.invalid is not resolved within 5 s"
+    )
     over.set()
 
 
@@ -155,7 +157,9 @@ def test_a_host_that_cannot_be_resolved_is_named(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_what_cannot_be_an_address_is_refused_at_once(address: str, message: str) -> None:
-    assert re.search(message, refused(Where(address=address), most_s=CONNECT_S / 2)), "waiting takes all of CONNECT_S"
+    assert re.search(message, refused(ClusterAddress(address=address), most_s=CONNECT_S / 2)), (
+        "waiting takes all of CONNECT_S"
+    )
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"address": ""}', '{"address": 7}', "\0\xff", "null"])
@@ -163,14 +167,17 @@ def test_a_scheduler_file_that_is_none_names_no_other_cluster(content: str, tmp_
     file = tmp_path / "scheduler.json"
     file.write_text(content, encoding="latin-1")
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
-        assert refused(Where(scheduler_file=str(file))) == f"scheduler file {file}: not written by a scheduler"
-        missing = refused(Where(scheduler_file=str(tmp_path / "none.json")))
+        assert refused(ClusterAddress(scheduler_file=str(file))) == f"scheduler file {file}: not written by a scheduler"
+        missing = refused(ClusterAddress(scheduler_file=str(tmp_path / "none.json")))
         assert missing.endswith("No such file or directory; `dask scheduler --scheduler-file` writes one")
-        assert "Is a directory" in refused(Where(scheduler_file=str(tmp_path)))
-        with pytest.raises(ConfigError, match="not written by a scheduler"), Where(scheduler_file=str(file)).blocking():
+        assert "Is a directory" in refused(ClusterAddress(scheduler_file=str(tmp_path)))
+        with (
+            pytest.raises(ConfigError, match="not written by a scheduler"),
+            ClusterAddress(scheduler_file=str(file)).blocking(),
+        ):
             pytest.fail("it connected")
     file.write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
-    assert "both" in refused(Where(address="tcp://127.0.0.1:8786", scheduler_file=str(file)))
+    assert "both" in refused(ClusterAddress(address="tcp://127.0.0.1:8786", scheduler_file=str(file)))
 
 
 TLS = str(Path(__file__).parent / "tls.pem")
@@ -198,7 +205,7 @@ def test_a_scheduler_with_tls_and_one_without_are_told_apart() -> None:
     def without(its: str) -> str:
         nonlocal address
         address = its
-        return refused(Where(address=its.replace("tls://", "tcp://")))
+        return refused(ClusterAddress(address=its.replace("tls://", "tcp://")))
 
     message = on_a_scheduler(tls(), without)
     assert message.endswith(f": it requires TLS; use {address} with --tls-ca-file, --tls-cert and --tls-key")
@@ -206,12 +213,12 @@ def test_a_scheduler_with_tls_and_one_without_are_told_apart() -> None:
     def with_tls(its: str) -> str:
         nonlocal address
         address = its
-        return refused(Where(address=its.replace("tcp://", "tls://"), security=tls()))
+        return refused(ClusterAddress(address=its.replace("tcp://", "tls://"), security=tls()))
 
     assert on_a_scheduler(None, with_tls).endswith(f": it does not use TLS; use {address}")
 
 
-def answers(where: Where, within_s: float = CONNECT_S) -> str:
+def answers(where: ClusterAddress, within_s: float = CONNECT_S) -> str:
     async def connect() -> str:
         async with where.connected(within_s) as client:
             return str(client.status)
@@ -220,9 +227,9 @@ def answers(where: Where, within_s: float = CONNECT_S) -> str:
 
 
 def test_right_addresses_connect() -> None:
-    assert on_a_scheduler(tls(), lambda its: answers(Where(address=its, security=tls()))) == "running"
-    assert on_a_scheduler(None, lambda its: answers(Where(address=its.removeprefix("tcp://")))) == "running"
-    name = on_a_scheduler(None, lambda its: answers(Where(address=its.replace("127.0.0.1", "localhost"))))
+    assert on_a_scheduler(tls(), lambda its: answers(ClusterAddress(address=its, security=tls()))) == "running"
+    assert on_a_scheduler(None, lambda its: answers(ClusterAddress(address=its.removeprefix("tcp://")))) == "running"
+    name = on_a_scheduler(None, lambda its: answers(ClusterAddress(address=its.replace("127.0.0.1", "localhost"))))
     assert name == "running"
 
 
@@ -235,8 +242,8 @@ def test_a_scheduler_that_greets_late_is_sent_nothing_but_a_greeting(monkeypatch
         heard.append(connected.recv(4096))
         connected.sendall(port_probe._greeting())
 
-    async def look(port: int) -> port_probe.Found:
-        return await port_probe.look_at("127.0.0.1", port, tls=False)
+    async def look(port: int) -> port_probe.PortState:
+        return await port_probe.probe_port("127.0.0.1", port, tls=False)
 
     with listener(greet_late) as port:
         found = asyncio.run(look(port))
@@ -250,7 +257,7 @@ def test_a_workers_address_is_no_schedulers() -> None:
             Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler,
             Worker(scheduler.address, dashboard_address=":0") as worker,
         ):
-            return await asyncio.to_thread(refused, Where(address=worker.address))
+            return await asyncio.to_thread(refused, ClusterAddress(address=worker.address))
 
     assert "no scheduler at" in asyncio.run(work())
 
@@ -270,7 +277,7 @@ def test_a_busy_scheduler_is_waited_for_and_looked_at_without_harm(monkeypatch: 
             greeting = port_probe._greeting()
             connected = await asyncio.open_connection("127.0.0.1", int(scheduler.address.rpartition(":")[2]))
             connected[1].write(greeting)  # as if it had not greeted in time
-            state = await asyncio.to_thread(answers, Where(address=scheduler.address), 1.0)
+            state = await asyncio.to_thread(answers, ClusterAddress(address=scheduler.address), 1.0)
             connected[1].close()
             return state
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.pipeline.cluster.gang import DRIVER, HEAVY_ROLES, Gang, Needs, choose, existing, kinds_of, suffice
+from staleflow.pipeline.cluster.gang import DRIVER, EXCLUSIVE_ROLES, Gang, Needs, choose, existing, kinds_of, suffice
 
 PLAIN: dict[str, dict[str, float]] = {name: {} for name in "abcdef"}
 
@@ -68,7 +68,7 @@ def test_messages_count_what_there_is() -> None:
 
 
 @given(
-    st.lists(st.sets(st.sampled_from([DRIVER, "server", "reward", *HEAVY_ROLES])), max_size=6),
+    st.lists(st.sets(st.sampled_from([DRIVER, "server", "reward", *EXCLUSIVE_ROLES])), max_size=6),
     st.integers(1, 3),
     st.integers(1, 2),
     st.booleans(),
@@ -99,7 +99,7 @@ def test_workers_are_found_whenever_there_are_enough(
             **dict.fromkeys(light, 1), "trainer": ranks, "rollout": instances,
         }  # fmt: skip
         assert all(set(names) <= kinds[address] for address, names in gang.items())
-        assert all(len(names) == 1 for names in gang.values() if set(names) & set(HEAVY_ROLES))
+        assert all(len(names) == 1 for names in gang.values() if set(names) & set(EXCLUSIVE_ROLES))
 
 
 @pytest.mark.timeout(60)

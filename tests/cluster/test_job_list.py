@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from distributed import Scheduler
 
-from staleflow.pipeline.cluster.job_lookup import matching, recent, the_one
-from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.pipeline.cluster.job_lookup import find_unambiguous, matching, recent
+from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import BoardPlugin
 from staleflow.stores.errors import ConfigError
 from tests.commands import command
@@ -51,13 +51,13 @@ def test_of_several_jobs_the_live_one_is_meant_or_the_newest(word: str, id: str,
 
 
 def test_what_cannot_be_undone_is_done_to_one_job_only() -> None:
-    assert the_one(JOBS, "one")["id"] == "one-cc"
-    assert the_one(JOBS, "far")["id"] == "far-bb"
+    assert find_unambiguous(JOBS, "one")["id"] == "one-cc"
+    assert find_unambiguous(JOBS, "far")["id"] == "far-bb"
     with pytest.raises(ConfigError, match="'two' is 2 jobs that have not ended: two-ff, two-gg; name one by its id"):
-        the_one(JOBS, "two")
+        find_unambiguous(JOBS, "two")
     for word in ("", "three"):
         with pytest.raises(ConfigError, match="is not a job of this cluster"):
-            the_one(JOBS, word)
+            find_unambiguous(JOBS, word)
 
 
 def test_jobs_that_ended_are_listed_for_a_day() -> None:
@@ -67,7 +67,7 @@ def test_jobs_that_ended_are_listed_for_a_day() -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[tuple[Board, str]]:
+def board() -> Iterator[tuple[JobRegistry, str]]:
     """The board of a scheduler in a thread, and the scheduler's address."""
     plugin, address, over = BoardPlugin(), "", asyncio.Event()
     ready, loop = threading.Event(), asyncio.new_event_loop()
@@ -89,7 +89,7 @@ def board() -> Iterator[tuple[Board, str]]:
     loop.close()
 
 
-def test_every_command_prints_json(board: tuple[Board, str]) -> None:
+def test_every_command_prints_json(board: tuple[JobRegistry, str]) -> None:
     jobs, address = board
     report: dict[str, Any] = {"status": {}, "steps": []}
     for id in ("one-aa", "one-bb", "old-cc"):
@@ -117,7 +117,7 @@ def test_every_command_prints_json(board: tuple[Board, str]) -> None:
     assert (cancelled["id"], cancelled["stop"], cancelled["state_before"]) == ("one-aa", "cancelled", "running")
 
 
-def test_a_running_job_is_asked_once_to_give_up_a_worker(board: tuple[Board, str]) -> None:
+def test_a_running_job_is_asked_once_to_give_up_a_worker(board: tuple[JobRegistry, str]) -> None:
     jobs, address = board
     for id in ("one-aa", "two-bb", "old-cc"):  # the second one waits
         jobs.submit(id, id[:3], f"/runs/{id}", 3)

@@ -7,7 +7,7 @@ import pytest
 
 from staleflow.pipeline.cluster.dashboard import METRICS_SHOWN, View, headline, most_telling
 from staleflow.pipeline.cluster.downsampling import MOST_BINS, SMOOTH, columns, smoothed
-from staleflow.pipeline.cluster.job_registry import Board
+from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.stores.metrics import STEP
 
 
@@ -42,9 +42,9 @@ def test_missing_values_are_left_out_of_the_mean() -> None:
 # -- what the page shows -----------------------------------------------------------------------------------------
 
 
-def board_of(*states: str) -> Board:
+def board_of(*states: str) -> JobRegistry:
     """A board with a job per state, oldest first."""
-    board = Board()
+    board = JobRegistry()
     for i, state in enumerate(states):
         board.submit(f"job-{i}", "job", f"/runs/job-{i}", 9)
         board.jobs[f"job-{i}"].state = state
@@ -97,7 +97,7 @@ def test_legends_cover_no_curve_and_steps_have_whole_numbers() -> None:
     from bokeh.models import Legend
     from bokeh.plotting import figure
 
-    root = View(Board(), "").root
+    root = View(JobRegistry(), "").root
     plots = list(root.select({"type": figure}))
     assert len(plots) == 11
     for plot in plots:

@@ -17,9 +17,9 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.job_conversion import CHOICES, MOVED, REMOVED, convert_job, is_earlier_job
 from staleflow.pipeline.config.knob_tree import to_toml
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.strategies.routing import OwnRouting
+from staleflow.pipeline.strategies.routing import UserRouting
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.training.loss import OwnLoss
+from staleflow.tasks.training.loss import UserLoss
 
 EARLIER = sorted((Path(__file__).parent / "earlier_jobs").glob("*.config.toml"))
 REGISTRIES = dict(CHOICES)
@@ -138,6 +138,6 @@ def test_knobs_of_user_code_move_into_its_table() -> None:
         }
     )  # fmt: skip
     config = loading.from_tree(convert_job(tree))
-    assert config.rollout.routing == OwnRouting(name="mine.py:Rule", knobs={"most": 3})
-    assert config.training.loss == OwnLoss(name="mine.py:Loss", knobs={"slope": 2.0})
+    assert config.rollout.routing == UserRouting(name="mine.py:Rule", knobs={"most": 3})
+    assert config.training.loss == UserLoss(name="mine.py:Loss", knobs={"slope": 2.0})
     assert config.training.advantage.name == "mine.py:best"

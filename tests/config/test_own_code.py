@@ -17,10 +17,10 @@ from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
 from staleflow.pipeline.jobs.job_driver import Submission, on_this_cluster
 from staleflow.pipeline.recovery.run_folder import load_job, prepare_run_dir, write_code
-from staleflow.pipeline.strategies.routing import Candidate, OwnRouting
+from staleflow.pipeline.strategies.routing import Candidate, UserRouting
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion
-from staleflow.tasks.training.advantage import OwnAdvantage
+from staleflow.tasks.training.advantage import UserAdvantage
 from staleflow.tasks.training.loss import LOSSES, Tokens
 
 MINE = '''
@@ -143,11 +143,11 @@ def job(*overrides: str) -> RunConfig:
 def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(mine: Path) -> None:
     config = job(f"rollout.routing={mine}:Fullest", "rollout.routing.share=0.25")
     rule = make_strategies(config).routing
-    assert isinstance(rule, OwnRouting)
+    assert isinstance(rule, UserRouting)
     assert rule.code.share == 0.25  # the user's class
     other = make_strategies(config).routing.code  # the same
     assert other.rng.integers(2**60) == rule.code.rng.integers(2**60)  # by the job's seed
-    assert config.weighs_costs
+    assert config.uses_cost_model
 
 
 @pytest.mark.parametrize(
@@ -286,11 +286,11 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: P
 
 def test_an_advantage_from_a_file_must_give_a_number_a_trajectory(mine: Path) -> None:
     rewards, valid = np.array([[1.0, 0.0], [3.0, 3.0]]), np.array([[True, True], [True, False]])
-    assert OwnAdvantage(name=f"{mine}:best").advantages(rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
+    assert UserAdvantage(name=f"{mine}:best").advantages(rewards, valid).tolist() == [[1.0, 0.0], [1.0, 0.0]]
     with pytest.raises(ConfigError, match=r"gave shape \(2,\); it must give \(2, 2\) finite numbers"):
-        OwnAdvantage(name=f"{mine}:short").advantages(rewards, valid)
+        UserAdvantage(name=f"{mine}:short").advantages(rewards, valid)
     with pytest.raises(ConfigError, match="gave a number that is not finite"):
-        OwnAdvantage(name=f"{mine}:endless").advantages(rewards, valid)
+        UserAdvantage(name=f"{mine}:endless").advantages(rewards, valid)
 
 
 OWN = (

@@ -44,7 +44,7 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.strategy_set import Strategies
+from staleflow.pipeline.coordination.strategy_set import StrategySet
 from staleflow.pipeline.strategies.admission import ADMISSION
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from staleflow.pipeline.strategies.migration import MIGRATION
@@ -84,7 +84,7 @@ class Bench:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002)
         given = {"cost": cost, "eta": eta, "rng": np.random.default_rng(0)}
-        strategies = Strategies(
+        strategies = StrategySet(
             admission=ADMISSION.make(entry(ADMISSION, admission, alpha=eta), given),
             routing=ROUTING.make(entry(ROUTING, routing), given),
             synchronization=SYNCHRONIZATION.make(entry(SYNCHRONIZATION, synchronization), given),

@@ -8,11 +8,11 @@ import itertools
 import numpy as np
 import pytest
 
-from staleflow.pipeline.coordination.draft_lengths import DraftLengths, DraftRates, DraftsSeen, rates
+from staleflow.pipeline.coordination.draft_lengths import DecayingDraftStats, DraftLengths, DraftRates, rates
 from staleflow.pipeline.coordination.events import StepsTaken
 from staleflow.pipeline.coordination.fleet import MutableFleet
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.emulation.cost_model import CostModel, DraftedCosts, Numbers, tokens_a_step
+from staleflow.tasks.emulation.cost_model import CostModel, DraftingCosts, Numbers, tokens_per_step
 
 A, B = InstanceId("a"), InstanceId("b")
 COST = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0)
@@ -32,7 +32,7 @@ def steps(
     running: int, *, length: int = 0, acceptance: float = 0.0, cost: CostModel = COST, count: int = 100
 ) -> StepsTaken:
     """What an instance reports of `count` decode steps, each request's with a draft of just this length."""
-    gained = tokens_a_step(length, acceptance)
+    gained = tokens_per_step(length, acceptance)
     return StepsTaken(
         running=running,
         kv_tokens=0,
@@ -55,7 +55,7 @@ def test_the_rates_that_made_them_are_found_in_counts() -> None:
     made = DraftRates(has_draft=0.6, goes_on=0.5, accepted=0.7)
     count = 1e6
     mean, kept = 1.875, 0.7 + 0.5 * 0.7**2 + 0.25 * 0.7**3 + 0.125 * 0.7**4
-    seen = DraftsSeen(steps=count, drafts=0.6 * count, most=2.4 * count, drafted=0.6 * mean * count)
+    seen = DecayingDraftStats(steps=count, drafts=0.6 * count, most=2.4 * count, drafted=0.6 * mean * count)
     seen.accepted = 0.6 * kept * count
     found = rates(seen, 8)
     assert found.has_draft == pytest.approx(made.has_draft, rel=1e-3)
@@ -64,14 +64,16 @@ def test_the_rates_that_made_them_are_found_in_counts() -> None:
 
 
 def test_of_drafts_of_one_token_nothing_is_learned_of_longer_ones() -> None:
-    found = rates(DraftsSeen(steps=1e6, drafts=1e6, most=1e6, drafted=1e6, accepted=0.9e6), 4)
+    found = rates(DecayingDraftStats(steps=1e6, drafts=1e6, most=1e6, drafted=1e6, accepted=0.9e6), 4)
     assert found.goes_on > 0.99
     assert found.accepted == pytest.approx(0.9, rel=1e-3)
 
 
 @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (1e6, 0), (4e6, 4e6)])
 def test_rates_are_probabilities_whatever_was_seen(drafted: float, accepted: float) -> None:
-    found = rates(DraftsSeen(steps=1e6, drafts=min(drafted, 1e6), most=4e6, drafted=drafted, accepted=accepted), 4)
+    found = rates(
+        DecayingDraftStats(steps=1e6, drafts=min(drafted, 1e6), most=4e6, drafted=drafted, accepted=accepted), 4
+    )
     assert 0 <= found.has_draft <= 1
     assert 0 <= found.goes_on <= 1
     assert 0 <= found.accepted <= 1
@@ -221,7 +223,7 @@ def test_costs_for_planning_are_those_of_the_lengths_decided() -> None:
 
 def test_without_drafts_the_costs_are_the_models() -> None:
     cost = CostModel(k1=1e-3, k2=8.0, k3=1.0, k4=0.5, b=0.1, prefill=0.2)
-    each = DraftedCosts(cost)
+    each = DraftingCosts(cost)
     assert each.prefill == cost.prefill
     assert each.marginal_gain(3, 70, 9) == pytest.approx(cost.marginal_gain(3, 70, 9))
     assert each.marginal_gain(0, 0, 9) == pytest.approx(cost.marginal_gain(0, 0, 9))

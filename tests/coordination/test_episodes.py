@@ -17,7 +17,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectoryScored,
 )
-from staleflow.pipeline.strategies.routing import OwnRouting
+from staleflow.pipeline.strategies.routing import UserRouting
 from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, Bench, in_flight, member, only
 
@@ -67,16 +67,16 @@ def test_a_turn_that_ends_before_it_is_cut_off_leaves_the_next_one_to_be_cut_off
     assert cut_off(bench, 25) == []
 
 
-@pytest.mark.parametrize("by_itself", [False, True])
-def test_of_the_length_of_an_episode_that_was_cut_off_nothing_is_learned(by_itself: bool) -> None:
+@pytest.mark.parametrize("recurring", [False, True])
+def test_of_the_length_of_an_episode_that_was_cut_off_nothing_is_learned(recurring: bool) -> None:
     bench = waiting_for_the_last()
     (order,) = cut_off(bench, 4)
-    if by_itself:
+    if recurring:
         bench.sampled(LAST, 6)
     else:
         bench.tell(TrajectoryInterrupted(trajectory=LAST, epoch=order.epoch, tokens=6))
     bench.tell(TrajectoryScored(trajectory=LAST, reward=1.0))
-    assert list(bench.coordinator.forecast._latest) == [5, 5, 5] + [6] * by_itself
+    assert list(bench.coordinator.forecast._latest) == [5, 5, 5] + [6] * recurring
 
 
 def test_a_resumed_episode_teaches_what_a_whole_one_does() -> None:
@@ -106,7 +106,7 @@ def test_a_row_that_is_no_instance_is_refused_in_every_turn(turn: int) -> None:
             return 7 if self.turns >= turn else 0
 
     bench = Bench(eta=0, environments=True, max_attempts=3)
-    bench.coordinator._placement._routing = OwnRouting(name="mine.py:Rule", code=Rule())
+    bench.coordinator._placement._routing = UserRouting(name="mine.py:Rule", code=Rule())
     bench.join()
     routes = only(bench.arrive(0), Route)
     assert len(routes) == turn - 1

@@ -31,7 +31,7 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.tasks.actors import trajectory_server
 from staleflow.tasks.actors.server_messages import RewardItem
-from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.coordination.test_coordinator import A, Bench
 from tests.support import virtual_time
@@ -122,12 +122,12 @@ def test_a_coordinator_keeps_no_more_than_its_limits_over_ten_thousand_trajector
     assert len(bench.coordinator._state._pull_started_s) <= 1
 
 
-def response_of(trajectory: TrajectoryId) -> Sampled:
+def response_of(trajectory: TrajectoryId) -> SampledTokens:
     tokens = np.full(3, 7, np.int32)
     segment = Segment(
         version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens, logprobs=-np.ones(3, np.float32)
     )
-    return Sampled(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thousand_trajectories(

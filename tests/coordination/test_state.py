@@ -177,7 +177,7 @@ def test_verbs_of_the_fleet_that_would_break_it_are_refused_and_nothing_happens(
 def changes(state: CoordinatorState) -> tuple[bool, list[str], bool, bool]:
     """What is to be decided anew: batch, pulls of these instances, room, routing."""
     loads = [one.instance for one in state.take_load_changes()]
-    return state.take_batch_change(), list(loads), state.take_room_change(), state.take_routing_change()
+    return state.pop_batch_changed(), list(loads), state.take_room_change(), state.take_routing_change()
 
 
 NOTED: dict[str, tuple[Callable[[CoordinatorState], object], tuple[bool, list[str], bool, bool]]] = {
@@ -251,7 +251,7 @@ def test_a_batch_is_noted_scored_consumed_published_and_pulled() -> None:
 
 def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends() -> None:
     state = busy_state()
-    assert len(state.fresh_groups) == 1
+    assert len(state.unreserved_groups) == 1
     send(state, 6, row=1)
     assert {t.id: level for level, t in state.queue} == {4: 0, 5: 0, 7: 0, 8: 0}
     assert [one.in_transit for one in state.fleet] == [1, 1]
@@ -259,7 +259,7 @@ def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends
     assert [one.in_transit for one in state.fleet] == [0, 1]
     send(state, 1, row=1)
     assert [one.in_transit for one in state.fleet] == [0, 0]
-    assert len(state.fresh_groups) == 0
+    assert len(state.unreserved_groups) == 0
     validate(state)
 
 
@@ -279,7 +279,7 @@ def test_what_everybody_may_read_cannot_be_written() -> None:
     state = busy_state()
     with pytest.raises(TypeError):
         state.live[TrajectoryId(0)] = live(state, 1)  # type: ignore[index]  # that is what is tested
-    for name in ("now", "training", "fresh_groups", "groups_drawn", "waited_s"):
+    for name in ("now", "training", "unreserved_groups", "groups_requested", "waited_s"):
         with pytest.raises(AttributeError):
             setattr(state, name, 1)
 

@@ -17,7 +17,7 @@ from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFl
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, EntryState
 from staleflow.stores.trajectories.records import LedgerState
-from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, ended_as
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, outcome_key
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Life:
         self.ended |= {e.trajectory for e in endings}
 
     def commit(self) -> None:
-        num_ended = {ended_as(fate, reason): n for (fate, reason), n in self.ledger.num_ended.items()}
+        num_ended = {outcome_key(fate, reason): n for (fate, reason), n in self.ledger.num_ended.items()}
         self.commits.append((self.ledger.num_started, num_ended, set(self.ended)))
 
     def found(self, version: int) -> tuple[LedgerState, list[GroupInFlight]]:
@@ -147,8 +147,8 @@ def test_what_was_promised_fits_again_and_the_run_can_end(
 
     # On another ledger, as the coordinator does it.
     ledger = new_ledger(*shape, waits=extra[2])
-    parted = {k: n for k, n in life.ledger.num_ended.items() if stored.num_ended.get(ended_as(*k))}
-    ledger.resume(version, {k: stored.num_ended[ended_as(*k)] for k in parted})
+    parted = {k: n for k, n in life.ledger.num_ended.items() if stored.num_ended.get(outcome_key(*k))}
+    ledger.resume(version, {k: stored.num_ended[outcome_key(*k)] for k in parted})
     shed: set[int] = set()
     for group in event.groups:
         ledger.start(group.group, [m.trajectory for m in group.members])

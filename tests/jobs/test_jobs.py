@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.commands import command
@@ -117,7 +117,7 @@ def where_is(cluster: Cluster) -> dict[str, int]:
         return found
 
     async def ask() -> dict[str, int]:
-        async with Where(scheduler_file=str(cluster.file)).connected() as client:
+        async with ClusterAddress(scheduler_file=str(cluster.file)).connected() as client:
             tasks = await client.run_on_scheduler(places)
             pids = await client.run(os.getpid)
             return {name: pids[address] for name, address in tasks.items()}

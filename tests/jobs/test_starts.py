@@ -10,7 +10,7 @@ import pytest
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs.starts import Start, Starts, read, whole
 from staleflow.pipeline.jobs.summary import write_report
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ActorLost, StoreError
 
 PHASES = {
@@ -19,16 +19,16 @@ PHASES = {
 
 
 def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
-    killed = Outcomes(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1})
+    killed = RunReport(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1})
     first = Starts(tmp_path, 0, 0.0)
     first.note(killed)
     killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
-    lost = Outcomes(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
+    lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
     with pytest.raises(ActorLost), Starts(tmp_path, 3, 10.0).ending(lost):
         raise ActorLost("server is gone")
 
-    last = Outcomes(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
+    last = RunReport(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
     with Starts(tmp_path, 4, 12.0).ending(last):
         pass
     assert [(one.version, one.end) for one in read(tmp_path)] == [
@@ -49,7 +49,7 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
 
 
 def test_a_stop_is_written_too(tmp_path: Path) -> None:
-    outcomes = Outcomes(stopped="cancelled")
+    outcomes = RunReport(stopped="cancelled")
     with Starts(tmp_path, 0, 0.0).ending(outcomes):
         pass
     with pytest.raises(KeyboardInterrupt), Starts(tmp_path, 0, 0.0).ending(outcomes):
@@ -58,7 +58,7 @@ def test_a_stop_is_written_too(tmp_path: Path) -> None:
 
 
 def test_a_run_of_an_earlier_version_has_none_and_a_damaged_file_is_named(tmp_path: Path) -> None:
-    outcomes = Outcomes(losses=["x"])
+    outcomes = RunReport(losses=["x"])
     assert read(tmp_path) == []
     assert whole(outcomes, tmp_path) is outcomes
     for content in ("{", "[3]", '[{"version": "one"}]', "7"):
@@ -68,7 +68,7 @@ def test_a_run_of_an_earlier_version_has_none_and_a_damaged_file_is_named(tmp_pa
 
 
 def test_it_is_written_once_a_step_and_not_twice_a_second(tmp_path: Path) -> None:
-    starts, outcomes = Starts(tmp_path, 0, 0.0), Outcomes()
+    starts, outcomes = Starts(tmp_path, 0, 0.0), RunReport()
     outcomes.commands["Route"] = 1
     starts.note(outcomes)
     assert read(tmp_path) == [Start(0)]

@@ -10,7 +10,7 @@ import pytest
 from distributed import Client
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import Where
+from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import submission
 from staleflow.pipeline.recovery.run_folder import claimed
@@ -24,7 +24,7 @@ class KilledError(BaseException):
 
 
 async def submit(jobs: Jobs, job: Path, *, resume: bool = False) -> dict[str, Any]:
-    where = Where(address=jobs.cluster.scheduler_address)
+    where = ClusterAddress(address=jobs.cluster.scheduler_address)
     return await submission.submit(loading.load(job), where, resume=resume)
 
 

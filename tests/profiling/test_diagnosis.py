@@ -12,7 +12,7 @@ from staleflow.pipeline.jobs.summary import diagnosed
 from staleflow.pipeline.jobs.what_if import WORSE, confirmed, expect
 from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
 from staleflow.pipeline.profiling.engine_profile import profile_run
-from staleflow.pipeline.profiling.step_times import StepLoad
+from staleflow.pipeline.profiling.step_times import StepTimes
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -83,7 +83,7 @@ def _value(config: loading.RunConfig, key: str) -> float:
 
 
 def test_nothing_is_said_of_no_steps() -> None:
-    assert diagnose(StepLoad(), sizes_of(simulated())) is None
+    assert diagnose(StepTimes(), sizes_of(simulated())) is None
 
 
 def test_other_admission_rules_are_advised_to_change_to_the_bound() -> None:

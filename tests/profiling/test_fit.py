@@ -32,7 +32,7 @@ from staleflow.pipeline.coordination.journal import Journal
 from staleflow.pipeline.profiling import fit as fitting
 from staleflow.pipeline.profiling.engine_profile import Grid, measure_prefill, measure_steps, profile_run
 from staleflow.pipeline.profiling.fit import (
-    CostWatch,
+    CostDriftDetector,
     DraftedPoint,
     Fit,
     StepPoint,
@@ -114,7 +114,7 @@ def test_too_few_points_are_refused() -> None:
 
 def test_the_watch_says_when_steps_no_longer_agree_and_what_would() -> None:
     model, rng = PUBLISHED["7B"], np.random.default_rng(2)
-    watch = CostWatch(model, tolerance=0.25)
+    watch = CostDriftDetector(model, tolerance=0.25)
     for point in points_of(model, rng, 0.02)[:20]:
         watch.observe(point)
     assert watch.ratio is None

@@ -25,13 +25,13 @@ from staleflow.pipeline.profiling.diagnosis import sizes_of
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.engine_profile import profile_run, write_profile
 from staleflow.pipeline.profiling.step_times import steady, total
-from staleflow.pipeline.profiling.time_breakdown import LoadWatch
+from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.emulation.cost_model import CostModel, tokens_a_step
+from staleflow.tasks.emulation.cost_model import CostModel, tokens_per_step
 from tests.support.simulated_store import stored_simulation
 
 
@@ -97,7 +97,7 @@ def test_what_became_of_drafts_is_known_from_responses_where_instances_report_no
     drafting = "rollout.engine.speculation={length=4, most_running=64}"
     run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance=0.75")
     config = load_job(run)
-    watch = LoadWatch(factories.cost_model(config), config.members_started, first_length=4)
+    watch = TimeTracker(factories.cost_model(config), config.members_started, first_length=4)
     for entry in journal.read(run / "events.jsonl"):
         silent = isinstance(entry.event, InstanceReported)
         watch.observe(entry.now, replace(entry.event, steps=None) if silent else entry.event, entry.commands)
@@ -113,7 +113,7 @@ def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_
     drafts.add(replace(taken, drafts=0, drafted_tokens=0, accepted_tokens=0), 2)  # nothing drafted: nothing said
     drafts.add(taken, 0)  # told meanwhile to draft none
     assert drafts.acceptance is not None
-    assert tokens_a_step(2, drafts.acceptance) == pytest.approx(1.3)
+    assert tokens_per_step(2, drafts.acceptance) == pytest.approx(1.3)
     model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verified=0.8)
     assert drafts.cost(model).verified == pytest.approx(0.8 / 2)  # one a step, where there might have been two
     assert DraftsUsed().acceptance is None
@@ -130,7 +130,7 @@ def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(
 def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=6")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
-    watch = LoadWatch(factories.cost_model(config), config.members_started)
+    watch = TimeTracker(factories.cost_model(config), config.members_started)
     for entry in entries:
         watch.observe(entry.now, entry.event, entry.commands)
     whole = total(watch.loads)
@@ -148,8 +148,8 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
 def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
-    alone = LoadWatch(factories.cost_model(config), config.members_started)
-    twice = LoadWatch(factories.cost_model(config), config.members_started)
+    alone = TimeTracker(factories.cost_model(config), config.members_started)
+    twice = TimeTracker(factories.cost_model(config), config.members_started)
     for entry in entries[: len(entries) // 2]:
         twice.observe(entry.now, entry.event, entry.commands)
     before, begin_s = len(twice.loads), 1000.0
@@ -164,7 +164,7 @@ def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None
 
 def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
     one, two, group = InstanceId("one"), InstanceId("two"), GroupId(0)
-    watch = LoadWatch(CostModel(k1=0, k2=0, k3=0, k4=0.01, b=0, prefill=0), 1)
+    watch = TimeTracker(CostModel(k1=0, k2=0, k3=0, k4=0.01, b=0, prefill=0), 1)
     found = MemberInFlight(trajectory=TrajectoryId(0), version=PolicyVersion(0), tokens=30)
     watch.observe(
         0.0,

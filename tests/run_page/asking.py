@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.run_page.api import Answers
+from staleflow.pipeline.run_page.api import RunApi
 from staleflow.pipeline.run_page.page_server import application
 from staleflow.pipeline.run_page.run_reader import RunReader
 
@@ -30,7 +30,7 @@ class Page:
 
     def __init__(self, run_dir: Path) -> None:
         self.reader = RunReader(run_dir)
-        self._app = application(Answers(self.reader), frozenset({"box"}))
+        self._app = application(RunApi(self.reader), frozenset({"box"}))
 
     def get(self, path: str, host: str = "127.0.0.1:8799", method: str = "GET", **query: object) -> Answer:
         """What it answers."""

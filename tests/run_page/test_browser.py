@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.run_page.api import Answers
+from staleflow.pipeline.run_page.api import RunApi
 from staleflow.pipeline.run_page.page_server import listen, make_server
 from staleflow.pipeline.run_page.run_reader import RunReader
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
@@ -36,7 +36,7 @@ PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 async def serving(run_dir: Path) -> AsyncIterator[str]:
     """The address of a run's page, served from a thread."""
     listening = listen("127.0.0.1", 0, exactly=True)
-    server = make_server(Answers(RunReader(run_dir)), "127.0.0.1", lambda: None)
+    server = make_server(RunApi(RunReader(run_dir)), "127.0.0.1", lambda: None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -10,9 +10,9 @@ import pytest
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.stored_runs.response_texts import shown_texts
 from staleflow.tasks.rendering.chat_tokenizer import (
+    ChatTokenizer,
     FileTexts,
     NumberTexts,
-    TokenizerTexts,
     file_texts,
     pieces,
     tokenizer_texts,
@@ -64,4 +64,4 @@ def test_ids_are_shown_where_there_is_no_text(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path / "there")
     there = loading.from_tree({"model": {"path": str(tmp_path / "there")}})
     assert isinstance(shown_texts(there), FileTexts)
-    assert not isinstance(shown_texts(there), TokenizerTexts)
+    assert not isinstance(shown_texts(there), ChatTokenizer)

@@ -13,7 +13,7 @@ from staleflow.pipeline.coordination.commands import Act
 from staleflow.pipeline.coordination.events import EnvironmentAnswered
 from staleflow.pipeline.profiling.latencies import latencies
 from staleflow.pipeline.runtime.environment_hosts import LATEST
-from staleflow.stores.errors import EnvironmentsFail
+from staleflow.stores.errors import TooManyFailedEnvironments
 from staleflow.stores.trajectory import AbortReason, Given
 from staleflow.tasks.actors.environment_host import FAILED_BEFORE
 from tests.support.bodies import Body, Run
@@ -169,6 +169,6 @@ def test_a_hung_environment_hurts_only_its_own_episode(body: Body) -> None:
 def test_environments_that_always_fail_end_the_run(body: Body) -> None:
     run = body.run(*AGENTS, "simulation.failed_step_share=1")
     error = run.raised()
-    assert isinstance(error, EnvironmentsFail)
+    assert isinstance(error, TooManyFailedEnvironments)
     assert f"environments failed in {LATEST} of their latest {LATEST} answers" in str(error)
     run.check_kept()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.endpoint import Told, stored_turns
+from benchmarks.endpoint import AgentArgs, stored_turns
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import EnvironmentFailed, InstanceLost
 from staleflow.pipeline.processes.dask_workers import DaskWorkers
@@ -90,7 +90,7 @@ def notes(folder: Path) -> Notes:
     }
 
 
-def told(answers: list[dict[str, Any]]) -> tuple[Told, ...]:
+def told(answers: list[dict[str, Any]]) -> tuple[AgentArgs, ...]:
     """The turns that an agent was told."""
     found = []
     for answer in (note["told"] for note in answers if "told" in note):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.endpoint import Told, stored_turns
+from benchmarks.endpoint import AgentArgs, stored_turns
 from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.stores.trajectory import Fate
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
@@ -46,7 +46,7 @@ def test_turns_end_by_the_strings_that_their_requests_name(job: Path, tiny_model
         "task.eval_prompts=0", "steps=3", "rollout.max_new_tokens=60", "rollout.turn_tokens=16",
     )  # fmt: skip
     texts = tokenizer_texts(str(tiny_model))
-    told: set[Told] = set()
+    told: set[AgentArgs] = set()
     stopped = cut = 0
     for file in (tmp_path / "told").iterdir():
         for line in file.read_text().splitlines():

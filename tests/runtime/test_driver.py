@@ -17,7 +17,7 @@ from staleflow.pipeline.coordination.events import TrajectoryScored
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.stores.errors import ConfigError, RunStuck, StoreError
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
-from staleflow.tasks.actors.parameter_server import Fetched
+from staleflow.tasks.actors.parameter_server import FetchProgress
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import (
     EVALUATED,
@@ -227,7 +227,7 @@ def test_weights_that_arrive_slowly_are_progress(body: Body, arrives: bool) -> N
     """No instance has version 1 before it has arrived, which takes longer than stuck_s."""
     slow = [
         Fault(actor="parameters-two", method="ensure", nth=n + 2, late_s=2.0,  # both instances have asked for version 0
-              change=lambda _, n=n: Fetched(path="", num_bytes=n * 1000 if arrives else 1000))
+              change=lambda _, n=n: FetchProgress(path="", num_bytes=n * 1000 if arrives else 1000))
         for n in range(1, 61)
     ]  # fmt: skip
     hosts = ("one", "one", "one", "two", "two")

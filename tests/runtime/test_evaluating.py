@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config.actor_settings import make_workload
-from staleflow.stores.trajectory import is_evaluated
+from staleflow.stores.trajectory import is_evaluation
 from staleflow.tasks.sources.evaluation_items import group_of
 from tests.runtime.test_taking_up import SHAPES, killed, resumption_of
 from tests.support.bodies import Body, Run
@@ -28,7 +28,7 @@ def versions(run: Run) -> list[int]:
 def check(run: Run) -> None:
     """The run kept its promises, and nothing of an evaluation is in its store or in a batch."""
     run.check()
-    assert not any(is_evaluated(row.trajectory.id) for row in run.store.ended())
+    assert not any(is_evaluation(row.trajectory.id) for row in run.store.ended())
     assert all(first >= 0 for record in run.records for first, _ in record.ledger.live)
     written = json.loads((run.config.run_dir / "evaluations.json").read_text())
     assert [row["version"] for row in written] == versions(run)
@@ -54,7 +54,7 @@ def test_a_run_is_evaluated_before_and_after_by_default(body: Body) -> None:
 
 def test_an_instance_that_samples_for_an_evaluation_pulls_once_it_is_done(body: Body) -> None:
     """Responses of 60 tokens at 20 a second outlast two steps: the host lags, the other instance pulls."""
-    world = World(length=lambda trajectory: 60 if is_evaluated(trajectory) else 8)
+    world = World(length=lambda trajectory: 60 if is_evaluation(trajectory) else 8)
     run = body.run(*EVALUATED, "evaluation.every=0", "steps=6", "staleness.eta=1", world=world)
     check(run)
     assert versions(run) == [0, 6]
@@ -101,7 +101,7 @@ def test_a_lost_reward_worker_scores_an_evaluation_again(body: Body) -> None:
 def test_a_run_that_goes_on_neither_repeats_nor_loses_a_result(body: Body, steps: int, undone: int) -> None:
     """Killed after some of its six steps, mostly in the middle of an evaluation. What the store has undone by then is
     evaluated again: it is trained again, on other responses."""
-    world = World(length=lambda trajectory: 70 if is_evaluated(trajectory) else 8, train_s=2.0)
+    world = World(length=lambda trajectory: 70 if is_evaluation(trajectory) else 8, train_s=2.0)
     job = (*EVALUATED, "evaluation.every=2", "steps=6")
     first = body.run(*job, world=world, meanwhile=killed(lambda run: len(run.outcomes.steps) >= steps))
     had = versions(first)
@@ -151,7 +151,7 @@ BEST = (*EVALUATED, "evaluation.best=held-out", "steps=6")
 
 def judged(figure: Callable[[int], float], **changes: Any) -> World:
     """A world in which what is scored after `n` steps is worth figure(n), and evaluations outlast steps."""
-    world = World(length=lambda trajectory: 30 if is_evaluated(trajectory) else 8, train_s=2.0, **changes)
+    world = World(length=lambda trajectory: 30 if is_evaluation(trajectory) else 8, train_s=2.0, **changes)
     world.reward = lambda text: figure(len(world.trained))
     return world
 

@@ -18,7 +18,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Conclude
 from staleflow.pipeline.jobs import summary as report
 from staleflow.pipeline.jobs.execution import RunEnd
-from staleflow.pipeline.runtime.evaluation_driver import Evaluating
+from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
 from staleflow.pipeline.runtime.evaluation_results import (
     Evaluation,
     fewer_prompts,
@@ -26,7 +26,7 @@ from staleflow.pipeline.runtime.evaluation_results import (
     read_evaluations,
     write_evaluations,
 )
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.metrics import with_rate
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
@@ -34,7 +34,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import Failed, Sampled
+from staleflow.tasks.engines.base import Failed, SampledTokens
 from staleflow.tasks.engines.generate import answers
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 from staleflow.tasks.sources.reward_process import ScoredResponse
@@ -64,7 +64,7 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         actors: Any = Here({"server": server, "reward-0": reward})
         requests: list[Any] = []
         found: list[Evaluation] = []
-        evaluating = Evaluating(
+        evaluating = EvaluationDriver(
             config, actors, folder, found, requests.append, lambda _: None, lambda: 0.0,
             lambda name: {"reward": "r", "data": "d", "template": "t"}, lambda name: [f"a change of {name}"],
         )  # fmt: skip
@@ -89,12 +89,12 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
     return asyncio.run(scenario())
 
 
-def _sampled(member: TrajectoryId, tokens: tuple[int, ...]) -> Sampled:
+def _sampled(member: TrajectoryId, tokens: tuple[int, ...]) -> SampledTokens:
     segment = Segment(
         version=PolicyVersion(3), instance=InstanceId("rollout-0"), tokens=np.asarray(tokens, np.int32),
         logprobs=np.zeros(len(tokens), np.float32),
     )  # fmt: skip
-    return Sampled(trajectory=member, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=member, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: str) -> RunConfig:
@@ -167,7 +167,9 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
         ),
         0.0,
     )  # fmt: skip
-    outcomes = Outcomes(steps=[with_rate(step, None)], evaluations=[none, Evaluation.from_json(EARLIER)], notes=["one"])
+    outcomes = RunReport(
+        steps=[with_rate(step, None)], evaluations=[none, Evaluation.from_json(EARLIER)], notes=["one"]
+    )
     summary = json.loads(json.dumps(report.write_report(config, outcomes, config.run_dir)))
     assert summary["evaluations"][0]["sampled"] is None
     assert summary["notes"] == ["one"]

@@ -19,8 +19,8 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectorySampled,
 )
-from staleflow.pipeline.profiling.fit import CostWatch
-from staleflow.pipeline.runtime.instance_link import Stillness
+from staleflow.pipeline.profiling.fit import CostDriftDetector
+from staleflow.pipeline.runtime.instance_link import StallDetector
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
@@ -40,7 +40,7 @@ def load(tokens: int, **changes: Any) -> EngineLoad:
 
 
 def test_only_an_engine_with_work_and_without_any_sign_of_it_stands_still() -> None:
-    watch = Stillness(10.0)
+    watch = StallDetector(10.0)
     assert watch.observe(load(5), 0.0) == 0
     assert watch.observe(load(5), 9.0) == 0
     assert watch.observe(load(6), 11.0) == 0, "it sampled"
@@ -119,7 +119,7 @@ def linked(body: Body, script: Callable[[Linked], Awaitable[None]], **kwargs: An
         trainer._version = V1
         stage.actors.publish(trainer._publish({}))
         time = asyncio.get_running_loop().time
-        costs = CostWatch(CostModel(k1=0, k2=0, k3=0, k4=1, b=0, prefill=0), 1.0)
+        costs = CostDriftDetector(CostModel(k1=0, k2=0, k3=0, k4=1, b=0, prefill=0), 1.0)
         one: Linked
         link = body.runtime.instance_link.InstanceLink(
             stage.actors.instances[ONE], stage.actors, stage.config.deadlines, 1.0, costs,

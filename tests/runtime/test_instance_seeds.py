@@ -11,7 +11,7 @@ import pytest
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.model_facts import ModelFacts
-from staleflow.pipeline.processes.worker_protocol import Placed, Workers
+from staleflow.pipeline.processes.worker_protocol import PlacedActor, Workers
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime.actors import REPLACEMENTS, Actors
 from staleflow.stores.errors import ActorLost
@@ -31,14 +31,14 @@ class NotedPlaces:
 
     def __init__(self) -> None:
         self.engines: dict[str, TransformersSettings] = {}
-        self.placed: dict[str, Placed] = {}
+        self.placed: dict[str, PlacedActor] = {}
 
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         if role == "server":
             raise ActorLost("no server here")
         if role == "rollout":
             self.engines[name] = args[0]
-        placed = Placed(
+        placed = PlacedActor(
             name=name, role=role, worker=name, address="tcp://w", host="", actor=FreshInstance(), future=None
         )
         if role == "rollout":

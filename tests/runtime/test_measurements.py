@@ -9,7 +9,7 @@ import pytest
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
-from staleflow.pipeline.processes.worker_protocol import Placed
+from staleflow.pipeline.processes.worker_protocol import PlacedActor
 from staleflow.pipeline.runtime.measurements import Measurements
 from tests.support import virtual_time
 
@@ -17,7 +17,7 @@ from tests.support import virtual_time
 @pytest.mark.parametrize("earlier_s", [0.0, 1000.0])
 def test_what_passed_before_a_run_was_resumed_was_assigned_to_none_of_its_instances(earlier_s: float) -> None:
     config = loading.load(Path("examples/dryrun.toml"))
-    placed = Placed("rollout-0", "rollout", "tcp://a", "tcp://a", "host", actor=None, future=None)
+    placed = PlacedActor("rollout-0", "rollout", "tcp://a", "tcp://a", "host", actor=None, future=None)
     instance = InstanceHandle(placed, 0)
 
     async def script() -> None:

@@ -28,9 +28,9 @@ from staleflow.pipeline.recovery.run_folder import (
     FolderInUse,
     claimed,
     load_job,
-    only_here,
+    lock_folder,
     prepare_run_dir,
-    refuse_taken,
+    require_no_run,
 )
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -106,7 +106,7 @@ def test_a_second_run_of_a_name_is_refused_before_it_has_written_anything(light:
     folder = begun(light).run_dir
     if not stored:
         shutil.rmtree(folder / "store")
-    with only_here(folder):
+    with lock_folder(folder):
         before = contents(folder)
         second = loading.load(light, ("staleness.eta=4",))
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
@@ -179,7 +179,11 @@ def test_a_lock_file_that_is_removed_in_between_keeps_others_out_all_the_same(
         flock(file, how)
 
     monkeypatch.setattr(run_folder.fcntl, "flock", late)
-    with only_here(tmp_path), pytest.raises(FolderInUse, match=f"in use by process {os.getpid()}"), only_here(tmp_path):
+    with (
+        lock_folder(tmp_path),
+        pytest.raises(FolderInUse, match=f"in use by process {os.getpid()}"),
+        lock_folder(tmp_path),
+    ):
         pytest.fail("both hold it")
 
 
@@ -195,13 +199,13 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch:
     (tmp_path / "taken" / run_folder.LOCK).mkdir(parents=True)
     with (
         pytest.raises(StoreError, match=r"cannot be written: .*a run's folder is locked"),
-        only_here(tmp_path / "taken"),
+        lock_folder(tmp_path / "taken"),
     ):
         pytest.fail("there is no file to lock")
     monkeypatch.setattr(run_folder.fcntl, "flock", lockless)
     with (
         pytest.raises(StoreError, match="No locks available; use a file system that supports locks"),
-        only_here(tmp_path),
+        lock_folder(tmp_path),
     ):
         pytest.fail("nothing is locked")
 
@@ -218,11 +222,11 @@ def test_a_folder_without_a_store_is_used_again_and_one_that_holds_anything_is_n
     for name in ("store", "checkpoints", "resume"):
         (folder / name).mkdir()
         with pytest.raises(ConfigError, match="already holds a run; set another name="):
-            refuse_taken(folder)
+            require_no_run(folder)
         (folder / name).rmdir()
     (folder / "events.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match="already holds a run"):
-        refuse_taken(folder)
+        require_no_run(folder)
 
 
 def test_what_a_resume_changes_is_written_down_even_if_nothing_was_stored(light: Path) -> None:
@@ -386,7 +390,7 @@ def test_a_driver_that_starts_anew_waits_for_the_one_before_to_let_go(light: Pat
         async with job_driver.claimed_for_job(hurried, submission("job-a")):
             pytest.fail("it is held")
 
-    with only_here(config.run_dir), pytest.raises(FolderInUse):
+    with lock_folder(config.run_dir), pytest.raises(FolderInUse):
         asyncio.run(too_long())
 
 

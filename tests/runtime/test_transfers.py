@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.pipeline.weights.weight_transfers import FAN_OUT, Transfers, Tree
+from staleflow.pipeline.weights.weight_transfers import FAN_OUT, BroadcastTree, WeightTransfers
 from staleflow.stores.errors import ActorLost, TransferFailed
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
-from staleflow.tasks.actors.parameter_server import Fetched
+from staleflow.tasks.actors.parameter_server import FetchProgress
 from tests.support.bodies import Body, Stage
 from tests.support.in_process import Fault
 from tests.support.scripted import World
@@ -22,7 +22,7 @@ HOSTS = [f"host-{i:02d}" for i in range(16)]
 EVENTS = st.lists(st.tuples(st.sampled_from(("join", "arrived", "failed")), st.sampled_from(HOSTS)), max_size=60)
 
 
-def ancestors(tree: Tree, host: str) -> list[str]:
+def ancestors(tree: BroadcastTree, host: str) -> list[str]:
     found = []
     while host in tree._parents:
         host = tree._parents[host]
@@ -34,7 +34,7 @@ def ancestors(tree: Tree, host: str) -> list[str]:
 @settings(max_examples=300)
 @given(EVENTS)
 def test_every_host_is_below_the_root_and_none_below_itself(events: list[tuple[str, str]]) -> None:
-    tree = Tree("root")
+    tree = BroadcastTree("root")
     for event, host in events:
         if event == "join":
             sources = tree.join(host)
@@ -50,7 +50,7 @@ def test_every_host_is_below_the_root_and_none_below_itself(events: list[tuple[s
 
 @given(st.lists(st.sampled_from(HOSTS), unique=True))
 def test_while_nothing_fails_no_host_serves_more_than_a_few(hosts: list[str]) -> None:
-    tree = Tree("root")
+    tree = BroadcastTree("root")
     for host in hosts:
         tree.join(host)
     served = Counter(tree._parents.values())
@@ -60,7 +60,7 @@ def test_while_nothing_fails_no_host_serves_more_than_a_few(hosts: list[str]) ->
 
 
 def test_a_host_that_has_it_serves_it() -> None:
-    tree = Tree("root")
+    tree = BroadcastTree("root")
     assert [tree.join(h)[0] for h in HOSTS[:2]] == ["root", "root"]
     tree.arrived(HOSTS[0])
     tree.arrived(HOSTS[1])
@@ -68,7 +68,7 @@ def test_a_host_that_has_it_serves_it() -> None:
 
 
 def test_one_that_failed_does_not_wait_for_those_that_may_wait_for_it() -> None:
-    tree = Tree("root")
+    tree = BroadcastTree("root")
     for host in HOSTS[:7]:
         tree.join(host)
     tree.failed(HOSTS[0])
@@ -119,7 +119,7 @@ def test_a_fetch_may_take_longer_than_a_call(body: Body) -> None:
         assert asyncio.get_running_loop().time() - begin > 20 * 2
         assert two.version == V1
 
-    on_its_way = Fetched(path="", num_bytes=3)
+    on_its_way = FetchProgress(path="", num_bytes=3)
     slow = [
         Fault(actor="parameters-two", method="ensure", nth=n, late_s=2.0, change=lambda _: on_its_way)
         for n in range(2, 22)  # the first asks for version 0
@@ -213,16 +213,16 @@ class Asked:
     def actor(self, name: str) -> str:
         return name
 
-    async def ask(self, name: str, method: str, *args: Any) -> Fetched:
+    async def ask(self, name: str, method: str, *args: Any) -> FetchProgress:
         self.args.append(args)
-        return Fetched(path="file", num_bytes=0)
+        return FetchProgress(path="file", num_bytes=0)
 
 
 def test_as_many_deltas_are_named_as_the_knob_allows_and_there_are_without_a_gap() -> None:
     async def chains(most: int, *published: int) -> list[list[int]]:
         """The versions of the deltas to each of five versions. published: those that have one."""
         asked = Asked()
-        transfers = Transfers(asked, 60.0, most)
+        transfers = WeightTransfers(asked, 60.0, most)
         for version in map(PolicyVersion, range(5)):
             transfers.publish(version, "root", 100, version * (version in published), f"print-{version}")
             await transfers.fetch(version, "other")
@@ -240,7 +240,7 @@ def test_as_many_deltas_are_named_as_the_knob_allows_and_there_are_without_a_gap
 def test_deltas_are_named_as_long_as_a_host_may_need_them() -> None:
     async def scenario() -> None:
         asked = Asked()
-        transfers = Transfers(asked, 60.0, 2)
+        transfers = WeightTransfers(asked, 60.0, 2)
         for version in map(PolicyVersion, range(6)):
             transfers.publish(version, "root", 100, 1, "")
             transfers.keep(())
@@ -253,10 +253,10 @@ def test_deltas_are_named_as_long_as_a_host_may_need_them() -> None:
 
 def test_a_host_that_had_to_fetch_all_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     class Whole(Asked):
-        async def ask(self, name: str, method: str, *args: Any) -> Fetched:
-            return Fetched(path="file", num_bytes=0, without_delta="version 1 is another one")
+        async def ask(self, name: str, method: str, *args: Any) -> FetchProgress:
+            return FetchProgress(path="file", num_bytes=0, without_delta="version 1 is another one")
 
-    transfers = Transfers(Whole(), 60.0, 2)
+    transfers = WeightTransfers(Whole(), 60.0, 2)
     transfers.publish(PolicyVersion(1), "root", 100, 1, "")
     asyncio.run(transfers.fetch(PolicyVersion(1), "other"))
     assert "parameters-other has fetched all of version 1: version 1 is another one" in caplog.text

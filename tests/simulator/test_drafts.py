@@ -13,7 +13,7 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Command, Speculate
 from staleflow.pipeline.coordination.events import Event
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.tasks.emulation.batch_simulator import DecodingInstance, DraftedTokens, Drafting
+from staleflow.tasks.emulation.batch_simulator import DraftedTokens, DraftSettings, SimulatedBatch
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import Turn
 from tests.simulator.test_simulator import COST, job, run
@@ -21,8 +21,8 @@ from tests.simulator.test_simulator import COST, job, run
 
 def test_accepted_drafts_make_whole_steps_fewer() -> None:
     cost = CostModel(k1=0.0, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0)
-    drafting = Drafting(length=4, most_running=2, acceptance=1.0)
-    instance = DecodingInstance(cost, kv_capacity=10**6, max_running=8, drafting=drafting)
+    drafting = DraftSettings(length=4, most_running=2, acceptance=1.0)
+    instance = SimulatedBatch(cost, kv_capacity=10**6, max_running=8, drafting=drafting)
     for i in range(3):
         instance.submit(0.0, i, 1, 10, 0, (Turn(100 if i else 50),))
     first, *others = instance.advance(1e9)
@@ -39,14 +39,14 @@ def test_accepted_drafts_make_whole_steps_fewer() -> None:
 def test_rejected_drafts_cost_their_compute_and_bring_nothing() -> None:
     ends = {}
     for acceptance in (0.0, 0.5):
-        drafting = Drafting(length=2, most_running=8, acceptance=acceptance)
-        instance = DecodingInstance(COST, kv_capacity=10**6, max_running=8, drafting=drafting)
+        drafting = DraftSettings(length=2, most_running=8, acceptance=acceptance)
+        instance = SimulatedBatch(COST, kv_capacity=10**6, max_running=8, drafting=drafting)
         for i in range(8):
             instance.submit(0.0, i, 1, 10, 0, (Turn(70),))
         ended = instance.advance(1e9)
         ends[acceptance] = ended[-1].at_s
         assert {one.drafts.counts()["accepted_tokens"] for one in ended[1:]} <= ({0} if not acceptance else {29, 30})
-    plain = DecodingInstance(COST, kv_capacity=10**6, max_running=8)
+    plain = SimulatedBatch(COST, kv_capacity=10**6, max_running=8)
     for i in range(8):
         plain.submit(0.0, i, 1, 10, 0, (Turn(70),))
     undrafted_s = plain.advance(1e9)[-1].at_s
@@ -85,8 +85,8 @@ def test_a_job_that_drafts_nothing_runs_as_one_that_says_nothing_of_drafts() -> 
 
 
 def test_what_is_under_way_counts_as_done_by_now() -> None:
-    drafting = Drafting(length=3, most_running=8, acceptance=0.5)
-    watched, other = (DecodingInstance(COST, kv_capacity=10**6, max_running=8, drafting=drafting) for _ in range(2))
+    drafting = DraftSettings(length=3, most_running=8, acceptance=0.5)
+    watched, other = (SimulatedBatch(COST, kv_capacity=10**6, max_running=8, drafting=drafting) for _ in range(2))
     for instance in (watched, other):
         for i in range(4):
             instance.submit(0.0, i, 1, 10, 0, (Turn(100 + i),))
@@ -104,8 +104,8 @@ def test_what_is_under_way_counts_as_done_by_now() -> None:
 
 def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
     cost = CostModel(k1=0.0, k2=0.004, k3=0.0, k4=0.0, b=0.0)
-    instance = DecodingInstance(
-        cost, kv_capacity=10**6, max_running=8, drafting=Drafting(most_running=8, acceptance=1.0)
+    instance = SimulatedBatch(
+        cost, kv_capacity=10**6, max_running=8, drafting=DraftSettings(most_running=8, acceptance=1.0)
     )
     instance.submit(0.0, 0, 1, 10, 0, (Turn(100),))
     instance.advance(0.2)

@@ -17,7 +17,7 @@ from staleflow.pipeline.coordination.events import EnvironmentAnswered, Environm
 from staleflow.pipeline.simulator.analysis import explanation, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
-from staleflow.tasks.emulation.batch_simulator import DecodingInstance
+from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes, StepFaults, left_to_sample
 from staleflow.tasks.emulation.workload import Turn
 from tests.simulator.test_simulator import COST, job, run
@@ -181,7 +181,7 @@ def test_steps_wait_for_a_place_when_as_many_are_under_way_as_hosts_take() -> No
 
 
 def test_a_later_turn_prefills_what_is_new_while_the_cache_holds_the_rest() -> None:
-    instance = DecodingInstance(COST, kv_capacity=100, max_running=4)
+    instance = SimulatedBatch(COST, kv_capacity=100, max_running=4)
     instance.submit(0.0, 0, 1, 10, 0, (Turn(20),))
     (first,) = instance.advance(1e3)
     assert (instance.kv_tokens, instance.kept_tokens) == (0, 30)

@@ -12,7 +12,7 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.coordination.commands import Command, Conclude, Pull, Route, Train
 from staleflow.pipeline.coordination.events import EvaluationRequested, Event, InstanceJoined
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
-from staleflow.stores.trajectory import is_evaluated
+from staleflow.stores.trajectory import is_evaluation
 from tests.simulator.test_simulator import job, run
 
 EVALUATED = {"evaluation__every": 2, "task__eval_prompts": 10}
@@ -50,7 +50,7 @@ def evaluated(**changes: Any) -> tuple[Watch, Any]:
     watch = Watch()
     config = job(**{**EVALUATED, **changes})
     trace = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=watch).run()
-    assert not any(is_evaluated(t) for t in watch.trained)
+    assert not any(is_evaluation(t) for t in watch.trained)
     for done in watch.concluded:
         if done.abandoned:
             continue

@@ -32,7 +32,7 @@ from staleflow.pipeline.strategies.routing import ROUTING
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.errors import ActorLost, ConfigError, RunStuck
 from staleflow.stores.trajectory import Fate
-from staleflow.tasks.emulation.batch_simulator import DecodingInstance
+from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import Turn
 from tests.support.entries import table
@@ -89,7 +89,7 @@ def step_by_step(cost: CostModel, lengths: list[int], prompt: int, max_running: 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), max_running=st.integers(1, 6))
 def test_decoding_in_closed_form_is_decoding_step_by_step(lengths: list[int], max_running: int) -> None:
-    instance = DecodingInstance(COST, kv_capacity=10**9, max_running=max_running)
+    instance = SimulatedBatch(COST, kv_capacity=10**9, max_running=max_running)
     for i, length in enumerate(lengths):
         instance.submit(0.0, i, 1, 10, 0, (Turn(length),))
     ended = {f.trajectory: f.at_s for f in instance.advance(1e9)}
@@ -100,14 +100,14 @@ def test_decoding_in_closed_form_is_decoding_step_by_step(lengths: list[int], ma
 
 
 def test_an_interrupted_response_goes_on_elsewhere_with_one_more_prefill() -> None:
-    first = DecodingInstance(COST, kv_capacity=1000, max_running=4)
+    first = SimulatedBatch(COST, kv_capacity=1000, max_running=4)
     first.submit(0.0, 7, 1, 10, 0, (Turn(100),))
     assert first.advance(0.2) == []
     stopped = first.remove(0.2, 7)
     assert stopped is not None
     epoch, tokens, _ = stopped
     assert (epoch, 0 < tokens < 100) == (1, True)
-    second = DecodingInstance(COST, kv_capacity=1000, max_running=4)
+    second = SimulatedBatch(COST, kv_capacity=1000, max_running=4)
     second.submit(0.0, 7, 2, 10, tokens, (Turn(100),))
     (ended,) = second.advance(1e9)
     assert (ended.tokens, ended.epoch) == (100, 2)
@@ -116,7 +116,7 @@ def test_an_interrupted_response_goes_on_elsewhere_with_one_more_prefill() -> No
 
 
 def test_a_full_cache_preempts_the_newest_and_loses_nothing() -> None:
-    instance = DecodingInstance(COST, kv_capacity=100, max_running=8)
+    instance = SimulatedBatch(COST, kv_capacity=100, max_running=8)
     for i in range(5):
         instance.submit(0.0, i, 1, 10, 0, (Turn(40),))
     ended = instance.advance(1e9)
@@ -127,20 +127,20 @@ def test_a_full_cache_preempts_the_newest_and_loses_nothing() -> None:
 
 
 def test_tools_take_their_time_and_their_answers_are_prefilled() -> None:
-    instance = DecodingInstance(COST, kv_capacity=1000, max_running=8)
+    instance = SimulatedBatch(COST, kv_capacity=1000, max_running=8)
     instance.submit(0.0, 0, 1, 10, 0, (Turn(5, 3.0, 20), Turn(6)))
     (ended,) = instance.advance(1e9)
     assert ended.tokens == 5 + 20 + 6
     alone = COST.decode_s(1, 10, 5) + 3.0 + COST.decode_s(1, 35, 6) + COST.prefill * 30
     assert ended.at_s == pytest.approx(alone)
-    continued = DecodingInstance(COST, kv_capacity=1000, max_running=8)
+    continued = SimulatedBatch(COST, kv_capacity=1000, max_running=8)
     continued.submit(0.0, 0, 2, 10, 25, (Turn(5, 3.0, 20), Turn(6)))
     assert continued.advance(1e9)[0].tokens == 31
 
 
 def test_weights_in_place_prefill_what_runs_again_or_keep_it() -> None:
     for keep, again in ((False, 2), (True, 0)):
-        instance = DecodingInstance(COST, kv_capacity=1000, max_running=8)
+        instance = SimulatedBatch(COST, kv_capacity=1000, max_running=8)
         for i in range(2):
             instance.submit(0.0, i, 1, 10, 0, (Turn(50),))
         instance.advance(0.1)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.pipeline.recovery.run_folder import only_here
+from staleflow.pipeline.recovery.run_folder import lock_folder
 from staleflow.stores.auditing import snapshot_audit
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.columns import COLUMNS
@@ -167,7 +167,7 @@ def test_what_cannot_be_converted_is_refused_in_one_line(tmp_path: Path) -> None
         (line,) = done.stderr.splitlines()
         return line
 
-    with only_here(run):
+    with lock_folder(run):
         words = [sys.executable, "-m", "staleflow.cli.main", "store", "convert", str(run)]
         done = subprocess.run(words, capture_output=True, text=True)  # another process
         assert done.returncode == 2

@@ -34,7 +34,7 @@ from staleflow.stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.sources import reward_process
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
@@ -237,7 +237,7 @@ class Slow:
 
 
 def test_a_tokenizer_decodes_for_one_thread_at_a_time() -> None:
-    texts = TokenizerTexts(Slow())
+    texts = ChatTokenizer(Slow())
     for i, text in enumerate(at_once(lambda i: texts.text([i] * 20))):
         assert text.split() == [str(i)] * 20
 

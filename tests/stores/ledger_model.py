@@ -109,7 +109,7 @@ class NaiveLedger:
                 return True
         return False
 
-    def hopeless(self) -> list[int]:
+    def cannot_finish(self) -> list[int]:
         """With redundancy: groups in flight for which finished work has left no place."""
         if not self.redundant:
             return []
@@ -126,7 +126,7 @@ class NaiveLedger:
     def shed(self) -> set[int]:
         """Abort the hopeless groups; returns their members."""
         gone: set[int] = set()
-        for i in self.hopeless():
+        for i in self.cannot_finish():
             gone |= self.drop(i)
         self.aborted += len(gone)
         return gone

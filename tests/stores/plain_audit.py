@@ -12,7 +12,7 @@ from staleflow.stores.auditing.weight_counts import counted
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
-from staleflow.stores.trajectory import Ended, Fate, Trajectory, ended_as
+from staleflow.stores.trajectory import Ended, Fate, Trajectory, outcome_key
 from staleflow.stores.weights.weight_hash import comparable
 
 
@@ -220,7 +220,7 @@ def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
     for record in records:
         for row in rows[at : at + record.num_rows]:
             ended.add(row.trajectory.id)
-            counts[ended_as(row.fate, row.reason)] += 1
+            counts[outcome_key(row.fate, row.reason)] += 1
         at += record.num_rows
         yield from conservation_of(record, ended, counts)
     if records and at != len(rows):

@@ -29,7 +29,7 @@ from staleflow.stores.trajectories.columns import COLUMNS, chosen, empty_rows
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, Ended, Fate, PolicyVersion, ended_as
+from staleflow.stores.trajectory import AbortReason, Ended, Fate, PolicyVersion, outcome_key
 from tests.stores.plain_audit import conservation_of, plain_audit
 from tests.stores.store_conformance import ended
 from tests.support.examples import num_examples
@@ -77,7 +77,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
         started += (more := rng.randint(0, 3))
         live |= set(range(started - more, started))
         rows = [*batch, *dropped]
-        counts.update(ended_as(r.fate, r.reason) for r in rows)
+        counts.update(outcome_key(r.fate, r.reason) for r in rows)
         store.commit(
             StepRecord(
                 kind="step", step=step,
@@ -89,7 +89,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
             rows,
         )  # fmt: skip
     rest = [ended(numbers, i, num_steps, Fate.ABORTED) for i in sorted(live)]
-    counts.update(ended_as(r.fate, r.reason) for r in rest)
+    counts.update(outcome_key(r.fate, r.reason) for r in rest)
     ledger = LedgerState(num_started=started, num_ended=dict(counts), live=(), next_step=num_steps, version=num_steps)
     if rng.random() < 0.8:
         store.commit(StepRecord(kind="end", step=num_steps, ledger=ledger), rest)

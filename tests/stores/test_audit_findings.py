@@ -27,7 +27,7 @@ from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, PolicyVersion, ended_as
+from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, PolicyVersion, outcome_key
 from tests.stores.store_conformance import ended, segment
 
 MODULES: tuple[ModuleType, ...] = (audit, conservation, row_checks, single_consumption, snapshot_audit)
@@ -76,7 +76,7 @@ def written(folder: Path, fault: Fault | None = None) -> None:
         rows += [replace(row, reason=AbortReason.SURPLUS_GROUP) for row in dropped] if step < STEPS else []
         if fault is not None:
             rows = fault.rows(step, rows)
-        counts.update(ended_as(r.fate, r.reason) for r in rows)
+        counts.update(outcome_key(r.fate, r.reason) for r in rows)
         record = StepRecord(
             kind="step" if step < STEPS else "end",
             step=step,

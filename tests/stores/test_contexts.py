@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.stores.context_branches import Branch, longest_common, places, ranges, trained_parts
+from staleflow.stores.context_branches import Branch, longest_shared_prefix, places, ranges, training_sequences
 
 
 @dataclass
@@ -60,7 +60,7 @@ def test_a_context_is_that_of_the_token_that_a_branch_goes_on_after(found: Naive
 def test_each_sampled_token_is_trained_on_once_behind_its_own_context(found: Naive) -> None:
     trained = np.asarray(found.sampled)
     seen: list[int] = []
-    parts = trained_parts(found.branches, trained)
+    parts = training_sequences(found.branches, trained)
     for path, own in parts:
         for n, (place, here) in enumerate(zip(path.tolist(), own.tolist(), strict=True)):
             assert found.contexts[place] == path[:n].tolist()
@@ -79,7 +79,7 @@ def test_a_branch_begins_where_its_ids_are_others_than_those_of_every_context(
 ) -> None:
     ids = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=len(found.contexts), max_size=len(found.contexts))))
     wanted = np.asarray(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=8)))
-    count, after = longest_common(found.branches, ids, wanted)
+    count, after = longest_shared_prefix(found.branches, ids, wanted)
     whole = [[*context, place] for place, context in enumerate(found.contexts)]
     agreeing = [path for path in whole if ids[path].tolist() == wanted[: len(path)].tolist()]
     assert count == max(map(len, agreeing), default=0)
@@ -91,5 +91,5 @@ def test_a_side_conversation_is_left_where_it_ends_and_the_main_one_taken_up_aga
     branches = [Branch(4, 0), Branch(6, 4)]
     assert ranges(branches, 8) == [(0, 4), (6, 8)]
     trained = np.asarray([False, False, True, True, False, True, False, True])
-    parts = trained_parts(branches, trained)
+    parts = training_sequences(branches, trained)
     assert [path.tolist() for path, _ in parts] == [[4, 5], [0, 1, 2, 3, 6, 7]]

@@ -20,7 +20,7 @@ from staleflow.stores.errors import StoreError
 from staleflow.stores.files import publish, replace_file, replace_folder, replace_text
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.partial_file import Piece
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 
 REMEDY = "free space"
 
@@ -260,7 +260,7 @@ def test_the_old_folder_of_a_writer_at_work_and_of_a_longer_name_are_left(tmp_pa
 
 
 def test_weights_that_stop_arriving_are_one_line_and_leave_nothing(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path / "weights")
+    folder = WeightFolder(tmp_path / "weights")
 
     def arrive() -> None:
         with folder.incoming(folder.path(PolicyVersion(3)), 8, 4) as incoming:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
     Entry,
@@ -91,8 +91,8 @@ def resumed(version: int, *again: int) -> FlightResumed:
     return FlightResumed(version=PolicyVersion(version), again=tuple(map(TrajectoryId, again)), at_s=0.5)
 
 
-def flight(*entries: Entry) -> InFlight:
-    made = InFlight(members=MEMBERS)
+def flight(*entries: Entry) -> InFlightState:
+    made = InFlightState(members=MEMBERS)
     for entry in entries:
         made.apply(entry)
     return made
@@ -158,7 +158,7 @@ def test_an_end_is_not_taken_back_and_a_reward_is_of_the_tokens_that_were_scored
     assert not state.apply(tokens(0, 1, 3, 2))
     assert not state.apply(tokens(0, 1, 3, 9))
     assert state.apply(reward(0, 5))
-    (group,) = state.in_numbers()
+    (group,) = state.summary_counts()
     assert [(m.trajectory, m.tokens, m.sampled, m.scored, m.reward) for m in group.members] == [
         (0, 5, True, True, 1.0),
         (1, 0, False, False, None),

@@ -81,10 +81,10 @@ def in_short(t: Trajectory) -> list[tuple[int, int]]:
 
 def test_an_answer_begins_the_next_turn() -> None:
     state = flight(*BEGIN, sampled(1, 0, [0, 0, 0]))
-    assert state.in_numbers()[0].members[0].sampled
+    assert state.summary_counts()[0].members[0].sampled
     assert state.apply(answer(3))
     assert not state.apply(answer(3))
-    (member, *_) = state.in_numbers()[0].members
+    (member, *_) = state.summary_counts()[0].members
     assert (member.tokens, member.sampled, member.version) == (5, False, 0)
     assert state.apply(sampled(1, 5, [1], FinishReason.UNFINISHED))
     assert state.apply(sampled(1, 6, [1, 0]))
@@ -106,7 +106,7 @@ def test_an_answer_of_no_tokens_begins_a_turn_too() -> None:
     t = state.live[ID]
     assert in_short(t) == [(0, 2), (-1, 0), (0, 1)]
     assert [x.tolist() for x in t.turns] == [[0, 1], [2]]
-    assert (t.num_given, t.has_answers, t.tool_s) == (0, True, 0.5)
+    assert (t.num_given, t.has_env_steps, t.tool_s) == (0, True, 0.5)
 
 
 @pytest.mark.parametrize(

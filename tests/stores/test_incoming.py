@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.partial_file import Incoming, Piece, pieces
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.partial_file import PartialFile, Piece, pieces
+from staleflow.stores.weights.weight_folder import WeightFolder
 
 
 @given(num_bytes=st.integers(0, 1000), piece_bytes=st.integers(1, 70))
@@ -29,7 +29,7 @@ def test_pieces_written_in_any_order_make_the_file(
 ) -> None:
     path = tmp_path_factory.mktemp("incoming") / "part"
     path.touch()
-    incoming = Incoming(path, len(data), piece_bytes)
+    incoming = PartialFile(path, len(data), piece_bytes)
     arriving = list(incoming.missing.values())
     order.shuffle(arriving)
     arrived: set[int] = set()
@@ -37,7 +37,7 @@ def test_pieces_written_in_any_order_make_the_file(
         assert not incoming.has(*piece)
         incoming.write(piece, data[piece.offset : piece.offset + piece.size])
         arrived |= set(range(piece.offset, piece.offset + piece.size))
-        assert incoming.num_arrived == len(arrived)
+        assert incoming.bytes_arrived == len(arrived)
         assert incoming.read(*piece) == data[piece.offset : piece.offset + piece.size]
         for begin in range(len(data)):
             assert incoming.has(begin, 2) == (set(range(begin, min(begin + 2, len(data)))) <= arrived)
@@ -46,7 +46,7 @@ def test_pieces_written_in_any_order_make_the_file(
 
 
 def test_a_version_is_visible_once_all_of_it_has_arrived(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path / "w")
+    folder = WeightFolder(tmp_path / "w")
     path = folder.path(PolicyVersion(3))
     with folder.incoming(folder.path(PolicyVersion(3)), 3) as incoming:
         assert folder.versions() == []
@@ -57,7 +57,7 @@ def test_a_version_is_visible_once_all_of_it_has_arrived(tmp_path: Path) -> None
 
 
 def test_a_version_that_did_not_arrive_leaves_nothing(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path / "w")
+    folder = WeightFolder(tmp_path / "w")
     with (
         pytest.raises(StoreError, match=r"v00000003\.safetensors: 1 pieces have not arrived"),
         folder.incoming(folder.path(PolicyVersion(3)), 3),
@@ -69,7 +69,7 @@ def test_a_version_that_did_not_arrive_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_version_without_bytes_is_there_at_once(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path / "w")
+    folder = WeightFolder(tmp_path / "w")
     with folder.incoming(folder.path(PolicyVersion(3)), 0):
         pass
     assert folder.versions() == [3]

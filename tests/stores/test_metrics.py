@@ -13,7 +13,7 @@ from staleflow.pipeline.cluster import dashboard
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import summary
 from staleflow.pipeline.jobs.summary import summarize
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.simulator.analysis import measure, steady_tokens_per_s
 from staleflow.pipeline.simulator.trace import Trace, TrainedStep
 from staleflow.stores import metrics
@@ -67,7 +67,7 @@ def test_summary_and_simulation_say_the_same(tmp_path: Path) -> None:
     steps[0] |= {"prefilled_tokens": 30.0, "cached_tokens": 70.0, "branches": 4.0}
     steps[2]["branches"] = 3.0
     del steps[1]["cached_tokens"], steps[1]["branches"]  # of an earlier version
-    outcomes = Outcomes(steps=steps, phases={"wall_s": 33.0})  # until the last commit was stored
+    outcomes = RunReport(steps=steps, phases={"wall_s": 33.0})  # until the last commit was stored
     summary = summarize(config, outcomes, tmp_path / "none")
     assert [summary[name] for name in ("tokens_per_s", "prefilled_tokens", "cached_tokens")] == [50.0, 30, 70]
     assert summary["branches"] == 7

@@ -22,7 +22,7 @@ from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.memory_store import MemoryStore
-from staleflow.stores.trajectories.reader import Damaged
+from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.records import (
     LedgerState,
     RunHeader,
@@ -319,7 +319,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
 
     # What lies elsewhere is read as before, wherever a reader begins.
     rows = list(damaged.readable(0, 18))
-    lost = {r.trajectory: r.what for r in rows if isinstance(r, Damaged)}
+    lost = {r.trajectory: r.what for r in rows if isinstance(r, UnreadableRow)}
     assert 0 < len(lost) < 18
     assert all(f"{chunk.array}, chunk {chunk.number}, is corrupt" in what for what in lost.values())
     kept = [r for r in rows if isinstance(r, Ended)]
@@ -342,7 +342,7 @@ def test_a_flipped_bit_that_still_decompresses_is_one_line(tmp_path: Path) -> No
 
     edit(tmp_path / "s", flip("text", offset))
     damaged = VersionedStore.open(tmp_path / "s")
-    lost = [r for r in damaged.readable(0, 18) if isinstance(r, Damaged)]
+    lost = [r for r in damaged.readable(0, 18) if isinstance(r, UnreadableRow)]
     assert [(r.trajectory, "its record is corrupt" in r.what) for r in lost] == [(5, True)]
     assert [f.check for f in audit(damaged).findings] == ["arrays"]
 

@@ -16,8 +16,8 @@ from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_delta, weight_file, weight_hash
 from staleflow.stores.weights.weight_delta import ALL, BITS, TensorPiece, indices, places, record
-from staleflow.stores.weights.weight_folder import ParameterFolder
-from staleflow.stores.weights.weight_hash import OneByOne, fingerprint
+from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.stores.weights.weight_hash import TensorStream, fingerprint
 
 KINDS = [getattr(torch, name) for name in weight_file.TYPES]
 V0, V1 = PolicyVersion(0), PolicyVersion(1)
@@ -62,7 +62,7 @@ def test_a_chain_of_deltas_gives_the_last_version_bit_for_bit(
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    trainers, others = (ParameterFolder(tmp_path_factory.mktemp(name)) for name in ("trainer", "other"))
+    trainers, others = (WeightFolder(tmp_path_factory.mktemp(name)) for name in ("trainer", "other"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_hash, "PIECE_BYTES", piece)
         weights = {f"t{i}": random_bits(size, kind, generator) for i, (size, kind) in enumerate(kinds)}
@@ -87,7 +87,7 @@ def of_bits(*bits: int) -> torch.Tensor:
 
 
 def test_a_zero_that_changes_its_sign_and_another_payload_of_a_nan_are_changes(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path)
+    folder = WeightFolder(tmp_path)
     filler = torch.zeros(1000, dtype=torch.bfloat16)
     for version, bits in enumerate([(0x0000, 0x7FC0, 0x3F80), (0x8000, 0x7FC1, 0x3F80)]):
         held = folder.publish(PolicyVersion(version), {"w": torch.cat([of_bits(*bits), filler])}, delta=True)
@@ -102,7 +102,7 @@ def test_a_zero_that_changes_its_sign_and_another_payload_of_a_nan_are_changes(t
 def test_nothing_changed_is_nothing_but_a_header_and_everything_changed_is_no_delta(
     tmp_path: Path, kind: torch.dtype
 ) -> None:
-    folder = ParameterFolder(tmp_path)
+    folder = WeightFolder(tmp_path)
     itemsize = torch.empty(0, dtype=kind).element_size()
     low = torch.zeros(800 * itemsize, dtype=torch.uint8).view(kind)
     high = torch.ones(800 * itemsize, dtype=torch.uint8).view(kind)
@@ -133,7 +133,7 @@ def test_the_delta_is_the_same_however_many_threads_write_it(tmp_path: Path, mon
     found = set()
     for threads in (1, 2, 4):
         monkeypatch.setattr(weight_hash, "MOST_THREADS", threads)
-        folder = ParameterFolder(tmp_path / str(threads))
+        folder = WeightFolder(tmp_path / str(threads))
         folder.publish(V0, old)
         folder.publish(V1, new, delta=True)
         found.add(folder.delta_path(V1).read_bytes())
@@ -141,7 +141,7 @@ def test_the_delta_is_the_same_however_many_threads_write_it(tmp_path: Path, mon
 
 
 def test_there_is_no_delta_to_other_tensors_or_to_a_version_that_is_not_here(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path)
+    folder = WeightFolder(tmp_path)
     folder.publish(V0, {"w": torch.zeros(100)})
     folder.publish(V1, {"w": torch.zeros(101)}, delta=True)
     folder.publish(PolicyVersion(3), {"w": torch.zeros(101)}, delta=True)
@@ -151,7 +151,7 @@ def test_there_is_no_delta_to_other_tensors_or_to_a_version_that_is_not_here(tmp
 def test_memory_that_is_full_costs_the_delta_and_not_the_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = ParameterFolder(tmp_path)
+    folder = WeightFolder(tmp_path)
     folder.publish(V0, {"w": torch.zeros(1000)})
 
     class Full:
@@ -197,7 +197,7 @@ def _altered(data: bytes, at: int, byte: int) -> bytes:
 )
 def test_a_damaged_delta_gives_no_version(tmp_path: Path, damage: object, said: str) -> None:
     assert callable(damage)
-    folder = ParameterFolder(tmp_path)
+    folder = WeightFolder(tmp_path)
     new = torch.zeros(1000, dtype=torch.bfloat16)
     folder.publish(V0, {"w": new})
     new[500] = 1.0
@@ -210,7 +210,7 @@ def test_a_damaged_delta_gives_no_version(tmp_path: Path, damage: object, said: 
 
 
 def test_deltas_are_kept_for_those_that_have_an_older_version(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path)
+    folder = WeightFolder(tmp_path)
     for version in range(6):
         folder.publish(
             PolicyVersion(version),
@@ -225,7 +225,7 @@ def test_deltas_are_kept_for_those_that_have_an_older_version(tmp_path: Path) ->
 
 
 def test_weights_that_come_one_by_one_have_a_delta_too(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path)
+    folder = WeightFolder(tmp_path)
     for version in range(2):
         tensors = {f"t{i}": torch.full((64,), float(i)) for i in range(3)}
         tensors["t1"][7] = version
@@ -233,7 +233,7 @@ def test_weights_that_come_one_by_one_have_a_delta_too(tmp_path: Path) -> None:
         def come(tensors: dict[str, torch.Tensor] = tensors) -> Iterator[tuple[str, torch.Tensor]]:
             yield from tensors.items()
 
-        held = folder.publish(PolicyVersion(version), OneByOne(tensors, come()), delta=True)
+        held = folder.publish(PolicyVersion(version), TensorStream(tensors, come()), delta=True)
     expected = folder.path(V1).read_bytes()
     folder.path(V1).unlink()
     folder.rebuild(V1, V0, held)

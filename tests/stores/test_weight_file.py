@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_file, weight_hash
-from staleflow.stores.weights.weight_folder import ParameterFolder
-from staleflow.stores.weights.weight_hash import OneByOne, fingerprint
+from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.stores.weights.weight_hash import TensorStream, fingerprint
 
 KINDS = [getattr(torch, name) for name in weight_file.TYPES]
 SHAPES = st.lists(st.integers(0, 5), max_size=3)
@@ -70,7 +70,7 @@ def test_weights_that_come_one_by_one_are_never_all_there(
             del tensor
 
     described = {name: torch.empty(16, device="meta") for name in tensors}
-    held = weight_file.write(tmp_path / "file", OneByOne(described, come()))
+    held = weight_file.write(tmp_path / "file", TensorStream(described, come()))
     assert held == fingerprint(tensors) == fingerprint(load_file(tmp_path / "file"))
     assert most <= weight_hash.AHEAD * threads + 3
 
@@ -100,7 +100,7 @@ def test_a_full_memory_is_one_line_and_nothing_is_left(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "pwrite", full)
     monkeypatch.setattr(weight_hash, "PIECE_BYTES", 64)
-    folder = ParameterFolder(tmp_path / "w")
+    folder = WeightFolder(tmp_path / "w")
     with pytest.raises(StoreError, match="cannot be written: No space left on device; free memory, or set cluster"):
         folder.publish(PolicyVersion(1), {"w": torch.zeros(500)})
     assert [p.name for p in folder.folder.iterdir()] == [".owner"]

@@ -15,7 +15,7 @@ from staleflow.pipeline.strategies.filtering import (
     STRAGGLERS,
     KeepAll,
     NoSignal,
-    Stragglers,
+    StragglerRule,
     Truncate,
 )
 from staleflow.pipeline.strategies.migration import MIGRATION, LargestGain, Load, Movable, Stay
@@ -133,7 +133,7 @@ def test_deadline_takes_the_shortest_decode_step(rows: Any, fitting: Any, chosen
 
 def lagging(**changes: Any) -> LaggingInstance:
     values: dict[str, Any] = {
-        "lag": 1, "num_running": 4, "max_running": 8, "kv_tokens": 400, "fed": 0, "fed_if_pulled": 0,
+        "lag": 1, "num_running": 4, "max_running": 8, "kv_tokens": 400, "fed": 0, "num_added_if_pulled": 0,
         "added_kv_tokens": 100, "interval_s": 10.0, "pull_s": 0.1,
     }  # fmt: skip
     return LaggingInstance(**(values | changes))
@@ -150,12 +150,12 @@ def test_status_synchronization(running: int, fed: int, pulls: bool) -> None:
     ("changes", "pulls", "why"),
     [
         ({"num_running": 0, "kv_tokens": 0}, True, "nothing is interrupted"),
-        ({"fed_if_pulled": 0}, False, "nothing is gained"),
-        ({"fed_if_pulled": 4}, True, "the rate almost doubles for ten seconds, and it stalls for one"),
-        ({"fed": 4, "fed_if_pulled": 4}, False, "it is fed as well without"),
-        ({"fed_if_pulled": 4, "interval_s": 0.01}, False, "the gain lasts too short"),
-        ({"fed_if_pulled": 4, "pull_s": 100.0}, False, "loading takes too long"),
-        ({"fed_if_pulled": 1, "num_running": 60, "kv_tokens": 100_000}, False, "too much to prefill again"),
+        ({"num_added_if_pulled": 0}, False, "nothing is gained"),
+        ({"num_added_if_pulled": 4}, True, "the rate almost doubles for ten seconds, and it stalls for one"),
+        ({"fed": 4, "num_added_if_pulled": 4}, False, "it is fed as well without"),
+        ({"num_added_if_pulled": 4, "interval_s": 0.01}, False, "the gain lasts too short"),
+        ({"num_added_if_pulled": 4, "pull_s": 100.0}, False, "loading takes too long"),
+        ({"num_added_if_pulled": 1, "num_running": 60, "kv_tokens": 100_000}, False, "too much to prefill again"),
     ],
 )
 def test_hypothesis_weighs_the_gain_against_the_interruption(changes: Any, pulls: bool, why: str) -> None:
@@ -294,10 +294,10 @@ def test_credits_must_not_let_work_lag_beyond_the_bound() -> None:
 
 def test_a_step_is_impatient_once_it_has_waited_long() -> None:
     rule = Truncate(patience=1.0, share=0.1)
-    assert not rule.impatient(waited_s=5.0, interval_s=10.0)
-    assert rule.impatient(waited_s=11.0, interval_s=10.0)
-    assert not rule.impatient(waited_s=99.0, interval_s=0.0), "the interval is not known yet"
-    assert not Stragglers().impatient(waited_s=99.0, interval_s=10.0)
+    assert not rule.waited_too_long(waited_s=5.0, interval_s=10.0)
+    assert rule.waited_too_long(waited_s=11.0, interval_s=10.0)
+    assert not rule.waited_too_long(waited_s=99.0, interval_s=0.0), "the interval is not known yet"
+    assert not StragglerRule().waited_too_long(waited_s=99.0, interval_s=10.0)
 
 
 @pytest.mark.parametrize(
@@ -315,5 +315,5 @@ def test_no_more_is_cut_than_its_share_of_the_step_and_of_the_run(
     unfinished: int, cut_in_step: int, trained: int, cut: int, may: bool
 ) -> None:
     rule = Truncate(patience=1.0, share=0.1)
-    assert rule.may_end(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut) is may
-    assert not Stragglers().may_end(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut)
+    assert rule.may_truncate(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut) is may
+    assert not StragglerRule().may_truncate(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut)

@@ -19,7 +19,7 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime import actors, driver, instance_link
-from staleflow.pipeline.runtime.run_report import Outcomes
+from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import Fate, Given, Segment, Trajectory
@@ -84,7 +84,7 @@ class Run:
     actors: Any = None
     error: Exception | None = None
     stopped_at_once: bool = False
-    said: list[tuple[float, Snapshot, Outcomes, str]] = field(default_factory=list)
+    said: list[tuple[float, Snapshot, RunReport, str]] = field(default_factory=list)
     """Calls of `progress`: when (on the loop's clock), and with what."""
     ended_s: float = 0.0
     """On the loop's clock, before anything was closed."""
@@ -94,8 +94,8 @@ class Run:
     """Number of losses known at each call of `progress`."""
 
     @property
-    def outcomes(self) -> Outcomes:
-        outcomes: Outcomes = self.driver.outcomes
+    def outcomes(self) -> RunReport:
+        outcomes: RunReport = self.driver.outcomes
         return outcomes
 
     @property
@@ -280,7 +280,7 @@ class Body:
     async def _drive(self, run: Run, meanwhile: Script | None, resumption: Resumption | None) -> None:
         loop = asyncio.get_running_loop()
 
-        def progress(snapshot: Snapshot, outcomes: Outcomes, doing: str) -> None:
+        def progress(snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
             run.said.append((loop.time(), snapshot, outcomes, doing))
             run.losses_said.append(len(outcomes.losses))
             run.instances_said.append(outcomes.instances)

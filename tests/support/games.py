@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.task_source import Task
 from staleflow.tasks.sources.task_sources import SourceSettings
@@ -250,11 +250,11 @@ def running(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
 
 
-async def acted(episodes: Episodes, of: Task, *turns: str, cut: bool = False, **key: Any) -> Answer:
+async def acted(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> Answer:
     return await episodes.act(EpisodeKey(**{"task": 0, **key}), of.record, turns, cut=cut)
 
 
-async def played(episodes: Episodes, of: Task, turns: Sequence[str], **key: Any) -> list[Answer]:
+async def played(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: Any) -> list[Answer]:
     """The answers to these turns, until the episode ends."""
     answers: list[Answer] = []
     for number in range(1, len(turns) + 1):

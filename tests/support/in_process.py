@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from staleflow.pipeline.processes.worker_protocol import Placed
+from staleflow.pipeline.processes.worker_protocol import PlacedActor
 from staleflow.stores.errors import ActorLost, ActorSilent
 
 TRAVEL_S = 0.001
@@ -134,7 +134,7 @@ class InProcessWorkers:
         self._hosts = hosts
         self._processes: list[Process] = []
         self._objects: dict[str, Any] = {}
-        self.placed: dict[str, Placed] = {}
+        self.placed: dict[str, PlacedActor] = {}
         self.names: list[str] = []
         """All actors that were ever placed."""
         self.calls: list[Call] = []
@@ -145,14 +145,16 @@ class InProcessWorkers:
 
     # -- the contract --------------------------------------------------------------------------------------------
 
-    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+    async def place(self, name: str, role: str, cls: type[Any], *args: Any) -> PlacedActor:
         self.num_spare = max(0, self.num_spare - 1)
         number = len(self._processes)
         process = Process(address=f"process-{number}", host=self._hosts[number % len(self._hosts)])
         self._processes.append(process)
         return await self._create(process, name, role, cls, args)
 
-    async def place_beside(self, neighbour: Placed, name: str, role: str, cls: type[Any], *args: Any) -> Placed:
+    async def place_beside(
+        self, neighbour: PlacedActor, name: str, role: str, cls: type[Any], *args: Any
+    ) -> PlacedActor:
         return await self._create(neighbour.future, name, role, cls, args)
 
     def forget(self, name: str) -> None:
@@ -212,7 +214,9 @@ class InProcessWorkers:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    async def _create(self, process: Process, name: str, role: str, cls: type[Any], args: tuple[Any, ...]) -> Placed:
+    async def _create(
+        self, process: Process, name: str, role: str, cls: type[Any], args: tuple[Any, ...]
+    ) -> PlacedActor:
         assert role != "rollout" or name not in self.names, f"{name} was another's name: its late answers would match"
         fault = self._fault(name, "__init__")
         await asyncio.sleep(CREATE_S + fault.late_s)
@@ -230,7 +234,7 @@ class InProcessWorkers:
         self._objects[name] = actor
         process.actors.append(actor)
         proxy = Proxy(self, name, process, actor)
-        placed = Placed(
+        placed = PlacedActor(
             name=name, role=role, worker=process.address, address=process.address, host=process.host, actor=proxy,
             future=process,
         )  # fmt: skip

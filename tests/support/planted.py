@@ -16,7 +16,7 @@ from staleflow.stores.trajectory import Ended
 from staleflow.stores.weights import weight_folder, weight_hash
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import Loaded, Sampled
+from staleflow.tasks.engines.base import LoadResult, SampledTokens
 from staleflow.tasks.engines.emulated_engine import EmulatedEngine
 
 NAME = "STALEFLOW_TESTS_PLANTED"
@@ -40,7 +40,7 @@ def unreported_tokens() -> None:
     """The engine keeps the last two tokens of some responses to itself."""
     sampled = EmulatedEngine._sampled
 
-    def planted(self: EmulatedEngine, *args: Any) -> Sampled:
+    def planted(self: EmulatedEngine, *args: Any) -> SampledTokens:
         whole = sampled(self, *args)
         if whole.trajectory % 8 or not whole.segments or len(whole.segments[-1].tokens) < 3:
             return whole
@@ -69,14 +69,14 @@ def pull_without_load() -> None:
     """An instance says that it serves every other version, and does not load it."""
     load = EmulatedEngine.load
 
-    def planted(self: EmulatedEngine, version: Any, weights: Path) -> Loaded:
+    def planted(self: EmulatedEngine, version: Any, weights: Path) -> LoadResult:
         if version % 2 == 0:
             return load(self, version, weights)
         with self._changed:
             self._version, self._served = version, [version]
         fingerprint = weight_hash.fingerprint(weight_folder.read_arrays(weights))
         claimed = WeightReport(verified=1)
-        return Loaded(version=version, fingerprint=fingerprint, weights=claimed, elapsed_s=0.0, stalled_s=0.0)
+        return LoadResult(version=version, fingerprint=fingerprint, weights=claimed, elapsed_s=0.0, stalled_s=0.0)
 
     _put(EmulatedEngine, "load", planted)
 

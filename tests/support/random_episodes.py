@@ -43,8 +43,8 @@ from staleflow.stores.trajectory import (
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.actors.published_weights import PublishedWeights
-from staleflow.tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
-from staleflow.tasks.actors.server_messages import RewardItem, SaidItem
+from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance, RouteItem
+from staleflow.tasks.actors.server_messages import ObservationItem, RewardItem
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import Engine, Request
@@ -123,7 +123,7 @@ class Subject:
 class PlayedSource(NamedTuple):
     """What the server asks of a task source."""
 
-    asks_by_directions: bool = False
+    is_agent_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class Table:
             return
         one = self._instances[episode.on]
         for outcome in await one.interrupt(self._server, (episode.id,)):
-            assert outcome == Outcome(trajectory=episode.id, epoch=episode.epoch, tokens=outcome.tokens)
+            assert outcome == RequestOutcome(trajectory=episode.id, epoch=episode.epoch, tokens=outcome.tokens)
             self._take(episode)
             assert outcome.tokens == len(episode.response)
             episode.state = "QUEUED"
@@ -388,7 +388,7 @@ class Table:
     async def _answer(self, episode: Episode, number: int) -> None:
         given = words(episode.id + len(episode.response), number)
         message = Message("tool", " ".join(map(str, given)))
-        said = SaidItem(
+        said = ObservationItem(
             trajectory=episode.id, tokens=len(episode.response), epoch=episode.epoch, messages=(message,), seconds=0.5,
             replayed=(),
         )  # fmt: skip
@@ -425,7 +425,7 @@ class Table:
                     self._hear(outcome)
                 self._told.notify_all()
 
-    def _hear(self, outcome: Outcome) -> None:
+    def _hear(self, outcome: RequestOutcome) -> None:
         episode = self._episodes[outcome.trajectory]
         assert not outcome.error
         if episode.state != "RUNNING" or outcome.epoch != episode.epoch:
@@ -462,7 +462,7 @@ class Table:
         assert request.num_prior == len(episode.response)
         in_turn = len(episode.response) - episode.answered
         assert request.max_new_tokens == min(MAX_TOKENS - len(episode.response), TURN_TOKENS - in_turn)
-        assert request.may_return and not request.greedy
+        assert request.keep_kv and not request.greedy
 
     def _take(self, episode: Episode) -> None:
         """Add what an engine gave out for the latest routing of an episode to what it must consist of."""

@@ -15,11 +15,11 @@ from staleflow.tasks.training.rank import Rank
 LIMIT_S = 120.0
 """Seconds that a group may take for its work."""
 
-Work = Callable[..., Any]
+WorkTotals = Callable[..., Any]
 """work(rank, *arguments), of a module; what it returns is sent back."""
 
 
-def in_group(count: int, work: Work, *arguments: Any) -> list[Any]:
+def in_group(count: int, work: WorkTotals, *arguments: Any) -> list[Any]:
     """Call `work` in so many processes, each with its place in a group; returns the results in their order."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = Rank(count=count, host="127.0.0.1", port=store.port)
@@ -50,7 +50,7 @@ class Failure(Exception):
     """That a process failed, and its traceback."""
 
 
-def _work(end: Connection, work: Work, rank: Rank, arguments: tuple[Any, ...]) -> None:
+def _work(end: Connection, work: WorkTotals, rank: Rank, arguments: tuple[Any, ...]) -> None:
     import traceback
 
     try:

@@ -30,21 +30,21 @@ from staleflow.stores.weights.weight_delta import DeltaFile
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.actor_calls import call
 from staleflow.tasks.actors.environment_host import EnvironmentHost
-from staleflow.tasks.actors.parameter_server import WAIT_S, Fetched, ParameterServer, Source
+from staleflow.tasks.actors.parameter_server import WAIT_S, FetchProgress, ParameterServer, Source
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.server_settings import ServerSettings
-from staleflow.tasks.actors.trainer import StepResult, Trainer
+from staleflow.tasks.actors.trainer import PublishedStep, Trainer
 from staleflow.tasks.actors.trainer_rank import LONGEST_S, TrainerRank
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.emulation.workload import DrawnWorkload, WorkloadSettings
-from staleflow.tasks.engines.base import EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadSettings
+from staleflow.tasks.engines.base import EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.emulated_engine import word_logprobs, words
 from staleflow.tasks.sources.reward_process import ScoredResponse
-from staleflow.tasks.training.microbatches import BatchPart
+from staleflow.tasks.training.microbatches import BatchMessage
 from staleflow.tasks.training.rank import Rank, rank_name
 
-PROMPTS = DrawnWorkload(
+PROMPTS = RandomWorkload(
     WorkloadSettings(
         kind="lognormal", prompt_tokens=6, median=10, sigma=0, long_share=0, long_ratio=1, exponent=1, turns=1,
         tool_s=0, tool_tokens=0, group_correlation=0, signal_share=1, members=2, max_tokens=100, seed=0,
@@ -202,7 +202,7 @@ class VirtualEngine:
         self._tokens_per_s = world.tokens_per_s / world.slower(instance)
         self._stood_still_s: float | None = None
         self._requests: dict[TrajectoryId, _Request] = {}
-        self._ended: list[Sampled | Failed] = []
+        self._ended: list[SampledTokens | Failed] = []
         self._changed = asyncio.Event()
         self._begin = self._now()
         self._sampled = 0
@@ -234,7 +234,7 @@ class VirtualEngine:
                 )
         self._changed.set()
 
-    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         self._advance()
         stopped = [(self._requests[t], self._tokens(self._requests[t])) for t in trajectories if t in self._requests]
         for held, tokens in stopped:
@@ -242,7 +242,7 @@ class VirtualEngine:
             self._sampled += tokens - held.request.num_prior
         return [self._result(held, tokens, FinishReason.UNFINISHED) for held, tokens in stopped]
 
-    def peek(self) -> list[Sampled]:
+    def peek(self) -> list[SampledTokens]:
         self._advance()
         return [self._result(r, self._tokens(r), FinishReason.UNFINISHED) for r in self._requests.values()]
 
@@ -252,7 +252,7 @@ class VirtualEngine:
             self._kept.pop(trajectory, None)
         self._ended = [e for e in self._ended if e.trajectory not in trajectories]
 
-    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+    def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         self._advance()
         if self._world.refuses:
             raise StoreError(self._world.refuses)
@@ -262,7 +262,7 @@ class VirtualEngine:
         for held in self._requests.values():
             held.marks.append((version, self._tokens(held)))
         wrong = self._world.loads_wrong(self._instance, version)
-        return Loaded(
+        return LoadResult(
             version=version,
             fingerprint=self._world.fingerprint(version),
             weights=WeightReport(not_verified={self._world.not_compared: 2})
@@ -276,7 +276,7 @@ class VirtualEngine:
         off = self._world.drift + self._world.computes_wrong(self._instance, self.version)
         return tuple(float(x) + off for x in word_logprobs(np.asarray(tokens[1:], np.int32)))
 
-    async def events(self, timeout_s: float) -> list[Sampled | Failed]:
+    async def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         time = asyncio.get_running_loop().time
         deadline = time() + timeout_s
         while True:
@@ -341,11 +341,11 @@ class VirtualEngine:
                 self._sampled += self._length(held) - held.request.num_prior
                 ended = self._result(held, self._length(held), FinishReason.STOP)
                 self._ended.append(ended)
-                if held.request.may_return:
+                if held.request.keep_kv:
                     sampled = (int(token) for segment in ended.segments for token in segment.tokens)
                     self._kept[trajectory] = (*held.request.tokens, *sampled)
 
-    def _result(self, held: _Request, tokens: int, finish: FinishReason) -> Sampled:
+    def _result(self, held: _Request, tokens: int, finish: FinishReason) -> SampledTokens:
         key, segments = held.request.trajectory, []
         ends = [*(begin for _, begin in held.marks[1:]), tokens]
         for (version, begin), end in zip(held.marks, ends, strict=True):
@@ -355,7 +355,7 @@ class VirtualEngine:
                 if self._world.not_finite(key):
                     logprobs[-1] = np.nan
                 segments.append(Segment(version=version, instance=self._instance, tokens=ids, logprobs=logprobs))
-        return Sampled(
+        return SampledTokens(
             trajectory=key,
             epoch=held.request.epoch,
             first=held.request.num_prior,
@@ -437,7 +437,7 @@ class PlayedTrainer:
         ]
         await asyncio.gather(*asked)
 
-    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> StepResult:
+    async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
         self._probe, self._version = probe, version
         await self._follow("published")
         result = self._publish({})
@@ -445,10 +445,10 @@ class PlayedTrainer:
 
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
-    ) -> StepResult:
+    ) -> PublishedStep:
         if step != self._version:
             raise ProtocolViolation(f"step {step} is to be trained, the weights are of version {self._version}")
-        parts: list[BatchPart] = []
+        parts: list[BatchMessage] = []
         while not parts or parts[-1].rest:
             first = sum(len(part.packed.lengths) for part in parts)
             parts.append(
@@ -493,9 +493,9 @@ class PlayedTrainer:
     async def close(self) -> None:
         """There is nothing to close."""
 
-    def _publish(self, metrics: dict[str, float]) -> StepResult:
+    def _publish(self, metrics: dict[str, float]) -> PublishedStep:
         self._world.weights.setdefault(self._host, set()).add(self._version)
-        return StepResult(
+        return PublishedStep(
             version=self._version,
             metrics=metrics,
             fingerprint=self._world.fingerprint(self._version) + self._chance(),
@@ -538,12 +538,12 @@ class PlayedParameterServer:
         sources: tuple[Source, ...],
         deltas: tuple[DeltaFile, ...] = (),
         recorded: str = "",
-    ) -> Fetched:
+    ) -> FetchProgress:
         if version not in self._here:
             name, actor = sources[0]
             await call(actor, "read_piece", version, 0, 1, within_s=self._call_s, who=name)
             self._here.add(version)
-        return Fetched(path=self._world.path(version), num_bytes=num_bytes)
+        return FetchProgress(path=self._world.path(version), num_bytes=num_bytes)
 
     async def read_piece(self, version: PolicyVersion, offset: int, size: int, delta: bool = False) -> bytes | None:
         deadline = asyncio.get_running_loop().time() + WAIT_S

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Loaded, PromptResponses, Request, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.engine_settings import EngineSettings
 from staleflow.tasks.settings.knobs import parameter
 
-Ending = TypeVar("Ending", Sampled, Sampled | Failed)
+Ending = TypeVar("Ending", SampledTokens, SampledTokens | Failed)
 UNKNOWN = 2**31
 """More tokens than any response has."""
 
@@ -47,7 +47,7 @@ class WatchedEngine:
         self._listening = threading.Lock()
         self.cached_before = engine.load_statistics().cached_tokens
         self.sampling: dict[tuple[TrajectoryId, int], Sampling] = {}
-        self.results: dict[tuple[TrajectoryId, int], Sampled] = {}
+        self.results: dict[tuple[TrajectoryId, int], SampledTokens] = {}
 
     @property
     def version(self) -> PolicyVersion:
@@ -59,14 +59,14 @@ class WatchedEngine:
             self.sampling[request.trajectory, request.epoch] = Sampling(request, self.version)
         self.engine.submit(requests)
 
-    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[Sampled]:
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
         return self._gave(self.engine.interrupt(trajectories))
 
-    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         with self._listening:
             return self._gave(self.engine.events(timeout_s))
 
-    def peek(self) -> list[Sampled]:
+    def peek(self) -> list[SampledTokens]:
         seen = self.engine.peek()
         for one in seen:
             tokens = [int(t) for s in one.segments for t in s.tokens]
@@ -78,7 +78,7 @@ class WatchedEngine:
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self.engine.abort(trajectories)
 
-    def load(self, version: PolicyVersion, weights: Path) -> Loaded:
+    def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         latest = {trajectory: sampling for (trajectory, _), sampling in self.sampling.items()}
         loads = {t: Load(before, UNKNOWN, version) for t, before in self.engine.load_statistics().progress}
         for trajectory, load in loads.items():
@@ -113,7 +113,7 @@ class WatchedEngine:
 
     def _gave(self, endings: list[Ending]) -> list[Ending]:
         for one in endings:
-            assert isinstance(one, Sampled), one
+            assert isinstance(one, SampledTokens), one
             assert (one.trajectory, one.epoch) not in self.results, "ended twice"
             self.results[one.trajectory, one.epoch] = one
         return endings

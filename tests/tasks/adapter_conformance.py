@@ -11,10 +11,10 @@ import torch
 
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
-from staleflow.tasks.engines.base import Engine, Request, Sampled
+from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 from tests.tasks.engine_conformance import PROMPT, collect, logprobs_of, request, sample_until, tokens_of
 
@@ -37,7 +37,7 @@ class Versions:
     def __init__(self, model: Path, folder: Path) -> None:
         self._model = load_model(str(model), "float32", "cpu", attention="sdpa")
         self._begin = {name: p.detach().clone() for name, p in self._model.named_parameters()}
-        self._folder = ParameterFolder(folder)
+        self._folder = WeightFolder(folder)
         self._layers = linear_layers(self._model)
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ class Versions:
                 parameter.copy_(weights[name])
         return forward_logprobs(self._model, tokens)
 
-    def check(self, asked: Request, sampled: Sampled, version: int) -> None:
+    def check(self, asked: Request, sampled: SampledTokens, version: int) -> None:
         """That all was sampled under one version."""
         assert {segment.version for segment in sampled.segments} == {version}
         tokens = [*asked.tokens, *tokens_of(sampled)]
@@ -93,7 +93,7 @@ class AdapterEngineTests:
     def test_each_request_ends_under_the_version_it_began_with(self, engine: Engine, versions: Versions) -> None:
         """Twenty updates while requests run, of all served versions at once: what was sampled is the version's that it
         is said to be of, and nothing is prefilled again."""
-        done: dict[int, Sampled] = {}
+        done: dict[int, SampledTokens] = {}
         asked: dict[int, tuple[Request, int]] = {}
         for version in range(21):
             if version:
@@ -104,12 +104,12 @@ class AdapterEngineTests:
                 asked[number] = one, version
                 engine.submit([one])
             while not any(10 * version <= t and n >= 2 for t, n in engine.load_statistics().progress):
-                done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, Sampled)}
+                done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, SampledTokens)}
                 if len(done) == len(asked):
                     break
             # As a trainer would have it: what is too old has ended before the next version.
             while any(asked[t][1] <= version - SERVED + 1 for t, _ in engine.load_statistics().progress):
-                done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, Sampled)}
+                done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, SampledTokens)}
         collect(engine, len(asked), done)
         for number, (one, version) in asked.items():
             versions.check(one, done[number], version)
@@ -137,7 +137,7 @@ class AdapterEngineTests:
     def test_a_later_turn_goes_on_under_the_first_ones_version(self, engine: Engine, versions: Versions) -> None:
         """From the cache that the first turn has left, though a version was loaded between them."""
         versions.load(engine, 1)
-        first = request(0, prompt=PROMPT, max_new_tokens=20, may_return=True)
+        first = request(0, prompt=PROMPT, max_new_tokens=20, keep_kv=True)
         engine.submit([first])
         turn = collect(engine, 1)[0]
         before = engine.load_statistics()
@@ -154,7 +154,7 @@ class AdapterEngineTests:
         versions.check(fresh, done[1], 2)
         assert engine.load_statistics().cached_tokens - before.cached_tokens >= self.kept(len(PROMPT), turn)
 
-    def kept(self, prompt: int, turn: Sampled) -> int:
+    def kept(self, prompt: int, turn: SampledTokens) -> int:
         """Tokens that are at least cached of a turn."""
         return prompt + len(tokens_of(turn)) - 1
 
@@ -200,7 +200,7 @@ class AdapterEngineTests:
         self, engine: Engine, versions: Versions, tmp_path: Path
     ) -> None:
         versions.load(engine, 1)
-        folder = ParameterFolder(tmp_path / "others")
+        folder = WeightFolder(tmp_path / "others")
         right = versions.tensors(2)
         name, tensor = next(iter(right.items()))
         for wrong in (
@@ -220,7 +220,7 @@ class AdapterEngineTests:
     def test_an_engine_that_begins_again_serves_the_base_model(self, engine: Engine, versions: Versions) -> None:
         """And another run's versions under the same numbers."""
         versions.load(engine, 1)
-        engine.submit([request(0, prompt=PROMPT, may_return=True)])
+        engine.submit([request(0, prompt=PROMPT, keep_kv=True)])
         collect(engine, 1)
         engine.begin_again(InstanceId("rollout-1"))
         assert engine.version == 0

@@ -15,7 +15,7 @@ import pytest
 
 from staleflow.stores.errors import ActorLost, StoreError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, SampledTokens
 from tests.tasks.brake import BRAKE
 
 PATIENCE_S = 60.0
@@ -31,7 +31,7 @@ def asked_beside(ask: Callable[[], None]) -> None:
     assert not asking.is_alive(), "it waits for the load"
 
 
-def collect(engine: Engine, count: int, done: dict[int, Sampled] | None = None) -> dict[int, Sampled]:
+def collect(engine: Engine, count: int, done: dict[int, SampledTokens] | None = None) -> dict[int, SampledTokens]:
     """Wait until `count` requests have ended, those in `done` counted."""
     BRAKE.off()
     done = {} if done is None else done
@@ -39,17 +39,17 @@ def collect(engine: Engine, count: int, done: dict[int, Sampled] | None = None) 
     while len(done) < count:
         assert time.monotonic() < deadline, f"{len(done)} of {count} ended"
         for event in engine.events(0.5):
-            assert isinstance(event, Sampled), event
+            assert isinstance(event, SampledTokens), event
             assert event.trajectory not in done, "ended twice"
             done[event.trajectory] = event
     return done
 
 
-def tokens_of(sampled: Sampled) -> list[int]:
+def tokens_of(sampled: SampledTokens) -> list[int]:
     return [int(t) for s in sampled.segments for t in s.tokens]
 
 
-def logprobs_of(sampled: Sampled) -> list[float]:
+def logprobs_of(sampled: SampledTokens) -> list[float]:
     return [float(x) for s in sampled.segments for x in s.logprobs]
 
 
@@ -66,15 +66,15 @@ def model_settings(model: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sample_until(engine: Engine, least: int, requests: Sequence[Request] = ()) -> dict[int, Sampled]:
+def sample_until(engine: Engine, least: int, requests: Sequence[Request] = ()) -> dict[int, SampledTokens]:
     """Submit requests, and have them run until one has at least this many tokens; returns what has ended by then. The
     engine then samples no further until `collect`, or this function, is called. Fails at once if all have ended."""
     BRAKE.on(least, max((one.num_prior for one in requests), default=None))
     engine.submit(requests)
     deadline = time.monotonic() + PATIENCE_S
-    done: dict[int, Sampled] = {}
+    done: dict[int, SampledTokens] = {}
     while not any(n >= least for _, n in engine.load_statistics().progress):
-        done |= {e.trajectory: e for e in engine.events(0.0) if isinstance(e, Sampled)}
+        done |= {e.trajectory: e for e in engine.events(0.0) if isinstance(e, SampledTokens)}
         lengths = {trajectory: len(tokens_of(sampled)) for trajectory, sampled in done.items()}
         assert not requests or len(done) < len(requests), f"all have ended before {least} tokens were seen: {lengths}"
         assert time.monotonic() < deadline, (
@@ -265,7 +265,7 @@ class EngineTests:
     ) -> None:
         path, fingerprint = other_weights
         engine.load(PolicyVersion(3), path)
-        sample_until(engine, 1, [request(i, max_new_tokens=100, may_return=True) for i in range(6)])
+        sample_until(engine, 1, [request(i, max_new_tokens=100, keep_kv=True) for i in range(6)])
         engine.begin_again(InstanceId("another"))
         load = engine.load_statistics()
         assert (load.version, engine.version, load.running, load.progress) == (0, 0, 0, ())
@@ -304,7 +304,7 @@ class EngineTests:
         done = sample_until(engine, 1, [request(i, max_new_tokens=100) for i in range(MANY)])
         BRAKE.off()  # the hang is one of a pass
         with self.hang(engine):
-            done |= {e.trajectory: e for e in engine.events(0.1) if isinstance(e, Sampled)}
+            done |= {e.trajectory: e for e in engine.events(0.1) if isinstance(e, SampledTokens)}
             before = engine.load_statistics()
             assert engine.events(0.2) == []
             after = engine.load_statistics()
@@ -318,7 +318,7 @@ class EngineTests:
         answered: list[tuple[int, int]] = []
 
         def ask() -> None:
-            done.update({e.trajectory: e for e in engine.events(0.05) if isinstance(e, Sampled)})
+            done.update({e.trajectory: e for e in engine.events(0.05) if isinstance(e, SampledTokens)})
             load = engine.load_statistics()
             answered.append((load.running, load.tokens_sampled))
 
@@ -378,7 +378,7 @@ class ReusingEngineTests(EngineTests):
 
     def turn(self, engine: Engine, tokens: tuple[int, ...], epoch: int) -> list[int]:
         """Have trajectory 0 sample a turn after its prompt and these tokens."""
-        more = {"epoch": epoch, "num_prior": len(tokens) - len(PROMPT), "may_return": True, "greedy": True}
+        more = {"epoch": epoch, "num_prior": len(tokens) - len(PROMPT), "keep_kv": True, "greedy": True}
         engine.submit([request(0, tokens, max_new_tokens=16, **more)])
         self.sampled = collect(engine, 1)[TrajectoryId(0)]
         return tokens_of(self.sampled)

@@ -11,7 +11,7 @@ import pytest
 
 from staleflow.stores.errors import StaleflowError
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.tasks.actors.parameter_server import Fetched, Source
+from staleflow.tasks.actors.parameter_server import FetchProgress, Source
 from tests.support import virtual_time
 
 NUM_BYTES = 70
@@ -31,12 +31,12 @@ class ParameterHost:
     def versions(self) -> list[int]:
         raise NotImplementedError
 
-    async def ensure(self, version: int, *sources: ParameterHost) -> Fetched:
+    async def ensure(self, version: int, *sources: ParameterHost) -> FetchProgress:
         """Ask until the version is here, as the driver does."""
         named = tuple(Source(f"parameters-{i}", source.server) for i, source in enumerate(sources))
         while not (found := await self.server.ensure(PolicyVersion(version), NUM_BYTES, named)).path:
             pass
-        fetched: Fetched = found
+        fetched: FetchProgress = found
         return fetched
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from staleflow.tasks.engines import response_drafter
-from staleflow.tasks.engines.base import Engine, EngineLoad, Sampled
+from staleflow.tasks.engines.base import Engine, EngineLoad, SampledTokens
 from staleflow.tasks.engines.response_drafter import Drafter
 from tests.tasks.engine_conformance import collect, logprobs_of, request, tokens_of
 
@@ -124,7 +124,7 @@ def drafter_of(source: str, exact: Exact) -> type[Drafter]:
 
 def check_distribution(engine: Engine, exact: Exact, responses: int, at_once: int = 256) -> EngineLoad:
     """Sample responses and check that tokens are distributed as the model's, and have its logprobs."""
-    done: dict[int, Sampled] = {}
+    done: dict[int, SampledTokens] = {}
     for start in range(0, responses, at_once):
         count = min(at_once, responses - start)
         engine.submit([request(start + i, prompt=PROMPT, max_new_tokens=LENGTH) for i in range(count)])

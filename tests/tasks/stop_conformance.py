@@ -9,14 +9,14 @@ import numpy as np
 
 from staleflow.stores.in_flight.stop_criteria import StopCriteria, find_stop
 from staleflow.stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import Engine, Sampled
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, tokenizer_texts
+from staleflow.tasks.engines.base import Engine, SampledTokens
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, tokenizer_texts
 from tests.tasks.engine_conformance import collect, logprobs_of, request, sample_until, tokens_of
 
 PROMPT = (3, 10, 14, 7)
 
 
-def completed(texts: TokenizerTexts, tokens: Sequence[int], strings: Sequence[str]) -> int:
+def completed(texts: ChatTokenizer, tokens: Sequence[int], strings: Sequence[str]) -> int:
     """How many of these tokens there are up to the one that completes a stop string; 0 if none does."""
     ends = (n for n in range(1, len(tokens) + 1) if find_stop(texts.text(tokens[:n]), strings))
     return next(ends, 0)
@@ -105,7 +105,7 @@ class StopTests:
         assert tokens_of(collect(engine, 1)[TrajectoryId(100)]) == greedy(engine)[:24]
 
 
-def check_end(texts: TokenizerTexts, ended: Sampled, strings: Sequence[str], most: int = 24) -> bool:
+def check_end(texts: ChatTokenizer, ended: SampledTokens, strings: Sequence[str], most: int = 24) -> bool:
     """Check why a turn has ended; returns whether by a stop string."""
     tokens = tokens_of(ended)
     count = completed(texts, tokens, strings)

@@ -28,10 +28,10 @@ from staleflow.stores.trajectory import (
     Segment,
     TrajectoryId,
 )
-from staleflow.tasks.actors.server_messages import RewardItem, SaidItem, TurnItem
+from staleflow.tasks.actors.server_messages import ObservationItem, RewardItem, TurnItem
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support import virtual_time
@@ -91,10 +91,10 @@ class Scene:
         await self.server.batch(0, (ZERO, ONE), (V0, V0), 0)
 
 
-def sampled(trajectory: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> Sampled:
+def sampled(trajectory: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> SampledTokens:
     tokens = np.asarray(response(trajectory, 9), np.int32)
     segment = Segment(version=V0, instance=InstanceId("a"), tokens=tokens, logprobs=np.zeros(9, np.float32))
-    return Sampled(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=finish)
+    return SampledTokens(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=finish)
 
 
 def block_spool(server: TrajectoryServer) -> tuple[asyncio.Event, asyncio.Future[Any]]:
@@ -110,7 +110,7 @@ def record_of_step() -> StepRecord:
 
 
 ENDING = Ending(trajectory=ZERO, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
-SAID = SaidItem(
+SAID = ObservationItem(
     trajectory=ZERO, tokens=9, epoch=1, messages=(Message("tool", "3"),), seconds=0.5, replayed=()
 )  # fmt: skip
 Step = Callable[[Scene], Awaitable[Any]]
@@ -150,7 +150,7 @@ WRITES: dict[str, tuple[Step, Step]] = {
     "retire": (zero_sampled, lambda scene: scene.server.retire((ENDING,), (V0,))),
     "commit": (lambda scene: scene.take(), lambda scene: scene.server.commit(record_of_step())),
     "resume": (restarted, lambda scene: scene.server.resume((ZERO,))),
-    "forget_evaluated": (evaluated, lambda scene: scene.server.forget_evaluated()),
+    "end_evaluation": (evaluated, lambda scene: scene.server.end_evaluation()),
 }
 """By verb that changes what is in flight: what comes before, so that it changes something, and its call."""
 

@@ -16,7 +16,7 @@ import pytest
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.openenv_agents import BadAction, action_of
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
@@ -41,7 +41,7 @@ def running(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(limited())
 
 
-async def played(episodes: Episodes, task: Task, turns: Sequence[SampledTurn]) -> list[Answer]:
+async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]) -> list[Answer]:
     texts = [turn.text for turn in turns]
     key = EpisodeKey(task=0, member=0)
     return [
@@ -102,7 +102,7 @@ def test_an_environment_of_openenv_is_played_through_its_own_server(
     assert [m.content for m in split(task.prompt)[1]] == ["Echo Room environment ready!"]
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         turns = [
             SampledTurn(before=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
             for n, text in enumerate(["four", '{"message": "123456"}', "x" * 50])
@@ -139,7 +139,7 @@ def test_a_server_of_openenv_that_runs_is_played_by_its_url(room_url: str) -> No
     assert [m.content for m in split(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         turns = [
             SampledTurn(before=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
             for n, text in enumerate(["four", "sixsix"])
@@ -220,7 +220,7 @@ def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
     assert "Word Search" in tokenizer.decode(prompt)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         before, turns, answers = tuple(prompt), list[SampledTurn](), list[Answer]()
         for text in ("[1 1 1 1]", "[2 2 2 2]"):
             ids = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)

@@ -17,7 +17,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.agents import load_agent
-from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Task
@@ -192,14 +192,14 @@ def running(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(limited())
 
 
-async def acted(episodes: Episodes, task: Task, *turns: str, member: int = 0, **more: Any) -> Answer:
+async def acted(episodes: EpisodeHost, task: Task, *turns: str, member: int = 0, **more: Any) -> Answer:
     """Have an agent told the last of these turns."""
     newest = SampledTurn(before=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
     key = EpisodeKey(task=int(task.record["index"]), member=member)
     return await episodes.act(key, task.record, turns, cut=more.pop("cut", False), newest=newest, **more)
 
 
-async def played(episodes: Episodes, task: Task, turns: Sequence[str], **more: Any) -> list[Answer]:
+async def played(episodes: EpisodeHost, task: Task, turns: Sequence[str], **more: Any) -> list[Answer]:
     return [await acted(episodes, task, *turns[: number + 1], **more) for number in range(len(turns))]
 
 
@@ -211,7 +211,7 @@ def test_an_episode_is_the_same_wherever_the_agent_runs(agents: Path, name: str,
     assert len({task.prompt for task in tasks}) == 2
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await episodes.check()
         first, second = await asyncio.gather(
             played(episodes, tasks[0], ["a", "b", "stop"]), played(episodes, tasks[1], ["stop"], member=1)
@@ -239,7 +239,7 @@ def test_a_program_prints_its_reward(
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (answer,) = await played(episodes, task, [does])
         assert answer.ended
         assert answer.error.startswith(error) if error else not answer.error
@@ -261,7 +261,7 @@ def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         good = asyncio.ensure_future(played(episodes, task, ["a", "b", "c"], member=1))
         (answer,) = await played(episodes, task, [does])
         assert answer.ended
@@ -278,7 +278,7 @@ def test_an_agent_that_rewrites_its_past_begins_a_branch(agents: Path) -> None:
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         first, then = await played(episodes, task, ["rewrite", "a"])
         directions, shown = split(first.messages)
         assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
@@ -303,7 +303,7 @@ def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: Path) -
     made = settings(f"agent:{agents}:unlike")
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
             await episodes.check()
         await episodes.close()
@@ -317,7 +317,7 @@ def test_limits_of_turns_come_with_what_is_said(agents: Path) -> None:
     assert directions_of(task.record).max_tokens == 3
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         answer = await acted(episodes, task, "a")
         directions, shown = split(answer.messages)
         assert (directions.max_tokens, shown) == (5, (Message("user", "second"),))
@@ -332,7 +332,7 @@ def test_an_episode_at_its_limit_ends_with_what_the_agent_returns(agents: Path) 
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         *_, last = await played(episodes, task, ["a", "b", "c"])
         assert (last.ended, last.reward, last.error) == (True, 3.0, "")
         cut = await acted(episodes, task, "a", member=1, cut=True)
@@ -367,7 +367,7 @@ def test_a_process_ends_with_all_that_it_started(agents: Path, tmp_path: Path, d
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (answer,) = await played(episodes, task, [does])
         assert error in answer.error
         begin = time.monotonic()
@@ -397,7 +397,7 @@ def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypat
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (answer,) = await played(episodes, task, ["tree"])
         assert "took longer than environment.step_s" in answer.error
         await episodes.close()
@@ -440,7 +440,7 @@ def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: Path) -
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await acted(episodes, task, "a")
         acting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
         await asyncio.sleep(0.3)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.bridging import PlainBridge, RendererBridge, TemplateBridge, make_bridge
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.model_renderers import known_renderer
 from staleflow.tasks.rendering.task_source import Message
 from tests.tasks.chat_models import CHATML, LLAMA, MODELS, QWEN, chat_tokenizer
 
-TEXTS = {name: TokenizerTexts(chat_tokenizer(name)) for name in MODELS}
+TEXTS = {name: ChatTokenizer(chat_tokenizer(name)) for name in MODELS}
 WORDS = st.text("the in12\n<>/é", max_size=12)
 SPECIAL = [*CHATML, *LLAMA, *QWEN, "<s>", "</s>", "[INST]"]
 
@@ -77,7 +77,7 @@ def test_a_plain_newline_at_the_end_of_a_turn_is_not_taken_for_its_end() -> None
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    texts = TokenizerTexts(tokenizer)
+    texts = ChatTokenizer(tokenizer)
     found = TemplateBridge(texts).ids([], texts.ids("in\n"), [Message("user", "go")], 1)
     assert texts.text(found) == "\nuser: go\nassistant: "
 
@@ -122,7 +122,7 @@ def test_a_template_that_does_not_only_append_is_refused_with_the_reason(templat
     tokenizer.chat_template = template
     why = "turn 1: .* renders earlier turns in another way when a message of role user follows, so the model would not"
     with pytest.raises(ConfigError, match=why):
-        TemplateBridge(TokenizerTexts(tokenizer)).ids([], [], [Message("user", "go")], 1)
+        TemplateBridge(ChatTokenizer(tokenizer)).ids([], [], [Message("user", "go")], 1)
 
 
 def test_without_a_chat_template_messages_are_texts() -> None:

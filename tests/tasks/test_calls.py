@@ -12,8 +12,8 @@ from distributed import Client, LocalCluster, get_worker
 
 from staleflow.stores.errors import ActorFailed, ActorLost, StoreError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
-from staleflow.tasks.actors.actor_calls import RemoteActor, answers_calls, call
-from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.actors.actor_calls import RemoteActor, call, remote_methods
+from staleflow.tasks.engines.base import SampledTokens
 
 
 class Waiting:
@@ -75,7 +75,7 @@ def test_an_error_of_the_method_itself_is_passed_on() -> None:
         asyncio.run(whole())
 
 
-@answers_calls
+@remote_methods
 class Answering:
     """An actor on a cluster's worker."""
 
@@ -106,7 +106,7 @@ def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None
                 1,
                 b"two",
                 None,
-                [Sampled(trajectory=TrajectoryId(3), epoch=1, first=0, segments=(), finish=FinishReason.STOP)],
+                [SampledTokens(trajectory=TrajectoryId(3), epoch=1, first=0, segments=(), finish=FinishReason.STOP)],
                 {"a": (1.5,)},
             )
             assert await call(actor, "take", *sent, within_s=30.0, who="it") == sent
@@ -138,7 +138,7 @@ def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel_the_c
         asyncio.run(whole())
 
 
-@answers_calls
+@remote_methods
 class Relaying:
     """An actor that calls another, or waits to be called."""
 

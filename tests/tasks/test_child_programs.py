@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from staleflow.tasks.environments.child_programs import ChildPrograms
-from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Task
 from tests.support.games import is_gone
@@ -73,7 +73,7 @@ async def until_gone(pids: list[int]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def started(episodes: Episodes, task: Task, member: int) -> list[int]:
+async def started(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
     """Have an episode start its programs; their processes."""
     answer = await acted(episodes, task, "start", member=member)
     assert not answer.error
@@ -88,7 +88,7 @@ def test_programs_of_an_agent_end_with_its_episode_however_it_ends(agent: Path) 
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         staying = await started(episodes, task, 9)
         for member, last in enumerate(("end", "raise", "")):
             pids = await started(episodes, task, member)
@@ -109,7 +109,7 @@ def test_programs_of_a_coroutine_environment_end_with_its_episode(agent: Path) -
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         pids = await started(episodes, task, 0)
         assert (await acted(episodes, task, "start", "end")).reward == 1.0
         await until_gone(pids)

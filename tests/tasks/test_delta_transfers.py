@@ -12,8 +12,8 @@ import torch
 
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.weight_delta import DeltaFile
-from staleflow.stores.weights.weight_folder import ParameterFolder
-from staleflow.tasks.actors.parameter_server import Fetched, ParameterServer, Source
+from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.tasks.actors.parameter_server import FetchProgress, ParameterServer, Source
 from tests.support import virtual_time
 
 CALL_S = 60.0
@@ -25,7 +25,7 @@ class Host:
     """A host with its parameter server. silent: whether that answers nobody."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = ParameterFolder(folder)
+        self.folder = WeightFolder(folder)
         self.server = ParameterServer(str(folder), CALL_S, PIECE)
         self.silent = False
         self.deltas_read: list[int] = []
@@ -57,7 +57,9 @@ class Trainer(Host):
         named = map(PolicyVersion, versions)
         return tuple(DeltaFile(version, self.folder.size(self.folder.delta_path(version))) for version in named)
 
-    async def to(self, host: Host, version: int, *sources: Host, deltas: tuple[int, ...] | None = None) -> Fetched:
+    async def to(
+        self, host: Host, version: int, *sources: Host, deltas: tuple[int, ...] | None = None
+    ) -> FetchProgress:
         """Have a host ask until the version is there, as the driver does. deltas: by default those of the version."""
         named = tuple(Source(f"parameters-{i}", source) for i, source in enumerate(sources or (self,)))
         chain = self.deltas(*((version,) if deltas is None else deltas))

@@ -9,7 +9,7 @@ import pytest
 
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.engines import response_drafter
-from staleflow.tasks.engines.response_drafter import Drafter, PromptTexts, Text
+from staleflow.tasks.engines.response_drafter import Drafter, PromptIndex, Text
 
 PROMPT = (3, 10, 14, 7)
 RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
@@ -214,16 +214,16 @@ def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
 
 def test_a_request_may_begin_in_another_thread_while_something_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of what runs within the loop over it would end the thread that decodes, and the engine with it."""
-    one, response = drafter(most_tokens=60), PromptTexts.response
+    one, response = drafter(most_tokens=60), PromptIndex.response
 
-    def begins_one_meanwhile(texts: PromptTexts, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
+    def begins_one_meanwhile(texts: PromptIndex, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
         one.begin(f"9{trajectory}", TrajectoryId(900 + trajectory), PROMPT, PROMPT)
         return response(texts, trajectory, tokens)
 
     for key in ("0", "1", "2"):
         begun(one, key, RESPONSE)
     one.end("2")
-    monkeypatch.setattr(PromptTexts, "response", begins_one_meanwhile)
+    monkeypatch.setattr(PromptIndex, "response", begins_one_meanwhile)
     begun(one, "3", tuple(range(100, 140)))
     begun(one, "4", RESPONSE[:3])
     assert one.num_tokens <= 100

@@ -14,7 +14,7 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.endpoint.requests import Refused
+from staleflow.tasks.endpoint.requests import RequestError
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession, Sessions
 from staleflow.tasks.episodes.episode_host import EpisodeSettings
@@ -248,7 +248,7 @@ def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_have_b
     seconds = 100.0
 
     def status(sessions: Sessions, key: str) -> int:
-        with pytest.raises(Refused) as found:
+        with pytest.raises(RequestError) as found:
             sessions.find(key)
         assert (found.value.retry_s is not None) == (found.value.status == 503)
         return found.value.status
@@ -257,7 +257,7 @@ def test_a_key_of_a_lost_endpoint_is_to_be_tried_again_until_its_episodes_have_b
         nonlocal seconds
         lost, sessions = Sessions().open(), Sessions(now=lambda: seconds)
         assert status(sessions, lost.key) == 401, "it is in no other's place"
-        sessions.replace_another(30.0)
+        sessions.expect_predecessor_keys(30.0)
         mine, ended = sessions.open(), sessions.open()
         assert status(sessions, lost.key) == 503
         assert sessions.find(mine.key) is mine

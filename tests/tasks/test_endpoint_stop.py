@@ -16,14 +16,14 @@ from staleflow.stores.in_flight.spool_entries import AnswerGiven, decode, encode
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
 from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_chat, read_generate
 from staleflow.tasks.engines.stop_strings import StopCheck
-from staleflow.tasks.rendering.chat_tokenizer import FileTexts, TokenizerTexts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, FileTexts
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.rendering.turn_params import Directions, split
+from staleflow.tasks.rendering.turn_params import TurnParams, split
 from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.endpoint_serving import GENERATE, HELLO, answered, chat, keyed, running, serving, turn
 
-TEXTS = TokenizerTexts(chat_tokenizer("smollm2"))
+TEXTS = ChatTokenizer(chat_tokenizer("smollm2"))
 USER = {"role": "user", "content": "more"}
 
 
@@ -217,7 +217,7 @@ def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
             first, then = await telling
             criteria = StopCriteria((stop,) if isinstance(stop, str) else tuple(stop))
             assert [split(said)[0].stop for said in (first, then)] == [criteria, criteria]
-            assert split(then) == (Directions(stop=criteria), (Message("user", "more"),))
+            assert split(then) == (TurnParams(stop=criteria), (Message("user", "more"),))
 
     running(work())
 

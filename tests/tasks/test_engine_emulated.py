@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
-from staleflow.stores.weights.weight_folder import ParameterFolder
-from staleflow.tasks.emulation.batch_simulator import Drafting
+from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.tasks.emulation.batch_simulator import DraftSettings
 from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.emulation.workload import DrawnWorkload, WorkloadSettings
+from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadSettings
 from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, weights, word_logprobs
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
@@ -38,13 +38,13 @@ from tests.tasks.engine_conformance import (
 COST = CostModel(k1=0.0, k2=0.004, k3=0.00005, k4=0.001, b=0.002, prefill=0.00001)
 
 
-def workload(**changes: Any) -> DrawnWorkload:
+def workload(**changes: Any) -> RandomWorkload:
     values: dict[str, Any] = {
         "kind": "lognormal", "prompt_tokens": 4, "median": 30.0, "sigma": 0.6, "long_share": 0.1, "long_ratio": 4.0,
         "exponent": 1.5, "turns": 3.0, "tool_s": 1.0, "tool_tokens": 5, "group_correlation": 0.0, "signal_share": 1.0,
         "members": 4, "max_tokens": 100, "seed": 0,
     }  # fmt: skip
-    return DrawnWorkload(WorkloadSettings(**(values | changes)))
+    return RandomWorkload(WorkloadSettings(**(values | changes)))
 
 
 def settings(**changes: Any) -> EmulatedSettings:
@@ -148,7 +148,7 @@ class TestEmulatedEngine(ReusingEngineTests):
     @pytest.fixture
     def other_weights(self, tmp_path: Path) -> tuple[Path, str]:
         named = weights(5)
-        folder = ParameterFolder(tmp_path / "weights")
+        folder = WeightFolder(tmp_path / "weights")
         held = folder.publish(PolicyVersion(5), named)
         return folder.path(PolicyVersion(5)), held
 
@@ -181,7 +181,7 @@ def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_giv
                             (3, 10, 14, 7) + (5,) * tokens,
                             num_prior=tokens,
                             max_new_tokens=100,
-                            may_return=True,
+                            keep_kv=True,
                         )
                     ]
                 )
@@ -210,7 +210,7 @@ def test_time_passes_as_the_cost_model_says() -> None:
 
 def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path) -> None:
     """Imports take seconds on a busy machine: an instance may take them to start, not to answer its first pull."""
-    folder = ParameterFolder(tmp_path / "weights")
+    folder = WeightFolder(tmp_path / "weights")
     folder.publish(PolicyVersion(0), weights(0))
     script = (
         "import pickle, sys; from pathlib import Path; from staleflow.stores.trajectory import InstanceId; "
@@ -225,7 +225,7 @@ def test_what_a_pull_needs_is_imported_before_the_engine_is_ready(tmp_path: Path
 def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
     """As in engines with a model: a request ends under the version it began with, and no context is computed again."""
     engine = EmulatedEngine(settings(time_scale=1.0, adapters=2), InstanceId("i"))
-    folder = ParameterFolder(tmp_path / "weights")
+    folder = WeightFolder(tmp_path / "weights")
 
     def load(version: int) -> None:
         folder.publish(PolicyVersion(version), weights(version))
@@ -233,7 +233,7 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
         assert loaded.stalled_s == 0 and engine.version == version
 
     try:
-        engine.submit([request(0, max_new_tokens=20), request(1, max_new_tokens=8, may_return=True)])
+        engine.submit([request(0, max_new_tokens=20), request(1, max_new_tokens=8, keep_kv=True)])
         load(1)
         engine.submit([request(2, max_new_tokens=20)])
         done = collect(engine, 3)
@@ -260,7 +260,7 @@ def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
     """A trajectory that cannot return leaves nothing; one that could is forgotten when it is aborted after its turn."""
     engine = EmulatedEngine(settings(time_scale=50.0), InstanceId("i"))
     try:
-        engine.submit([request(i, max_new_tokens=20, may_return=i > 0) for i in range(3)])
+        engine.submit([request(i, max_new_tokens=20, keep_kv=i > 0) for i in range(3)])
         done = collect(engine, 3)
         held = {i: 4 + len(tokens_of(sampled)) for i, sampled in done.items()}
         assert engine.load_statistics().kept_tokens == held[1] + held[2]
@@ -271,7 +271,7 @@ def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
 
 
 def test_as_many_tokens_are_drafted_as_the_engine_is_told() -> None:
-    drafting = Drafting(length=0, most_running=1000, acceptance=0.5)
+    drafting = DraftSettings(length=0, most_running=1000, acceptance=0.5)
     long = workload(median=3000.0, sigma=0.0, max_tokens=3000)
     engine = EmulatedEngine(settings(drafting=drafting, workload=long, time_scale=1.0), InstanceId("rollout-0"))
     check_that_lengths_are_obeyed(engine, more=3)
@@ -283,7 +283,7 @@ class TestDraftingEmulatedEngine(TestEmulatedEngine):
 
     @pytest.fixture
     def engine(self, clock: FaultyClock) -> Iterator[EmulatedEngine]:
-        drafting = Drafting(length=4, most_running=1000, acceptance=0.6)
+        drafting = DraftSettings(length=4, most_running=1000, acceptance=0.6)
         one = EmulatedEngine(settings(drafting=drafting), InstanceId("rollout-0"), clock)
         yield one
         one.close()

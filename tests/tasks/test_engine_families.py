@@ -13,7 +13,7 @@ from benchmarks.models.model_families import FAMILIES, make_family_model
 from staleflow.pipeline.config.model_files import check_attention
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
-from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model
 from tests.tasks.engine_conformance import collect, logprobs_of, model_settings, request, tokens_of
@@ -54,13 +54,13 @@ def test_logprobs_are_those_of_a_whole_forward_pass(family: str, tmp_path: Path)
     prompts = {i: tuple(4 + (7 * i + j * j) % 25 for j in range(3 + (11 * i) % 45)) for i in range(8)}
     prompts |= {20 + i: tuple(5 + i * i % 25 for i in range(25)) for i in range(4)}
 
-    def check(context: tuple[int, ...], ended: Sampled) -> None:
+    def check(context: tuple[int, ...], ended: SampledTokens) -> None:
         expected = forward_logprobs(plain, [*context, *tokens_of(ended)])[len(context) - 1 :]
         np.testing.assert_allclose(logprobs_of(ended), expected, atol=1e-5)
 
     try:
         engine.submit(
-            [request(i, prompt, max_new_tokens=8 + 3 * (i % 4), may_return=i < 3) for i, prompt in prompts.items()]
+            [request(i, prompt, max_new_tokens=8 + 3 * (i % 4), keep_kv=i < 3) for i, prompt in prompts.items()]
         )
         first = collect(engine, len(prompts))
         for i, prompt in prompts.items():

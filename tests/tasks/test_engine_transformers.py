@@ -14,7 +14,7 @@ import torch
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, load_model
@@ -127,7 +127,7 @@ class TestKeptContexts:
         one.close()
 
     def turn(self, engine: Engine, trajectory: int, context: tuple[int, ...], **changes: Any) -> list[int]:
-        more: dict[str, Any] = {"may_return": True, "greedy": True, "max_new_tokens": 16}
+        more: dict[str, Any] = {"keep_kv": True, "greedy": True, "max_new_tokens": 16}
         engine.submit([request(trajectory, context, **(more | changes))])
         return tokens_of(collect(engine, 1)[TrajectoryId(trajectory)])
 
@@ -137,7 +137,7 @@ class TestKeptContexts:
     def cached(self, engine: Engine, trajectory: int, context: tuple[int, ...]) -> int:
         """Tokens of a next turn after this context that are found cached."""
         before = engine.load_statistics().cached_tokens
-        self.turn(engine, trajectory, (*context, *GIVEN), epoch=2, may_return=False)
+        self.turn(engine, trajectory, (*context, *GIVEN), epoch=2, keep_kv=False)
         return engine.load_statistics().cached_tokens - before
 
     def test_tokens_and_logprobs_are_those_of_a_context_that_is_computed_anew(self, engine: Engine) -> None:
@@ -147,7 +147,7 @@ class TestKeptContexts:
             logprobs: list[list[float]] = []
             for trajectory in (0, 1):
                 again = request(
-                    trajectory, context, epoch=epoch, max_new_tokens=16, may_return=not trajectory, greedy=True
+                    trajectory, context, epoch=epoch, max_new_tokens=16, keep_kv=not trajectory, greedy=True
                 )
                 engine.submit([again])
                 sampled = collect(engine, 1)[again.trajectory]
@@ -161,7 +161,7 @@ class TestKeptContexts:
         assert load.kept_tokens == len(context) - len(GIVEN) - 1
 
     def test_only_what_may_return_is_kept_and_only_until_it_is_aborted(self, engine: Engine) -> None:
-        contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i), may_return=i > 0)) for i in range(3)}
+        contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i), keep_kv=i > 0)) for i in range(3)}
         assert engine.load_statistics().kept_tokens == 2 * 55
         engine.abort([TrajectoryId(1)])
         assert self.cached(engine, 1, contexts[1]) == 0
@@ -174,7 +174,7 @@ class TestKeptContexts:
         contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(3)}
         assert engine.load_statistics().kept_tokens == 3 * 55
         before = engine.load_statistics().prefilled_tokens
-        self.turn(engine, 7, PROMPT + PROMPT[:20], may_return=False)
+        self.turn(engine, 7, PROMPT + PROMPT[:20], keep_kv=False)
         load = engine.load_statistics()
         assert (load.kept_tokens, load.prefilled_tokens - before) == (2 * 55, 60)
         assert [self.cached(engine, i, contexts[i]) for i in (2, 1, 0)] == [55, 55, 0]
@@ -184,7 +184,7 @@ class TestKeptContexts:
         contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(4)}
         engine.submit(
             [
-                request(i, (*context, *PROMPT[:30]), epoch=2, max_new_tokens=16, may_return=True, greedy=True)
+                request(i, (*context, *PROMPT[:30]), epoch=2, max_new_tokens=16, keep_kv=True, greedy=True)
                 for i, context in contexts.items()
             ]
         )
@@ -214,7 +214,7 @@ def changed_weights(folder: Path, tmp_path: Path) -> tuple[Path, str]:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     named = dict(model.named_parameters())
-    folder = ParameterFolder(tmp_path / "weights")
+    folder = WeightFolder(tmp_path / "weights")
     held = folder.publish(PolicyVersion(5), named)
     return folder.path(PolicyVersion(5)), held
 
@@ -241,7 +241,7 @@ def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Pat
     path, _ = changed_weights(tiny_model, tmp_path)
     one = TransformersEngine(settings(tiny_model, keep=True, eos=()), InstanceId("i"))
     try:
-        sample_until(one, 5, [request(0, PROMPT, max_new_tokens=50, may_return=True)])
+        sample_until(one, 5, [request(0, PROMPT, max_new_tokens=50, keep_kv=True)])
         one.load(PolicyVersion(5), path)
         one.submit([request(1, PROMPT, max_new_tokens=8)])
         done = collect(one, 2)

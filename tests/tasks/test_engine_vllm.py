@@ -14,7 +14,7 @@ import pytest
 
 from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.engines.base import Engine, Failed, Sampled
+from staleflow.tasks.engines.base import Engine, Failed, SampledTokens
 from tests.tasks.adapter_conformance import LORA, SERVED, AdapterEngineTests
 from tests.tasks.engine_conformance import (
     GIVEN,
@@ -148,7 +148,7 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
         while len(ended) < 2:
             ended |= {e.trajectory: e for e in engine.events(10.0)}
         assert isinstance(ended[TrajectoryId(0)], Failed)
-        assert isinstance(ended[TrajectoryId(1)], Sampled)
+        assert isinstance(ended[TrajectoryId(1)], SampledTokens)
         assert engine.load_statistics().running == 0
 
 
@@ -251,7 +251,7 @@ def test_memory_pressure_is_reported_and_loses_nothing(tiny_model: Path) -> None
         waiting, done = 0, {}
         while len(done) < 8:
             waiting = max(waiting, one.load_statistics().waiting)
-            done |= {e.trajectory: e for e in one.events(0.01) if isinstance(e, Sampled)}
+            done |= {e.trajectory: e for e in one.events(0.01) if isinstance(e, SampledTokens)}
         load = one.load_statistics()
     finally:
         one.close()
@@ -301,6 +301,6 @@ class TestServedAdapters(AdapterEngineTests):
         yield one
         one.close()
 
-    def kept(self, prompt: int, turn: Sampled) -> int:
+    def kept(self, prompt: int, turn: SampledTokens) -> int:
         """Whole pages."""
         return (prompt + len(tokens_of(turn)) - 1) // 32 * 32

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from staleflow.stores.trajectory import GroupId, TrajectoryId
-from staleflow.tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
-from staleflow.tasks.actors.server_messages import Bridged, EpisodeState, RewardItem, SaidItem
+from staleflow.tasks.actors.environment_host import ActItem, EnvironmentHost, EnvStepOutcome
+from staleflow.tasks.actors.server_messages import EpisodeState, ObservationItem, ObservationReceipt, RewardItem
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Record
@@ -24,7 +24,7 @@ class Environments:
 
     async def check(self) -> None: ...
 
-    hears_turns = False
+    needs_token_ids = False
 
     async def act(
         self,
@@ -66,9 +66,9 @@ class Server:
             for i, _ in asked
         ]
 
-    async def give(self, said: list[SaidItem]) -> list[Bridged]:
+    async def give(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
         self.calls.append(("give", len(said)))
-        return [Bridged(item.tokens + int(item.messages[0].content)) for item in said]
+        return [ObservationReceipt(item.tokens + int(item.messages[0].content)) for item in said]
 
     async def rewarded(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
         self.calls.append(("rewarded", len(scored)))
@@ -76,15 +76,15 @@ class Server:
         return [item.score for item in scored]
 
 
-def acts(server: Server, dismissed: tuple[int, ...] = ()) -> dict[TrajectoryId, Acted]:
+def acts(server: Server, dismissed: tuple[int, ...] = ()) -> dict[TrajectoryId, EnvStepOutcome]:
     """Outcomes of 100 acts, asked for together."""
 
-    async def acted() -> list[Acted]:
+    async def acted() -> list[EnvStepOutcome]:
         host = EnvironmentHost(Environments(), call_s=5)
         await host.act(server, tuple(ActItem(trajectory=TrajectoryId(i), epoch=0, cut=False) for i in range(100)))
         await asyncio.sleep(0)
         await host.dismiss(tuple(map(TrajectoryId, dismissed)))
-        found: list[Acted] = []
+        found: list[EnvStepOutcome] = []
         while more := await host.outcomes(0.2):
             found += more
         await host.close()

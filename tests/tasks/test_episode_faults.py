@@ -17,7 +17,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import EpisodeStart
 from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, packed, read_value
 from staleflow.tasks.environments.forked_episodes import ForkServer
-from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, drawn
 from tests.support.games import GAMES, acted, is_gone, played, running, settings, until_gone
@@ -49,7 +49,7 @@ def test_what_an_environment_does_wrong_is_one_line_and_its_own(games: Path, nam
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await acted(episodes, task, "other")
         for member, (action, message) in enumerate(FAULTS.items(), 1):
             await acted(episodes, task, "a", member=member)
@@ -69,7 +69,7 @@ def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name:
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         answers = await played(episodes, task, ["run", "own", "a"])
         assert [m.content for a in answers for m in a.messages] == ["later", "mine", "3"]
         assert type(answers[1].messages[0].content) is str
@@ -94,7 +94,7 @@ def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (other,) = (await acted(episodes, task, "pid")).messages
         (mine,) = (await acted(episodes, task, "pid", member=1)).messages
         assert int(mine.content) != int(other.content)
@@ -119,7 +119,7 @@ def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: 
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await episodes.check()
         bad, *good = await asyncio.gather(
             acted(episodes, task, "hang"), *(acted(episodes, task, "a", member=m) for m in range(1, 4))
@@ -136,7 +136,7 @@ def test_a_server_that_is_killed_takes_its_episodes_with_it_and_is_started_again
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (server,) = (await acted(episodes, task, "server")).messages
         (mine,) = (await acted(episodes, task, "server", "pid")).messages
         os.kill(int(server.content), signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_what_an_environment_started_ends_with_it_also_in_a_session_of_its_own(g
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (child,) = (await acted(episodes, task, "child")).messages
         assert not is_gone(int(child.content))
         episodes.cancel([EpisodeKey(task=0)])
@@ -169,7 +169,7 @@ def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) -> None:
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await acted(episodes, task, "a")
         waiting = asyncio.ensure_future(acted(episodes, task, "a", "hang"))
         other = asyncio.ensure_future(acted(episodes, task, "b", member=1))
@@ -189,7 +189,7 @@ def test_a_coroutine_that_ignores_being_cancelled_is_not_waited_for(games: Path)
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         assert "took longer than environment.step_s" in (await acted(episodes, task, "stubborn")).error
         assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
         await episodes.close()
@@ -202,7 +202,7 @@ def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> None:
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await acted(episodes, task, "a")
         answer = await acted(episodes, task, "a", "hang")
         assert answer.error == "step 2 took longer than environment.episode_s = 3 s"
@@ -217,7 +217,7 @@ def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
     made = settings(f"{games}:AsyncMoody", step_s=0.2, concurrency=2)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         begin = time.monotonic()
         answers = await asyncio.gather(*(acted(episodes, task, "hang", member=m) for m in range(6)))
         assert all("took longer" in a.error for a in answers)
@@ -254,7 +254,7 @@ def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp
     empty(folder)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         answers = await asyncio.gather(*(acted(episodes, tasks[0], "go", member=m) for m in range(4)))
         assert [(a.error, a.reward) for a in answers] == [("", 1.0)] * 4
         await episodes.close()
@@ -304,7 +304,7 @@ def test_what_a_coroutine_does_wrong_is_one_line(games: Path, name: str, message
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         assert message in (await acted(episodes, task, "a")).error
         await episodes.close()
 
@@ -317,7 +317,7 @@ def test_a_coroutine_may_ask_texts_of_its_own(games: Path) -> None:
     assert type(task.prompt) is str
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (message,) = (await acted(episodes, task, "a")).messages
         assert (message.content, type(message.content)) == ("mine", str)
         await episodes.close()
@@ -330,7 +330,7 @@ def test_an_environment_that_does_not_keep_to_its_seed_is_found_before_the_run(g
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         with pytest.raises(ConfigError, match="reset with the same seed gives another first observation"):
             await episodes.check()
         assert "another first observation" in (await acted(episodes, task, "a")).error

@@ -17,7 +17,7 @@ from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import EpisodeStart, record_of
-from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message
 from tests.support.games import GAMES, acted, played, running, said, settings
@@ -46,7 +46,7 @@ def test_an_episode_is_the_same_wherever_it_runs(games: Path, name: str, isolati
     assert task.prompt == "Guess a number from 1 to 8."
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await episodes.check()
         right = await played(episodes, task, "12345678", task=4)
         number = len(right)
@@ -67,7 +67,7 @@ def test_who_asks_again_gets_the_same_answer_and_nothing_is_stepped_twice(games:
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         first = await asyncio.gather(*(acted(episodes, task, "8") for _ in range(3)))
         assert first[0] == first[1] == first[2]
         assert await acted(episodes, task, "8") == first[0]
@@ -90,7 +90,7 @@ def test_a_turn_that_comes_before_the_last_one_is_answered_waits_for_it(games: P
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         both = await asyncio.gather(acted(episodes, task, "a"), acted(episodes, task, "a", "b"))
         seed = task.record["seed"]
         expected = [f"{seed}:a", f"{seed}:a,b"] if name == "Counted" else ["1", "2"]
@@ -106,7 +106,7 @@ def test_a_repeatable_environment_is_set_back_on_another_host(games: Path, name:
     task = made.source.build().task(0)
 
     async def work() -> None:
-        here, there = Episodes(made), Episodes(made)
+        here, there = EpisodeHost(made), EpisodeHost(made)
         answers = [await acted(here, task, *"8888"[:n]) for n in range(1, 5)]
         taken_up = await acted(there, task, *"8888")
         assert taken_up.messages == answers[-1].messages
@@ -123,7 +123,7 @@ def test_other_environments_that_a_host_does_not_have_are_started_again(games: P
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         answer = await acted(episodes, task, "a", "b")
         assert answer.lost and answer.ended and "cannot be set back; start it again" in answer.error
         await acted(episodes, task, "a")
@@ -140,7 +140,7 @@ def test_an_episode_that_is_cut_has_the_reward_so_far(games: Path, name: str) ->
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await acted(episodes, task, "8")
         cut = await acted(episodes, task, "8", "7 or", cut=True)
         assert said([cut]) == [((), True, -0.25, {}, "")]
@@ -168,7 +168,7 @@ def test_whatever_is_asked_each_turn_is_taken_once(games: Path, requests: list[t
         return f"6:{','.join(turns)}", 0.0
 
     async def work() -> None:
-        hosts = [Episodes(made), Episodes(made)]
+        hosts = [EpisodeHost(made), EpisodeHost(made)]
         turns: dict[int, list[str]] = {0: [], 1: [], 2: []}
         where, attempt, ended, was_cut = [0, 0, 0], [0, 0, 0], [False] * 3, [False] * 3
         for member, what in requests:
@@ -273,7 +273,7 @@ def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Path) ->
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         assert said(await played(episodes, task, ["a", "b"]))[-1] == ((), True, 0.5, {"cut": 1.0}, "")
         assert said([await acted(episodes, task, "a", cut=True, member=1)]) == [((), True, 0.5, {"cut": 1.0}, "")]
         await acted(episodes, task, "a", member=2)
@@ -294,7 +294,7 @@ def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
     assert held_out.identity == ("what now?", held_out.record["seed"])
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await episodes.check()
         assert said([await acted(episodes, train, "8")]) == higher("lower")
         assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")

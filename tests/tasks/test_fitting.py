@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, tokenizer_texts
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.sources.filtered_source import FittingSource
+from staleflow.tasks.sources.filtered_source import FilteredSource
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
@@ -56,7 +56,7 @@ def test_another_prompt_is_found_whatever_the_number_of_rows(tmp_path: Path, cou
     """A tenth fits, in one place of the file."""
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}", "answer": ""}}\n' for i in range(count)))
     source = make_source(f"jsonl:{tmp_path}/rows.jsonl", {}, 0)
-    fitting = FittingSource(source, lambda task: int(str(task.prompt)) <= count // 10)
+    fitting = FilteredSource(source, lambda task: int(str(task.prompt)) <= count // 10)
     assert {int(str(fitting.task(i).prompt)) <= count // 10 for i in range(0, count, 97)} == {True}
 
 
@@ -66,7 +66,7 @@ def test_data_without_a_prompt_that_fits_is_one_line(settings: PromptSettings) -
 
 
 def test_a_tokenizer_from_its_file_gives_the_tokens_of_the_whole_one(tiny_model: Path) -> None:
-    light, full = TokenizerTexts(FileTokenizer(tiny_model)), tokenizer_texts(str(tiny_model))
+    light, full = ChatTokenizer(FileTokenizer(tiny_model)), tokenizer_texts(str(tiny_model))
     for text in ("1 + 2 =", " so 3.", "", "12 + 345"):
         assert light.ids(text) == full.ids(text)
 
@@ -77,6 +77,6 @@ def test_a_chat_template_from_its_file_gives_the_tokens_of_the_whole_one(tiny_mo
     each = "{% for m in messages %}{{ eos_token }}{{ m['content'] }}{% endfor %}"
     template = each + "{% if add_generation_prompt %}={% endif %}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    light, full = TokenizerTexts(FileTokenizer(tmp_path)), tokenizer_texts(str(tmp_path))
+    light, full = ChatTokenizer(FileTokenizer(tmp_path)), tokenizer_texts(str(tmp_path))
     turn = [Message("user", "1 + 2")]
     assert light.chat_ids(turn) == full.chat_ids(turn) != full.ids("1 + 2")

@@ -89,7 +89,7 @@ def test_an_engine_in_use_is_left_alone(settings: Any, monkeypatch: pytest.Monke
 
 def test_a_closed_one_is_held_no_longer(settings: Any) -> None:
     with pytest.raises(LookupError):
-        asyncio.run(engine_handover.require_unused())
+        asyncio.run(engine_handover.require_orphan())
     instance = placed(settings)
     asyncio.run(instance.close())
     assert engine_handover._held == []
@@ -99,16 +99,16 @@ def test_a_worker_is_kept_for_an_engine_that_nobody_uses(settings: Any, monkeypa
     monkeypatch.setattr(engine_handover, "SETTLE_S", 0.3)
     instances = [placed(settings)]
     with pytest.raises(LookupError, match="that nobody uses"):
-        asyncio.run(engine_handover.require_unused())
+        asyncio.run(engine_handover.require_orphan())
     dropped(instances)
-    asyncio.run(engine_handover.require_unused())
+    asyncio.run(engine_handover.require_orphan())
 
 
 @pytest.mark.parametrize("by", ["an instance of a run that begins", "a trainer"])
 def test_another_role_closes_what_nobody_uses(settings: Any, by: str) -> None:
     (engine,) = dropped([placed(settings)])
     if by == "a trainer":
-        engine_handover.close_unused()
+        engine_handover.close_orphans()
     else:
         assert engine_of(placed(settings, resumed=False)) is not engine
     assert not engine._thread.is_alive()

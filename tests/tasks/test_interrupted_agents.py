@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from tests.tasks.test_agents import acted, running, settings
 
@@ -82,7 +82,7 @@ def test_a_program_that_is_killed_while_it_waits_ends_its_episode_with_the_reaso
     task = config.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(config)
+        episodes = EpisodeHost(config)
         assert not (await acted(episodes, task, "a")).ended
         pid, request = await waiting(asking, 1)
         os.kill(pid, signal.SIGKILL)
@@ -105,7 +105,7 @@ def test_whoever_waits_at_an_endpoint_that_stops_is_told_to_try_again(tmp_path: 
     task = config.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(config)
+        episodes = EpisodeHost(config)
         assert not (await acted(episodes, task, "a")).ended  # the agent has asked for its second turn
         await episodes.close()
         written = tmp_path / f"answers-{os.getpid()}"
@@ -121,7 +121,7 @@ def test_an_episode_whose_host_is_gone_begins_again_at_another(asking: Path) -> 
     task = config.source.build().task(0)
 
     async def work() -> None:
-        lost, other = Episodes(config), Episodes(config)
+        lost, other = EpisodeHost(config), EpisodeHost(config)
         await acted(lost, task, "a")
         _, request = await waiting(asking, 1)
         await lost.close()

@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.stores.errors import ActorLost
-from staleflow.stores.in_flight.in_flight_state import InFlight
+from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool_entries import GroupDrawn, TokensDelivered, TrajectoriesRouted
 from staleflow.stores.trajectory import (
     Ended,
@@ -26,7 +26,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.tasks.actors import draft_corpus
-from staleflow.tasks.actors.draft_corpus import KnownResponses, OtherResponses
+from staleflow.tasks.actors.draft_corpus import DraftCorpus, NewResponses
 from staleflow.tasks.engines.base import PromptResponses
 from tests.support import virtual_time
 from tests.support.bodies import Body
@@ -44,9 +44,9 @@ def segment(tokens: Sequence[int], instance: str = "a") -> Segment:
     )
 
 
-def flight(**finished: Sequence[int]) -> InFlight:
+def flight(**finished: Sequence[int]) -> InFlightState:
     """A group of four members with PROMPT; those called by "t" and their number have finished with these tokens."""
-    held = InFlight(members=4)
+    held = InFlightState(members=4)
     held.apply(GroupDrawn(group=GroupId(0), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
     held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4)), at_s=0.0))
     for name, tokens in finished.items():
@@ -54,7 +54,7 @@ def flight(**finished: Sequence[int]) -> InFlight:
     return held
 
 
-def deliver(held: InFlight, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
+def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
     entry = TokensDelivered(
         trajectory=TrajectoryId(trajectory), epoch=1, first=0, segments=(segment(tokens),), finish=finish, at_s=1.0,
         attempt=0,
@@ -70,7 +70,7 @@ def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PRO
     return Ended(trajectory=t, fate=Fate.CONSUMED, reason=None, step=0, loss_mask=True)  # type: ignore[arg-type]  # a plain number is one
 
 
-def told(known: KnownResponses, *running: int, told: frozenset[TrajectoryId] = NOTHING) -> dict[int, tuple[int, ...]]:
+def told(known: DraftCorpus, *running: int, told: frozenset[TrajectoryId] = NOTHING) -> dict[int, tuple[int, ...]]:
     answer = known.others([TrajectoryId(i) for i in running], told)
     assert {i for found in answer.found for i, _ in found.responses} | told >= answer.told
     return {int(i): tokens for found in answer.found for i, tokens in found.responses}
@@ -79,7 +79,7 @@ def told(known: KnownResponses, *running: int, told: frozenset[TrajectoryId] = N
 def test_finished_siblings_and_earlier_epochs_of_the_same_prompt_are_told() -> None:
     held = flight(t1=(5, 6, 7))
     deliver(held, 2, (5, 6), FinishReason.UNFINISHED)
-    known = KnownResponses(held, 1000)
+    known = DraftCorpus(held, 1000)
     known.add([stored(-80, (8, 9)), stored(-70, (8, 8), prompt=OTHER), stored(-60, ())])
     assert told(known, 0) == {1: (5, 6, 7), -80: (8, 9)}
     assert [one.prompt for one in known.others([TrajectoryId(0), TrajectoryId(3)], NOTHING).found] == [PROMPT]
@@ -88,7 +88,7 @@ def test_finished_siblings_and_earlier_epochs_of_the_same_prompt_are_told() -> N
 
 def test_what_was_told_is_not_told_again_and_what_is_of_no_use_any_more_is_dropped() -> None:
     held = flight(t1=(5, 6, 7))
-    known = KnownResponses(held, 1000)
+    known = DraftCorpus(held, 1000)
     first = known.others([TrajectoryId(0)], NOTHING)
     assert first.told == {1}
     again = known.others([TrajectoryId(0)], first.told | {TrajectoryId(500)})
@@ -102,26 +102,26 @@ def test_siblings_of_every_group_with_the_prompt_are_told() -> None:
     held.apply(GroupDrawn(group=GroupId(1), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
     held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4, 8)), at_s=0.0))
     deliver(held, 5, (8, 9), FinishReason.STOP)
-    known = KnownResponses(held, 1000)
+    known = DraftCorpus(held, 1000)
     assert told(known, 0, 4) == told(known, 4, 0) == {1: (5, 6, 7), 5: (8, 9)}
 
 
 def test_no_more_is_told_at_once_than_fits_into_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_corpus, "AT_ONCE", 2)
-    known = KnownResponses(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
+    known = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = known.others([TrajectoryId(0)], NOTHING)
     assert len(first.told) == 2
     assert told(known, 0, told=first.told).keys() == {1, 2, 3} - first.told
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    known = KnownResponses(flight(), 100)
+    known = DraftCorpus(flight(), 100)
     for i in range(200):
         known.add([stored(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored(1000 + i, range(8), prompt=PROMPT)])
         held = sum(len(tokens) for one in known._stored.values() for tokens in one.values())
         assert held == known._num_tokens <= 100
     assert max(told(known, 0)) == 1199, "the latest are remembered"
-    none = KnownResponses(flight(t1=(5,)), 0)
+    none = DraftCorpus(flight(t1=(5,)), 0)
     none.add([stored(1000, range(7))])
     assert told(none, 0) == {}
 
@@ -137,7 +137,7 @@ def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: py
         def rows(self, first: int, last: int) -> list[Ended]:
             return rows[first:last]
 
-    assert set(told(KnownResponses(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
+    assert set(told(DraftCorpus(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
 
 
 class Learning(VirtualEngine):
@@ -167,7 +167,7 @@ def test_a_server_that_is_lost_while_it_is_asked_for_drafts_fails_nothing(tmp_pa
         world = World(length=lambda trajectory: 9)
 
         class Lost(server_class(world)):  # type: ignore[misc]  # a class that a function makes
-            async def other_responses(self, *_: object) -> OtherResponses:
+            async def other_responses(self, *_: object) -> NewResponses:
                 raise ActorLost("connection closed", "server")
 
         config = Body(tmp_path).config("batch.group_size=2")

@@ -31,7 +31,7 @@ CASES = [(name, "trajectory") for name in LOSSES.names] + [("topr", "token"), ("
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class AgentArgs:
     """The sampled tokens of one trajectory. now: what stop-gradient holds fast of `new`. runs: of each token, the
     number of its run of tokens sampled without a break under one version."""
 
@@ -52,29 +52,29 @@ def ppo(r: float, a: float, s: Any) -> float:
     return min(r * a, within(r, 1 - s.clip_low, 1 + s.clip_high) * a)
 
 
-def ppo_clip(t: Told, s: Any) -> list[float]:
+def ppo_clip(t: AgentArgs, s: Any) -> list[float]:
     return [-ppo(math.exp(n - b), t.a, s) for n, b in zip(t.new, t.sampled, strict=True)]
 
 
-def decoupled_ppo(t: Told, s: Any) -> list[float]:
+def decoupled_ppo(t: AgentArgs, s: Any) -> list[float]:
     return [
         -min(math.exp(o - b), s.weight_cap) * ppo(math.exp(n - o), t.a, s)
         for n, o, b in zip(t.new, t.old, t.sampled, strict=True)
     ]
 
 
-def cispo(t: Told, s: Any) -> list[float]:
+def cispo(t: AgentArgs, s: Any) -> list[float]:
     return [
         -within(math.exp(w - b), 1 - s.clip_low, 1 + s.clip_high) * t.a * n
         for n, w, b in zip(t.new, t.now, t.sampled, strict=True)
     ]
 
 
-def tis(t: Told, s: Any) -> list[float]:
+def tis(t: AgentArgs, s: Any) -> list[float]:
     return [-min(math.exp(w - b), s.weight_cap) * t.a * n for n, w, b in zip(t.new, t.now, t.sampled, strict=True)]
 
 
-def dual_clip(t: Told, s: Any) -> list[float]:
+def dual_clip(t: AgentArgs, s: Any) -> list[float]:
     found = []
     for n, b in zip(t.new, t.sampled, strict=True):
         usual = ppo(math.exp(n - b), t.a, s)
@@ -82,13 +82,13 @@ def dual_clip(t: Told, s: Any) -> list[float]:
     return found
 
 
-def gspo(t: Told, s: Any) -> list[float]:
+def gspo(t: AgentArgs, s: Any) -> list[float]:
     r = math.exp(sum(n - b for n, b in zip(t.new, t.sampled, strict=True)) / len(t.new))
     one = -min(r * t.a, within(r, 1 - s.sequence_clip_low, 1 + s.sequence_clip_high) * t.a)
     return [one] * len(t.new)
 
 
-def topr(t: Told, s: Any) -> list[float]:
+def topr(t: AgentArgs, s: Any) -> list[float]:
     found = []
     for i, n in enumerate(t.new):
         if t.a > 0:
@@ -104,24 +104,24 @@ def topr(t: Told, s: Any) -> list[float]:
     return found
 
 
-def kimi(t: Told, s: Any) -> list[float]:
+def kimi(t: AgentArgs, s: Any) -> list[float]:
     return [-t.a * n + s.tau / 2 * (n - b) ** 2 for n, b in zip(t.new, t.sampled, strict=True)]
 
 
-def sequence_weighted(t: Told, s: Any, weigh: Callable[[float], float]) -> list[float]:
+def sequence_weighted(t: AgentArgs, s: Any, weigh: Callable[[float], float]) -> list[float]:
     rho = math.prod(math.exp(o - b) for o, b in zip(t.old, t.sampled, strict=True))
     return [-weigh(rho) * ppo(math.exp(n - o), t.a, s) for n, o in zip(t.new, t.old, strict=True)]
 
 
-def sequence_tis(t: Told, s: Any) -> list[float]:
+def sequence_tis(t: AgentArgs, s: Any) -> list[float]:
     return sequence_weighted(t, s, lambda rho: min(rho, s.sequence_cap))
 
 
-def sequence_mis(t: Told, s: Any) -> list[float]:
+def sequence_mis(t: AgentArgs, s: Any) -> list[float]:
     return sequence_weighted(t, s, lambda rho: rho if rho <= s.sequence_cap else 0.0)
 
 
-def icepop(t: Told, s: Any) -> list[float]:
+def icepop(t: AgentArgs, s: Any) -> list[float]:
     found = []
     for n, o, b in zip(t.new, t.old, t.sampled, strict=True):
         rho = math.exp(o - b)
@@ -129,7 +129,7 @@ def icepop(t: Told, s: Any) -> list[float]:
     return found
 
 
-def decoupled_ppo_loglinear(t: Told, s: Any) -> list[float]:
+def decoupled_ppo_loglinear(t: AgentArgs, s: Any) -> list[float]:
     found = []
     for n, w, b, lag in zip(t.new, t.now, t.sampled, t.lags, strict=True):
         version, before, made = 0, lag, lag + 1  # the token's own, the step's, and the one it makes
@@ -138,7 +138,7 @@ def decoupled_ppo_loglinear(t: Told, s: Any) -> list[float]:
     return found
 
 
-SLOW: dict[str, Callable[[Told, Any], list[float]]] = {
+SLOW: dict[str, Callable[[AgentArgs, Any], list[float]]] = {
     "ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo, "cispo": cispo, "tis": tis, "dual_clip": dual_clip,
     "gspo": gspo, "topr": topr, "kimi": kimi, "sequence_tis": sequence_tis, "sequence_mis": sequence_mis,
     "icepop": icepop, "decoupled_ppo_loglinear": decoupled_ppo_loglinear,
@@ -177,11 +177,11 @@ def runs(turns: str, lags: Sequence[int]) -> list[int]:
     return found
 
 
-def told(tokens: Tokens, i: int, new: Sequence[float] | None = None) -> Told:
+def told(tokens: Tokens, i: int, new: Sequence[float] | None = None) -> AgentArgs:
     picked = tokens.sampled[i]
     now = tokens.logprobs[i][picked].tolist()
     lags = tokens.lags[i].tolist()
-    return Told(
+    return AgentArgs(
         new=now if new is None else new,
         now=now,
         old=tokens.proximal[i][picked].tolist(),

@@ -14,7 +14,7 @@ import torch
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights import weight_file
-from staleflow.tasks.training.lm_head import of_targets
+from staleflow.tasks.training.lm_head import target_logprobs
 from staleflow.tasks.training.loss import LOSSES, Kimi, Loss, PpoClip, TokenLoss, Tokens
 from staleflow.tasks.training.microbatches import microbatches
 from staleflow.tasks.training.objective import Objective, penalty
@@ -114,7 +114,7 @@ def test_a_square_penalty_holds_a_policy_however_far_it_is() -> None:
 
 def test_the_entropy_of_a_model_that_rules_tokens_out_is_a_number() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
-    found = of_targets(logits, torch.tensor([1]), entropy=True)
+    found = target_logprobs(logits, torch.tensor([1]), entropy=True)
     expected = torch.distributions.Categorical(logits=logits.detach()[:, :2]).entropy()
     torch.testing.assert_close(found[:, 1], expected)
     (gradient,) = torch.autograd.grad(found.sum(), logits)

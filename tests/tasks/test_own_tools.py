@@ -13,7 +13,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.user_tools import LONGEST_RESULT, load_tool
-from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 
 FILE = '''
@@ -99,7 +99,7 @@ def results(job: Path, *turns: str) -> list[list[str]]:
     made = actor_settings.episode_settings(loading.load(job, ()))
 
     async def work() -> list[Answer]:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         try:
             await episodes.check()
             record = made.source.build().task(0).record
@@ -196,7 +196,7 @@ def test_what_is_no_tool_is_one_line_before_the_run(job: Path, tool: str, messag
     )
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         try:
             await episodes.check()
         finally:

@@ -12,7 +12,7 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.task_source import Task
 from staleflow.tasks.sources.task_sources import SourceSettings
@@ -29,7 +29,7 @@ def played(made: EpisodeSettings, turns: Sequence[str], *, repeatable: bool = Tr
     task = made.source.build().task(0)
 
     async def work() -> list[Answer]:
-        episodes, other = Episodes(made), Episodes(made)
+        episodes, other = EpisodeHost(made), EpisodeHost(made)
         await episodes.check()
         key = EpisodeKey(task=0)
         found: list[Answer] = []
@@ -70,7 +70,7 @@ def test_a_package_that_is_not_installed_is_one_line(kind: str, monkeypatch: pyt
     with pytest.raises(
         ConfigError, match=f"needs the package {kind}; pip install 'staleflow.{kind.replace('_', '-')}.'"
     ):
-        asyncio.run(Episodes(made).check())
+        asyncio.run(EpisodeHost(made).check())
 
 
 def test_a_game_of_textarena() -> None:

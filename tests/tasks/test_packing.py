@@ -26,7 +26,7 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.tasks.actors import step_batches
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.training.microbatches import MOST_LAG, BatchPart, PackedRows, Row, microbatches, part_end
+from staleflow.tasks.training.microbatches import MOST_LAG, BatchMessage, Row, RowArrays, microbatches, part_end
 from staleflow.tasks.training.rank import ALONE, Rank
 from tests.support.bodies import Body
 from tests.tasks.test_trainer import Weights
@@ -73,14 +73,14 @@ def same(one: Row, other: Row) -> bool:
     return arrays and all(getattr(one, n) == getattr(other, n) for n in ("advantage", "staleness", "trained"))
 
 
-def num_bytes(packed: PackedRows) -> int:
-    return sum(getattr(packed, name).nbytes for name in PackedRows.__slots__)
+def num_bytes(packed: RowArrays) -> int:
+    return sum(getattr(packed, name).nbytes for name in RowArrays.__slots__)
 
 
 @given(LENGTHS)
 def test_rows_survive_being_packed_for_travel(lengths: list[tuple[int, list[int]]]) -> None:
     data = consumed(lengths)
-    assert all(same(a, Row.of(b)) for a, b in zip(PackedRows.of(data).rows(), data, strict=True))
+    assert all(same(a, Row.of(b)) for a, b in zip(RowArrays.of(data).rows(), data, strict=True))
 
 
 def test_a_tokens_lag_is_of_the_version_that_sampled_it() -> None:
@@ -91,14 +91,14 @@ def test_a_tokens_lag_is_of_the_version_that_sampled_it() -> None:
         replace(row.trajectory.segments[0], version=PolicyVersion(0)),
     )
     mixed = replace(row, trajectory=replace(row.trajectory, spans=spans, v_traj=PolicyVersion(0)), step=100_000)
-    (packed,) = PackedRows.of([replace(mixed, step=3)]).rows()
+    (packed,) = RowArrays.of([replace(mixed, step=3)]).rows()
     assert packed.lags is not None
     assert packed.lags.tolist() == [1, 1, 0, 3, 3]
     (batch,) = microbatches([packed], [0], np.ones(1, np.float32), 100)
     assert batch.lags.tolist() == [[1, 1, 0, 3, 3]]
     (old,) = microbatches([replace(packed, lags=None, staleness=2)], [0], np.ones(1, np.float32), 100)
     assert old.lags.tolist() == [[2, 2, 2, 2, 2]]
-    (late,) = PackedRows.of([mixed]).rows()
+    (late,) = RowArrays.of([mixed]).rows()
     assert late.lags is not None
     assert late.lags.tolist() == [MOST_LAG, MOST_LAG, 0, MOST_LAG, MOST_LAG]
 
@@ -112,9 +112,9 @@ def test_a_batch_in_parts_is_the_batch_and_no_part_is_larger_than_a_message(
     got: list[Row] = []
     while len(got) < len(data):
         first, last = len(got), part_end(data, len(got), most_bytes)
-        assert num_bytes(PackedRows.of(data[first:last])) <= most_bytes or last == first + 1
-        assert last == len(data) or num_bytes(PackedRows.of(data[first : last + 1])) > most_bytes, "one more would fit"
-        got += PackedRows.of(data[first:last]).rows()
+        assert num_bytes(RowArrays.of(data[first:last])) <= most_bytes or last == first + 1
+        assert last == len(data) or num_bytes(RowArrays.of(data[first : last + 1])) > most_bytes, "one more would fit"
+        got += RowArrays.of(data[first:last]).rows()
     assert all(same(a, Row.of(b)) for a, b in zip(got, data, strict=True))
 
 
@@ -123,10 +123,10 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
     asked: list[int] = []
 
     class Server:
-        async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchPart:
+        async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchMessage:
             asked.append(first)
             last = part_end(data, first, 260)
-            return BatchPart(packed=PackedRows.of(data[first:last]), rest=len(data) - last)
+            return BatchMessage(packed=RowArrays.of(data[first:last]), rest=len(data) - last)
 
     class Keeps(Weights):
         def build(self, threads: int, rank: Rank = ALONE) -> Keeps:

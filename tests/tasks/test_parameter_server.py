@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from staleflow.stores.errors import StoreError, TransferFailed
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.partial_file import Incoming
-from staleflow.stores.weights.weight_folder import ParameterFolder
-from staleflow.tasks.actors.parameter_server import PIECES_AT_ONCE, Fetched, ParameterServer, Source
+from staleflow.stores.weights.partial_file import PartialFile
+from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.tasks.actors.parameter_server import PIECES_AT_ONCE, FetchProgress, ParameterServer, Source
 from tests.support import virtual_time
 from tests.support.scripted import PlayedParameterServer, World
 from tests.tasks.parameter_conformance import NUM_BYTES, ParameterHost, ParameterServerTests
@@ -29,7 +29,7 @@ class RealHost(ParameterHost):
     """A host with a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = ParameterFolder(folder)
+        self._folder = WeightFolder(folder)
         self.server = ParameterServer(str(folder), CALL_S, PIECE)
 
     def publish(self, version: int) -> None:
@@ -78,7 +78,7 @@ class Host:
     """A host's parameter server, as others call it. fault: how its `read_piece` goes wrong, given what it would do."""
 
     def __init__(self, folder: Path, data: bytes | None = None) -> None:
-        self.folder = ParameterFolder(folder)
+        self.folder = WeightFolder(folder)
         if data is not None:
             with self.folder.incoming(self.folder.path(V4), len(data)) as incoming:
                 for piece in list(incoming.missing.values()):
@@ -120,7 +120,7 @@ def test_what_the_server_answers_is_on_disk(tmp_path: Path, monkeypatch: pytest.
         for version in (2, 3):
             target.publish(version)
         opened = asyncio.Event()
-        prune, write = ParameterFolder.prune, Incoming.write
+        prune, write = WeightFolder.prune, PartialFile.write
 
         async def pruned(*args: Any) -> Any:  # a thread that waits, to a loop in virtual time
             await opened.wait()
@@ -130,8 +130,8 @@ def test_what_the_server_answers_is_on_disk(tmp_path: Path, monkeypatch: pytest.
             await opened.wait()
             write(*args)
 
-        monkeypatch.setattr(ParameterFolder, "prune", pruned)
-        monkeypatch.setattr(Incoming, "write", written)
+        monkeypatch.setattr(WeightFolder, "prune", pruned)
+        monkeypatch.setattr(PartialFile, "write", written)
         asked = target.server.prune((), PolicyVersion(3)) if verb == "prune" else target.ensure(4, source)
         answer = asyncio.ensure_future(asked)
         await asyncio.wait({answer}, timeout=5 * CALL_S)
@@ -298,7 +298,7 @@ def test_how_far_it_is_is_told_while_it_comes(tmp_path: Path) -> None:
         source, target = Host(tmp_path / "a", data_of(70)), Host(tmp_path / "b")
         source.fault = after(6, is_silent)
         answer = await target.server.ensure(V4, 70, (Source("one", source),))
-        assert answer == Fetched(path="", num_bytes=42)
+        assert answer == FetchProgress(path="", num_bytes=42)
         assert asyncio.get_running_loop().time() == pytest.approx(2.0)
         await target.server.close()
 
@@ -312,7 +312,7 @@ def test_memory_that_is_full_is_not_the_sources_fault(tmp_path: Path, monkeypatc
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("staleflow.stores.weights.partial_file.Incoming.write", full)
+        monkeypatch.setattr("staleflow.stores.weights.partial_file.PartialFile.write", full)
         with pytest.raises(StoreError, match=r"cannot be written: No space left on device; free memory"):
             await target.fetch(70, source)
         assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]

@@ -12,7 +12,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, tokenizer_texts
 from staleflow.tasks.sources.prompts import Prompts, TokenizedPrompts
 from tests.tasks.test_rows import MESSAGES
 
@@ -25,7 +25,7 @@ TEMPLATE = """{% for m in messages %}{% if m.role == "odd" %}{{ raise_exception(
 def templated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives every tokenizer a chat template."""
 
-    def load(model: str) -> TokenizerTexts:
+    def load(model: str) -> ChatTokenizer:
         texts = tokenizer_texts(model)
         texts._tokenizer.chat_template = TEMPLATE
         return texts

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.emulated_engine import EmulatedEngine, weights, word_logprobs
 from staleflow.tasks.engines.transformers import TransformersEngine, load_model
@@ -66,7 +66,7 @@ def holds_nothing(engine: Engine) -> None:
 
 @pytest.fixture
 def emulated(tmp_path: Path) -> Iterator[Subject]:
-    folder = ParameterFolder(tmp_path / "weights")
+    folder = WeightFolder(tmp_path / "weights")
     held: dict[int, EmulatedEngine] = {}
     workload = test_engine_emulated.workload(
         kind="agentic", median=8.0, tool_tokens=4, long_share=0.05, max_tokens=MAX_TOKENS
@@ -102,7 +102,7 @@ class TwoModels:
 
     def __init__(self, model: Path, folder: Path) -> None:
         odd, _ = test_engine_transformers.changed_weights(model, folder)
-        plain = ParameterFolder(folder / "plain")
+        plain = WeightFolder(folder / "plain")
         self._models = [load_model(str(model), "float32", "cpu", "eager") for _ in range(2)]
         plain.publish(PolicyVersion(0), dict(self._models[0].named_parameters()))
         self._files = [plain.path(PolicyVersion(0)), odd]

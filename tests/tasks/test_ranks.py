@@ -20,11 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from staleflow.pipeline.stored_runs.rank_tasks import LedPolicy, _follow, ended
+from staleflow.pipeline.stored_runs.rank_tasks import RankZeroPolicy, _follow, ended
 from staleflow.stores.errors import StoreError
 from staleflow.stores.weights import weight_file, weight_folder
 from staleflow.stores.weights.weight_hash import in_order
-from staleflow.tasks.actors.trainer_rank import tells_of_a_lost_rank
+from staleflow.tasks.actors.trainer_rank import is_lost_rank_error
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training import microbatch_split, rank_group
 from staleflow.tasks.training.blocks import blocks
@@ -34,7 +34,7 @@ from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.rank import ALONE, Rank
-from staleflow.tasks.training.rank_group import Group
+from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
 from tests.support.rank_processes import in_group
@@ -353,7 +353,7 @@ def apart(rank: Rank, job: Training, folder: Path) -> str:
 
 def waited(rank: Rank) -> str:
     """What becomes of a group whose leading rank is late for what was told, and the other for a sum."""
-    told = Group(rank, collective_s=15.0)  # they have as long to find each other
+    told = RankGroup(rank, collective_s=15.0)  # they have as long to find each other
     if rank.leads:
         time.sleep(20.0)
     assert told.shared("sum" if rank.leads else "", idle=True) == "sum"
@@ -362,7 +362,7 @@ def waited(rank: Rank) -> str:
         return ""
     with pytest.raises(RuntimeError) as failed:
         told.summed([1.0])
-    return f"{failed.value}" if tells_of_a_lost_rank(failed.value) else ""
+    return f"{failed.value}" if is_lost_rank_error(failed.value) else ""
 
 
 @pytest.mark.slow
@@ -380,11 +380,11 @@ def left(rank: Rank, job: Training, folder: Path) -> str:
         gone.touch()
         return str(failed.value)
 
-    def trains(policy: LedPolicy) -> None:
+    def trains(policy: RankZeroPolicy) -> None:
         policy.step(0, job.batches[0])
         raise KeyError("a row")
 
-    policy = LedPolicy(PolicyTrainer(job.settings, rank))
+    policy = RankZeroPolicy(PolicyTrainer(job.settings, rank))
     with pytest.raises(KeyError, match="a row"), ended(policy):
         trains(policy)
     until = time.monotonic() + 90.0

@@ -32,12 +32,12 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.actors.published_weights import PublishedWeights
-from staleflow.tasks.actors.rollout_instance import Outcome, RolloutInstance, RouteItem
+from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance, RouteItem
 from staleflow.tasks.actors.server_messages import Payload, RewardItem, payload
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import EngineLoad, Loaded, Sampled
+from staleflow.tasks.engines.base import EngineLoad, LoadResult, SampledTokens
 from staleflow.tasks.sources.reward_process import ScoredResponse
-from staleflow.tasks.training.microbatches import PackedRows
+from staleflow.tasks.training.microbatches import RowArrays
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
@@ -131,8 +131,8 @@ def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_model:
         engine: Any = one._engine
         load, named = engine.load, dict(engine._model.named_parameters())
 
-        def scramble(version: PolicyVersion, file: Path) -> Loaded:
-            loaded: Loaded = load(version, file)
+        def scramble(version: PolicyVersion, file: Path) -> LoadResult:
+            loaded: LoadResult = load(version, file)
             next(iter(named.values())).data.view(torch.int32)[0, 0] ^= 1
             while engine.load_statistics().running:
                 time.sleep(0.001)
@@ -203,7 +203,7 @@ def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Pat
         assert len(await one.next_events(server, 5.0)) == 2
         await two.route(server, (item(0, 2),))
         answered = await two.next_events(server, 5.0)
-        assert answered == [Outcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
+        assert answered == [RequestOutcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
         assert await two.next_events(server, 1.0) == []
         held = (await server.payloads(((TrajectoryId(0), 2),)))[TrajectoryId(0)]
         assert (len(held.sampled), held.finish) == (9, FinishReason.STOP)
@@ -227,8 +227,8 @@ def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> N
         await old.route(server, (item(0, 1),))
         await asyncio.sleep(0.2)
         await new.route(server, (item(0, 2),))
-        assert await old.next_events(server, 5.0) == [Outcome(trajectory=TrajectoryId(0), epoch=1, tokens=0)]
-        assert await new.next_events(server, 5.0) == [Outcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
+        assert await old.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), epoch=1, tokens=0)]
+        assert await new.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
         held = (await server.payloads(((TrajectoryId(0), 3),)))[TrajectoryId(0)]
         assert held.sampled == tuple(response(0, 9))
 
@@ -260,7 +260,7 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
         held = (await server.payloads(((TrajectoryId(0), 2),)))[TrajectoryId(0)]
         assert held.sampled == tuple(response(0, safe[0][1]))
         await lost.next_events(server, 1.5)  # it is not dead, only slow
-        assert await other.next_events(server, 5.0) == [Outcome(trajectory=TrajectoryId(0), epoch=2, tokens=90)]
+        assert await other.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), epoch=2, tokens=90)]
         whole = server._flight.live[TrajectoryId(0)]
         assert list(whole.response_tokens) == response(0, 90)
         assert [(s.instance, len(s.tokens)) for s in whole.segments] == [
@@ -288,7 +288,7 @@ def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path:
         with pytest.raises(ActorLost, match="server is gone"):
             await one.interrupt(Away(), (TrajectoryId(0), TrajectoryId(1)))
         outcomes = await one.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
-        assert outcomes == [Outcome(trajectory=TrajectoryId(i), epoch=1, tokens=20) for i in (0, 1)]
+        assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), epoch=1, tokens=20) for i in (0, 1)]
         assert await one.interrupt(server, (TrajectoryId(0),)) == []
 
     virtual_time.run(scenario())
@@ -418,12 +418,12 @@ def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
     asyncio.run(scenario())
 
 
-def whole_response(trajectory: TrajectoryId) -> Sampled:
+def whole_response(trajectory: TrajectoryId) -> SampledTokens:
     tokens = np.asarray(response(trajectory, 9), np.int32)
     segment = Segment(
         version=PolicyVersion(0), instance=InstanceId("one"), tokens=tokens, logprobs=np.zeros(9, np.float32)
     )
-    return Sampled(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
@@ -437,18 +437,18 @@ def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
         ids = (TrajectoryId(0), TrajectoryId(1))
         await server.deliver([whole_response(i) for i in ids])
         decoding, packing = Gate(), Gate()
-        text, pack = server._prompts.text, PackedRows.of
+        text, pack = server._prompts.text, RowArrays.of
 
         def decode(tokens: list[int]) -> str:
             decoding.wait()
             return text(tokens)
 
-        def packed(rows: list[Ended]) -> PackedRows:
+        def packed(rows: list[Ended]) -> RowArrays:
             packing.wait()
             return pack(rows)
 
         monkeypatch.setattr(server._prompts, "text", decode)
-        monkeypatch.setattr(PackedRows, "of", packed)
+        monkeypatch.setattr(RowArrays, "of", packed)
         scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
         assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
         monkeypatch.setattr(server._prompts, "text", text)

@@ -17,7 +17,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.training.blocks import one_layer_of_each_kind
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import Row, microbatches
-from staleflow.tasks.training.packed_attention import NAME, NotPacked, RowLengths, why_padded
+from staleflow.tasks.training.packed_attention import NAME, NotPacked, PackedRowLengths, why_padded
 from staleflow.tasks.training.rotary_limit import longest_row
 from staleflow.tasks.training.shared_prompts import PromptBlock
 from tests.tasks.test_numerics import trainer
@@ -158,7 +158,10 @@ def test_an_attention_with_more_than_the_rows_is_no_number() -> None:
     found = model("LlamaForCausalLM", "LlamaConfig")
     assert not why_padded(found, "cpu", 90)
     ids, mask = torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
-    for rows, mixed in ((RowLengths((PromptBlock(0, (3, 3)),)), True), (RowLengths((PromptBlock(0, (6,)),)), False)):
+    for rows, mixed in (
+        (PackedRowLengths((PromptBlock(0, (3, 3)),)), True),
+        (PackedRowLengths((PromptBlock(0, (6,)),)), False),
+    ):
         with pytest.raises(NotPacked, match="LlamaAttention has a mask of its own") if mixed else nullcontext():
             found(input_ids=ids, attention_mask=mask, position_ids=rows.positions("cpu"), row_lengths=rows)
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from staleflow.stores.context_branches import Branch, places
-from staleflow.tasks.training.branch_sequences import Sequences
-from staleflow.tasks.training.microbatches import PackedRows, Row
+from staleflow.tasks.training.branch_sequences import BranchSequences
+from staleflow.tasks.training.microbatches import Row, RowArrays
 from tests.tasks.branching import branching_row
 from tests.tasks.test_numerics import trainer
 
 
 def test_a_row_is_divided_at_its_branches() -> None:
     row = Row.of(branching_row())
-    (packed,) = PackedRows.of([branching_row()]).rows()
+    (packed,) = RowArrays.of([branching_row()]).rows()
     assert packed.branches == row.branches == (Branch(9, 0), Branch(12, 5), Branch(15, 7))
-    sequences = Sequences.of([row])
+    sequences = BranchSequences.of([row])
     assert sequences.of_row == ((0, 1, 2, 3),)
     found = [(one.prompt.tolist(), one.response.tolist(), one.sampled.astype(int).tolist()) for one in sequences.rows]
     assert found == [
@@ -40,7 +40,7 @@ def test_a_row_is_divided_at_its_branches() -> None:
 
 def test_rows_without_branches_are_their_own_sequences() -> None:
     plain = replace(Row.of(branching_row()), branches=())
-    sequences = Sequences.of([plain, Row.of(branching_row()), plain])
+    sequences = BranchSequences.of([plain, Row.of(branching_row()), plain])
     assert sequences.rows[0] is sequences.rows[-1] is plain
     assert sequences.of_row == ((0,), (1, 2, 3, 4), (5,))
     assert sequences.chosen([2, 1]) == ([5, 1, 2, 3, 4], [0, 1, 1, 1, 1])
@@ -50,7 +50,7 @@ def test_rows_without_branches_are_their_own_sequences() -> None:
 def test_nothing_sampled_leaves_the_row() -> None:
     row = Row.of(branching_row())
     nothing = replace(row, sampled=np.zeros(len(row.response), bool))
-    (one,) = Sequences.of([nothing]).rows
+    (one,) = BranchSequences.of([nothing]).rows
     assert one.response.tolist() == row.response.tolist()
 
 

@@ -17,23 +17,23 @@ from staleflow.cli.serve import chat, serve
 from staleflow.pipeline.stored_runs.serving import serving_plan
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
-from staleflow.tasks.endpoint.replies import called, called_again
+from staleflow.tasks.endpoint.replies import called, render_tool_calls
 from staleflow.tasks.endpoint.requests import CalledFunction, ChatMessage
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
 from staleflow.tasks.endpoint.server import EndpointServer
-from staleflow.tasks.engines.base import Failed, Request, Sampled
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.engines.base import Failed, Request, SampledTokens
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from tests.tasks.chat_models import chat_tokenizer
 
-TEXTS = TokenizerTexts(chat_tokenizer("smollm2"))
+TEXTS = ChatTokenizer(chat_tokenizer("smollm2"))
 
 
 class Echo:
     """An engine that says again the last tokens of its prompt, as many as it may; it fails on prompts of 13 tokens."""
 
     def __init__(self) -> None:
-        self._done: queue.Queue[Sampled | Failed] = queue.Queue()
+        self._done: queue.Queue[SampledTokens | Failed] = queue.Queue()
         self.closed = threading.Event()
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -47,13 +47,13 @@ class Echo:
                 logprobs=np.full(len(tokens), -0.5, np.float32),
             )  # fmt: skip
             self._done.put(
-                Sampled(
+                SampledTokens(
                     trajectory=one.trajectory, epoch=one.epoch, first=0, segments=(segment,),
                     finish=FinishReason.LENGTH,
                 )
             )  # fmt: skip
 
-    def events(self, timeout_s: float) -> list[Sampled | Failed]:
+    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         try:
             return [self._done.get(timeout=timeout_s)]
         except queue.Empty:
@@ -182,7 +182,7 @@ def tokenizer_size(model: Path) -> int:
 def test_calls_of_tools_are_written_as_they_are_read() -> None:
     call = CalledFunction(name="add", arguments='{"a": 1}')
     message = ChatMessage(role="assistant", content="Now.", calls=(call,))
-    assert called(called_again(message)) == ("Now.", (call,))
+    assert called(render_tool_calls(message)) == ("Now.", (call,))
 
 
 def test_what_cannot_be_served_is_refused_in_a_line(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from staleflow.tasks.training.microbatch_split_by_prompt import divided_by_promp
 from staleflow.tasks.training.microbatches import MicroBatch, Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.rank import ALONE
-from staleflow.tasks.training.shared_prompts import Layout, alike, counted, pays
+from staleflow.tasks.training.shared_prompts import PackedLayout, alike, counted, pays
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 from tests.support.entries import entry
 from tests.support.rank_processes import in_group
@@ -239,7 +239,7 @@ def test_every_token_stands_in_the_sequence_where_it_is_looked_for(groups: list[
     ids = np.stack([np.pad(whole := [*row.prompt, *row.response], (0, longest - len(whole))) for row in rows])
     ids = ids.astype(np.int64)
     lengths = np.asarray([len(row.prompt) + len(row.response) for row in rows])
-    layout = Layout.of(ids, lengths, np.asarray([len(row.prompt) for row in rows]))
+    layout = PackedLayout.of(ids, lengths, np.asarray([len(row.prompt) for row in rows]))
     sequence = ids[layout.row, layout.column]
     positions = np.concatenate([block.positions for block in layout.blocks])
     np.testing.assert_array_equal(positions, layout.column)

@@ -14,7 +14,7 @@ from benchmarks.models.model_families import make_family_model
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 from staleflow.tasks.engines import response_drafter, transformers
-from staleflow.tasks.engines.base import PromptResponses, Sampled
+from staleflow.tasks.engines.base import PromptResponses, SampledTokens
 from staleflow.tasks.engines.engine_settings import Speculation, TransformersSettings
 from staleflow.tasks.engines.token_sampling import accepted
 from staleflow.tasks.engines.transformers import TransformersEngine
@@ -113,7 +113,7 @@ def test_a_response_that_was_sampled_elsewhere_is_drafted_from(model: Path) -> N
     """Close to greedy, so that the same is sampled again; it repeats nothing of itself early on."""
     prompt = (3, 10, 14, 7)
 
-    def sampled(engine: TransformersEngine, trajectory: int) -> Sampled:
+    def sampled(engine: TransformersEngine, trajectory: int) -> SampledTokens:
         engine.submit([request(trajectory, prompt=prompt, max_new_tokens=12)])
         return collect(engine, 1)[trajectory]
 

@@ -12,10 +12,10 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, Trajectory, TrajectoryId
-from staleflow.tasks.actors.environment_host import Acted, ActItem, EnvironmentHost
+from staleflow.tasks.actors.environment_host import ActItem, EnvironmentHost, EnvStepOutcome
 from staleflow.tasks.actors.server_messages import EpisodeState, RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import Sampled
+from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Record
@@ -30,8 +30,8 @@ ID = TrajectoryId(0)
 class Says:
     """Environments that give one answer, after so many seconds."""
 
-    def __init__(self, answer: Answer, after_s: float = 0.0, *, hears_turns: bool = False) -> None:
-        self._answer, self._after_s, self.hears_turns = answer, after_s, hears_turns
+    def __init__(self, answer: Answer, after_s: float = 0.0, *, needs_token_ids: bool = False) -> None:
+        self._answer, self._after_s, self.needs_token_ids = answer, after_s, needs_token_ids
         self.told: list[SampledTurn | None] = []
 
     def build(self) -> Says:
@@ -94,10 +94,12 @@ class Scene:
         segment = Segment(
             version=PolicyVersion(0), instance=InstanceId("a"), tokens=ids, logprobs=np.zeros(tokens, np.float32)
         )
-        sampled = Sampled(trajectory=ID, epoch=self.epoch, first=first, segments=(segment,), finish=FinishReason.STOP)
+        sampled = SampledTokens(
+            trajectory=ID, epoch=self.epoch, first=first, segments=(segment,), finish=FinishReason.STOP
+        )
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 
-    async def act(self, says: Says, server: Any = None) -> list[Acted]:
+    async def act(self, says: Says, server: Any = None) -> list[EnvStepOutcome]:
         """What comes of the present turn's act. server: as the host sees it, if not as it is."""
         host = EnvironmentHost(says, call_s=5.0)
         await host.act(server or self.server, (ActItem(trajectory=ID, epoch=self.epoch, cut=False),))
@@ -193,7 +195,7 @@ def test_a_late_host_tells_its_agent_no_turn_of_another_host(tmp_path: Path, mea
         scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))
         await scene.server.draw(0, 1)
         await scene.turn(3)
-        says = Says(answer(4), hears_turns=True)
+        says = Says(answer(4), needs_token_ids=True)
         (told,) = await scene.act(says, MeanwhileSomethingElse(scene, meanwhile))
         if meanwhile is nothing:
             (turn,) = says.told

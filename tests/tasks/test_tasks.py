@@ -17,7 +17,7 @@ import torch
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_folder
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
 from staleflow.tasks.settings.reward_part import RewardPart
@@ -411,14 +411,14 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def test_weights_are_published_whole_and_fingerprinted(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path / "w")
+    folder = WeightFolder(tmp_path / "w")
     held, path = folder.publish(PolicyVersion(3), tensors(0)), folder.path(PolicyVersion(3))
     assert held == fingerprint(weight_folder.read(path)) == fingerprint(tensors(0)) != fingerprint(tensors(1))
     assert [p.name for p in folder.folder.iterdir() if not p.name.startswith(".")] == [path.name]
 
 
 def test_only_unused_old_versions_are_removed(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path / "w")
+    folder = WeightFolder(tmp_path / "w")
     for version in range(5):
         folder.publish(PolicyVersion(version), tensors(version))
     assert folder.prune([PolicyVersion(2)]) == [0, 1, 3]
@@ -430,13 +430,13 @@ def test_only_unused_old_versions_are_removed(tmp_path: Path) -> None:
 def test_a_killed_runs_folder_is_swept_and_a_living_ones_is_not(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 import os, signal
-folder = ParameterFolder(Path({str(tmp_path)!r}) / "staleflow-dead-1")
+folder = WeightFolder(Path({str(tmp_path)!r}) / "staleflow-dead-1")
 (folder.folder / "v00000001.safetensors").write_bytes(b"x")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    living = ParameterFolder(tmp_path / "staleflow-living-2")
+    living = WeightFolder(tmp_path / "staleflow-living-2")
     subprocess.run([sys.executable, "-c", script], check=False)
     assert [p.name for p in weight_folder.sweep(tmp_path)] == ["staleflow-dead-1"]
     assert [p.name for p in tmp_path.iterdir()] == ["staleflow-living-2"]
@@ -462,7 +462,7 @@ def test_a_folder_swept_while_it_is_created_is_created_again(
             real(*args, **options)
 
     monkeypatch.setattr(owner, step, disturbed)
-    folder = ParameterFolder(path)
+    folder = WeightFolder(path)
     assert swept == [path]
     published = folder.publish(PolicyVersion(1), tensors(1))
     assert fingerprint(weight_folder.read(folder.path(PolicyVersion(1)))) == published
@@ -472,7 +472,7 @@ def test_a_folder_swept_while_it_is_created_is_created_again(
 
 
 def test_truncated_weights_are_refused(tmp_path: Path) -> None:
-    folder = ParameterFolder(tmp_path / "w")
+    folder = WeightFolder(tmp_path / "w")
     folder.publish(PolicyVersion(0), tensors(0))
     path = folder.path(PolicyVersion(0))
     path.write_bytes(path.read_bytes()[:-4])

@@ -11,7 +11,7 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.episodes.tools import ToolEpisode, tools_of
 from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer
@@ -33,7 +33,7 @@ def test_the_environments_of_the_page_are_played(name: str, heading: str, tmp_pa
     assert task.prompt == "Guess my number, from 1 to 20."
 
     async def work() -> list[Answer]:
-        episodes = Episodes(EpisodeSettings(source=source, limits=EnvironmentConfig()))
+        episodes = EpisodeHost(EpisodeSettings(source=source, limits=EnvironmentConfig()))
         await episodes.check()
         low, high, turns, found = 1, 20, [], []
         while not found or not found[-1].ended:

@@ -13,8 +13,8 @@ import pytest
 from staleflow.stores.printable import printable
 from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.terminal_output import LONGEST_LINE, RelayedOutput
-from staleflow.tasks.episodes.episode_host import Episodes
-from staleflow.tasks.rendering.reward_values import LONGEST_NAME, MOST_PARTS, NoNumber, numbers_of
+from staleflow.tasks.episodes.episode_host import EpisodeHost
+from staleflow.tasks.rendering.reward_values import LONGEST_NAME, MOST_PARTS, InvalidReward, parse_reward
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.tasks.test_agents import acted, running, settings
@@ -66,7 +66,7 @@ def test_what_agents_and_their_programs_print_reaches_no_terminal_as_it_is(
 
     async def work() -> None:
         nonlocal said
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await acted(episodes, task, "a")
         answer = await acted(episodes, task, "a", "b")
         assert "ValueError: it is \\x1b[2J\\x07 broken" in answer.error
@@ -100,17 +100,17 @@ def test_what_a_reward_function_prints_raises_and_names_is_shown_without_control
 
 @pytest.mark.parametrize("name", ["", "a\nb", "a\x1b[2J", "x" * 100_000, "\u202e"])
 def test_a_part_of_a_reward_has_a_short_name_that_can_be_shown(name: str) -> None:
-    with pytest.raises(NoNumber) as refused:
-        numbers_of((1.0, {name: 2.0}))
+    with pytest.raises(InvalidReward) as refused:
+        parse_reward((1.0, {name: 2.0}))
     assert len(str(refused.value)) < 500
     assert printable(str(refused.value)) == str(refused.value)
     assert "\n" not in str(refused.value)
-    assert numbers_of((1.0, {"\u00fcber\u4f60" * (LONGEST_NAME // 6): 2.0}))[0] == 1.0
+    assert parse_reward((1.0, {"\u00fcber\u4f60" * (LONGEST_NAME // 6): 2.0}))[0] == 1.0
 
 
 def test_a_reward_has_a_limited_number_of_parts() -> None:
-    with pytest.raises(NoNumber, match=f"at most {MOST_PARTS} are kept"):
-        numbers_of((1.0, {str(i): 0.0 for i in range(MOST_PARTS + 1)}))
+    with pytest.raises(InvalidReward, match=f"at most {MOST_PARTS} are kept"):
+        parse_reward((1.0, {str(i): 0.0 for i in range(MOST_PARTS + 1)}))
 
 
 def test_long_lines_are_cut_and_carriage_returns_leave_the_last_text(capfd: pytest.CaptureFixture[str]) -> None:

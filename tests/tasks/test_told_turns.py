@@ -24,11 +24,11 @@ from staleflow.stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
-from staleflow.tasks.actors.observation_encoder import GivenAnswers, GivenTokens, NotRendered, newest_turn
-from staleflow.tasks.actors.server_messages import SaidItem, payload
-from staleflow.tasks.rendering.chat_tokenizer import TokenizerTexts
+from staleflow.tasks.actors.observation_encoder import ObservationEncoder, ObservationTokens, RenderError, newest_turn
+from staleflow.tasks.actors.server_messages import ObservationItem, payload
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message, Task
-from staleflow.tasks.rendering.turn_params import Directions, role_of, split
+from staleflow.tasks.rendering.turn_params import TurnParams, role_of, split
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.stores.test_in_flight import drawn, flight, resumed, routed
@@ -81,27 +81,27 @@ def prompts(folder: Path, name: str = "smollm2", template: str = "", *, chat: bo
         tokenizer=name, source=SourceSettings(source=f"jsonl:{folder / 'rows.jsonl'}", options={}, seed=0),
         template="{prompt}", chat=chat, system="", max_new_tokens=10, context=10_000, kv_tokens=10_000, held_out=0,
     )  # fmt: skip
-    return TokenizedPrompts(settings, TokenizerTexts(tokenizer))
+    return TokenizedPrompts(settings, ChatTokenizer(tokenizer))
 
 
-def task(*messages: Message, directions: Directions | None = None) -> Task:
-    return Task(prompt=(directions or Directions()).before(messages), record={})
+def task(*messages: Message, directions: TurnParams | None = None) -> Task:
+    return Task(prompt=(directions or TurnParams()).before(messages), record={})
 
 
 def test_token_ids_of_an_agent_are_taken_as_they_are(tmp_path: Path) -> None:
     found = prompts(tmp_path)
     ids = (3, 200, 7)
-    assert found.encode(task(directions=Directions(token_ids=ids))) == ids
-    said = Directions(token_ids=(9, 9), max_tokens=4).before(())
+    assert found.encode(task(directions=TurnParams(token_ids=ids))) == ids
+    said = TurnParams(token_ids=(9, 9), max_tokens=4).before(())
     assert found.given([1], [2], said, 1) == [9, 9]
     assert role_of(said) == "agent"
     assert split(said)[0].max_tokens == 4
 
 
 def test_definitions_of_tools_are_rendered_by_the_template_or_refused(tmp_path: Path) -> None:
-    asked = task(Message("user", "1 + 2"), directions=Directions(tools=TOOLS))
+    asked = task(Message("user", "1 + 2"), directions=TurnParams(tools=TOOLS))
     found = prompts(tmp_path, template=WITH_TOOLS)
-    text = TokenizerTexts(chat_tokenizer("smollm2")).text(found.encode(asked), special=True)
+    text = ChatTokenizer(chat_tokenizer("smollm2")).text(found.encode(asked), special=True)
     assert text.startswith('<|im_start|>system\n[{"type": "function"')
     assert text.endswith("<|im_start|>user\n1 + 2<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ConfigError, match="the chat template leaves out the definitions of tools"):
@@ -138,16 +138,16 @@ def test_a_turns_limit_is_spooled_with_the_answer_before_it() -> None:
     assert plain.turn_tokens == 0
 
 
-def answers(found: TokenizedPrompts) -> GivenAnswers:
-    return GivenAnswers(found)
+def answers(found: TokenizedPrompts) -> ObservationEncoder:
+    return ObservationEncoder(found)
 
 
 def whole(t: Trajectory) -> list[int]:
     return [*t.prompt_tokens.tolist(), *t.response_tokens.tolist()]
 
 
-def said(t: Trajectory, directions: Directions, *messages: Message) -> SaidItem:
-    return SaidItem(
+def said(t: Trajectory, directions: TurnParams, *messages: Message) -> ObservationItem:
+    return ObservationItem(
         trajectory=t.id, tokens=t.num_tokens, epoch=1, messages=directions.before(messages), seconds=0.1, replayed=()
     )
 
@@ -163,8 +163,8 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
         )
         t = replace(t, spans=(*t.spans, segment), finish=FinishReason.STOP)
         if len(t.spans) == 1:
-            given = answers(found).to_give(t, said(t, Directions(), Message("user", "two")), 1000)
-            assert isinstance(given, GivenTokens)
+            given = answers(found).to_give(t, said(t, TurnParams(), Message("user", "two")), 1000)
+            assert isinstance(given, ObservationTokens)
             assert given.after is None
             t = replace(t, spans=(*t.spans, Given(role="user", tokens=np.asarray(given.tokens, np.int32))))
     return t
@@ -173,21 +173,21 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
 def test_a_branch_after_a_turn_has_the_bridge_that_the_turn_had(tmp_path: Path) -> None:
     found = prompts(tmp_path)
     t = after_two_turns(found)
-    given = answers(found).to_give(t, said(t, Directions(after_turn=1), Message("user", "two")), 1000)
-    assert isinstance(given, GivenTokens)
+    given = answers(found).to_give(t, said(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
+    assert isinstance(given, ObservationTokens)
     assert given.tokens == t.spans[1].tokens.tolist()
     assert given.after == len(t.prompt_tokens) + 2
-    went_on = answers(found).to_give(t, said(t, Directions(after_turn=2), Message("user", "two")), 1000)
-    assert went_on == answers(found).to_give(t, said(t, Directions(), Message("user", "two")), 1000)
+    went_on = answers(found).to_give(t, said(t, TurnParams(after_turn=2), Message("user", "two")), 1000)
+    assert went_on == answers(found).to_give(t, said(t, TurnParams(), Message("user", "two")), 1000)
 
 
 def test_a_conversation_that_is_rendered_anew_keeps_what_it_has_in_common(tmp_path: Path) -> None:
     found = prompts(tmp_path)
     t = after_two_turns(found)
-    anew = Directions(after_turn=0)
+    anew = TurnParams(after_turn=0)
     other = [Message("user", "one"), Message("assistant", "never said"), Message("user", "two")]
     given = answers(found).to_give(t, said(t, anew, *other), 1000)
-    assert isinstance(given, GivenTokens)
+    assert isinstance(given, ObservationTokens)
     assert given.after is not None
     ids = list(found.encode(task(*other)))
     assert [*whole(t)[: given.after], *given.tokens] == ids
@@ -212,9 +212,9 @@ NO_SYSTEM_LATER = (
 def test_messages_of_an_agent_that_the_template_refuses_concern_its_episode_alone(tmp_path: Path) -> None:
     found = prompts(tmp_path, template=NO_SYSTEM_LATER)
     t = after_two_turns(found)
-    anew = said(t, Directions(after_turn=0), Message("user", "x"), Message("system", "be brief"))
+    anew = said(t, TurnParams(after_turn=0), Message("user", "x"), Message("system", "be brief"))
     given = answers(found).to_give(t, anew, 1000)
-    assert isinstance(given, NotRendered)
+    assert isinstance(given, RenderError)
     assert "the chat template fails on messages of user, system: " in given.why
     assert "system comes first" in given.why
 
@@ -223,8 +223,8 @@ def test_a_conversation_of_no_tokens_concerns_its_episode_alone(tmp_path: Path) 
     """A model has nothing to go on from."""
     found = prompts(tmp_path, chat=False)
     t = after_two_turns(found)
-    given = answers(found).to_give(t, said(t, Directions(after_turn=0), Message("user", "")), 1000)
-    assert given == NotRendered("the request's conversation has no tokens; send a message with a text")
+    given = answers(found).to_give(t, said(t, TurnParams(after_turn=0), Message("user", "")), 1000)
+    assert given == RenderError("the request's conversation has no tokens; send a message with a text")
 
 
 def test_without_a_template_a_conversation_is_its_texts(tmp_path: Path) -> None:

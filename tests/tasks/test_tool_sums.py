@@ -6,7 +6,7 @@ import asyncio
 
 from examples.tool_sums import ToolSums
 from staleflow.pipeline.config import actor_settings, loading
-from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, prompt_of
 
@@ -23,7 +23,7 @@ def test_what_the_prompt_shows_is_what_a_call_in_an_episode_is_answered() -> Non
     assert len(examples) == 2
 
     async def work() -> None:
-        episodes = Episodes(settings)
+        episodes = EpisodeHost(settings)
         await episodes.check()
         for number, (_, call, given, answer) in enumerate(examples):
             assert isinstance(call, Message) and isinstance(answer, Message)

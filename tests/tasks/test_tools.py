@@ -19,7 +19,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import TOOL_NAMES
 from staleflow.tasks.episodes.calculator import calculate
-from staleflow.tasks.episodes.episode_host import Episodes, EpisodeSettings
+from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.sandbox import MOST_OUTPUT, _reaped, run_python
 from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.episodes.tools import MOST_CALLS, TOOLS, tool_calls
@@ -224,7 +224,7 @@ def settings(job: Path, *overrides: str) -> EpisodeSettings:
     return actor_settings.episode_settings(loading.load(job, overrides))
 
 
-async def answers(episodes: Episodes, turns: Sequence[str], made: EpisodeSettings, **key: Any) -> list[Answer]:
+async def answers(episodes: EpisodeHost, turns: Sequence[str], made: EpisodeSettings, **key: Any) -> list[Answer]:
     record = made.source.build().task(0).record
     of = EpisodeKey(task=0, **key)
     cut = [turn.endswith("...") for turn in turns]
@@ -236,7 +236,7 @@ def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
     assert made.roles == ("tool",)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         await episodes.check()
         first, second, last = await answers(
             episodes, ["<calculator>12*12</calculator>", call("python", code="12 ** 2"), "so 144"], made
@@ -263,7 +263,7 @@ def test_a_generated_task_is_played_with_tools(tooled: Path) -> None:
     task = made.source.build().task(0)
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         first, last = await answers(episodes, ["<calculator>1 + 1</calculator>", task.record["answer"]], made)
         assert (first.error, first.messages) == ("", (Message("tool", "<result>2</result>"),))
         assert (last.error, last.reward) == ("", 1.0)
@@ -286,7 +286,7 @@ def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_
     record = pickle.loads(pickle.dumps(EvaluationRecord.named("other", task.record)))
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         key = EpisodeKey(task=-1, held_out=True)
         first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], cut=False)
         assert first.messages == (Message("tool", "<result>4</result>"),)
@@ -301,7 +301,7 @@ def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(toole
     made = settings(tooled, "environment.tool_s=1")
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (late,) = await answers(episodes, ["<python>while True: pass</python><calculator>1</calculator>"], made)
         assert [m.content for m in late.messages] == [
             "<result>error: stopped after 1 s</result>",
@@ -317,7 +317,7 @@ def test_a_tool_that_does_not_work_on_a_machine_is_found_before_the_run(tooled: 
     made = settings(tooled, "environment.memory_mib=1")
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         with pytest.raises(ConfigError, match=r"environment\.tools: python does not work on this machine: import math"):
             await episodes.check()
         await episodes.close()
@@ -330,7 +330,7 @@ def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> N
     made = settings(tooled, f"reward.function={tooled.parent}/mine.py:angry")
 
     async def work() -> None:
-        episodes = Episodes(made)
+        episodes = EpisodeHost(made)
         (answer,) = await answers(episodes, ["so 144"], made)
         assert (answer.ended, answer.error) == (True, "ValueError: no (mine.py, line 2)")
         await episodes.close()

@@ -24,10 +24,10 @@ from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.actors.actor_calls import call
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
-from staleflow.tasks.training.microbatches import BatchPart, PackedRows, Row
+from staleflow.tasks.training.microbatches import BatchMessage, Row, RowArrays
 from staleflow.tasks.training.rank import ALONE, Rank
 
-NO_ROWS = PackedRows(
+NO_ROWS = RowArrays(
     prompt_tokens=np.empty(0, np.int32),
     response_tokens=np.empty(0, np.int32),
     behaviour=np.empty(0, np.float32),
@@ -41,8 +41,8 @@ NO_ROWS = PackedRows(
 
 
 class Server:
-    async def batch(self, *_: Any) -> BatchPart:
-        return BatchPart(packed=NO_ROWS, rest=0)
+    async def batch(self, *_: Any) -> BatchMessage:
+        return BatchMessage(packed=NO_ROWS, rest=0)
 
 
 class Weights:
@@ -345,7 +345,7 @@ def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> N
 WITHOUT_TORCH = """
 import asyncio, sys
 from pathlib import Path
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors import parameter_server, reward_worker, rollout_instance, trajectory_server

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
-from staleflow.stores.weights.weight_folder import ParameterFolder
+from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 from tests.tasks.engine_conformance import model_settings
 
@@ -62,7 +62,7 @@ class UpdatedEngine:
         settings: dict[str, Any] = model_settings(path) | {"tensor_parallel": tensor_parallel}
         self.engine = VllmEngine(VllmSettings(**settings), InstanceId("rollout-0"))
         self.model = load_model(str(path), "float32", "cpu", attention="eager")
-        self.folder = ParameterFolder(folder / "published")
+        self.folder = WeightFolder(folder / "published")
 
     def publish(self, version: int) -> Path:
         with torch.no_grad():
