@@ -244,6 +244,8 @@ def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
             if batch_fingerprint(batch) != record.batch_fingerprint:
                 what = "the stored batch is not the one the trainer received"
                 yield Finding(check="fingerprints", where=where, what=what)
+    for record in records:
+        where = f"{record.kind} {record.step}"
         for instance, (version, held) in record.loaded_fingerprints.items():
             expected = published.get(version)
             if expected is not None and comparable(held, expected) and held != expected:

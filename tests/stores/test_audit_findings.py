@@ -21,16 +21,27 @@ import numpy as np
 import pytest
 import zarr
 
-from staleflow.stores.auditing import audit, conservation, findings, row_checks, single_consumption, snapshot_audit
+from staleflow.stores.auditing import (
+    audit,
+    conservation,
+    findings,
+    row_checks,
+    single_consumption,
+    snapshot_audit,
+    weight_counts,
+)
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, PolicyVersion, outcome_key
+from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, outcome_key
+from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.stores.store_conformance import ended, segment
 
-MODULES: tuple[ModuleType, ...] = (audit, conservation, row_checks, single_consumption, snapshot_audit)
+MODULES: tuple[ModuleType, ...] = (
+    audit, conservation, row_checks, single_consumption, snapshot_audit, weight_counts,
+)  # fmt: skip
 """All modules that report findings."""
 STEPS, ETA = 3, 2
 HEADER = RunHeader(run="r", eta=ETA, groups_per_step=1, group_size=2, members_started=2)
@@ -59,6 +70,14 @@ class Fault:
 
     def __str__(self) -> str:
         return self.name
+
+
+def checked(fingerprint: str, refused: str = "") -> WeightCheck:
+    """What a pull of version 1 by instance a showed."""
+    return WeightCheck(
+        instance=InstanceId("a"), version=PolicyVersion(1), fingerprint=fingerprint, weights=WeightReport(verified=1),
+        drift=0.0, limit=1.0, refused=refused,
+    )  # fmt: skip
 
 
 # -- a sound run -----------------------------------------------------------------------------------------------------
@@ -371,6 +390,16 @@ FAULTS = (
         name="other_weights", check="fingerprints", where="step 2",
         what="a held weights other than those published as version 2",
         record=of_record(2, lambda record: replace(record, loaded_fingerprints={"a": (2, "w1")})),
+    ),
+    Fault(
+        name="instance_refused", check="fingerprints", where="step 2",
+        what="a was taken out of service at version 1: its logprobs differ",
+        record=of_record(2, lambda record: replace(record, weight_checks=(checked("w1", "its logprobs differ"),))),
+    ),
+    Fault(
+        name="instance_with_other_weights", check="fingerprints", where="step 2",
+        what="a was wrong and served on at version 1: it had w9, w1 was published; 1 parts verified.*",
+        record=of_record(2, lambda record: replace(record, weight_checks=(checked("w9"),))),
     ),
 )  # fmt: skip
 
