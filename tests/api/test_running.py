@@ -275,7 +275,7 @@ def test_a_reward_that_fails_on_the_first_prompt_is_told_before_anything_starts(
 def test_an_error_of_the_run_is_raised_by_its_result(tmp_path: Path) -> None:
     handle = staleflow.start(
         emulated(tmp_path, deadlines={"stuck_s": 1.0}, steps=3)
-        | {"rollout": {"engine": {"name": "emulated", "time_scale": 0.001}}}
+        | {"rollout": {"engine": {"name": "emulated", "time_scale": 0.001}}, "simulation": {"pull_s": 0.0}}
     )
     with pytest.raises(RunStuck):
         handle.result()
