@@ -13,7 +13,7 @@ WINDOW = 16
 """Tokens of a sliding window or a chunk of attention."""
 CONTEXT = 256
 """Most tokens of a row, by the configuration."""
-SCALE = 0.25
+SCALE = 0.1
 """Standard deviation of weights; the usual 0.02 makes all tokens nearly as probable."""
 VOCABULARY = 32
 
@@ -68,9 +68,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What the configuration of a family's tiny model has besides the common sizes, by `model_type`."""
 
 
-def make_family_model(family: str, folder: Path, scale: float = SCALE) -> None:
-    """Write the tiny model of a family and a tokenizer of sums, as `from_pretrained` reads them. The same each time.
-    scale: standard deviation of weights."""
+def make_family_model(family: str, folder: Path) -> None:
+    """Write the tiny model of a family and a tokenizer of sums, as `from_pretrained` reads them. The same each time."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -92,7 +91,7 @@ def make_family_model(family: str, folder: Path, scale: float = SCALE) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=scale)
+                parameter.normal_(std=SCALE)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -173,7 +173,7 @@ def test_what_cannot_be_converted_is_refused_in_one_line(tmp_path: Path) -> None
         assert done.returncode == 2
         assert "in use by process" in done.stderr
     out.mkdir()
-    assert "already exists; choose another place with --out" in refused(run, "--out", out)
+    assert "already exists; choose another place" in refused(run, "--out", out)
     assert "no such run" in refused(tmp_path / "none")
     out.rmdir()
     asking.answer("store", "convert", run, "--out", out)

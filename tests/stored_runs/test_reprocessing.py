@@ -114,7 +114,7 @@ def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
         ((), "name the reward: --reward FUNCTION, or --set reward.KEY=VALUE"),
         (
             ("--set", "steps=3"),
-            "--set steps=3: only how responses are scored can change: reward., task.answer_pattern=",
+            "override steps=3: only how responses are scored can change: reward., task.answer_pattern=",
         ),
         (("--set", "reward.functoin=task"), "did you mean reward.function?"),
     ],

@@ -47,7 +47,7 @@ def test_a_family_is_refused_before_anything_starts_or_not_at_all(family: str, t
 def test_logprobs_are_those_of_a_whole_forward_pass(family: str, tmp_path: Path) -> None:
     """Requests of different lengths that join and leave, a group with one prompt, and a second turn."""
     torch.set_num_threads(1)
-    make_family_model(family, tmp_path, scale=0.1)
+    make_family_model(family, tmp_path)
     changes = {"eos": (), "max_running": 5, "max_batch_tokens": 32, "page_tokens": 8}
     engine = TransformersEngine(TransformersSettings(**(model_settings(tmp_path) | changes)), InstanceId("i"))
     plain = load_model(str(tmp_path), "float32", "cpu", "eager")
