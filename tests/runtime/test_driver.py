@@ -261,7 +261,7 @@ def test_instances_pull_the_last_version_side_by_side(body: Body) -> None:
     late = [Fault(actor=f"rollout-{i}", method="pull", nth=0, late_s=2.0) for i in range(3)]
     run = body.run(*EVALUATED, "rollout.instances=3", "staleness.eta=2", faults=late)
     run.check()
-    pulled = [c.at_s for c in run.workers.calls if c.method == "pull" and c.args[0] == run.config.steps]
+    pulled = [c.at_s for c in run.workers.calls if c.method == "pull" and c.args[0].version == run.config.steps]
     assert len(pulled) == 3
     assert max(pulled) - min(pulled) < 1.0
 
@@ -315,7 +315,7 @@ def test_a_stopped_run_is_resumed_where_it_was(body: Body) -> None:
     assert all(a["elapsed_s"] < b["elapsed_s"] for a, b in pairwise(second.outcomes.steps))
     assert second.entries[0].now >= resumption.elapsed_s
     pulled = [c for c in second.workers.calls if c.method == "pull"]
-    assert [c.args[0] for c in pulled[:2]] == [trained, trained]
+    assert [c.args[0].version for c in pulled[:2]] == [trained, trained]
 
 
 def test_weights_that_are_not_those_of_the_stored_step_are_refused(body: Body) -> None:

@@ -58,7 +58,7 @@ def test_an_instance_that_samples_for_an_evaluation_pulls_once_it_is_done(body: 
     run = body.run(*EVALUATED, "evaluation.every=0", "steps=6", "staleness.eta=1", world=world)
     check(run)
     assert versions(run) == [0, 6]
-    pulls = {name: [c.args[0] for c in run.workers.calls if c.method == "pull" and c.actor == name]
+    pulls = {name: [c.args[0].version for c in run.workers.calls if c.method == "pull" and c.actor == name]
              for name in ("rollout-0", "rollout-1")}  # fmt: skip
     skipped = [len(set(range(1, 7)) - set(pulled)) for pulled in pulls.values()]
     assert min(skipped) == 0 < max(skipped)

@@ -149,7 +149,7 @@ def test_a_stopped_instance_that_carries_the_hosts_parameter_server_is_not_who_a
         await stage.actors.pull(other, V1)
         assert other.version == V1
         assert stage.workers.placed["parameters-two"].address == other.placed.address
-        with_it = [c.actor for c in stage.workers.calls if c.method == "pull" and c.args[0] == V1]
+        with_it = [c.actor for c in stage.workers.calls if c.method == "pull" and c.args[0].version == V1]
         assert with_it == [other.id]
 
     hosts = ("one", "one", "one", "two", "two")
