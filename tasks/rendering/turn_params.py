@@ -37,7 +37,7 @@ class TurnParams:
     def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages, with a first one that says this, if there is anything to say.
 
-        >>> split(Directions(tools="[]").before([Message("user", "hi")]))[0].tools
+        >>> split(TurnParams(tools="[]").before([Message("user", "hi")]))[0].tools
         '[]'
         """
         if self == NONE:

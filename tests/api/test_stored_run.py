@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import staleflow
+from benchmarks.soaking import bucket
 from staleflow.pipeline.recovery.run_folder import claimed
 from staleflow.pipeline.run_page.run_reader import RunReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, Fate
 from tests.stores.test_stores import corrupt_tokens
-from tests.support import bucket
 from tests.support.stored_runs import Response, StoredRun
 
 STEPS = 3

@@ -239,7 +239,7 @@ def test_a_jobs_log_and_record_are_in_its_folder_when_the_scheduler_is_gone(
     after = json.loads(shown.stdout)
     assert (after["id"], after["state"], after["steps"]) == (id, "running", 1000)
     assert after["last"]["step"] >= before["last"]["step"]
-    assert after["status"]["instances"]
+    assert "instances" in after["status"]  # there are none in it if the driver has noticed their loss
     assert f"step {int(after['last']['step']) + 1}/1000" in command("status", folder).stdout
     logged = command("logs", folder, "-f")
     assert logged.returncode == 0, logged.stderr

@@ -155,6 +155,7 @@ WRITES: dict[str, tuple[Step, Step]] = {
 """By verb that changes what is in flight: what comes before, so that it changes something, and its call."""
 
 READS: dict[str, Step] = {
+    "outage": lambda scene: scene.server.outage(),
     "found": lambda scene: scene.server.found(),
     "held_out": lambda scene: scene.server.held_out(1),
     "evaluation_items": lambda scene: scene.server.evaluation_items(),

@@ -123,12 +123,12 @@ def test_programs_of_agents_end_with_a_host_that_is_killed(agent: Path) -> None:
 import asyncio
 from tests.tasks.test_agents import settings
 from tests.tasks.test_child_programs import started
-from staleflow.tasks.episodes.episode_host import Episodes
+from staleflow.tasks.episodes.episode_host import EpisodeHost
 
 async def work():
     made = settings("agent:{agent}:run", step_s=60.0)
     task = made.source.build().task(0)
-    episodes = Episodes(made)
+    episodes = EpisodeHost(made)
     for member in range(2):
         print(*await started(episodes, task, member), flush=True)
     await asyncio.sleep(10000)

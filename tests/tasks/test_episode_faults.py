@@ -351,12 +351,12 @@ def test_tasks_are_functions_of_their_index_and_held_out_ones_have_other_seeds(g
 
 HOST = """
 import asyncio
-from tests.support.games import Episodes, acted, settings
+from tests.support.games import EpisodeHost, acted, settings
 
 async def work(named):
     made = settings(named)
     task = made.source.build().task(0)
-    episodes = Episodes(made)
+    episodes = EpisodeHost(made)
     for member in range(3):
         answer = await acted(episodes, task, "pid", member=member)
         print(answer.messages[0].content, flush=True)
