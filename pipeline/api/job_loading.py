@@ -14,7 +14,7 @@ from staleflow.pipeline.api.rows import write_rows
 from staleflow.pipeline.config import knob_tree, loading, preflight, session_files, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import resumption
-from staleflow.pipeline.recovery.run_folder import require_unused_name
+from staleflow.pipeline.recovery.run_folder import refuse_locked, require_unused_name
 from staleflow.stores.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ def new_job(job: Job) -> Job:
 def resumable_job(run_dir: Path, overrides: Overrides | None = None) -> Job:
     """The job of a stored run that can be resumed, with absolute paths; a note is logged if its learning rate has
     reached its end before. Raises ConfigError if there is none, nothing is left to do, or a value cannot be changed."""
+    refuse_locked(run_dir)  # first: points of a run in progress come and go
     config = resumption.load(run_dir, override_texts(overrides))
     if note := resumption.schedule_note(config):
         logger.warning(note)
