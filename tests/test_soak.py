@@ -179,8 +179,8 @@ def test_stored_tokens_that_no_engine_sampled_and_versions_that_none_loaded_are_
     sizes = [recorded.stored(trajectory) for trajectory in range(2)]
     recorded.sampled(0, 0, sizes[0])
     recorded.sampled(1, 0, sizes[1] - 1)
-    recorded.lines.append({"instance": "rollout-0", "version": 4, "held": 3})
-    recorded.lines.append({"instance": "rollout-0", "version": 5, "held": 5})
+    recorded.lines.append({"instance": "rollout-0", "version": 4, "loaded_version": 3})
+    recorded.lines.append({"instance": "rollout-0", "version": 5, "loaded_version": 5})
     for version in (4, 5):
         recorded.heard(PullFinished(instance=InstanceId("rollout-0"), version=PolicyVersion(version)))
     assert recorded.balance().findings == (

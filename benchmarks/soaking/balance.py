@@ -135,7 +135,7 @@ def balance(run_dir: Path, records: Path) -> Balance:
             case Sampling(trajectory=t) if t >= 0:
                 key = record.instance, record.epoch, record.first
                 streams[t][key] = max(record.last, streams[t].get(key, record.first))
-            case Loading(version=version, held=held) if version == held:
+            case Loading(version=version, loaded_version=loaded_version) if version == loaded_version:
                 loaded.add((record.instance, version))
             case _:
                 pass

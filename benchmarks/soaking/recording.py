@@ -34,11 +34,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """Weights that an engine loaded. held: the version that they are of, by the weights themselves."""
+    """Weights that an engine loaded. loaded_version: the version that the weights themselves are of."""
 
     instance: str
     version: int
-    held: int
+    loaded_version: int
 
 
 def dask_setup(worker: Any) -> None:
@@ -59,9 +59,9 @@ def dask_setup(worker: Any) -> None:
         return result
 
     def recorded_load(self: Any, version: Any, weights: Path) -> Any:
-        held = int(weight_folder.read_arrays(weights)[WEIGHTS][0])
+        loaded_version = int(weight_folder.read_arrays(weights)[WEIGHTS][0])
         result = load(self, version, weights)
-        write(instance=self._instance, version=version, held=held)
+        write(instance=self._instance, version=version, loaded_version=loaded_version)
         return result
 
     setattr(EmulatedEngine, "_sampled", recorded_sampled)  # noqa: B010  a method, which mypy lets nobody assign

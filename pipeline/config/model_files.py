@@ -176,10 +176,11 @@ def check_files(folder: Path, what: str) -> None:
         _check_weights(path, what, vocabulary)
 
 
-def check_attention(folder: Path, what: str) -> None:
+def check_attention(folder: Path, key: str) -> None:
     """Raise ConfigError if the transformers engine cannot batch a model: its code in transformers, which is searched as
-    text, must compute attention by the interface there, over all that it has cached."""
-    kind = read_architecture(folder, what).get("model_type")
+    text, must compute attention by the interface there, over all that it has cached. key: the model's key in the job
+    file and its value, for messages."""
+    kind = read_architecture(folder, key).get("model_type")
     code = _code(kind) if isinstance(kind, str) else ""
     why = ""
     if code and INTERFACE not in code:
@@ -190,7 +191,7 @@ def check_attention(folder: Path, what: str) -> None:
         why = "attends to what an index of its own selects"
     if why:
         raise ConfigError(
-            f"{what}: a model of model_type = {kind!r} {why}, so the transformers engine cannot batch it; set "
+            f"{key}: a model of model_type = {kind!r} {why}, so the transformers engine cannot batch it; set "
             'rollout.engine.name = "vllm", or choose another model'
         )
 
