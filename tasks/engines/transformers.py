@@ -430,5 +430,8 @@ def load_model(path: str, dtype: str, device: str, attention: str) -> Any:
     that it takes of this process's memory. Threads load one after another."""
     of_type = dtype if dtype == "auto" else getattr(torch, dtype)
     with _loading:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=of_type, attn_implementation=attention)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=of_type, attn_implementation=attention)
+        except ValueError:  # its code lacks this attention: gpt-oss has sinks, which PyTorch's own knows nothing of
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=of_type, attn_implementation="eager")
     return model.to(device).eval()

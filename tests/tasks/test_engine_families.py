@@ -76,3 +76,8 @@ def test_logprobs_are_those_of_a_whole_forward_pass(family: str, tmp_path: Path)
         assert engine.logprobs(prompts[20]) == pytest.approx(forward_logprobs(plain, prompts[20]), abs=1e-5)
     finally:
         engine.close()
+
+
+def test_a_model_without_the_attention_that_is_asked_for_is_loaded_with_its_own(tmp_path: Path) -> None:
+    make_family_model("gpt_oss", tmp_path)
+    assert load_model(str(tmp_path), "float32", "cpu", "sdpa").config._attn_implementation == "eager"
