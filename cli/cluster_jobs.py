@@ -233,9 +233,10 @@ def _details(job: dict[str, Any]) -> list[str]:
         if status.get("fleet"):
             lines.append(status["fleet"])
         lines += [
-            f"{one['instance']:<14} v{one['version']}{' pulling' if one['pulling'] else ''}  "
-            f"{one['num_running']}/{one['max_running']} running, {one['kv_tokens']}/{one['kv_capacity']} KV tokens"
-            for one in status["instances"]
+            f"{instance['instance']:<14} v{instance['version']}{' pulling' if instance['pulling'] else ''}  "
+            f"{instance['num_running']}/{instance['max_running']} running, "
+            f"{instance['kv_tokens']}/{instance['kv_capacity']} KV tokens"
+            for instance in status["instances"]
         ]
         lines += [
             f"{host['host']:<14} {host['num_acting']} acting, {host['places']} places"

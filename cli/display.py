@@ -118,12 +118,12 @@ class Display:
             bar += "·" * (BAR_CELLS - round(done * scale) - round(reserved * scale))
             buffers.add_row(f"buffer {view.step}", bar, f"{done} finished, {reserved} reserved of {view.capacity}")
         instances = Table.grid(padding=(0, 2))
-        for one in snapshot.instances:
+        for instance in snapshot.instances:
             instances.add_row(
-                one.instance,
-                f"v{one.version}" + (" pulling" if one.pulling else ""),
-                f"{one.num_running}/{one.max_running} running",
-                f"{one.kv_tokens}/{one.kv_capacity} KV tokens",
+                instance.instance,
+                f"v{instance.version}" + (" pulling" if instance.pulling else ""),
+                f"{instance.num_running}/{instance.max_running} running",
+                f"{instance.kv_tokens}/{instance.kv_capacity} KV tokens",
             )
         for host in outcomes.environments:
             instances.add_row(host.host, "", f"{host.num_acting} acting", f"{host.places} places")

@@ -41,15 +41,15 @@ def command(
         data = _asked("Data set: a .jsonl or .parquet file, a folder, a hub name", "made-up sums")
         model = _asked("Model: a folder or a hub name", "" if data else "a tiny one, made here in a minute")
         reward = _asked("Reward: exact, math_verify, FILE.py:NAME", "a file of your own, to edit")
-    given: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for option in options:
-        apply_override(given, option)
+        apply_override(settings, option)
     written = init(
         folder,
         data=data,
         model=model,
         reward=reward,
-        options=given,
+        options=settings,
         prompt_column=prompt_column,
         answer_column=answer_column,
         progress=click.echo,
@@ -70,9 +70,9 @@ def command(
     click.echo("  staleflow store show runs/first --worst 3")
 
 
-def _asked(what: str, default: str) -> str:
+def _asked(question: str, default: str) -> str:
     """An answer from the terminal; empty for the default."""
     answer: str = click.prompt(
-        f"{what} [{default}]" if default else what, default="" if default else None, show_default=False
+        f"{question} [{default}]" if default else question, default="" if default else None, show_default=False
     )
     return answer.strip()

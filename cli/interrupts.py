@@ -122,16 +122,16 @@ def ctrl_c() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
         throw(Raised(number, SystemExit(TERMINATED)), frame)
 
-    def throw(one: Raised, frame: FrameType | None) -> None:
-        raised.append(one)
-        one.now_or_later(frame)
+    def throw(pending: Raised, frame: FrameType | None) -> None:
+        raised.append(pending)
+        pending.now_or_later(frame)
 
     before, terminated_before = signal.signal(signal.SIGINT, hear), signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
-        for one in reversed(raised):
-            one.forget()
+        for pending in reversed(raised):
+            pending.forget()
         if not interrupted:  # else cleaning up goes on until the process ends
             signal.signal(signal.SIGINT, before)
             signal.signal(signal.SIGTERM, terminated_before)

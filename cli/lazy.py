@@ -41,8 +41,8 @@ class LazyGroup(click.Group):
 
     def _has_below(self, ctx: click.Context, group: str, name: str) -> bool:
         """Whether a group in this one has a command of that name."""
-        found = self.get_command(ctx, group)
-        return isinstance(found, click.Group) and name in found.list_commands(ctx)
+        subgroup = self.get_command(ctx, group)
+        return isinstance(subgroup, click.Group) and name in subgroup.list_commands(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

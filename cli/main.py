@@ -77,7 +77,7 @@ def main() -> None:
     except click.Abort:
         fail("interrupted", 130)
     except (click.UsageError, StaleflowError) as error:
-        fail(*told(error))
+        fail(*format_error(error))
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
@@ -87,7 +87,7 @@ def main() -> None:
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def told(error: Exception) -> tuple[str, int, str]:
+def format_error(error: Exception) -> tuple[str, int, str]:
     """How an error is told: its line, the exit code, and the command it names as its origin."""
     from staleflow.stores.errors import ConfigError, ProtocolViolation
 

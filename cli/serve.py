@@ -30,11 +30,11 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
     from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 
     plan = serving_plan(named, overrides)
-    given = key or secrets.token_urlsafe(24)
+    api_key = key or secrets.token_urlsafe(24)
 
     async def work() -> None:
         announce(f"loading {plan.label}: the engine takes up to a minute to start")
-        policy = plan.build(given)
+        policy = plan.build(api_key)
         config = EndpointConfig(host=host, port=port)
         settings = EndpointSettings(
             config=config,
@@ -45,7 +45,7 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
         server = EndpointServer(settings, policy)
         try:
             await server.start()
-            click.echo(f"{plan.label}: OPENAI_BASE_URL={server.base_url} OPENAI_API_KEY={given} (Ctrl-C ends it)")
+            click.echo(f"{plan.label}: OPENAI_BASE_URL={server.base_url} OPENAI_API_KEY={api_key} (Ctrl-C ends it)")
             await asyncio.get_running_loop().create_future()
         finally:
             await server.stop()
@@ -68,22 +68,22 @@ def chat(named: str, overrides: tuple[str, ...]) -> None:
     async def work() -> None:
         announce(f"loading {plan.label}: the engine takes up to a minute to start")
         policy = plan.build("")
-        said: list[ChatMessage] = []
+        messages: list[ChatMessage] = []
         click.echo(f"{plan.label}; an empty line begins anew, Ctrl-D ends it")
         try:
             with contextlib.suppress(EOFError):
                 while True:
                     text = await asyncio.to_thread(input, "> ")
-                    said = [*said, ChatMessage(role="user", content=text)] if text.strip() else []
-                    if not said:
+                    messages = [*messages, ChatMessage(role="user", content=text)] if text.strip() else []
+                    if not messages:
                         continue
                     try:
-                        reply = await policy.ask(ChatRequest(model="", messages=tuple(said)))
+                        reply = await policy.ask(ChatRequest(model="", messages=tuple(messages)))
                     except RequestError as refused:
                         click.echo(f"{refused.message}; an empty line begins anew", err=True)
-                        said.pop()
+                        messages.pop()
                         continue
-                    said.append(reply.message)
+                    messages.append(reply.message)
                     click.echo(reply.message.content)
         finally:
             policy.close()

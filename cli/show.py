@@ -175,26 +175,26 @@ def _summary(trajectory: StoredTrajectory) -> dict[str, Any]:
     return {"trajectory": trajectory.id, **values, "response_tokens": trajectory.num_sampled}
 
 
-def print_trajectory(one: TrajectoryView) -> None:
+def print_trajectory(view: TrajectoryView) -> None:
     """Print facts on one line, then prompt and response, then the legend of the colours."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
-    facts = "  ".join(f"{name} {_short(value)}" for name, value in one.facts.items())
+    facts = "  ".join(f"{name} {_short(value)}" for name, value in view.facts.items())
     console.print(Text(facts, style="bold"), soft_wrap=True)
-    if one.error:
-        console.print(Text(f"error: {printable(one.error)}", style="red"), soft_wrap=True)
-    if one.reward_parts:
-        parts = ", ".join(f"{printable(name, 100)} {value:g}" for name, value in one.reward_parts.items())
+    if view.error:
+        console.print(Text(f"error: {printable(view.error)}", style="red"), soft_wrap=True)
+    if view.reward_parts:
+        parts = ", ".join(f"{printable(name, 100)} {value:g}" for name, value in view.reward_parts.items())
         console.print(Text(f"reward parts: {parts}", style="dim"), soft_wrap=True)
-    console.print(Text.assemble(("prompt   ", "dim"), printable(one.prompt)), soft_wrap=True)
-    if len(one.passages) <= 1:
-        console.print(Text.assemble(("response ", "dim"), coloured(one)), soft_wrap=True)
-    for passage in one.passages if len(one.passages) > 1 else ():
+    console.print(Text.assemble(("prompt   ", "dim"), printable(view.prompt)), soft_wrap=True)
+    if len(view.passages) <= 1:
+        console.print(Text.assemble(("response ", "dim"), coloured(view)), soft_wrap=True)
+    for passage in view.passages if len(view.passages) > 1 else ():
         console.print(speaker(passage), soft_wrap=True)
-        console.print(coloured(one, passage.first, passage.last), soft_wrap=True)
-    console.print(legend(one), soft_wrap=True)
+        console.print(coloured(view, passage.first, passage.last), soft_wrap=True)
+    console.print(legend(view), soft_wrap=True)
     console.print()
 
 
@@ -210,13 +210,13 @@ def speaker(passage: MessageSpan) -> Text:
     return Text(f"{printable(passage.role)} ({passage.last - passage.first} tokens{seconds})", style="dim")
 
 
-def coloured(one: TrajectoryView, first: int = 0, last: int | None = None) -> Text:
+def coloured(view: TrajectoryView, first: int = 0, last: int | None = None) -> Text:
     """The tokens of the response at first <= i < last, each in its colour; given ones are dim."""
     from rich.text import Text
 
-    versions = _versions(one)
+    versions = _versions(view)
     text = Text()
-    for token in one.tokens[first:last]:
+    for token in view.tokens[first:last]:
         if token.version < 0:
             style = "dim"
         elif token.ratio is None:
@@ -227,24 +227,24 @@ def coloured(one: TrajectoryView, first: int = 0, last: int | None = None) -> Te
     return text
 
 
-def legend(one: TrajectoryView) -> Text:
+def legend(view: TrajectoryView) -> Text:
     """Meaning of the colours, and the instances that sampled each version."""
     from rich.text import Text
 
     text = Text("         ", style="dim")
-    if any(token.ratio is not None for token in one.tokens):
+    if any(token.ratio is not None for token in view.tokens):
         text.append("importance ratio: ")
         for below, style in RATIO_STYLES:
             text.append(f"< {below:g} " if below != float("inf") else ">= 2 ", style=style)
         return text
-    for i, version in enumerate(_versions(one)):
-        where = ", ".join(dict.fromkeys(t.instance for t in one.tokens if t.version == version))
-        count = sum(t.version == version for t in one.tokens)
+    for i, version in enumerate(_versions(view)):
+        where = ", ".join(dict.fromkeys(t.instance for t in view.tokens if t.version == version))
+        count = sum(t.version == version for t in view.tokens)
         text.append(f"v{version}", style=VERSION_STYLES[i % len(VERSION_STYLES)])
         text.append(f" {count} tokens on {where}  ")
     return text
 
 
-def _versions(one: TrajectoryView) -> list[int]:
+def _versions(view: TrajectoryView) -> list[int]:
     """The versions that sampled tokens, oldest first."""
-    return sorted({t.version for t in one.tokens if t.version >= 0})
+    return sorted({t.version for t in view.tokens if t.version >= 0})

@@ -82,13 +82,13 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
         click.echo(
             f"  from {edge:7.3f}  {m:7} {'#' * round(20 * m / widest):<20}  {n:7} {'#' * round(20 * n / widest)}"
         )
-    for what, groups in (
+    for label, groups in (
         ("order of members flipped", result.flipped),
         (f"signal in {second} only", result.gained),
         (f"signal in {first} only", result.lost),
     ):
-        some = ", ".join(map(str, groups[:8])) + (", ..." if len(groups) > 8 else "")
-        click.echo(f"  {len(groups):6} of {result.groups} groups: {what}{f' ({some})' if groups else ''}")
+        examples = ", ".join(map(str, groups[:8])) + (", ..." if len(groups) > 8 else "")
+        click.echo(f"  {len(groups):6} of {result.groups} groups: {label}{f' ({examples})' if groups else ''}")
 
 
 @click.command("rescore-logprobs")

@@ -95,9 +95,9 @@ def progress_bar(label: str, *, quiet: bool, first: str = "") -> Iterator[Callab
         yield progress
 
 
-def print_errors(errors: Mapping[int, str], what: str) -> None:
+def print_errors(errors: Mapping[int, str], outcome: str) -> None:
     """Print the first errors by trajectory, and their number. what: completes "N responses ..."."""
     for trajectory, error in sorted(errors.items())[:ERRORS_SHOWN]:
         click.echo(f"  trajectory {trajectory}: {error}")
     if errors:
-        click.echo(f"  {len(errors)} responses {what}")
+        click.echo(f"  {len(errors)} responses {outcome}")

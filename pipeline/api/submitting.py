@@ -182,7 +182,7 @@ def _submitted(job: Mapping[str, Any], where: ClusterAddress) -> SubmittedJob:
 
 def _status_of(job: Mapping[str, Any]) -> RunStatus:
     """What a cluster knows of a job, as its status."""
-    last, told = job["last"] or {}, job["status"] or {}
+    last, reported = job["last"] or {}, job["status"] or {}
     done = int(last["step"]) + 1 if last else 0
     elapsed_s = last.get("elapsed_s", 0.0)
     left = job["steps"] - done
@@ -198,5 +198,5 @@ def _status_of(job: Mapping[str, Any]) -> RunStatus:
         tokens_per_s=last.get("tokens_per_s", 0.0),
         elapsed_s=elapsed_s,
         remaining_s=left * elapsed_s / done if done and left > 0 and state not in ENDED else None,
-        message=job["why"] or (told.get("doing", "") if state == "running" else ""),
+        message=job["why"] or (reported.get("doing", "") if state == "running" else ""),
     )

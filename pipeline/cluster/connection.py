@@ -142,20 +142,20 @@ async def _connect(address: str, within_s: float, options: dict[str, Any]) -> An
         raise ConfigError(f"no scheduler at {address}: {why}")
     client = Client(address, asynchronous=True, timeout=within_s + PATIENT_S, **options)
     starting = asyncio.ensure_future(_started(client, address))
-    found = PortState()
+    port_state = PortState()
     try:
         await asyncio.wait({starting}, timeout=SUSPECT_S)
         if host and (not starting.done() or starting.exception() is not None):
-            found = await probe_port(host, port, tls=scheme == "tls")
-            if found.mistake:
-                raise ConfigError(f"no scheduler at {address}: {found.mistake}")
-        async with asyncio.timeout_at(until + (PATIENT_S if found.dask else 0.0)):
+            port_state = await probe_port(host, port, tls=scheme == "tls")
+            if port_state.mistake:
+                raise ConfigError(f"no scheduler at {address}: {port_state.mistake}")
+        async with asyncio.timeout_at(until + (PATIENT_S if port_state.dask else 0.0)):
             return await starting
     except BaseException as error:
         starting.cancel()
         await asyncio.wait({starting, asyncio.ensure_future(client.close())}, timeout=CLOSE_S)
         if isinstance(error, TimeoutError):
-            raise ConfigError(f"no scheduler at {address}: {found.why} (waited {within_s:g} s)") from error
+            raise ConfigError(f"no scheduler at {address}: {port_state.why} (waited {within_s:g} s)") from error
         raise
 
 

@@ -256,9 +256,9 @@ class View:
         plot.xaxis.axis_label = "share of max_running, of kv_tokens, of environment.concurrency"
         return plot
 
-    def _lines(self, what: str, series: Mapping[str, str]) -> Any:
+    def _lines(self, metric: str, series: Mapping[str, str]) -> Any:
         plot = figure(
-            title=axis(what, *series), height=250, toolbar_location=None, sizing_mode="stretch_width",
+            title=axis(metric, *series), height=250, toolbar_location=None, sizing_mode="stretch_width",
             min_width=NARROWEST, tools="xwheel_zoom,xpan,reset", x_axis_label="step", styles=WIDE,
         )  # fmt: skip
         plot.xaxis.ticker = whole_numbers()
@@ -325,8 +325,8 @@ class View:
 
     def _show_held_out(self, status: Mapping[str, Any]) -> None:
         for name, source in self._held_out.items():
-            found = status.get("evaluations", ())  # the first set's, which is the job's own if that is evaluated
-            rows = [r for r in found if r[name] is not None and r.get("name") == found[0].get("name")]
+            evaluations = status.get("evaluations", ())  # the first set's, which is the job's own if that is evaluated
+            rows = [r for r in evaluations if r[name] is not None and r.get("name") == evaluations[0].get("name")]
             errors = [row[f"{name}_stderr"] or 0.0 for row in rows]
             data = {
                 "version": [row["version"] for row in rows], "reward": [row[name] for row in rows],

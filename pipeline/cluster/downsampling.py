@@ -23,15 +23,15 @@ def columns(steps: Sequence[Mapping[str, float]], names: Iterable[str]) -> dict[
     NaN."""
     x = np.asarray([step["step"] for step in steps], np.float64)
     bins = np.array_split(np.arange(len(x)), min(MOST_BINS, len(x))) if len(x) > 2 * MOST_BINS else []
-    found = {"step": np.asarray([x[i] for one in bins for i in (one[0], one[-1])]) if bins else x}
+    result = {"step": np.asarray([x[i] for span in bins for i in (span[0], span[-1])]) if bins else x}
     for name in names:
         values = np.asarray([np.nan if (v := step.get(name)) is None else v for step in steps], np.float64)
         smooth = smoothed(values)
         if bins:
-            values = np.concatenate([_extremes(values[one]) for one in bins])
-            smooth = np.asarray([smooth[i] for one in bins for i in (one[0], one[-1])])
-        found |= {name: values, SMOOTH + name: smooth}
-    return found
+            values = np.concatenate([_extremes(values[span]) for span in bins])
+            smooth = np.asarray([smooth[i] for span in bins for i in (span[0], span[-1])])
+        result |= {name: values, SMOOTH + name: smooth}
+    return result
 
 
 def smoothed(values: Array) -> Array:

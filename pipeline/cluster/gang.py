@@ -152,16 +152,16 @@ def _assign(
         ranks = _ranks(left, needs)
         return None if ranks is None else [*taken, *ranks]
     role, *others = roles
-    for i, (kind, held) in enumerate(taken):
+    for i, (kind, assigned) in enumerate(taken):
         if role in kind:
-            found = _assign(others, [*taken[:i], (kind, (*held, role)), *taken[i + 1 :]], left, needs)
-            if found is not None:
-                return found
+            assignment = _assign(others, [*taken[:i], (kind, (*assigned, role)), *taken[i + 1 :]], left, needs)
+            if assignment is not None:
+                return assignment
     for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # what can do little else comes first
         if role in kind and left[kind]:
-            found = _assign(others, [*taken, (kind, (role,))], left - Counter([kind]), needs)
-            if found is not None:
-                return found
+            assignment = _assign(others, [*taken, (kind, (role,))], left - Counter([kind]), needs)
+            if assignment is not None:
+                return assignment
     return None
 
 

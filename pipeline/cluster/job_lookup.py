@@ -32,13 +32,13 @@ def matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
     >>> matching(jobs, "far").note
     '2 jobs match far; far-1 is the one that has not ended'
     """
-    found = _all_matching(jobs, word)
-    live = [j for j in found if j["state"] not in job_registry.ENDED]
-    chosen = (live or found)[-1]  # the board lists them in the order of their submission
-    if len(found) == 1:
+    matches = _all_matching(jobs, word)
+    live = [j for j in matches if j["state"] not in job_registry.ENDED]
+    chosen = (live or matches)[-1]  # the board lists them in the order of their submission
+    if len(matches) == 1:
         return Match(chosen)
     which = "the one that has not ended" if len(live) == 1 else "the newest" + (" that has not ended" if live else "")
-    return Match(chosen, f"{len(found)} jobs match {word}; {chosen['id']} is {which}")
+    return Match(chosen, f"{len(matches)} jobs match {word}; {chosen['id']} is {which}")
 
 
 def find_unambiguous(jobs: Sequence[dict[str, Any]], word: str) -> dict[str, Any]:
@@ -50,17 +50,17 @@ def find_unambiguous(jobs: Sequence[dict[str, Any]], word: str) -> dict[str, Any
 
 
 def _all_matching(jobs: Sequence[dict[str, Any]], word: str) -> list[dict[str, Any]]:
-    found = (
+    matches = (
         [j for j in jobs if j["id"] == word]
         or [j for j in jobs if j["name"] == word]
         or [j for j in jobs if word and j["id"].startswith(word)]
     )
-    if not found:
+    if not matches:
         raise ConfigError(
             f"{word!r} is not a job of this cluster; `staleflow jobs --all` lists them; one that an earlier scheduler "
             "had is known by its run's folder, as in `staleflow status runs/NAME`"
         )
-    return found
+    return matches
 
 
 def refuse_second(other: dict[str, Any]) -> None:

@@ -113,7 +113,9 @@ class JobQueue:
     @property
     def free(self) -> list[str]:
         """Workers that any job may have."""
-        return [a for a in self.workers if not any(a in held for held in (self.claims, self.dirty, self._kept))]
+        return [
+            a for a in self.workers if not any(a in addresses for addresses in (self.claims, self.dirty, self._kept))
+        ]
 
     def keep(self, address: str, now: float) -> None:
         """Keep a dirty worker, which holds nothing but an engine, for its job if that waits. Else it is unwanted."""
@@ -128,12 +130,12 @@ class JobQueue:
         unwanted, self._unwanted = self._unwanted, []
         return [address for address in unwanted if address in self.dirty]
 
-    def taken(self, owner: str) -> list[str]:
+    def unavailable(self, owner: str) -> list[str]:
         """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
         others = [a for a, claim in self.claims.items() if claim.job != owner]
         return [*others, *self.dirty, *self._kept]
 
-    def held(self, id: str) -> Gang:
+    def workers_of(self, id: str) -> Gang:
         """The workers of a job, and the roles each was given for."""
         return {address: claim.roles for address, claim in self.claims.items() if claim.job == id}
 
@@ -156,7 +158,7 @@ class JobQueue:
         """Let a job wait again, at its place, with nothing held. It must have left no actors on its workers; those that
         may have engines that were kept for it are restarted."""
         entry = self.entries[id]
-        for address in self._engines & set(self.held(id)):
+        for address in self._engines & set(self.workers_of(id)):
             self._dirty(address)
         entry.num_workers, entry.short_since_s, entry.since_s = 0, None, now
         self._release(id)
@@ -164,7 +166,7 @@ class JobQueue:
     def abandon(self, id: str, now: float) -> list[str]:
         """A job's driver is gone: it waits again. Returns the workers it had, which must be restarted before anyone
         gets them, unless they are kept."""
-        left = list(self.held(id))
+        left = list(self.workers_of(id))
         for address in left:
             self.dirty[address] = self.claims.pop(address)
         self.requeue(id, now)
@@ -179,8 +181,8 @@ class JobQueue:
         for address in [a for a, (_, since) in self._kept.items() if now - since > RETURN_S]:
             self._drop_kept(address)
         kinds, free = self._known_kinds(), self.free
-        held = Counter(claim.job for claim in self.claims.values())
-        owed = any(held[entry.id] < entry.num_workers for entry in self.entries.values())
+        claimed = Counter(claim.job for claim in self.claims.values())
+        owed = any(claimed[entry.id] < entry.num_workers for entry in self.entries.values())
         admitted: dict[str, Gang] = {}
         self.wanted = {}
         expired: list[str] = []
@@ -223,13 +225,13 @@ class JobQueue:
     def whole(self, id: str, now: float, driver_at: str = "") -> bool:
         """Whether an admitted job has all its workers, after giving it what it lost from those that are free. If it has
         lacked some for too long it waits again, without any."""
-        entry, held = self.entries[id], self.held(id)
-        if len(held) >= entry.num_workers > 0:
+        entry, claimed = self.entries[id], self.workers_of(id)
+        if len(claimed) >= entry.num_workers > 0:
             return True
         if not entry.num_workers:
             return False
-        engines = [address for address in held if address in self._engines]
-        others = [address for address in held if address not in self._engines]
+        engines = [address for address in claimed if address in self._engines]
+        others = [address for address in claimed if address not in self._engines]
         alone = self._waits_alone(id)
         gang = choose(entry.needs, self._known_kinds(), [*others, *self.free], driver_at, engines, surplus=alone)
         if gang is not None and (misused := [a for a in engines if gang.get(a) != (ROLLOUT,)]):
@@ -241,23 +243,23 @@ class JobQueue:
             self._give(entry, gang)
             return True
         entry.short_since_s = now if entry.short_since_s is None else entry.short_since_s
-        entry.why = f"needs {entry.needs}; has {len(held)} of them left"
+        entry.why = f"needs {entry.needs}; has {len(claimed)} of them left"
         if now - entry.short_since_s > RETURN_S:
             self.requeue(id, now)
         return False
 
     def claim(self, id: str, address: str, role: str) -> bool:
         """Give a running job one worker in a lost one's place. False if it is another's, or gone. Idempotent."""
-        held, entry = self.claims.get(address), self.entries.get(id)
-        if entry is None or not entry.num_workers or (held is not None and held.job != id):
+        claimed, entry = self.claims.get(address), self.entries.get(id)
+        if entry is None or not entry.num_workers or (claimed is not None and claimed.job != id):
             return False
-        if held is None:
+        if claimed is None:
             if address in self.dirty or address in self._kept or address not in self.workers:
                 return False
             self.claims[address] = Claim(id, entry.run, (role,))
         elif role not in EXCLUSIVE_ROLES:  # it shares a worker from now on, instead of having its own
-            self.claims[address] = replace(held, roles=tuple(dict.fromkeys((*held.roles, role))))
-            entry.num_workers -= len(self.held(id)) < entry.num_workers
+            self.claims[address] = replace(claimed, roles=tuple(dict.fromkeys((*claimed.roles, role))))
+            entry.num_workers -= len(self.workers_of(id)) < entry.num_workers
         return True
 
     def give_back(self, id: str, address: str) -> bool:
@@ -271,7 +273,7 @@ class JobQueue:
 
     def _surplus(self, id: str) -> list[str]:
         """Workers of a job that hold nothing but a reward worker, which another of its workers can take as well."""
-        light = [address for address, roles in self.held(id).items() if "reward" in roles]
+        light = [address for address, roles in self.workers_of(id).items() if "reward" in roles]
         alone = [address for address in light if self.claims[address].roles == ("reward",)]
         return alone[1:] if len(alone) == len(light) else alone
 
@@ -297,7 +299,7 @@ class JobQueue:
         self.claims |= {address: Claim(entry.id, entry.run, roles) for address, roles in gang.items()}
 
     def _release(self, id: str) -> None:
-        for address in self.held(id):
+        for address in self.workers_of(id):
             del self.claims[address]
         for address in self._kept_for(id):
             self._drop_kept(address)

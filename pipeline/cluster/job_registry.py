@@ -117,7 +117,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     async def start(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        scheduler.handlers[OPERATION] = self.asked
+        scheduler.handlers[OPERATION] = self.dispatch
         for address in scheduler.workers:
             self.add_worker(scheduler, address)
         self._watching = asyncio.ensure_future(self._watch_drivers())
@@ -126,12 +126,12 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         if self._watching is not None:
             self._watching.cancel()
 
-    def asked(self, verb: str, **arguments: Any) -> Any:
+    def dispatch(self, verb: str, **arguments: Any) -> Any:
         """Dispatch a client's call. Raises ValueError for an unknown verb, which only a newer client sends."""
         verbs: dict[str, Callable[..., Any]] = {
             "submit": self.submit, "arrived": self.arrived, "queue": self.queue, "begin": self.begin,
             "admitted": self.admitted, "end": self.end,
-            "claim": self.claim, "held": self.held, "taken": self.taken,
+            "claim": self.claim, "workers_of": self.workers_of, "unavailable": self.unavailable,
             "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
             "retire": self.ask_to_retire, "leaving": self.leaving, "wanted": self.wanted, "give_back": self.give_back,
         }  # fmt: skip
@@ -145,13 +145,13 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         """Give a running job one worker in a lost one's place. False if it is another's, or gone. Idempotent."""
         return self.job_queue.claim(id, address, role)
 
-    def held(self, id: str) -> Gang:
+    def workers_of(self, id: str) -> Gang:
         """The workers of a job, and the roles each was given for."""
-        return self.job_queue.held(id)
+        return self.job_queue.workers_of(id)
 
-    def taken(self, owner: str) -> list[str]:
+    def unavailable(self, owner: str) -> list[str]:
         """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
-        return self.job_queue.taken(owner)
+        return self.job_queue.unavailable(owner)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self.job_queue.joined(worker, scheduler.workers[worker].resources)
@@ -175,7 +175,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 if job.state not in ENDED and job.id not in self.job_queue.entries:
                     self._end(job, "failed", GONE if job.needs is None else UNSENT)
                 continue
-            held = self.job_queue.held(job.id)
+            gang = self.job_queue.workers_of(job.id)
             left = self.job_queue.abandon(job.id, time.monotonic())
             engines: list[str] = []
             if job.state in ENDED:
@@ -184,7 +184,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 self._end(job, "failed", GONE)
             else:
                 self._wait_again(job)
-                engines = [address for address in left if held[address] == (ROLLOUT,)]
+                engines = [address for address in left if gang[address] == (ROLLOUT,)]
             self._begin(self._restart([address for address in left if address not in engines]))
             self._begin(self._keep(engines))
         self._serve()
@@ -289,7 +289,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 id, name, run_dir, steps, time.time(), why="no worker has taken its driver yet", client=by,
                 needs=Needs(**needs) if needs is not None else None, wait_s=wait_s,
             )  # fmt: skip
-            ended = [one.id for one in self.jobs.values() if one.state in ENDED]
+            ended = [job_entry.id for job_entry in self.jobs.values() if job_entry.state in ENDED]
             for old in ended[: max(0, len(self.jobs) - JOBS_KEPT)]:
                 del self.jobs[old]
         return {}
@@ -484,8 +484,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         job = self.jobs.get(id)
         if job is None:
             return []
-        asked, job.leaving = job.leaving, []
-        return asked
+        addresses, job.leaving = job.leaving, []
+        return addresses
 
     def wanted(self, id: str) -> list[str]:
         """The workers that a job has beyond what it needs, and another could start with."""
@@ -493,9 +493,9 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def give_back(self, id: str, address: str) -> bool:
         """Take back a worker that a running job was asked for and has left. False if it needs the worker."""
-        given = self.job_queue.give_back(id, address)
+        is_returned = self.job_queue.give_back(id, address)
         self._serve()
-        return given
+        return is_returned
 
     def all_jobs(self) -> list[Plain]:
         return [job.plain() for job in self.jobs.values()]

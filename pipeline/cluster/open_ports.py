@@ -36,7 +36,11 @@ def _is_dask(pid: int) -> bool:
     """Whether a process, or one that it descends from, was started by a command that names dask."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return any("dask" in word for one in (process, *process.parents()) for word in one.cmdline()[:4])
+        return any(
+            "dask" in word
+            for process_or_parent in (process, *process.parents())
+            for word in process_or_parent.cmdline()[:4]
+        )
     return False
 
 

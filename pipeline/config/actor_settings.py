@@ -94,11 +94,11 @@ def environment_settings(config: RunConfig, *, replaces: bool = False) -> Episod
             limits=config.environment,
             time_scale=config.rollout.engine.time_scale,
         )
-    found = episode_settings(config)
+    settings = episode_settings(config)
     if not replaces:
-        return found
-    endpoint = dataclasses.replace(found.source.endpoint, replaces_s=config.deadlines.call_s)
-    return dataclasses.replace(found, source=dataclasses.replace(found.source, endpoint=endpoint))
+        return settings
+    endpoint = dataclasses.replace(settings.source.endpoint, replaces_s=config.deadlines.call_s)
+    return dataclasses.replace(settings, source=dataclasses.replace(settings.source, endpoint=endpoint))
 
 
 def episode_settings(config: RunConfig) -> EpisodeSettings:
@@ -143,7 +143,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
         parts=dict(config.reward.parts),
         answer_pattern=config.task.answer_pattern,
         timeout_s=config.reward.timeout_s,
-        sets=tuple(one for one in evaluation_sets(config) if not one.main),
+        sets=tuple(evaluation_set for evaluation_set in evaluation_sets(config) if not evaluation_set.main),
     )
 
 
@@ -154,19 +154,19 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     return tuple(
         EvaluationSet(
             name=name,
-            source=one.source if name != HELD_OUT and config.has_texts else "",
-            options=dict(one.options),
+            source=settings.source if name != HELD_OUT and config.has_texts else "",
+            options=dict(settings.options),
             columns=config.task.columns,
             seed=config.seed,
             main=name == HELD_OUT,
-            reward=one.reward,
-            prompts=one.prompts,
-            samples=one.samples,
-            greedy=one.greedy,
-            temperature=one.temperature or None,
-            max_new_tokens=one.max_new_tokens or config.rollout.max_new_tokens,
+            reward=settings.reward,
+            prompts=settings.prompts,
+            samples=settings.samples,
+            greedy=settings.greedy,
+            temperature=settings.temperature or None,
+            max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
         )
-        for name, one in config.evaluation_sets.items()
+        for name, settings in config.evaluation_sets.items()
     )
 
 
@@ -230,8 +230,8 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
 
 def drafts_from_responses(config: RunConfig) -> bool:
     """Whether engines draft from other responses to the same prompts."""
-    asked = config.rollout.engine.speculation
-    return asked.length > 0 and asked.source == "responses" and not config.emulated
+    speculation = config.rollout.engine.speculation
+    return speculation.length > 0 and speculation.source == "responses" and not config.emulated
 
 
 def overlong(config: RunConfig) -> Overlong:
@@ -332,7 +332,7 @@ def _recorded_turns(
     """The turns of the rows that have many, by their place among `rows`; of a row that cannot be read, none."""
     places = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(many)}
     positions = sorted(places)  # adjacent ones are read together
-    found = {}
+    turns_by_trajectory = {}
     for position, row in zip(positions, store.picked(positions), strict=True):
         turns: list[Turn] = []
         for span in row.trajectory.spans if isinstance(row, Ended) else ():
@@ -346,5 +346,5 @@ def _recorded_turns(
             else:
                 turns[-1:] = [last._replace(tokens=last.tokens + len(span.tokens))]
         if turns:
-            found[places[position]] = (*turns[:-1], Turn(turns[-1].tokens))
-    return found
+            turns_by_trajectory[places[position]] = (*turns[:-1], Turn(turns[-1].tokens))
+    return turns_by_trajectory

@@ -129,24 +129,24 @@ def _check_evaluation(config: RunConfig, where: str) -> None:
     if HELD_OUT in config.evaluation.sets:
         raise ConfigError(f"{where}: evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it")
     plays = config.acts and not config.environment.tools
-    for name, one in config.evaluation.sets.items():
+    for name, evaluation_set in config.evaluation.sets.items():
         key = f"{where}: evaluation.sets.{name}"
-        if not one.responses_per_prompt:
+        if not evaluation_set.responses_per_prompt:
             raise ConfigError(f"{key}: samples = 0 and greedy = false leave nothing to score; set one of them")
-        if one.max_new_tokens > most:
+        if evaluation_set.max_new_tokens > most:
             raise ConfigError(
-                f"{key}.max_new_tokens = {one.max_new_tokens} is more than rollout.max_new_tokens = {most}, which the "
-                "engines have room for; lower it"
+                f"{key}.max_new_tokens = {evaluation_set.max_new_tokens} is more than rollout.max_new_tokens = "
+                f"{most}, which the engines have room for; lower it"
             )
-        if plays and one.reward != "task":
+        if plays and evaluation_set.reward != "task":
             raise ConfigError(
-                f"{key}.reward = {one.reward!r}: environments reward their episodes themselves; remove it, and return "
-                "the reward from the environment"
+                f"{key}.reward = {evaluation_set.reward!r}: environments reward their episodes themselves; remove it, "
+                "and return the reward from the environment"
             )
-        if plays and one.source:
+        if plays and evaluation_set.source:
             raise ConfigError(
-                f"{key}.source = {one.source!r}: environments of a run are those of task.source and task.eval_source; "
-                "leave it empty"
+                f"{key}.source = {evaluation_set.source!r}: environments of a run are those of task.source and "
+                "task.eval_source; leave it empty"
             )
     best = config.evaluation.best
     if best and best not in sets:

@@ -56,7 +56,12 @@ class EvaluationConfig:
 
     def held_out(self, num_prompts: int) -> int:
         """Prompts that are kept apart of a job's own source. num_prompts: task.eval_prompts."""
-        return max([num_prompts, *(one.prompts for one in self.sets.values() if not one.source)])
+        return max(
+            [
+                num_prompts,
+                *(evaluation_set.prompts for evaluation_set in self.sets.values() if not evaluation_set.source),
+            ]
+        )
 
 
 def held_out_set(num_prompts: int, source: str, options: dict[str, Any]) -> dict[str, EvaluationSetConfig]:

@@ -49,23 +49,27 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
 
 def drafting(config: RunConfig) -> DraftSettings:
     """How simulated and emulated instances draft when they begin."""
-    asked = config.rollout.engine.speculation
-    return DraftSettings(length=asked.first_length, most_running=asked.cap, acceptance=config.workload.acceptance)
+    speculation = config.rollout.engine.speculation
+    return DraftSettings(
+        length=speculation.first_length, most_running=speculation.cap, acceptance=config.workload.acceptance
+    )
 
 
 def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
     """The cost model of an instance that drafts as the job says while it runs so many."""
-    asked = config.rollout.engine.speculation
-    return while_drafting(cost_model(config), asked, config.workload.acceptance, running, kv_tokens)
+    speculation = config.rollout.engine.speculation
+    return while_drafting(cost_model(config), speculation, config.workload.acceptance, running, kv_tokens)
 
 
-def while_drafting(cost: CostModel, asked: Speculation, acceptance: float, running: int, kv_tokens: float) -> CostModel:
+def while_drafting(
+    cost: CostModel, speculation: Speculation, acceptance: float, running: int, kv_tokens: float
+) -> CostModel:
     """The cost model of an instance that runs so many: with drafts as long as is best for these where the coordinator
     decides, and as `asked` where it does not."""
-    if asked.decided:
-        length = cost.best_length(running, kv_tokens, asked.length, acceptance)
+    if speculation.decided:
+        length = cost.best_length(running, kv_tokens, speculation.length, acceptance)
     else:
-        length = asked.length if running <= asked.cap else 0
+        length = speculation.length if running <= speculation.cap else 0
     return cost.drafting(length, acceptance)
 
 
@@ -81,15 +85,15 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
     Raises ConfigError."""
     cost, rollout = cost_model(config), config.rollout
     costs = costs or cost
-    given = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
+    inputs = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
     # A pull that interrupts nothing recomputes no context.
     pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
     return StrategySet(
-        admission=ADMISSION.make(config.staleness.admission, given),
-        routing=ROUTING.make(rollout.routing, given),
-        synchronization=SYNCHRONIZATION.make(rollout.synchronization, given | {"cost": pulling}),
+        admission=ADMISSION.make(config.staleness.admission, inputs),
+        routing=ROUTING.make(rollout.routing, inputs),
+        synchronization=SYNCHRONIZATION.make(rollout.synchronization, inputs | {"cost": pulling}),
         filtering=FILTERING.make(config.batch.filtering),
-        migration=MIGRATION.make(rollout.migration, given),
+        migration=MIGRATION.make(rollout.migration, inputs),
         costs=costs,
         stragglers=STRAGGLERS.make(config.batch.stragglers),
         max_attempts=rollout.max_attempts,

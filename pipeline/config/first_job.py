@@ -223,11 +223,11 @@ def _facts(folder: Path, brought: InitInputs) -> DataFacts:
     tasks = RowSource(rows, columns, f"--data {brought.data}")
     records = [tasks.task(i).record for i in range(min(SAMPLE, len(rows)))]
     answers = [str(record["answer"]) for record in records] if columns.answer else []
-    gold = bool(answers) and all(GOLD in one for one in answers)
+    gold = bool(answers) and all(GOLD in answer for answer in answers)
     return DataFacts(
         source=f"{kind}:{_from(folder, name)}",
         columns=columns,
-        numbers=bool(answers) and all(re.fullmatch(NUMBER, one.rpartition(GOLD)[2].strip()) for one in answers),
+        numbers=bool(answers) and all(re.fullmatch(NUMBER, answer.rpartition(GOLD)[2].strip()) for answer in answers),
         gold=gold,
         messages=not isinstance(tasks.task(0).prompt, str),
     )

@@ -84,8 +84,8 @@ def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
             values.pop(field, None)
     for key, values in REPLACED.items():
         table, _, field = key.rpartition(".")
-        if isinstance(found := job.get(table), dict) and isinstance(value := found.get(field), str):
-            found[field] = values.get(value, value)
+        if isinstance(section := job.get(table), dict) and isinstance(value := section.get(field), str):
+            section[field] = values.get(value, value)
     return job
 
 

@@ -76,7 +76,7 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     name = tree.get("profile")
     if not name or not isinstance(name, str):
         return tree
-    what = f"{where}: profile = {name!r}"
+    setting = f"{where}: profile = {name!r}"
     try:
         profile = json.loads(Path(name).read_text())
         cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
@@ -85,10 +85,10 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         acceptance = profile.get("acceptance")  # None if the run drafted nothing, or an engine was profiled
     except OSError as error:
         raise ConfigError(
-            f"{what}: cannot be read: {error.strerror or error}; `staleflow profile` writes one"
+            f"{setting}: cannot be read: {error.strerror or error}; `staleflow profile` writes one"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{what}: not a profile ({error!r}); create it again with `staleflow profile`") from error
+        raise ConfigError(f"{setting}: not a profile ({error!r}); create it again with `staleflow profile`") from error
     measured: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
     if acceptance is not None:
         measured["workload"] = {"acceptance": acceptance}

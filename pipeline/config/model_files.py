@@ -47,20 +47,20 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
     option, for messages. Asks the hub only about a name that is not on this machine. Raises ConfigError."""
     if Path(path).is_dir():
         return Path(path)
-    what = f"{key} = {path!r}"
+    subject = f"{key} = {path!r}"
     if Path(path).exists():
-        raise ConfigError(f"{what}: a file; name the folder of a model with its config.json")
+        raise ConfigError(f"{subject}: a file; name the folder of a model with its config.json")
     if not HUB_NAME.fullmatch(path) or ".." in path or Path(path).parts[0] in ("runs", "models"):
         home = "; ~ is not replaced here, write the whole path" if path.startswith("~") else ""
-        raise ConfigError(f"{what}: no such folder{home or _neighbours(Path(path))}")
+        raise ConfigError(f"{subject}: no such folder{home or _neighbours(Path(path))}")
     if "/" in path and Path(path).parent.is_dir():
-        raise ConfigError(f"{what}: no such folder{_neighbours(Path(path))}")
+        raise ConfigError(f"{subject}: no such folder{_neighbours(Path(path))}")
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, "config.json")
     if isinstance(cached, str):
         return Path(cached).parent
-    _ask_hub(path, what)
+    _ask_hub(path, subject)
     return None
 
 
@@ -74,25 +74,25 @@ def _neighbours(path: Path) -> str:
     return f"; in {path.parent} there are {', '.join(there[-8:])}" if there else f"; {path.parent} is empty"
 
 
-def _ask_hub(name: str, what: str) -> None:
+def _ask_hub(name: str, subject: str) -> None:
     """Raise ConfigError unless the hub has this model."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
-        raise ConfigError(f"{what}: no such folder, and not among the models fetched before (HF_HUB_OFFLINE is set)")
+        raise ConfigError(f"{subject}: no such folder, and not among the models fetched before (HF_HUB_OFFLINE is set)")
     try:
         HfApi().model_info(name, timeout=HUB_S)
     except RepositoryNotFoundError:
-        raise ConfigError(f"{what}: no such folder, and the hub has no such model, or not for you") from None
+        raise ConfigError(f"{subject}: no such folder, and the hub has no such model, or not for you") from None
     except Exception as error:  # its clients raise their own kinds for every kind of network
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{what}: no such folder, and the hub ({constants.ENDPOINT}) cannot be asked for it: {reason}"
+            f"{subject}: no such folder, and the hub ({constants.ENDPOINT}) cannot be asked for it: {reason}"
         ) from error
 
 
-def read_architecture(folder: Path, what: str) -> dict[str, Any]:
+def read_architecture(folder: Path, subject: str) -> dict[str, Any]:
     """A model's config.json. what: names the model, for messages. Raises ConfigError."""
     path = folder / "config.json"
     try:
@@ -100,16 +100,16 @@ def read_architecture(folder: Path, what: str) -> dict[str, Any]:
         if not isinstance(read, dict):
             raise ValueError("not an object")
     except FileNotFoundError:
-        raise ConfigError(f"{what}: no config.json in it; name the folder of a Hugging Face causal LM") from None
+        raise ConfigError(f"{subject}: no config.json in it; name the folder of a Hugging Face causal LM") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{what}: its config.json cannot be read: {error}; copy the model again") from error
+        raise ConfigError(f"{subject}: its config.json cannot be read: {error}; copy the model again") from error
     return read
 
 
-def read_context(folder: Path, what: str) -> int:
+def read_context(folder: Path, subject: str) -> int:
     """Tokens a model can attend to, by its config.json; practically unlimited if that does not say. what: names the
     model, for messages. Raises ConfigError."""
-    return context_of(read_architecture(folder, what))
+    return context_of(read_architecture(folder, subject))
 
 
 def context_of(architecture: Mapping[str, Any]) -> int:
@@ -143,10 +143,10 @@ def shown_context(architecture: Mapping[str, Any]) -> str:
 def _rotary_settings(architecture: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The settings of rotary embeddings in a configuration; it may have several, by kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
-        found = architecture.get(name)
-        if isinstance(found, Mapping):
-            yield found
-            yield from (inner for inner in found.values() if isinstance(inner, Mapping))
+        settings = architecture.get(name)
+        if isinstance(settings, Mapping):
+            yield settings
+            yield from (inner for inner in settings.values() if isinstance(inner, Mapping))
 
 
 def vocabulary_of(path: str) -> int:
@@ -154,26 +154,26 @@ def vocabulary_of(path: str) -> int:
     folder = Path(path)
     if not (folder / "config.json").is_file():
         return 0
-    found = read_architecture(folder, path).get("vocab_size")
-    return found if isinstance(found, int) else 0
+    size = read_architecture(folder, path).get("vocab_size")
+    return size if isinstance(size, int) else 0
 
 
-def check_files(folder: Path, what: str) -> None:
+def check_files(folder: Path, subject: str) -> None:
     """Raise ConfigError if transformers does not know a model's kind, or if its weights or its tokenizer are missing or
     incomplete. Reads headers only."""
-    kind = read_architecture(folder, what).get("model_type")
+    kind = read_architecture(folder, subject).get("model_type")
     if isinstance(kind, str) and not _known(kind):
         raise ConfigError(
-            f"{what}: its config.json says model_type = {kind!r}, which the installed transformers does not know"
+            f"{subject}: its config.json says model_type = {kind!r}, which the installed transformers does not know"
         )
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise ConfigError(f"{what}: no tokenizer in it; copy tokenizer.json and tokenizer_config.json there")
-    shards = list(_shards(folder, what))
+        raise ConfigError(f"{subject}: no tokenizer in it; copy tokenizer.json and tokenizer_config.json there")
+    shards = list(_shards(folder, subject))
     if not shards and not any(folder.glob("*.bin")):
-        raise ConfigError(f"{what}: no weights in it, such as model.safetensors; copy the model again")
-    vocabulary = read_architecture(folder, what).get("vocab_size")
+        raise ConfigError(f"{subject}: no weights in it, such as model.safetensors; copy the model again")
+    vocabulary = read_architecture(folder, subject).get("vocab_size")
     for path in shards:
-        _check_weights(path, what, vocabulary)
+        _check_weights(path, subject, vocabulary)
 
 
 def check_attention(folder: Path, key: str) -> None:
@@ -218,22 +218,22 @@ def _lists() -> str:
 
 def _library() -> Path:
     """The folder of the installed transformers."""
-    found = importlib.util.find_spec("transformers")
-    return Path(found.origin).parent if found is not None and found.origin else Path("none")
+    spec = importlib.util.find_spec("transformers")
+    return Path(spec.origin).parent if spec is not None and spec.origin else Path("none")
 
 
-def _shards(folder: Path, what: str) -> Iterator[Path]:
+def _shards(folder: Path, subject: str) -> Iterator[Path]:
     if (folder / INDEX).is_file():
         try:
             names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{what}: its {INDEX} cannot be read: {error}; copy the model again") from error
+            raise ConfigError(f"{subject}: its {INDEX} cannot be read: {error}; copy the model again") from error
         yield from (folder / name for name in sorted(names))
     elif (folder / "model.safetensors").is_file():
         yield folder / "model.safetensors"
 
 
-def _check_weights(path: Path, what: str, vocabulary: object) -> None:
+def _check_weights(path: Path, subject: str, vocabulary: object) -> None:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -242,12 +242,12 @@ def _check_weights(path: Path, what: str, vocabulary: object) -> None:
         ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__" and isinstance(v, Mapping)]
         needed = HEADER.size + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{what}: {path.name} cannot be read: {error}; copy the model again") from error
+        raise ConfigError(f"{subject}: {path.name} cannot be read: {error}; copy the model again") from error
     rows = vocabulary and next((v["shape"][0] for k, v in header.items() if k.endswith(EMBEDDINGS)), vocabulary)
     if rows != vocabulary:
         raise ConfigError(
-            f"{what}: {path.name} has embeddings of {rows} tokens, config.json says vocab_size = {vocabulary}; copy "
+            f"{subject}: {path.name} has embeddings of {rows} tokens, config.json says vocab_size = {vocabulary}; copy "
             "the model again"
         )
     if size < needed:
-        raise ConfigError(f"{what}: {path.name} is truncated: {size} of {needed} bytes; copy the model again")
+        raise ConfigError(f"{subject}: {path.name} is truncated: {size} of {needed} bytes; copy the model again")

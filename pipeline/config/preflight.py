@@ -121,9 +121,9 @@ def check_names(config: RunConfig) -> None:
             raise ConfigError(f"{key} = {shown(path)} must be a path; it contains a zero byte")
     cluster = config.cluster
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
-        if cluster.kind == "local" and (given := getattr(cluster, key)):
+        if cluster.kind == "local" and (value := getattr(cluster, key)):
             raise ConfigError(
-                f'cluster.{key} = {given!r} has no effect with cluster.kind = "local"; set cluster.kind = "{kind}" to '
+                f'cluster.{key} = {value!r} has no effect with cluster.kind = "local"; set cluster.kind = "{kind}" to '
                 "join that cluster, or remove it"
             )
 
@@ -174,11 +174,11 @@ def _check_machine(config: RunConfig) -> None:
 def _check_address(address: str) -> None:
     """Raise ConfigError if nothing listens at a scheduler's address, which may just be starting. Other mistakes in it
     are told by Dask."""
-    found = re.fullmatch(r"(?:tcp|tls)://(\[.*\]|[^:]*):(\d{1,5})", address)
+    match = re.fullmatch(r"(?:tcp|tls)://(\[.*\]|[^:]*):(\d{1,5})", address)
     end = time.monotonic() + LISTENS_S
-    while found is not None:
+    while match is not None:
         try:
-            socket.create_connection((found[1].strip("[]"), int(found[2])), LISTENS_S).close()
+            socket.create_connection((match[1].strip("[]"), int(match[2])), LISTENS_S).close()
             return
         except (OSError, OverflowError) as error:
             if time.monotonic() + LISTENS_POLL_S > end:
@@ -200,8 +200,8 @@ def _why_unwritable(folder: Path) -> str:
 
 def _why_no_cuda() -> str:
     """Why torch would find no CUDA device on this machine; empty if it may find one. Does not load torch."""
-    found = importlib.util.find_spec("torch")
-    version = Path(found.origin or "").with_name("version.py") if found is not None else None
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin or "").with_name("version.py") if spec is not None else None
     if version is not None and version.is_file():
         text = version.read_text()
         if re.search(r"^hip\b.*= *'", text, re.MULTILINE):
@@ -221,17 +221,17 @@ def _why_no_cuda() -> str:
 def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | None:
     """Check the model's files, and that its context has room for a prompt. Returns their folder, if it is on this
     machine."""
-    what = f"model.path = {config.model.path!r}"
+    subject = f"model.path = {config.model.path!r}"
     folder = _checked_folder("model.path", config.model.path, unchecked, here=here)
     if folder is None:
         return None
     if config.rollout.engine.name == "transformers":
-        check_attention(folder, what)
-    context = read_context(folder, what)
+        check_attention(folder, subject)
+    context = read_context(folder, subject)
     if context <= config.rollout.max_new_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
-            f"context is {shown_context(read_architecture(folder, what))}"
+            f"context is {shown_context(read_architecture(folder, subject))}"
         )
     if config.task.chat and chat_template(folder) == "":
         raise ConfigError(

@@ -360,8 +360,8 @@ class RunConfig:
     def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
         """The sets that the model is evaluated on, by name. An emulated run, which has no policy to judge, is evaluated
         only if [evaluation] says so."""
-        task, asked = self.task, not self.emulated or self.evaluation.every > 0
-        own = held_out_set(task.eval_prompts if asked else 0, task.eval_source, task.eval_options)
+        task, evaluates = self.task, not self.emulated or self.evaluation.every > 0
+        own = held_out_set(task.eval_prompts if evaluates else 0, task.eval_source, task.eval_options)
         return own | self.evaluation.sets
 
     @property

@@ -56,7 +56,7 @@ async def execute(
     announce: Callable[[str], None],
     *,
     resume: bool = False,
-    held: bool = False,
+    locked: bool = False,
     slot: DriverWorker | None = None,
     job: str = "",
     stop: StopRequest | None = None,
@@ -69,7 +69,7 @@ async def execute(
     facts = inspect_model(config)
     config = user_files.located(config)
     user_files.check(config)
-    with contextlib.nullcontext() if held else claimed(config.run_dir):
+    with contextlib.nullcontext() if locked else claimed(config.run_dir):
         return await _execute(
             config, facts, progress, announce, resume=resume, slot=slot, job=job, stop=stop, security=security
         )
@@ -93,7 +93,7 @@ async def _execute(
     from staleflow.pipeline.processes.dask_workers import connect
 
     run_dir = config.run_dir
-    config, found, changed = _folder_ready(config, resume=resume)
+    config, prints, changed = _folder_ready(config, resume=resume)
     cluster = await (connect(config, security) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir, config.eta)
     cluster.job = reporter.id
@@ -112,7 +112,7 @@ async def _execute(
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
             outcomes = await _train(
-                config, actors, cluster, reporter, (progress, announce), (found, changed), stop, resume=resume
+                config, actors, cluster, reporter, (progress, announce), (prints, changed), stop, resume=resume
             )
         ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
     except BaseException as error:
@@ -130,7 +130,7 @@ async def _train(
     actors: Actors,
     cluster: DaskWorkers,
     reporter: Reporter,
-    told: tuple[Callable[[Snapshot, RunReport, str], None], Callable[[str], None]],
+    listeners: tuple[Callable[[Snapshot, RunReport, str], None], Callable[[str], None]],
     prints: tuple[Fingerprints, list[str]],
     stop: StopRequest | None,
     *,
@@ -140,7 +140,7 @@ async def _train(
     from staleflow.pipeline.jobs.tracking import Tracking
     from staleflow.pipeline.recovery import resumption as resumptions
 
-    run_dir, (progress, announce), (found, changed) = config.run_dir, told, prints
+    run_dir, (progress, announce), (fingerprints, changed) = config.run_dir, listeners, prints
     resumption = resumptions.prepare(config) if resume else None
 
     def say(line: str) -> None:
@@ -161,7 +161,9 @@ async def _train(
     starts = Starts(run_dir, version, elapsed_s)
     earlier = len(after_resuming(read_evaluations(run_dir), PolicyVersion(version))) if resumption is not None else 0
     with contextlib.closing(Tracking(config, run_dir, num_steps, earlier)) as tracking:
-        driver = Driver(config, actors, run_dir, show, resumption, announce=say, fingerprints=found, changed=changed)
+        driver = Driver(
+            config, actors, run_dir, show, resumption, announce=say, fingerprints=fingerprints, changed=changed
+        )
         with starts.ending(driver.outcomes):
             outcomes = await _run_driver(driver, reporter.attend(driver, cluster), stop)
     if resumption is not None and not outcomes.steps:  # stopped before the run was taken up again
@@ -178,16 +180,16 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     StoreError."""
     from staleflow.pipeline.recovery import resumption
 
-    found = source_fingerprints.taken(config)
+    prints = source_fingerprints.compute(config)
     if resume:
         resumption.reached(config)
         then = source_fingerprints.read(config.run_dir)
-        found = found.like(then)
-        return config, found, source_fingerprints.changes(then, found)
+        prints = prints.like(then)
+        return config, prints, source_fingerprints.changes(then, prints)
     config, code = user_files.with_code(config, user_files.kept_keys(config))
     config = user_files.with_code_in(config, config.run_dir / "code", code)
-    source_fingerprints.write(prepare_run_dir(config, code), found)
-    return config, found, []
+    source_fingerprints.write(prepare_run_dir(config, code), prints)
+    return config, prints, []
 
 
 async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop: StopRequest | None) -> RunReport:

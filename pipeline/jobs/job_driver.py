@@ -87,8 +87,8 @@ async def _drive(submission: Submission, slot: DriverWorker, scheduler: str, ali
                 raise  # this process is ending, not the job: Dask restarts the task elsewhere
             if not isinstance(error, StaleflowError):
                 logging.getLogger(__name__).exception("job %s failed", submission.id)
-            told = isinstance(error, StaleflowError)
-            state, why = "failed", str(error) if told else f"{type(error).__name__}: {error}"
+            is_expected = isinstance(error, StaleflowError)
+            state, why = "failed", str(error) if is_expected else f"{type(error).__name__}: {error}"
         await reporter.report_state(client, job, state, why)
         await job_registry.ask(client, "end", id=submission.id)
         return state
@@ -124,7 +124,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
                 lambda *_: None,
                 lambda _: None,
                 resume=exists or submission.resume,
-                held=True,
+                locked=True,
                 slot=slot,
                 job=submission.id,
             )

@@ -110,10 +110,10 @@ class Reporter:
         while True:
             state, why = "running", ""
             if cluster.waiting:
-                what = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
-                state, why = "waiting", f"{what}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
+                needs = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
+                state, why = "waiting", f"{needs}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
                 if driver.training:
-                    state, why = "running", f"goes on without {what}"
+                    state, why = "running", f"goes on without {needs}"
             more = {
                 "decisions": driver.decisions(DECISIONS),
                 "tokens_sampled": driver.tokens_sampled(),

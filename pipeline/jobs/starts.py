@@ -89,7 +89,7 @@ class Starts:
             self.note(outcomes)
 
     def _write(self) -> None:
-        text = json.dumps([CODEC.encode(one) for one in (*self._earlier, self._now)], indent=1) + "\n"
+        text = json.dumps([CODEC.encode(start) for start in (*self._earlier, self._now)], indent=1) + "\n"
         # Not flushed to disk: it outlives this process, and a flush would hold up each step.
         replace_file(self._path, lambda part: part.write_text(text), "free space or move runs_dir", flush=False)
 
@@ -99,7 +99,7 @@ def read(run_dir: Path) -> list[Start]:
     path = run_dir / FILE
     try:
         entries = json.loads(path.read_text()) if path.is_file() else []
-        return [CODEC.decode(one, Start) for one in entries]
+        return [CODEC.decode(entry, Start) for entry in entries]
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to go on without earlier losses") from error
 
@@ -112,10 +112,11 @@ def whole(outcomes: RunReport, run_dir: Path) -> RunReport:
         return outcomes
     return replace(
         outcomes,
-        losses=[loss for one in starts for loss in one.losses],
-        alarms=[alarm for one in starts for alarm in one.alarms],
-        commands=_summed([one.commands for one in starts]),
-        phases=outcomes.phases | _summed([{k: v for k, v in one.phases.items() if k in OF_A_START} for one in starts]),
+        losses=[loss for start in starts for loss in start.losses],
+        alarms=[alarm for start in starts for alarm in start.alarms],
+        commands=_summed([start.commands for start in starts]),
+        phases=outcomes.phases
+        | _summed([{k: v for k, v in start.phases.items() if k in OF_A_START} for start in starts]),
     )
 
 
@@ -125,6 +126,6 @@ Number = TypeVar("Number", int, float)
 def _summed(counts: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
     """The sum of counts by name."""
     total: dict[str, Number] = {}
-    for name, number in (item for one in counts for item in one.items()):
+    for name, number in (item for counter in counts for item in counter.items()):
         total[name] = total[name] + number if name in total else number
     return total

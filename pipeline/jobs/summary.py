@@ -42,10 +42,10 @@ LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
 def write_report(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str, object]:
     """Write both files into the run folder; returns the summary."""
     summary = summarize(config, whole(outcomes, run_dir), run_dir)
-    summary["starts"] = [{"version": one.version, "end": one.end} for one in read(run_dir)]
+    summary["starts"] = [{"version": start.version, "end": start.end} for start in read(run_dir)]
     if outcomes.diagnosis is not None:
-        found = confirmed(run_dir, outcomes.profile, outcomes.diagnosis, config.rollout.instances)
-        summary["diagnosis"] = diagnosed(*found)
+        advice = confirmed(run_dir, outcomes.profile, outcomes.diagnosis, config.rollout.instances)
+        summary["diagnosis"] = diagnosed(*advice)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
         replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), REMEDY)

@@ -115,17 +115,17 @@ class Mlflow:
         with _quiet():
             self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", database))
             self._id = self._resumed_or_new(run_dir, job["name"])
-            given = [Param(key, str(value)[:MLFLOW_LONGEST]) for key, value in _flat(job)]
-            for first in range(0, len(given), MLFLOW_BATCH):
-                self._client.log_batch(self._id, params=given[first : first + MLFLOW_BATCH])
+            parameters = [Param(key, str(value)[:MLFLOW_LONGEST]) for key, value in _flat(job)]
+            for first in range(0, len(parameters), MLFLOW_BATCH):
+                self._client.log_batch(self._id, params=parameters[first : first + MLFLOW_BATCH])
 
     def _resumed_or_new(self, run_dir: str, name: str) -> str:
         client, own = self._client, own_id(run_dir, "mlflow")
         called = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = client.get_experiment_by_name(called)
         where = client.create_experiment(called) if experiment is None else experiment.experiment_id
-        if found := client.search_runs([where], f"tags.`staleflow.run` = '{own}'"):
-            run_id = str(found[0].info.run_id)
+        if runs := client.search_runs([where], f"tags.`staleflow.run` = '{own}'"):
+            run_id = str(runs[0].info.run_id)
             client.update_run(run_id, status="RUNNING")
             return run_id
         return str(client.create_run(where, run_name=name, tags={"staleflow.run": own}).info.run_id)
@@ -218,8 +218,8 @@ class Tracking:
             try:
                 self._trackers.append(make(str(run_dir), job))
             except (Exception, SystemExit) as error:  # user code
-                said = f"{type(error).__name__}: {user_code.said(error)}"
-                raise ConfigError(f"tracking.tracker = {named!r}: cannot be constructed: {said}") from error
+                reason = f"{type(error).__name__}: {user_code.said(error)}"
+                raise ConfigError(f"tracking.tracker = {named!r}: cannot be constructed: {reason}") from error
             user_files.require_tracker(self._trackers[-1], named)
         self._next, self._next_evaluation = first, evaluations
 
@@ -230,12 +230,12 @@ class Tracking:
             values = {name: value for name, value in metrics.items() if name != "step"}
             self._each("step", int(metrics["step"]), values)
 
-    def evaluations(self, found: Sequence[Evaluation]) -> None:
+    def evaluations(self, results: Sequence[Evaluation]) -> None:
         """Track those of the run's evaluations so far that are not tracked yet, at the versions they are of."""
-        for one in found[self._next_evaluation :]:
+        for result in results[self._next_evaluation :]:
             self._next_evaluation += 1
-            values = {f"{EVALUATION}{one.name}/{name}": getattr(one, name) for name in OF_EVALUATION}
-            self._each("step", one.version, {name: float(v) for name, v in values.items() if v is not None})
+            values = {f"{EVALUATION}{result.name}/{name}": getattr(result, name) for name in OF_EVALUATION}
+            self._each("step", result.version, {name: float(v) for name, v in values.items() if v is not None})
 
     def close(self) -> None:
         self._each("close")

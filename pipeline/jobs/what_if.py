@@ -48,17 +48,17 @@ class _TooLong(Exception):
 
 def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     """A stored run's responses and measured times, as overrides of its job file."""
-    found = ["workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}"]
+    overrides = ["workload.kind=recorded", f"workload.run={json.dumps(str(run_dir))}"]
     cost = profile.drafts.cost(profile.fit.model)
-    found += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
+    overrides += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
     if profile.drafts.acceptance is not None:
-        found.append(f"workload.acceptance={profile.drafts.acceptance!r}")
-    found += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
+        overrides.append(f"workload.acceptance={profile.drafts.acceptance!r}")
+    overrides += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
     if "straggler_share" not in profile.latencies:  # as slow as they were, all of them
-        found.append("simulation.straggler_share=0.0")
+        overrides.append("simulation.straggler_share=0.0")
     if "train_s" in profile.latencies:  # the mean step, of mean tokens
-        found.append("simulation.train_s_per_token=0.0")
-    return tuple(found)
+        overrides.append("simulation.train_s_per_token=0.0")
+    return tuple(overrides)
 
 
 def confirmed(
@@ -103,7 +103,7 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def _command(run_dir: Path, changed: list[str]) -> str:
-    return " ".join(["staleflow simulate --from", str(run_dir), *(f"--set {one}" for one in changed)])
+    return " ".join(["staleflow simulate --from", str(run_dir), *(f"--set {override}" for override in changed)])
 
 
 def _tokens_per_s(config: RunConfig, budget_s: float) -> float:

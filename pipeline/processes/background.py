@@ -22,13 +22,13 @@ class Background:
     def __iter__(self) -> Iterator[asyncio.Task[None]]:
         return iter(tuple(self._tasks))
 
-    def spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Start a task. what: for the log, should it fail."""
 
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                logger.debug("%s failed", what, exc_info=error)
+                logger.debug("%s failed", name, exc_info=error)
                 self._failed(error)
 
         task = asyncio.ensure_future(work)

@@ -226,8 +226,8 @@ class DaskWorkers:
                 return False
         async with self.choosing:
             workers = await self._workers()
-            held = await job_registry.ask(self.client, "held", id=self.job) if self.shared else {}
-            return bool(self._free(role, {a: w for a, w in workers.items() if a not in held}))
+            claimed = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
+            return bool(self._free(role, {a: w for a, w in workers.items() if a not in claimed}))
 
     async def _restart(self, address: str) -> None:
         # A dead process has been restarted by its nanny already; without a nanny nothing can restart it.
@@ -244,11 +244,11 @@ class DaskWorkers:
 
     async def _choose(self, role: str) -> tuple[str, str, str] | None:
         workers = await self._workers()
-        held = await job_registry.ask(self.client, "held", id=self.job) if self.shared else {}
-        mine = [(a, w) for a, w in workers.items() if role in held.get(a, ())]
+        claimed = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
+        mine = [(a, w) for a, w in workers.items() if role in claimed.get(a, ())]
         if role in EXCLUSIVE_ROLES:
             mine = [(a, w) for a, w in mine if not self.slots.get(str(w["name"]))]
-        free = mine or self._free(role, {a: w for a, w in workers.items() if a not in held or self._in_use(w)})
+        free = mine or self._free(role, {a: w for a, w in workers.items() if a not in claimed or self._in_use(w)})
         for address, worker in sorted(free, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))):
             if await self._claim(address, role):
                 return str(worker["name"]), address, str(worker["host"])
@@ -261,8 +261,8 @@ class DaskWorkers:
         free = [(a, w) for a, w in able.items() if not self._in_use(w)]
         if role not in EXCLUSIVE_ROLES:
             # Light roles share a worker where other runs need some too, or the heavy roles need the rest.
-            held = [r for roles in self.slots.values() for r in roles if r in EXCLUSIVE_ROLES]
-            wanted = 0 if declared else self.num_heavy - len(held)
+            exclusive = [r for roles in self.slots.values() for r in roles if r in EXCLUSIVE_ROLES]
+            wanted = 0 if declared else self.num_heavy - len(exclusive)
             if len(free) <= wanted or (self.shared and not declared):
                 roles_of = [(a, w, set(self.slots.get(str(w["name"]), ()))) for a, w in able.items()]
                 free = [(a, w) for a, w, roles in roles_of if roles and not roles & set(EXCLUSIVE_ROLES)] or free
@@ -298,7 +298,7 @@ class DaskWorkers:
                 wait_s=config.deadlines.wait_s,
                 driver=str(self.client.id),
             )
-        told = ""
+        announced = ""
         while (
             await self._identity(0)
             and not (job := await job_registry.ask(self.client, "admitted", id=self.job))["admitted"]
@@ -309,9 +309,9 @@ class DaskWorkers:
                 return str(job["stop"])
             if own_worker and job["place"] != own_worker:
                 raise DriverSlotTaken("this worker no longer belongs to the run")
-            if job["why"] != told:
-                told = job["why"]
-                announce(f"waiting: {told}")
+            if job["why"] != announced:
+                announced = job["why"]
+                announce(f"waiting: {announced}")
             await asyncio.sleep(ADMITTED_POLL_S)
         if own_worker:
             self.slots[str((await self._workers())[own_worker]["name"])] = ["driver"]
@@ -331,7 +331,7 @@ class DaskWorkers:
 
     async def _workers(self) -> dict[str, Any]:
         info = await self._identity(-1)
-        others = await job_registry.ask(self.client, "taken", owner=self.job) if self.shared else []
+        others = await job_registry.ask(self.client, "unavailable", owner=self.job) if self.shared else []
         return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in others}
 
     async def close(self) -> None:

@@ -119,16 +119,16 @@ def _leave_out_script() -> None:
 
     @functools.wraps(prepare)
     def data(name: str) -> dict[str, Any]:
-        told = prepare(name)
-        return {k: v for k, v in told.items() if not (name.startswith(OWN) and k.startswith("init_main_from"))}
+        settings = prepare(name)
+        return {k: v for k, v in settings.items() if not (name.startswith(OWN) and k.startswith("init_main_from"))}
 
     spawn.get_preparation_data = data
 
 
 def _server() -> int | None:
     """Process id of the server; None if there is none."""
-    found: int | None = getattr(forkserver, "_forkserver")._forkserver_pid  # noqa: B009  mypy does not know it
-    return found
+    pid: int | None = getattr(forkserver, "_forkserver")._forkserver_pid  # noqa: B009  mypy does not know it
+    return pid
 
 
 def _end(starter: int, server: int) -> None:

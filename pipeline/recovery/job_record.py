@@ -51,12 +51,12 @@ def is_there(run_dir: Path) -> bool:
 def read(run_dir: Path) -> dict[str, Any]:
     """How the job of a run's folder stood when its driver last wrote. Raises ConfigError."""
     try:
-        found = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
+        record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run_dir / RECORD}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         raise ConfigError(f"{run_dir / RECORD}: is no record of a job")
-    return EMPTY | found | {"run_dir": str(run_dir)}
+    return EMPTY | record | {"run_dir": str(run_dir)}
 
 
 async def followed(run_dir: Path, *, forever: bool = False) -> AsyncIterator[str]:

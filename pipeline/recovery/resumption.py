@@ -120,16 +120,16 @@ def _refuse_lost_store(run_dir: Path) -> None:
     points = ResumePoints(run_dir / "resume").versions() if (run_dir / "resume").is_dir() else []
     checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/*"))
     if store.is_symlink():
-        what = f"is a link to {store.readlink()}, which is not there; mount it"
+        reason = f"is a link to {store.readlink()}, which is not there; mount it"
     elif points:
-        what = f"is gone, though there is a resume point of version {max(points)}; put it back"
+        reason = f"is gone, though there is a resume point of version {max(points)}; put it back"
     elif checkpoints:
-        what = f"is gone, though there is a checkpoint, {checkpoints[-1]}; put it back"
+        reason = f"is gone, though there is a checkpoint, {checkpoints[-1]}; put it back"
     elif (run_dir / "summary.json").exists():
-        what = "is gone, though the run has ended; put it back"
+        reason = "is gone, though the run has ended; put it back"
     else:
         return
-    raise ConfigError(f"{store}: it {what}, or train anew under another name: staleflow run ... --set name=...")
+    raise ConfigError(f"{store}: it {reason}, or train anew under another name: staleflow run ... --set name=...")
 
 
 def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
@@ -141,11 +141,11 @@ def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
         ("batch.group_size", job.group_size, header.group_size),
         ("batch.group_size + batch.extra_members", job.members_started, header.members_started),
     )
-    for key, asked, stored in fixed:
-        if asked != stored:
+    for key, requested, stored in fixed:
+        if requested != stored:
             raise ConfigError(
-                f"{config.run_dir}: {key} = {asked} in config.toml, {stored} in the store, which another job created; "
-                "restore that job's config.toml"
+                f"{config.run_dir}: {key} = {requested} in config.toml, {stored} in the store, which another job "
+                "created; restore that job's config.toml"
             )
 
 

@@ -55,7 +55,7 @@ class Fingerprints:
         return self if then is None or then.sets else replace(self, sets={})
 
 
-def taken(config: RunConfig) -> Fingerprints:
+def compute(config: RunConfig) -> Fingerprints:
     """Fingerprints of a job's files and packages as they are now. An unreadable file counts as empty: the code that
     needs it reports the error."""
     if not config.has_texts:
@@ -79,13 +79,13 @@ def taken(config: RunConfig) -> Fingerprints:
         template["chat template"] = _chat_template(config.model.path)
     pattern = {"task.answer_pattern": task.answer_pattern}
     sets: dict[str, dict[str, Facts]] = {}
-    for name, one in config.evaluation.sets.items():
+    for name, evaluation_set in config.evaluation.sets.items():
         theirs = source
-        if one.source:
-            theirs = _source(one.source, one.options, config.seed)
+        if evaluation_set.source:
+            theirs = _source(evaluation_set.source, evaluation_set.options, config.seed)
             if task.columns != Columns():
                 theirs["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
-        own = _function(one.reward, one.source or task.source, theirs)
+        own = _function(evaluation_set.reward, evaluation_set.source or task.source, theirs)
         sets[name] = {"reward": own | pattern, "data": theirs}
     return Fingerprints(reward=verifier | pattern, data=source, template=template, sets=sets)
 
@@ -130,9 +130,10 @@ def _of_set(name: str) -> str:
     return f"evaluation.sets.{name}: "
 
 
-def _differences(what: str, before: Mapping[str, str], facts: Mapping[str, str]) -> list[str]:
+def _differences(subject: str, before: Mapping[str, str], facts: Mapping[str, str]) -> list[str]:
     return [
-        f"{what} changed since the run began: {key} was {before.get(key, 'absent')!r}, is {facts.get(key, 'absent')!r}"
+        f"{subject} changed since the run began: {key} was {before.get(key, 'absent')!r}, is "
+        f"{facts.get(key, 'absent')!r}"
         for key in sorted({*before, *facts})
         if before.get(key) != facts.get(key)
     ]
@@ -143,11 +144,11 @@ def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:
     known = kind_of(source)
     if known is not None and known.names_file and path is not None:
         return {"task.source": kind, "file": _hash_of(path)}
-    given = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
+    options_facts = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
     if kind:
         named = source if path is None else kind
-        return {"task.source": named, **given} | ({} if path is None else {"file": _hash_of(path)})
-    drawn = {**given, "seed": str(seed)}
+        return {"task.source": named, **options_facts} | ({} if path is None else {"file": _hash_of(path)})
+    drawn = {**options_facts, "seed": str(seed)}
     if known is not None and known.type is SourceType.PROCEDURAL:
         packages = (package.replace("_", "-") for package in known.packages)
         return {"task.source": source, **drawn} | {f"package {name}": _version(name) for name in packages}
@@ -204,8 +205,8 @@ def _hash_of(path: Path) -> str:
         if not path.is_dir():
             with path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
-        files = sorted(one for one in path.rglob("*") if one.is_file() and not one.name.startswith("cache-"))
-        return _hash("\n".join(f"{one.relative_to(path)} {_hash_of(one)}" for one in files).encode())
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("cache-"))
+        return _hash("\n".join(f"{file.relative_to(path)} {_hash_of(file)}" for file in files).encode())
     except OSError:
         return ""
 

@@ -67,7 +67,10 @@ class RunApi:
                 {key: value for key, value in asdict(e).items() if key not in ("reward", "data", "template")}
                 for e in evaluations
             ],
-            "notes": [*(told(self._reader.summary()) if state != "running" else []), *not_comparable(evaluations)],
+            "notes": [
+                *(summary_notes(self._reader.summary()) if state != "running" else []),
+                *not_comparable(evaluations),
+            ],
             "many_turns": any_many_turns(stored.records) if stored else False,
             "charts": [chart.plain() for chart in charts(stored.records if stored else ())],
         }
@@ -87,16 +90,16 @@ class RunApi:
         record = next((r for r in stored.steps if r.step == step), None)
         if record is None:
             raise ConfigError(f"step {step} is not stored; there are {len(stored.steps)} steps, counted from 0")
-        found = listing.groups_of_step(stored.columns, step, where, order, page)
+        page_of_rows = listing.groups_of_step(stored.columns, step, where, order, page)
         return {
             "step": step,
             "num_steps": len(stored.steps),
             "metrics": plain(record.metrics),
-            "page": found.page,
-            "pages": found.pages,
-            "total": found.total,
+            "page": page_of_rows.page,
+            "pages": page_of_rows.pages,
+            "total": page_of_rows.total,
             "note": self._reader.texts_note,
-            "groups": self._groups(stored, found.at, where),
+            "groups": self._groups(stored, page_of_rows.at, where),
         }
 
     def batch(self, branch: str, step: int) -> dict[str, Any]:
@@ -165,25 +168,25 @@ class RunApi:
 
     def _said(self, trajectory: Trajectory, limit: int) -> list[dict[str, Any]]:
         """The beginning of a conversation, by who speaks, of about so many characters."""
-        said = []
-        for one in passages(trajectory):
+        messages = []
+        for span in passages(trajectory):
             if limit <= 0:
                 break
-            ids = trajectory.response_tokens[one.first : min(one.last, one.first + limit + 1)]
+            ids = trajectory.response_tokens[span.first : min(span.last, span.first + limit + 1)]
             text = self._reader.texts.text(ids.tolist(), special=True)[:limit]
-            said.append({"role": one.role, "sampled": one.sampled, "seconds": one.seconds, "text": text})
+            messages.append({"role": span.role, "sampled": span.sampled, "seconds": span.seconds, "text": text})
             limit -= len(text)
-        return said
+        return messages
 
     def trajectories(self, branch: str, where: str, sort: str, page: int) -> dict[str, Any]:
         """A page of trajectories: their columns."""
         stored = self._need(branch)
-        found = listing.trajectories(stored.columns, where, sort, page)
-        columns = {name: column[found.at].tolist() for name, column in stored.columns.items()}
+        page_of_rows = listing.trajectories(stored.columns, where, sort, page)
+        columns = {name: column[page_of_rows.at].tolist() for name, column in stored.columns.items()}
         return {
-            "page": found.page,
-            "pages": found.pages,
-            "total": found.total,
+            "page": page_of_rows.page,
+            "pages": page_of_rows.pages,
+            "total": page_of_rows.total,
             "stored": len(stored.columns["trajectory"]),
             "columns": {name: [_plain(value) for value in values] for name, values in columns.items()},
             "names": {name: column.dtype.kind for name, column in stored.columns.items()},
@@ -241,7 +244,7 @@ class RunApi:
         return {
             **around,
             **self._member(row, 0),
-            "passages": [asdict(one) for one in view.passages],
+            "passages": [asdict(passage) for passage in view.passages],
             "facts": plain(view.facts),
             "prompt": view.prompt,
             "text": view.response,
@@ -278,13 +281,13 @@ class RunApi:
 
     def compare(self, first: str, second: str) -> dict[str, Any]:
         """Two branches' rewards for the same trajectories, and by step."""
-        one, two = self._need(first), self._need(second)
+        first_rows, second_rows = self._need(first), self._need(second)
         return {
             "first": first,
             "second": second,
             **asdict(difference(self._reader.run_dir, first, second)),
-            "lineage": {branch.branch: branch.store.lineage for branch in (one, two)},
-            "by_step": listing.mean_by_step([one.columns, two.columns], "reward"),
+            "lineage": {branch.branch: branch.store.lineage for branch in (first_rows, second_rows)},
+            "by_step": listing.mean_by_step([first_rows.columns, second_rows.columns], "reward"),
         }
 
     def _need(self, branch: str) -> Stored:
@@ -301,11 +304,11 @@ def _strip_part(span: Span) -> list[Any]:
     return [int(span.version), str(span.instance), len(span.tokens)]
 
 
-def told(summary: Mapping[str, Any]) -> list[str]:
+def summary_notes(summary: Mapping[str, Any]) -> list[str]:
     """Lines of a run's summary about the run as a whole: why it stopped, what limited it, what was lost.
 
-    >>> told({"stopped": "Ctrl-C", "losses": ["rollout-0: killed"], "diagnosis": {"line": "the trainer waits"}})
-    ['stopped: Ctrl-C', 'the trainer waits', 'lost: rollout-0: killed']
+    >>> summary_notes({"stopped": "Ctrl-C", "losses": ["rollout-0: gone"], "diagnosis": {"line": "the trainer waits"}})
+    ['stopped: Ctrl-C', 'the trainer waits', 'lost: rollout-0: gone']
     """
     diagnosis = summary.get("diagnosis")
     lines = [f"stopped: {summary['stopped']}"] if summary.get("stopped") else []

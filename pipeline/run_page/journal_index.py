@@ -321,9 +321,9 @@ class JournalIndex:
         for i in at:
             kind, detail = self._kinds[i], self._detail[i]
             where = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
-            what, phase = STORIES[kind]
+            text, phase = STORIES[kind]
             word = words[detail] if kind in WORDS else str(detail)
-            marks.append({"at_s": self._times[i], "what": what.format(where=where, detail=word), "phase": phase})
+            marks.append({"at_s": self._times[i], "what": text.format(where=where, detail=word), "phase": phase})
         for (_, end, _, _), (begin, _, phase, version) in itertools.pairwise(self._phases(at)):
             if phase == "sampling" and begin == end and not any(mark["at_s"] == begin for mark in marks):
                 marks.append({"at_s": begin, "what": f"goes on under version {version}", "phase": phase})
@@ -387,7 +387,7 @@ class JournalIndex:
                 for name, function in zip(PLACES, self._counts, strict=True)
             ],
             "starts": self.starts[1:],
-            "events": [[at, what] for at, what in self.events if begin_s <= at <= end_s],
+            "events": [[at, event] for at, event in self.events if begin_s <= at <= end_s],
             "num_events": self.num_events,
             "read_share": self.read_share,
             "invalid": self.invalid,

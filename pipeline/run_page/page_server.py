@@ -119,11 +119,11 @@ async def _file(request: Request) -> Response:
 
 
 def _static(name: str) -> Response:
-    found = next((file for file in FILES.iterdir() if file.name == name), None)
-    if found is None:
+    file = next((file for file in FILES.iterdir() if file.name == name), None)
+    if file is None:
         return PlainTextResponse("not found", 404)
     kind = TYPES.get(name[name.rfind(".") :], "application/octet-stream")
-    return Response(found.read_bytes(), media_type=f"{kind}; charset=utf-8")
+    return Response(file.read_bytes(), media_type=f"{kind}; charset=utf-8")
 
 
 def _text(request: Request, name: str, default: str = "") -> str:
@@ -209,18 +209,18 @@ def listen(host: str, port: int, *, exactly: bool) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"--host {host}: {error.strerror}; give a name or an address of this machine") from error
     failure = OSError()
-    for one in (port,) if exactly else (port, 0):
+    for candidate in (port,) if exactly else (port, 0):
         # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
-        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((address[0], one, *address[2:]))
-            found.listen(128)
+            sock.bind((address[0], candidate, *address[2:]))
+            sock.listen(128)
         except OSError as error:
-            found.close()
+            sock.close()
             failure = error
             continue
-        return found
+        return sock
     raise ConfigError(
         f"port {port} of {host} cannot be used: {failure.strerror}; choose another with --port"
     ) from failure

@@ -199,10 +199,10 @@ class RunReader:
     def summary(self) -> dict[str, Any]:
         """The run's summary; empty until it has ended, or if it cannot be read."""
         try:
-            found = json.loads((self.run_dir / "summary.json").read_text())
+            parsed = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return parsed if isinstance(parsed, dict) else {}
 
     @contextlib.contextmanager
     def journal(self) -> Iterator[JournalIndex]:

@@ -187,16 +187,16 @@ class Actors:
         allowed_s: float = getattr(self._config.deadlines, knob) if within_s is None else within_s
         if knob == "commit_s" or (knob == "call_s" and any(isinstance(arg, ActorArg) for arg in args)):
             allowed_s += self._config.deadlines.call_s
-        given = [self.actor(arg.name) if isinstance(arg, ActorArg) else arg for arg in args]
-        asked = call(self.actor(name), method, *given, within_s=allowed_s, who=name, limit=limit)
-        return await (asked if knob != "train_s" else self._until_lost(name, asked))
+        arguments = [self.actor(arg.name) if isinstance(arg, ActorArg) else arg for arg in args]
+        request = call(self.actor(name), method, *arguments, within_s=allowed_s, who=name, limit=limit)
+        return await (request if knob != "train_s" else self._until_lost(name, request))
 
-    async def _until_lost(self, name: str, asked: Coroutine[Any, Any, Any]) -> Any:
+    async def _until_lost(self, name: str, request: Coroutine[Any, Any, Any]) -> Any:
         """The result of a call that may take long. Raises ActorLost as soon as it shows in another way that the actor
         is lost: its process may have been stopped."""
         calls = self._long_calls[trainer_group.unit(name)]
         lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        answer = asyncio.ensure_future(asked)
+        answer = asyncio.ensure_future(request)
         calls.add(lost)
         try:
             done, _ = await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -354,7 +354,7 @@ class Actors:
     def light_at(self, address: str) -> str:
         """The reward worker or environment host that is at an address; empty if there is none."""
         placed = self._workers.placed.values()
-        return next((one.name for one in placed if one.address == address and one.role == "reward"), "")
+        return next((actor.name for actor in placed if actor.address == address and actor.role == "reward"), "")
 
     async def place_trainer(self) -> PlacedActor:
         """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
@@ -562,8 +562,8 @@ class Actors:
         is, TransferFailed if nobody hands on an older one."""
         name = f"parameters-{placed.host}"
         while True:
-            for one in (await self._trainer(), placed):
-                await self._place_parameters(one)  # a host's own may be gone with another instance's process
+            for actor in (await self._trainer(), placed):
+                await self._place_parameters(actor)  # a host's own may be gone with another instance's process
             server = self._workers.placed[name]
             try:
                 return await self._transfers.fetch(version, placed.host)

@@ -54,7 +54,7 @@ class BestCheckpoint:
         self._name = name
         self._saving: dict[PolicyVersion, asyncio.Task[bool]] = {}
 
-    def settle(self, version: PolicyVersion, found: Sequence[Evaluation]) -> None:
+    def settle(self, version: PolicyVersion, results: Sequence[Evaluation]) -> None:
         """Keep or remove what an earlier start has left. version: that the run begins or goes on with. found: the
         evaluations that it still has. Before any version is evaluated."""
         best = self._folder / BEST
@@ -67,13 +67,13 @@ class BestCheckpoint:
         for left in sorted(self._folder.glob(f"{SAVED}*")):
             number = left.name.removeprefix(SAVED)
             of = PolicyVersion(int(number)) if number.isdecimal() else None
-            self._settle(left, of, [one for one in found if one.version == of])
+            self._settle(left, of, [result for result in results if result.version == of])
 
     def sampling(self, version: PolicyVersion) -> None:
         """Save a version for which something is sampled, in the background; once, however often this is called."""
         if self._name and version and version not in self._saving:
-            asked = self._actors.checkpoint(f"{SAVED}{version:06d}", version)
-            self._saving[version] = asyncio.ensure_future(asked)
+            request = self._actors.checkpoint(f"{SAVED}{version:06d}", version)
+            self._saving[version] = asyncio.ensure_future(request)
 
     async def evaluated(self, version: PolicyVersion, results: Sequence[Evaluation]) -> None:
         """Keep or remove what was saved of a version. results: of its evaluation; none if that was given up."""
@@ -93,19 +93,19 @@ class BestCheckpoint:
 
     def _settle(self, folder: Path, version: PolicyVersion | None, results: Sequence[Evaluation]) -> None:
         """Make a folder the best if that is what the version's results say; else remove it."""
-        figure = next((one.figure for one in results if one.name == self._name), None)
+        figure = next((result.figure for result in results if result.name == self._name), None)
         if figure is None or version is None or not folder.is_dir() or figure <= self._kept().reward:
             shutil.rmtree(folder, ignore_errors=True)
             return
-        what = {"version": version, "set": self._name, "reward": figure}
-        replace_text(folder / FILE, json.dumps(what) + "\n", "free space or move runs_dir")
+        record = {"version": version, "set": self._name, "reward": figure}
+        replace_text(folder / FILE, json.dumps(record) + "\n", "free space or move runs_dir")
         shutil.rmtree(self._folder / BEST, ignore_errors=True)
         folder.rename(self._folder / BEST)
 
     def _kept(self) -> Figure:
         """Version and figure of the best so far."""
         try:
-            found = json.loads((self._folder / BEST / FILE).read_text())
-            return Figure(PolicyVersion(int(found["version"])), float(found["reward"]))
+            record = json.loads((self._folder / BEST / FILE).read_text())
+            return Figure(PolicyVersion(int(record["version"])), float(record["reward"]))
         except (OSError, ValueError, KeyError, TypeError):  # none yet, or a folder of somebody else's
             return NOTHING_KEPT

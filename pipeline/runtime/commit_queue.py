@@ -92,7 +92,7 @@ class CommitQueue:
     async def _report_slow(self, record: StepRecord) -> None:
         """Say how long a commit takes every deadlines.call_s, and why as soon as the store's bucket fails."""
         call_s, taken_s, said_s, outage = self._deadlines.call_s, 0.0, 0.0, ""
-        what = f"step {record.step}" if record.kind == "step" else "the run's end"
+        subject = f"step {record.step}" if record.kind == "step" else "the run's end"
         while True:
             await asyncio.sleep(min(LOOK_S, call_s - (taken_s - said_s)))
             taken_s += min(LOOK_S, call_s - (taken_s - said_s))
@@ -103,7 +103,7 @@ class CommitQueue:
             goes_on = f"sampling goes on within the staleness bound, training up to {MOST_UNCOMMITTED} steps ahead"
             why = f": {outage}; it is tried again" if outage else ""
             self._say(
-                f"committing {what} for {taken_s:g} s{why} (deadlines.commit_s allows "
+                f"committing {subject} for {taken_s:g} s{why} (deadlines.commit_s allows "
                 f"{self._deadlines.commit_s:g}); {goes_on}"
             )
 

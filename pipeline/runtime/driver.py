@@ -202,11 +202,11 @@ class Driver:
 
     async def _tell_starting(self) -> None:
         """Say how far the start is, whenever that has changed."""
-        said = ""
+        announced = ""
         while True:
             await asyncio.sleep(STARTING_S)
-            if (now := self._actors.starting) != said:
-                said = now
+            if (now := self._actors.starting) != announced:
+                announced = now
                 self._say(f"starting actors: {now}")
 
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
@@ -226,18 +226,18 @@ class Driver:
         if self._resumption is None:
             return None
         self.outcomes.steps += self._resumption.steps
-        found = read_evaluations(self._run_dir)
-        self.outcomes.evaluations += after_resuming(found, self._resumption.version)
+        evaluations = read_evaluations(self._run_dir)
+        self.outcomes.evaluations += after_resuming(evaluations, self._resumption.version)
         self.outcomes.earlier_steps = len(self.outcomes.steps)
         self.outcomes.earlier_evaluations = len(self.outcomes.evaluations)
         return await self._take_up()
 
     async def _take_up(self) -> RunResumed:
         """Have the server go on with what was in flight, as far as it is within the bound."""
-        found: RecoverableWork = await self._actors.ask("server", "found", deadline="start_s")
+        in_flight: RecoverableWork = await self._actors.ask("server", "found", deadline="start_s")
         filtering = factories.make_strategies(self._config).filtering
         ledger = factories.make_coordinator(self._config).ledger
-        resumed, again = plan_resume(ledger, filtering, found.ledger, found.groups)
+        resumed, again = plan_resume(ledger, filtering, in_flight.ledger, in_flight.groups)
         taken: RecoveredWork = await self._actors.ask("server", "resume", again, deadline="start_s")
         self._num_drawn = taken.ledger.num_started // self._config.members_started
         if taken.responses or taken.again:
@@ -495,8 +495,8 @@ class Driver:
         self.outcomes.diagnosis = self._measurements.diagnosis
         self.outcomes.profile = self._measurements.profile(str(self._run_dir))
 
-    def _say(self, what: str) -> None:
-        self._progress(self._coordinator.snapshot(), self.outcomes, what)
+    def _say(self, text: str) -> None:
+        self._progress(self._coordinator.snapshot(), self.outcomes, text)
 
     def _note(self, line: str) -> None:
         """Announce, once, something needed to interpret the run's numbers, and keep it for the summary."""

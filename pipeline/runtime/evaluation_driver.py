@@ -40,7 +40,7 @@ class EvaluationDriver:
         config: RunConfig,
         actors: Actors,
         run_dir: Path,
-        found: list[Evaluation],
+        results: list[Evaluation],
         tell: Callable[[Event], None],
         note: Callable[[str], None],
         elapsed_s: Callable[[], float],
@@ -52,7 +52,7 @@ class EvaluationDriver:
         self._schedule = EvaluationSchedule(every=config.evaluation.every, num_steps=config.steps)
         self._actors = actors
         self._run_dir = run_dir
-        self._found = found
+        self._results = results
         self._tell = tell
         self._note = note
         self._elapsed_s = elapsed_s
@@ -70,16 +70,20 @@ class EvaluationDriver:
 
     async def begin(self, version: PolicyVersion) -> None:
         """Ask for the prompts, and request what is due at the version that the run begins or goes on with."""
-        await asyncio.to_thread(self.best.settle, version, self._found)
+        await asyncio.to_thread(self.best.settle, version, self._results)
         if not self._sets:
             return
         self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
-        for name, asked in self._sets.items():
-            found = len({item.prompt for item in self._items if item.of == name})
+        for name, evaluation_set in self._sets.items():
+            num_prompts = len({item.prompt for item in self._items if item.of == name})
             key = "task.eval_prompts" if name == HELD_OUT else f"evaluation.sets.{name}.prompts"
-            self._note(fewer_prompts(asked.prompts, found, asked.source or self._config.task.source, key))
+            self._note(
+                fewer_prompts(
+                    evaluation_set.prompts, num_prompts, evaluation_set.source or self._config.task.source, key
+                )
+            )
         due = self._schedule.latest(version)
-        have = {one.name for one in self._found if one.version >= due}
+        have = {result.name for result in self._results if result.version >= due}
         self._is_due = bool(self._items) and not have.issuperset(self._sets)
         self._request()
 
@@ -119,23 +123,23 @@ class EvaluationDriver:
     async def _sum_up(self, command: Conclude) -> None:
         groups = [group_of(command.evaluation, i, len(self._items)) for i in range(len(self._items))]
         answered: list[EvaluatedResponse] = await self._actors.ask("server", "evaluated", groups)
-        strays = {v for one in answered for v in one.versions} - {command.version}
+        strays = {v for response in answered for v in response.versions} - {command.version}
         if strays:
             raise ProtocolViolation(f"version {command.version} was evaluated with tokens of versions {sorted(strays)}")
         seconds = self._elapsed_s() - self._began_s
         results = []
-        for name, asked in self._sets.items():
-            own = [(item, one) for item, one in zip(self._items, answered, strict=True) if item.of == name]
+        for name, evaluation_set in self._sets.items():
+            own = [(item, response) for item, response in zip(self._items, answered, strict=True) if item.of == name]
             if not own:
                 continue
-            sampled = [one.score or NO_RESPONSE for item, one in own if item.sample != GREEDY]
-            greedy = [one.score or NO_RESPONSE for item, one in own if item.sample == GREEDY]
+            sampled = [response.score or NO_RESPONSE for item, response in own if item.sample != GREEDY]
+            greedy = [response.score or NO_RESPONSE for item, response in own if item.sample == GREEDY]
             results.append(
                 Evaluation.of(
                     command.version, sampled, greedy, self._prints(name), self._changed(name), name=name,
-                    samples=asked.samples, tokens=sum(one.tokens for _, one in own), seconds=seconds,
+                    samples=evaluation_set.samples, tokens=sum(response.tokens for _, response in own), seconds=seconds,
                 )
             )  # fmt: skip
-        write_evaluations(self._run_dir, [*self._found, *results])
-        self._found += results
+        write_evaluations(self._run_dir, [*self._results, *results])
+        self._results += results
         await self.best.evaluated(command.version, results)

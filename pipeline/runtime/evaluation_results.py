@@ -77,14 +77,14 @@ class Evaluation:
         """Summarize scores that lie prompt by prompt: `samples` sampled ones of each, and a greedy one, or either.
         prints: fingerprints of reward, data and template."""
         failures = [s.error for s in (*sampled, *greedy) if s.error]
-        one, two = _mean(sampled, samples), _mean(greedy, 1)
+        at_temperature, at_greedy = _mean(sampled, samples), _mean(greedy, 1)
         return cls(
             version=version,
             num_prompts=len(greedy) or len(sampled) // max(1, samples),
-            sampled=one[0],
-            greedy=two[0],
-            sampled_stderr=one[1],
-            greedy_stderr=two[1],
+            sampled=at_temperature[0],
+            greedy=at_greedy[0],
+            sampled_stderr=at_temperature[1],
+            greedy_stderr=at_greedy[1],
             sampled_failed=sum(bool(s.error) for s in sampled),
             greedy_failed=sum(bool(s.error) for s in greedy) if greedy else NOT_ASKED,
             failure=next((line for f in failures for line in f.splitlines() if line.strip()), ""),
@@ -117,14 +117,14 @@ class Evaluation:
     @property
     def basis(self) -> str:
         """What the means are based on, for display."""
-        one, two = self.sampled_failed, self.greedy_failed
-        if one is None or two is None:
+        sampled, greedy = self.sampled_failed, self.greedy_failed
+        if sampled is None or greedy is None:
             return f"{self.num_prompts} prompts, counting duplicates, and failed rewards as 0"
-        if two == NOT_ASKED:
-            two = one
-        failed = f", {one} not scored" if one else ""
-        if one != two:
-            failed = f", not scored: {one} at temperature, {two} greedy"
+        if greedy == NOT_ASKED:
+            greedy = sampled
+        failed = f", {sampled} not scored" if sampled else ""
+        if sampled != greedy:
+            failed = f", not scored: {sampled} at temperature, {greedy} greedy"
         return f"{self.num_prompts} prompts{failed}" + (f"; first: {self.failure}" if self.failure else "")
 
 
@@ -141,36 +141,36 @@ def shown(mean: float | None, stderr: float | None) -> str:
 
 def evaluating(version: int, num_left: int) -> str:
     """What is being evaluated, for display. version: -1 while none is chosen yet."""
-    what = f"version {version}" if version >= 0 else "the next version"
-    return f"evaluating {what}: {num_left} responses to come"
+    subject = f"version {version}" if version >= 0 else "the next version"
+    return f"evaluating {subject}: {num_left} responses to come"
 
 
 def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
     """Reasons why consecutive evaluations cannot be compared, one line per pair; empty if all can."""
     lines = []
-    for one, two in (pair for alike in by_set(evaluations).values() for pair in itertools.pairwise(alike)):
+    for earlier, later in (pair for alike in by_set(evaluations).values() for pair in itertools.pairwise(alike)):
         pairs = (
-            (one.reward, two.reward, "reward functions"), (one.data, two.data, "data"),
-            (one.template, two.template, "templates"),
+            (earlier.reward, later.reward, "reward functions"), (earlier.data, later.data, "data"),
+            (earlier.template, later.template, "templates"),
         )  # fmt: skip
-        reasons = [f"different {what}" for a, b, what in pairs if a and b and a != b]
-        if one.num_prompts != two.num_prompts:
-            reasons.append(f"{one.num_prompts} and {two.num_prompts} prompts")
-        if (one.sampled_failed is None) != (two.sampled_failed is None):
+        reasons = [f"different {difference}" for a, b, difference in pairs if a and b and a != b]
+        if earlier.num_prompts != later.num_prompts:
+            reasons.append(f"{earlier.num_prompts} and {later.num_prompts} prompts")
+        if (earlier.sampled_failed is None) != (later.sampled_failed is None):
             reasons.append("different counting: an earlier version counted duplicates, and failed rewards as 0")
         if reasons:
             lines.append(
-                f"{one.name} rewards at versions {one.version} and {two.version} cannot be compared: "
+                f"{earlier.name} rewards at versions {earlier.version} and {later.version} cannot be compared: "
                 + ", ".join(reasons)
             )
     return lines
 
 
-def fewer_prompts(asked: int, found: int, source: str, key: str = "task.eval_prompts") -> str:
+def fewer_prompts(requested: int, available: int, source: str, key: str = "task.eval_prompts") -> str:
     """A warning that the source has fewer held-out prompts than requested; empty if it has enough."""
-    if found >= asked:
+    if available >= requested:
         return ""
-    return f"{key} = {asked}: {source} has only {found} distinct held-out prompts; each is evaluated once"
+    return f"{key} = {requested}: {source} has only {available} distinct held-out prompts; each is evaluated once"
 
 
 def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
@@ -183,10 +183,10 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Read a run's evaluations; empty if there are none yet. Raises StoreError."""
     path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
     try:
-        found = json.loads(path.read_text()) if path.is_file() else []
-        if not isinstance(found, list):
+        parsed = json.loads(path.read_text()) if path.is_file() else []
+        if not isinstance(parsed, list):
             raise TypeError
-        return [Evaluation.from_json(e) for e in found]
+        return [Evaluation.from_json(e) for e in parsed]
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
     except (TypeError, AttributeError) as error:
@@ -195,15 +195,15 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
 
 def after_resuming(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:
     """Those of a stored run that hold when it goes on from a version: later ones are sampled and trained anew."""
-    return [one for one in evaluations if one.version <= version]
+    return [evaluation for evaluation in evaluations if evaluation.version <= version]
 
 
 def by_set(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:
     """Evaluations by the name of their set, each in the order in which they were made."""
-    found: dict[str, list[Evaluation]] = {}
-    for one in evaluations:
-        found.setdefault(one.name, []).append(one)
-    return found
+    results: dict[str, list[Evaluation]] = {}
+    for evaluation in evaluations:
+        results.setdefault(evaluation.name, []).append(evaluation)
+    return results
 
 
 def _mean(scores: Sequence[ScoredResponse], per_prompt: int) -> tuple[float | None, float | None]:

@@ -146,8 +146,10 @@ class InstanceLink:
             instance.tokens_sampled = load.tokens_sampled
             instance.load = load
             self._compare_cost(load, taken)
-            told = taken if self._drafts else None
-            self._tell(InstanceReported(instance=instance.id, progress=load.progress, safe=load.safe, steps=told))
+            reported_steps = taken if self._drafts else None
+            self._tell(
+                InstanceReported(instance=instance.id, progress=load.progress, safe=load.safe, steps=reported_steps)
+            )
 
     def _steps_taken(self, before: EngineLoad, load: EngineLoad) -> StepsTaken:
         """What the engine has decoded between two loads."""

@@ -101,8 +101,8 @@ class Scoring:
         if self._releasing is not None:
             self._releasing.cancel()
             self._releasing = None
-        held, self._held = self._held, []
-        for trajectory in held:
+        batch, self._held = self._held, []
+        for trajectory in batch:
             self._queue.put_nowait(trajectory)
 
     def work(self) -> list[Coroutine[Any, Any, None]]:

@@ -45,8 +45,8 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     path = run_dir / "store"
     if first == second:
         raise ConfigError(f"{run_dir}: {first} is compared with itself; name two branches")
-    one, two = (VersionedStore.open(path, branch=name) for name in (first, second))
-    tables = one.table(), two.table()
+    first_store, second_store = (VersionedStore.open(path, branch=name) for name in (first, second))
+    tables = first_store.table(), second_store.table()
     count = _shared(*tables)
     table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
     (at,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
@@ -54,7 +54,7 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
         raise ConfigError(f"{run_dir}: no trajectory that {first} and {second} have was trained on")
     at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
     a, b = table["reward"][at], other["reward"][at]
-    size = one.header.group_size
+    size = first_store.header.group_size
     grouped_a, grouped_b = a.reshape(-1, size), b.reshape(-1, size)
     ids = table["group"][at].reshape(-1, size)[:, 0]
     scored_a, scored_b = table["loss_mask"][at] > 0, other["loss_mask"][at] > 0
@@ -80,12 +80,12 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     )
 
 
-def _shared(one: Mapping[str, npt.NDArray[Any]], two: Mapping[str, npt.NDArray[Any]]) -> int:
+def _shared(first_rows: Mapping[str, npt.NDArray[Any]], second_rows: Mapping[str, npt.NDArray[Any]]) -> int:
     """Number of rows, from the first on, that two branches have in common. After steps were undone they go on with
     other trajectories, and a commit is shared as a whole or not at all."""
-    rows = min(len(one["trajectory"]), len(two["trajectory"]))
+    rows = min(len(first_rows["trajectory"]), len(second_rows["trajectory"]))
     # Undone trajectories and those sampled instead may have one id; where their text is stored differs.
-    same = np.logical_and.reduce([one[name][:rows] == two[name][:rows] for name in IDENTITY])
+    same = np.logical_and.reduce([first_rows[name][:rows] == second_rows[name][:rows] for name in IDENTITY])
     return rows if same.all() else int(np.argmin(same))
 
 

@@ -28,31 +28,31 @@ class MessageSpan:
 
 def passages(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
     """The passages after the prompt. Segments of one turn are one, whichever versions sampled them."""
-    found: list[MessageSpan] = []
+    spans: list[MessageSpan] = []
     at = 0
     for span in trajectory.spans:
         end = at + len(span.tokens)
         if isinstance(span, Given):
-            found.append(MessageSpan(role=span.role or NOBODY, sampled=False, first=at, last=end, seconds=span.seconds))
-        elif found and found[-1].sampled:
-            found[-1] = replace(found[-1], last=end)
+            spans.append(MessageSpan(role=span.role or NOBODY, sampled=False, first=at, last=end, seconds=span.seconds))
+        elif spans and spans[-1].sampled:
+            spans[-1] = replace(spans[-1], last=end)
         else:
-            found.append(MessageSpan(role=MODEL, sampled=True, first=at, last=end))
+            spans.append(MessageSpan(role=MODEL, sampled=True, first=at, last=end))
         at = end
-    return tuple(found)
+    return tuple(spans)
 
 
 def messages(
-    trajectory: Trajectory, sampled: Callable[[IntArray], str], given: Callable[[IntArray], str]
+    trajectory: Trajectory, sampled: Callable[[IntArray], str], provided: Callable[[IntArray], str]
 ) -> list[dict[str, Any]]:
     """The passages as messages: role, content, number of tokens, seconds. sampled, given: decode tokens."""
     ids = trajectory.response_tokens
     return [
         {
-            "role": one.role,
-            "content": (sampled if one.sampled else given)(ids[one.first : one.last]),
-            "tokens": one.last - one.first,
-            "seconds": one.seconds,
+            "role": span.role,
+            "content": (sampled if span.sampled else provided)(ids[span.first : span.last]),
+            "tokens": span.last - span.first,
+            "seconds": span.seconds,
         }
-        for one in passages(trajectory)
+        for span in passages(trajectory)
     ]

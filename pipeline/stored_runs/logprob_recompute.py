@@ -174,18 +174,18 @@ def _chosen(
 
 def _refuse_model(model: str, store: VersionedStore) -> None:
     """Raise ConfigError if a model's files are missing or incomplete, or if it lacks tokens of the first responses."""
-    what = f"--model = {model!r}"
+    subject = f"--model = {model!r}"
     folder = find_model(model, "--model")
     if folder is None:
         return
-    check_files(folder, what)
-    count = read_architecture(folder, what).get("vocab_size")
+    check_files(folder, subject)
+    count = read_architecture(folder, subject).get("vocab_size")
     rows = store.rows(0, min(MODEL_ROWS, store.summary().num_rows))
     largest = max((int(row.trajectory.response_tokens.max(initial=0)) for row in rows), default=0)
     if isinstance(count, int) and largest >= count:
         raise ConfigError(
-            f"{what}: its vocabulary has {count} tokens, the run's responses use token {largest}; name a checkpoint of "
-            "the run, or of its base model"
+            f"{subject}: its vocabulary has {count} tokens, the run's responses use token {largest}; name a "
+            "checkpoint of the run, or of its base model"
         )
 
 
@@ -299,8 +299,8 @@ def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.
     sequences = BranchSequences.of(packed)
     with _model_lock:
         values = _logprob_model(settings).rows(sequences.rows, range(len(sequences.rows)))
-    found = sequences.by_row(packed, values)
-    return [np.where(row.sampled, found[i], np.float32(0)) for i, row in enumerate(packed)]
+    by_row = sequences.by_row(packed, values)
+    return [np.where(row.sampled, by_row[i], np.float32(0)) for i, row in enumerate(packed)]
 
 
 def _sums(

@@ -89,7 +89,7 @@ class Pool:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         if not self.shared:
             return list(workers)
-        taken = self.client.sync(job_registry.ask, self.client, "taken", owner="")
+        taken = self.client.sync(job_registry.ask, self.client, "unavailable", owner="")
         free = [address for address in workers if address not in taken]
         made = [address for address in free if set(workers[address]["resources"]) & set(EXCLUSIVE_ROLES)]
         free = (made or free) if model else free

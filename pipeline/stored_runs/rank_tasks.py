@@ -99,9 +99,9 @@ def led(settings: TrainerSettings, *, shared: bool) -> Iterator[RankZeroPolicy]:
     addresses = _others(Pool(client, shared=shared), worker.address, ranks)
     with listening() as listener:
         place = Rank(count=ranks, host=parse_host_port(worker.address)[0], port=listener.getsockname()[1])
-        given = pickle.dumps(settings)
+        pickled = pickle.dumps(settings)
         following = [
-            client.submit(_follow, given, replace(place, number=number), workers=[address], pure=False)
+            client.submit(_follow, pickled, replace(place, number=number), workers=[address], pure=False)
             for number, address in enumerate(addresses, start=1)
         ]
         policy = RankZeroPolicy(PolicyTrainer(settings, replace(place, listener=listener.fileno())))
@@ -131,34 +131,35 @@ def ended(policy: RankZeroPolicy) -> Iterator[None]:
 
 
 def _lost(error: RuntimeError) -> ActorLost:
-    said = str(error).splitlines()[0]
+    reason = str(error).splitlines()[0]
     return ActorLost(
-        f"the ranks of the training have lost each other: {said}; the same command goes on from the newest resume point"
+        f"the ranks of the training have lost each other: {reason}; the same command goes on from the newest resume "
+        "point"
     )
 
 
 def _others(pool: Pool, own: str, ranks: int) -> list[str]:
     """Addresses of the workers of the other ranks. A worker that has just ended may come back."""
     until = time.monotonic() + COME_BACK_S
-    while len(found := [address for address in pool.free(model=True) if address != own]) < ranks - 1:
+    while len(addresses := [address for address in pool.free(model=True) if address != own]) < ranks - 1:
         if time.monotonic() > until:
             raise ConfigError(
-                f"training.ranks = {ranks}: {len(found) + 1} workers are free; start more, or set training.ranks="
-                f"{len(found) + 1}, which gives weights that are equal up to rounding"
+                f"training.ranks = {ranks}: {len(addresses) + 1} workers are free; start more, or set training.ranks="
+                f"{len(addresses) + 1}, which gives weights that are equal up to rounding"
             )
         time.sleep(LOOK_S)
-    return found[: ranks - 1]
+    return addresses[: ranks - 1]
 
 
-def _follow(given: bytes, rank: Rank) -> None:
+def _follow(settings: bytes, rank: Rank) -> None:
     """Be a rank, as a Dask task, until the leading one ends the group."""
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
 
-    policy = PolicyTrainer(pickle.loads(given), rank)
+    policy = PolicyTrainer(pickle.loads(settings), rank)
     own: Any = None
     try:
-        while (asked := policy.group.shared(own, idle=True)) is not None:
-            method, *args = asked
+        while (call := policy.group.shared(own, idle=True)) is not None:
+            method, *args = call
             getattr(policy, method)(*args)
     finally:
         policy.close()

@@ -230,8 +230,8 @@ def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, A
 
     record = prompts.task(int(trajectory.group)).record
     if trajectory.has_env_steps:
-        said = [{"role": m["role"], "content": m["content"]} for m in messages(trajectory, text, text)]
-        record = {**record, "turns": said}
+        turns = [{"role": m["role"], "content": m["content"]} for m in messages(trajectory, text, text)]
+        record = {**record, "turns": turns}
     return text(trajectory.turns[-1]), record
 
 

@@ -224,7 +224,7 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared
     with making:  # this imports transformers
         context = inspect_model(plan.config).context
         changes = source_fingerprints.changes(
-            source_fingerprints.read(Path(plan.path).parent), source_fingerprints.taken(plan.run_job)
+            source_fingerprints.read(Path(plan.path).parent), source_fingerprints.compute(plan.run_job)
         )
     for line in changes:
         report({"say": line})
@@ -323,8 +323,8 @@ class _Training:
         from staleflow.tasks.training.microbatches import Row
 
         first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
-        found = list(self._store.readable(first, last))
-        picked = [found[i - first] for i in places.tolist()]
+        stored = list(self._store.readable(first, last))
+        picked = [stored[i - first] for i in places.tolist()]
         self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, UnreadableRow)}
         ended = [row for row in picked if isinstance(row, Ended)]
         rows = [Row.of(row) for row in ended]
@@ -353,7 +353,7 @@ class _Training:
         """Save the present weights for `from_pretrained`."""
         with tempfile.NamedTemporaryFile(dir=self._part, prefix=".weights-") as file:
             weights = Path(file.name)
-            self.policy.published(lambda found: weight_file.write(weights, found))
+            self.policy.published(lambda tensors: weight_file.write(weights, tensors))
             self.policy.save(checkpoint, weights)
 
     def same_steps(self) -> int | None:
@@ -421,6 +421,8 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     finally:
         scorer.close()
         engine.close()
-    found = Evaluation.of(version, scores[False], scores[True], source_fingerprints.taken(plan.run_job).digests())
-    report({"say": found.line})
-    return found
+    evaluation = Evaluation.of(
+        version, scores[False], scores[True], source_fingerprints.compute(plan.run_job).digests()
+    )
+    report({"say": evaluation.line})
+    return evaluation

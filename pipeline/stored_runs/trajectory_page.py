@@ -30,10 +30,10 @@ h3 { font-size: .85rem; font-weight: 600; margin: 0; } h3 small { font-weight: 4
 """
 
 
-def page(run: str, shown: Sequence[TrajectoryView], what: str) -> str:
+def page(run: str, shown: Sequence[TrajectoryView], description: str) -> str:
     """The HTML of the page. what: branch or model, for the title."""
-    body = "\n".join(_article(one) for one in shown)
-    title = escape(f"{run}: {len(shown)} trajectories ({what})")
+    body = "\n".join(_article(view) for view in shown)
+    title = escape(f"{run}: {len(shown)} trajectories ({description})")
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
         f"<h1>{title}</h1>\n<p class=legend>Hover over a token for its version, instance, logprob and ratio.</p>\n"
@@ -41,28 +41,28 @@ def page(run: str, shown: Sequence[TrajectoryView], what: str) -> str:
     )
 
 
-def _article(one: TrajectoryView) -> str:
+def _article(view: TrajectoryView) -> str:
     facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(_short(value))}</dd></div>"
-        for name, value in [*one.facts.items(), *one.reward_parts.items()]
+        for name, value in [*view.facts.items(), *view.reward_parts.items()]
         if name != "trajectory"
     )
-    error = f'<p class="error">{escape(one.error)}</p>' if one.error else ""
-    versions = sorted({t.version for t in one.tokens if t.version >= 0})
-    said = "".join(_passage(one, passage, versions) for passage in one.passages) or "<pre></pre>"
+    error = f'<p class="error">{escape(view.error)}</p>' if view.error else ""
+    versions = sorted({t.version for t in view.tokens if t.version >= 0})
+    sections = "".join(_passage(view, passage, versions) for passage in view.passages) or "<pre></pre>"
     return (
-        f'<article id="t{one.id}"><h2>trajectory {one.id}</h2><dl>{facts}</dl>{error}'
-        f"<pre>{escape(one.prompt)}</pre>{said}{_legend(one, versions)}</article>"
+        f'<article id="t{view.id}"><h2>trajectory {view.id}</h2><dl>{facts}</dl>{error}'
+        f"<pre>{escape(view.prompt)}</pre>{sections}{_legend(view, versions)}</article>"
     )
 
 
-def _passage(one: TrajectoryView, passage: MessageSpan, versions: list[int]) -> str:
-    tokens = "".join(_token(t, versions) for t in one.tokens[passage.first : passage.last])
-    if len(one.passages) == 1:
+def _passage(view: TrajectoryView, passage: MessageSpan, versions: list[int]) -> str:
+    tokens = "".join(_token(t, versions) for t in view.tokens[passage.first : passage.last])
+    if len(view.passages) == 1:
         return f"<pre>{tokens}</pre>"
     seconds = f" · {passage.seconds:.2f} s" if passage.seconds else ""
-    given = "" if passage.sampled else " class=given"
-    return f"<section{given}><h3>{escape(passage.role)}<small>{seconds}</small></h3><pre>{tokens}</pre></section>"
+    css_class = "" if passage.sampled else " class=given"
+    return f"<section{css_class}><h3>{escape(passage.role)}<small>{seconds}</small></h3><pre>{tokens}</pre></section>"
 
 
 def _short(value: object) -> str:
@@ -90,8 +90,8 @@ def _version_colour(place: int) -> str:
     return f"hsl({HUES[place % len(HUES)]} 80% 55% / .3)"
 
 
-def _legend(one: TrajectoryView, versions: list[int]) -> str:
-    if any(token.ratio is not None for token in one.tokens):
+def _legend(view: TrajectoryView, versions: list[int]) -> str:
+    if any(token.ratio is not None for token in view.tokens):
         return "<p class=legend>Red: more likely under the model than when sampled; blue: less likely.</p>"
     marks = " ".join(
         f'<span style="background:{_version_colour(i)}">&nbsp;version {version}&nbsp;</span>'

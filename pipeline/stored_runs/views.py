@@ -112,8 +112,8 @@ def trajectory_view(row: Ended, texts: Detokenizer, rescored: npt.NDArray[np.flo
     ids, logprobs = t.response_tokens.tolist(), t.logprobs
     ratios: list[float | None] = [None] * len(ids)
     if rescored is not None:
-        found = np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
-        ratios = [ratio if sampled else None for ratio, sampled in zip(found, t.sampled, strict=True)]
+        ratio_values = np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
+        ratios = [ratio if sampled else None for ratio, sampled in zip(ratio_values, t.sampled, strict=True)]
     where = [s.role if isinstance(s, Given) else str(s.instance) for s in t.spans for _ in s.tokens]
     tokens = tuple(
         TokenView(id=i, text=text, version=int(v), instance=place, logprob=float(p), ratio=r)

@@ -170,16 +170,16 @@ class WeightTransfers:
 
     def _chain(self, version: PolicyVersion) -> tuple[DeltaFile, ...]:
         """The deltas up to a version, one after the other: as many as there are, cluster.delta_versions at most."""
-        found: list[DeltaFile] = []
-        while len(found) < self._delta_versions and (size := self._deltas.get(version)):
-            found.append(DeltaFile(version, size))
+        files: list[DeltaFile] = []
+        while len(files) < self._delta_versions and (size := self._deltas.get(version)):
+            files.append(DeltaFile(version, size))
             version = PolicyVersion(version - 1)
-        return tuple(reversed(found))
+        return tuple(reversed(files))
 
     def _sources(self, hosts: tuple[str, ...]) -> tuple[Source, ...]:
         """The parameter servers of these hosts, as far as they are there."""
-        found = []
+        sources = []
         for host in hosts:
             with contextlib.suppress(ActorLost):
-                found.append(Source(f"parameters-{host}", self._caller.actor(f"parameters-{host}")))
-        return tuple(found)
+                sources.append(Source(f"parameters-{host}", self._caller.actor(f"parameters-{host}")))
+        return tuple(sources)

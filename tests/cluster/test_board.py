@@ -34,20 +34,20 @@ def asked() -> set[str]:
 @pytest.mark.parametrize("verb", sorted(asked()))
 def test_the_board_knows_what_it_is_asked(verb: str) -> None:
     with contextlib.suppress(TypeError):  # it knows the verb, and misses its arguments
-        JobRegistry().asked(verb)
+        JobRegistry().dispatch(verb)
 
 
 def test_a_verb_it_does_not_know_is_a_newer_clients() -> None:
     assert asked() >= {"queue", "submit", "claim"}
     with pytest.raises(ValueError, match="has no call 'dance'; install the same version everywhere"):
-        JobRegistry().asked("dance")
+        JobRegistry().dispatch("dance")
 
 
 def test_a_driver_whose_scheduler_was_started_anew_releases_nothing_there() -> None:
     """It reconnects and says at its end that its workers are free; the new board has never heard of it."""
     one = JobRegistry()
-    one.asked("end", id="of-the-scheduler-before")
-    assert one.asked("jobs") == []
+    one.dispatch("end", id="of-the-scheduler-before")
+    assert one.dispatch("jobs") == []
 
 
 NEEDS = {"instances": 1, "rewards": 1, "driver": True}
@@ -138,12 +138,12 @@ def test_a_waiting_job_runs_nothing_and_starts_when_the_one_before_it_has_ended(
         for _ in range(20):
             assert await jobs.runs("two") == "no-worker"
             assert len(jobs.cluster.scheduler.clients) == clients
-            assert await job_registry.ask(jobs.client, "held", id="two") == {}
+            assert await job_registry.ask(jobs.client, "workers_of", id="two") == {}
             await asyncio.sleep(0.05)
         await jobs.until("one", "done")
         await jobs.until("two", "done")
         assert await jobs.lines("two") == [f"waits: {two['why']}", "has its 3 workers"]
-        assert not await job_registry.ask(jobs.client, "taken", owner="")
+        assert not await job_registry.ask(jobs.client, "unavailable", owner="")
 
     on(4, script)
 
@@ -194,7 +194,7 @@ def test_a_job_whose_drivers_worker_dies_starts_again_before_those_that_wait() -
         await jobs.until("one", "running")
         await jobs.submit("two", 0.1)
         place = next(
-            a for a, roles in (await job_registry.ask(jobs.client, "held", id="one")).items() if "driver" in roles
+            a for a, roles in (await job_registry.ask(jobs.client, "workers_of", id="one")).items() if "driver" in roles
         )
         (worker,) = [w for w in jobs.cluster.workers.values() if w.address == place]
         await worker.close()
@@ -229,7 +229,7 @@ def test_the_workers_of_a_dead_driver_end_at_once_and_start_again(tmp_path: Path
                 needs = {"instances": 0, "rewards": 1, "driver": False}
                 await job_registry.ask(theirs, "queue", id="run", needs=needs, wait_s=0.0, driver=theirs.id)
                 assert await theirs.submit(Closing, str(tmp_path / "closed"), actor=True, workers=[before])
-                assert len(await job_registry.ask(client, "held", id="run")) == 2
+                assert len(await job_registry.ask(client, "workers_of", id="run")) == 2
             async with asyncio.timeout(60.0):
                 while len(now := await client.run(os.getpid, on_error="ignore")) < 2 or before in now:
                     await asyncio.sleep(0.05)
@@ -253,7 +253,7 @@ def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
         for id in ("run", "waits", "told"):
             assert (await jobs.until(id, "failed"))["why"] == "the process that ran it is gone"
         async with asyncio.timeout(60):
-            while await job_registry.ask(jobs.client, "taken", owner=""):
+            while await job_registry.ask(jobs.client, "unavailable", owner=""):
                 await asyncio.sleep(0.05)
 
     on(3, script)

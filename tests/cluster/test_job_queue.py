@@ -32,8 +32,8 @@ def admitted(one: JobQueue, now: float = 0.0) -> list[str]:
 def test_a_job_has_all_it_needs_or_nothing() -> None:
     one = on("abcd", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
-    assert len(one.held("first")) == 3
-    assert one.held("second") == {}
+    assert len(one.workers_of("first")) == 3
+    assert one.workers_of("second") == {}
     assert one.entries["second"].why == (
         "needs 3 worker processes (1 rollout instance, the trainer, one for the light roles); free 1 of 4; next in line"
     )
@@ -112,7 +112,7 @@ def test_the_workers_of_a_run_that_is_given_up_are_nobodys_either() -> None:
 
 def abandoned(one: JobQueue) -> str:
     """Let the first job's driver be gone; returns the worker that has its engine, and only that."""
-    (engine,) = [address for address, roles in one.held("first").items() if roles == ("rollout",)]
+    (engine,) = [address for address, roles in one.workers_of("first").items() if roles == ("rollout",)]
     one.abandon("first", 1.0)
     return engine
 
@@ -131,13 +131,13 @@ def test_a_worker_with_an_engine_is_kept_for_the_next_driver_of_its_job() -> Non
     one.keep(engine, 1.0)
     assert one.take_unwanted() == []
     assert engine not in one.free
-    assert engine in one.taken("second")
-    assert engine in one.taken("")
+    assert engine in one.unavailable("second")
+    assert engine in one.unavailable("")
     restart(one, "abcd".replace(engine, ""))
     gangs, _ = one.serve(3.0)
     assert list(gangs) == ["first"]
     assert gangs["first"][engine] == ("rollout",), "and no other role is placed there"
-    assert one.taken("first") == []
+    assert one.unavailable("first") == []
 
 
 @pytest.mark.parametrize("end", ["waited too long", "cancelled"])
@@ -181,7 +181,7 @@ def test_a_worker_whose_kept_engine_was_not_taken_over_is_free_to_nobody() -> No
     one.left(engine, 5.0)
     one.joined("z", {})
     assert admitted(one, 5.0) == ["first"]
-    one.left(next(a for a, roles in one.held("first").items() if "trainer" in roles), 6.0)
+    one.left(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 6.0)
     one.joined("y", {})
     assert one.whole("first", 6.0), "one that was restarted is like any other"
 
@@ -193,11 +193,11 @@ def test_a_trainers_replacement_is_not_placed_on_a_kept_engine() -> None:
     one.keep(engine, 1.0)
     restart(one, "abc".replace(engine, ""))
     assert admitted(one, 3.0) == ["first"]
-    one.left(next(a for a, roles in one.held("first").items() if "trainer" in roles), 4.0)
+    one.left(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 4.0)
     one.joined("new", {})
-    assert one.whole("first", 4.0, place_of(one.held("first")))
-    assert one.held("first")[engine] == ("rollout",)
-    assert "trainer" in one.held("first")["new"]
+    assert one.whole("first", 4.0, place_of(one.workers_of("first")))
+    assert one.workers_of("first")[engine] == ("rollout",)
+    assert "trainer" in one.workers_of("first")["new"]
 
 
 def test_a_worker_with_an_engine_that_another_role_needs_is_restarted() -> None:
@@ -247,7 +247,7 @@ def test_workers_that_restart_count_as_there() -> None:
 def test_a_running_job_gets_its_lost_worker_back_before_anyone_is_admitted() -> None:
     one = on("abcde", ("first", 4), ("second", 3))
     assert admitted(one) == ["first"]
-    (rollout, *_) = [a for a, roles in one.held("first").items() if roles == ("rollout",)]
+    (rollout, *_) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
     one.left(rollout, 1.0)
     one.joined("x", {})
     one.joined("y", {})  # with e, x and y the second one could run
@@ -267,7 +267,7 @@ def test_a_role_that_shares_a_worker_after_a_loss_is_owed_none() -> None:
         one.joined(address, dict.fromkeys(roles, 1.0))
     one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
     assert admitted(one) == ["first"]
-    assert one.held("first")["x"] == ("reward",)
+    assert one.workers_of("first")["x"] == ("reward",)
     one.left("x", 1.0)
     for address, roles in {"t2": ["trainer"], "r2": ["rollout"], "s2": ["server", "reward"]}.items():
         one.joined(address, dict.fromkeys(roles, 1.0))
@@ -291,7 +291,7 @@ def test_reward_workers_beyond_need_are_given_back_to_a_job_that_could_start_wit
     needs = Needs(instances=1, rewards=3, driver=True)
     one.enter("first", "/runs/first", needs, 0.0, 0.0)
     assert admitted(one) == ["first"]
-    assert {a for a, roles in one.held("first").items() if roles == ("reward",)} == {"x", "y", "z"}
+    assert {a for a, roles in one.workers_of("first").items() if roles == ("reward",)} == {"x", "y", "z"}
     one.enter("second", "/runs/second", needs, 0.0, 1.0)
     assert admitted(one, 1.0) == []
     assert one.wanted == {}, "it would not be enough"
@@ -305,10 +305,10 @@ def test_reward_workers_beyond_need_are_given_back_to_a_job_that_could_start_wit
     assert not one.give_back("second", wanted)
     assert one.give_back("first", wanted)
     assert admitted(one, 3.0) == ["second"]
-    assert one.held("second")[wanted] == ("reward",)
+    assert one.workers_of("second")[wanted] == ("reward",)
     assert one.wanted == {}
     assert one.whole("first", 3.0), "it lacks none"
-    kept, other = (a for a, roles in one.held("first").items() if roles == ("reward",))
+    kept, other = (a for a, roles in one.workers_of("first").items() if roles == ("reward",))
     assert one.give_back("first", other)
     assert not one.give_back("first", kept), "it needs one"
 
@@ -319,7 +319,7 @@ def test_no_worker_beyond_need_is_taken_while_another_job_waits() -> None:
     for id in ("first", "second"):
         one.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
     assert admitted(one) == ["first"]
-    assert len([a for a, roles in one.held("first").items() if roles == ("reward",)]) == 1
+    assert len([a for a, roles in one.workers_of("first").items() if roles == ("reward",)]) == 1
     assert one.entries["second"].why.endswith(
         "free 1 of 5; next in line; of these server 0, reward 1, rollout 0, trainer 0"
     )
@@ -332,13 +332,13 @@ def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() ->
     lost = next(a for a, roles in gang.items() if roles == ("trainer",))
     one.left(lost, 1.0)
     assert one.whole("first", 1.0, place), "d was free"
-    assert place_of(one.held("first")) == place
+    assert place_of(one.workers_of("first")) == place
     one.left("d", 2.0)
     assert not one.whole("first", 2.0, place)
     assert not one.whole("first", 1.0 + RETURN_S, place)
-    assert len(one.held("first")) == 2
+    assert len(one.workers_of("first")) == 2
     assert not one.whole("first", 3.0 + RETURN_S, place)
-    assert one.held("first") == {}
+    assert one.workers_of("first") == {}
     assert one.waits("first")
     one.joined("e", {})
     assert admitted(one, 40.0) == ["first"]
@@ -355,7 +355,7 @@ def test_a_driver_stays_on_its_worker_though_another_would_do_better() -> None:
     one.joined("t2", {"trainer": 1.0})
     one.joined("light", {"server": 1.0, "reward": 1.0})
     assert one.whole("first", 1.0, "s")
-    assert place_of(one.held("first")) == "s"
+    assert place_of(one.workers_of("first")) == "s"
 
 
 class Cluster(RuleBasedStateMachine):
@@ -412,9 +412,9 @@ class Cluster(RuleBasedStateMachine):
     @rule(job=jobs)
     def resume(self, job: str) -> None:
         if job in self.one.entries:
-            place = place_of(self.one.held(job))
+            place = place_of(self.one.workers_of(job))
             if self.one.whole(job, self.now, place):
-                assert place_of(self.one.held(job)) == place or not place
+                assert place_of(self.one.workers_of(job)) == place or not place
 
     @rule(later=st.sampled_from([0.0, 1.0, 40.0]))
     def serve(self, later: float) -> None:
@@ -426,7 +426,7 @@ class Cluster(RuleBasedStateMachine):
         for id, entry in self.one.entries.items():
             if id in gangs:
                 assert not waiting, "it went past an earlier one that the cluster could hold"
-                assert self.one.held(id) == gangs[id]
+                assert self.one.workers_of(id) == gangs[id]
                 assert suffice(entry.needs, {a: kinds[a] & set(roles) for a, roles in gangs[id].items()})
             elif id in before:
                 assert entry.why
@@ -441,7 +441,7 @@ class Cluster(RuleBasedStateMachine):
         assert sorted(owners) == sorted(one.workers)
         assert all(one.waits(claim.job) and claim.roles == ("rollout",) for claim, _ in one._kept.values())
         for entry in one.entries.values():
-            assert len(one.held(entry.id)) == 0 or entry.num_workers
+            assert len(one.workers_of(entry.id)) == 0 or entry.num_workers
         assert {claim.job for claim in one.claims.values()} <= set(one.entries)
 
 

@@ -22,7 +22,7 @@ def sources(tmp_path: Path) -> Path:
 def told(job: Path, sources: Path, *after: str) -> list[str]:
     """What changes by these overrides, and by what has happened to the files since they were written to the folder."""
     config = loading.load(job, (*_sets(sources), *after))
-    return source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.taken(config))
+    return source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
 
 
 def _sets(sources: Path) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ def _sets(sources: Path) -> tuple[str, ...]:
 
 
 def keep(job: Path, sources: Path) -> source_fingerprints.Fingerprints:
-    found = source_fingerprints.taken(loading.load(job, _sets(sources)))
+    found = source_fingerprints.compute(loading.load(job, _sets(sources)))
     source_fingerprints.write(sources, found)
     return found
 
@@ -46,7 +46,7 @@ def test_what_changed_is_named(job: Path, sources: Path) -> None:
         "reward changed since the run began: code",
         "data changed since the run began: file",
     ]
-    after = source_fingerprints.taken(loading.load(job, _sets(sources)))
+    after = source_fingerprints.compute(loading.load(job, _sets(sources)))
     same = {k for k, v in before.digests().items() if after.digests()[k] == v}
     assert same == {"template"}
     (line, *_) = told(job, sources, "task.template=Q: {prompt}")[2:]
@@ -69,7 +69,7 @@ def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sourc
     )
 
     def now(*after: str) -> source_fingerprints.Fingerprints:
-        return source_fingerprints.taken(loading.load(job, (*_sets(sources), *sets, *after)))
+        return source_fingerprints.compute(loading.load(job, (*_sets(sources), *sets, *after)))
 
     def same(one: source_fingerprints.Fingerprints, two: source_fingerprints.Fingerprints, name: str) -> set[str]:
         return {part for part, digest in one.digests(name).items() if two.digests(name)[part] == digest}
@@ -106,7 +106,7 @@ def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sourc
 def test_a_run_of_an_earlier_version_goes_on_with_what_it_recorded_of_its_sets(job: Path, sources: Path) -> None:
     """Those of the run itself: its rewards before and after would not compare otherwise."""
     sets = (f'evaluation.sets.other={{reward="{sources}/mine.py:score"}}',)
-    now = source_fingerprints.taken(loading.load(job, (*_sets(sources), *sets)))
+    now = source_fingerprints.compute(loading.load(job, (*_sets(sources), *sets)))
     source_fingerprints.write(sources, now)
     recorded = json.loads((sources / source_fingerprints.FILE).read_text())
     del recorded["sets"]
@@ -119,25 +119,25 @@ def test_a_run_of_an_earlier_version_goes_on_with_what_it_recorded_of_its_sets(j
 
 def test_packages_and_a_chat_template_count(job: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = loading.load(job)
-    source_fingerprints.write(sources, source_fingerprints.taken(config))
+    source_fingerprints.write(sources, source_fingerprints.compute(config))
     monkeypatch.setattr(source_fingerprints.metadata, "version", lambda package: "99")
-    lines = source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.taken(config))
+    lines = source_fingerprints.changes(source_fingerprints.read(sources), source_fingerprints.compute(config))
     assert [line.split(" was ")[0] for line in lines] == [
         "reward changed since the run began: package reasoning-gym",
         "data changed since the run began: package reasoning-gym",
     ]
-    chat = source_fingerprints.taken(loading.load(job, ("task.chat=true",)))
+    chat = source_fingerprints.compute(loading.load(job, ("task.chat=true",)))
     assert len(chat.template["chat template"]) == source_fingerprints.DIGITS
-    module = source_fingerprints.taken(loading.load(job, ("reward.function=operator:contains",)))
+    module = source_fingerprints.compute(loading.load(job, ("reward.function=operator:contains",)))
     assert len(module.reward["code"]) == source_fingerprints.DIGITS
 
 
 def test_each_part_of_a_reward_counts_with_its_weight(job: Path, sources: Path) -> None:
     source = f"task.source=jsonl:{sources}/rows.jsonl"
     parts = (source, f"reward.parts.mine.function={sources}/mine.py:score", "reward.parts.verifier={}")
-    source_fingerprints.write(sources, source_fingerprints.taken(loading.load(job, parts)))
+    source_fingerprints.write(sources, source_fingerprints.compute(loading.load(job, parts)))
     (sources / "mine.py").write_text("def score(answer, record):\n    return 1.0\n")
-    now = source_fingerprints.taken(loading.load(job, (*parts, "reward.parts.verifier.weight=2")))
+    now = source_fingerprints.compute(loading.load(job, (*parts, "reward.parts.verifier.weight=2")))
     lines = source_fingerprints.changes(source_fingerprints.read(sources), now)
     assert [line.split(" was ")[0] for line in lines] == [
         "reward changed since the run began: mine's code",

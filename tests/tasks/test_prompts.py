@@ -91,8 +91,8 @@ def test_a_system_prompt_and_columns_count_as_what_is_trained_on(job: Path, tmp_
     source = f"task.source=jsonl:{rows}"
 
     def changes(*after: str) -> set[str]:
-        before = source_fingerprints.taken(loading.load(job, (source,)))
-        lines = source_fingerprints.changes(before, source_fingerprints.taken(loading.load(job, (source, *after))))
+        before = source_fingerprints.compute(loading.load(job, (source,)))
+        lines = source_fingerprints.changes(before, source_fingerprints.compute(loading.load(job, (source, *after))))
         return {line.split(" was ")[0].replace(" changed since the run began", "") for line in lines}
 
     assert changes("task.chat=true", "task.system=Add.") == {
@@ -100,9 +100,9 @@ def test_a_system_prompt_and_columns_count_as_what_is_trained_on(job: Path, tmp_
     }  # fmt: skip
     assert changes("task.columns.answer=prompt") == {"data: task.columns"}
     assert changes(f"task.eval_source=jsonl:{other}") >= {"data: evaluation's file", "data: evaluation's source"}
-    before = source_fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
+    before = source_fingerprints.compute(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
     other.write_text('{"prompt": "d", "answer": 1}\n')
-    after = source_fingerprints.taken(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
+    after = source_fingerprints.compute(loading.load(job, (f"task.eval_source=jsonl:{other}",))).digests()
     assert {part for part in before if before[part] != after[part]} == {"data"}
 
 
