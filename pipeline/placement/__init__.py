@@ -1,0 +1,1 @@
+"""Which host and GPUs each process of a run gets. Pure."""

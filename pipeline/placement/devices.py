@@ -1,0 +1,92 @@
+"""Hosts and their GPUs, as workers report them and as a text such as 2x8xH100-80 describes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from staleflow.stores.errors import ConfigError
+
+GB = 10**9
+"""Bytes of the gigabyte in which GPUs are sold and described here."""
+FORM = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w.]*)-(?P<memory_gb>\d+)")
+EXAMPLES = "8xH100-80, 2x8xH100-80 (two hosts of eight), 4xH100-80+4xH200-141"
+MOST_DEVICES = 100_000
+"""GPUs of a fleet beyond which a number is a slip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A GPU, or a MIG slice of one. Devices of one host with the same link_domain reach each other's memory directly;
+    numa: the processor's memory that it is attached to."""
+
+    uuid: str
+    """The same under whatever number a process sees it."""
+    visible: str
+    """What CUDA_VISIBLE_DEVICES has to say for it, in PCI order."""
+    model: str = ""
+    memory_bytes: int = 0
+    """0: unknown, any role fits."""
+    link_domain: str = ""
+    numa: int = 0
+
+    @property
+    def memory_gb(self) -> int:
+        return round(self.memory_bytes / GB)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A machine. num_processes: worker processes that it has for roles; None: as many as are needed."""
+
+    name: str
+    devices: tuple[Device, ...] = ()
+    num_processes: int | None = None
+
+
+def parse_fleet(text: str, option: str = "--gpus") -> tuple[Host, ...]:
+    """The hosts that a text describes, each with one link domain; docs/placement.md has the form. option: names the
+    text in messages. Raises ConfigError.
+
+    >>> [len(host.devices) for host in parse_fleet("2x8xH100-80")]
+    [8, 8]
+    """
+    hosts: list[Host] = []
+    for part in text.split("+"):
+        match = FORM.fullmatch(part.strip())
+        if match is None or not int(match["count"]) or match["hosts"] == "0":
+            raise ConfigError(f"{option} {text}: {part.strip()!r} is not GPUs; write them as {EXAMPLES}")
+        num_hosts, count = int(match["hosts"] or 1), int(match["count"])
+        if num_hosts * count > MOST_DEVICES:
+            raise ConfigError(f"{option} {text}: {num_hosts * count} GPUs; it must be at most {MOST_DEVICES}")
+        for number in range(len(hosts), len(hosts) + num_hosts):
+            hosts.append(uniform_host(f"node-{number}", count, match["model"], int(match["memory_gb"])))
+    return tuple(hosts)
+
+
+def uniform_host(name: str, count: int, model: str, memory_gb: int) -> Host:
+    """A host with GPUs of one kind in one link domain, half of them at each of two processors."""
+    return Host(
+        name=name,
+        devices=tuple(
+            Device(
+                uuid=f"{name}/{number}",
+                visible=str(number),
+                model=model,
+                memory_bytes=memory_gb * GB,
+                link_domain="nvlink",
+                numa=2 * number // count,
+            )
+            for number in range(count)
+        ),
+    )
+
+
+def describe(devices: Iterable[Device]) -> str:
+    """Counts of GPUs by kind, such as `4 x H100 80 GB, 4 x H200 141 GB`; `no GPU` if there are none."""
+    counts: dict[str, int] = {}
+    for device in devices:
+        kind = f"{device.model or 'GPU'} {device.memory_gb} GB" if device.memory_bytes else device.model or "GPU"
+        counts[kind] = counts.get(kind, 0) + 1
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items()) or "no GPU"

@@ -1,0 +1,278 @@
+"""Which host and GPUs each process of a run gets.
+
+The rules, each a property that tests/placement/ holds against random fleets:
+- A GPU is given to one role; only with `share`, for a run that has more roles than GPUs, to several whose memory fits
+  side by side, and never to two ranks of the trainer, which NCCL refuses.
+- The GPUs of an instance are of one link domain of one host, at one processor if they can be.
+- Light roles get no GPU, and hosts without GPUs if there are any.
+- A shortage is reported only if the roles do not fit: no GPU is idle while a role that fits waits.
+- What was placed before stays where it was, if that is still there. A role that has to move goes to a GPU of its own
+  host, or else of a host on which the run has its weights already.
+- Hosts are filled one after another, and the ranks of a trainer are on as few hosts as can be.
+
+The first five hold always; the last is a preference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from staleflow.pipeline.placement.devices import Device, Host
+
+NOTHING_BEFORE: Mapping[str, Assignment] = {}
+NOBODY: Mapping[str, str] = {}
+
+
+class RoleKind(Enum):
+    """Kinds of roles. Roles of one kind in one run differ by nothing but their names."""
+
+    INSTANCE = "rollout instance"
+    RANK = "rank of the trainer"
+    ENVIRONMENT = "environment host"
+    LIGHT = "light role"
+
+
+PURPOSES = {RoleKind.INSTANCE: "rollout", RoleKind.RANK: "training"}
+"""What kinds of roles use GPUs for, in messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A process that needs a place. num_devices: GPUs that it computes on. memory_bytes: of each, at least; 0: any."""
+
+    name: str
+    kind: RoleKind
+    num_devices: int = 0
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The place of one role. devices: UUIDs."""
+
+    host: str
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The places of all roles, by name."""
+
+    assignments: Mapping[str, Assignment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """Why roles do not fit: what is missing, and who has it, in one line."""
+
+    line: str
+
+
+def place(
+    hosts: Sequence[Host],
+    roles: Sequence[Role],
+    *,
+    taken: Mapping[str, str] = NOBODY,
+    before: Mapping[str, Assignment] = NOTHING_BEFORE,
+    share: bool = False,
+) -> Placement | Shortage:
+    """Assign each role its host and GPUs. Deterministic.
+
+    Args:
+        hosts: Earlier ones are filled first.
+        roles: Of one run.
+        taken: UUIDs of GPUs that others have, with their names.
+        before: Earlier places of these roles, by name.
+        share: Whether GPUs may be shared if there are fewer than the roles need.
+    """
+    share = share and sum(role.num_devices for role in roles) > _num_free(hosts, taken)
+    shortage = None
+    for kept in ({role.name: before[role.name] for role in roles if role.name in before}, {}):
+        occupancy = _Occupancy.of(hosts, taken, share=share)
+        shortage = occupancy.place_all(roles, kept, before)
+        if shortage is None:
+            return Placement(assignments={role.name: occupancy.assignments[role.name] for role in roles})
+    assert shortage is not None
+    return Shortage(line=_explain(hosts, roles, shortage, taken))
+
+
+@dataclass(slots=True)
+class _Card:
+    """A device while roles are placed, and those on it."""
+
+    device: Device
+    host: str
+    roles: list[Role] = field(default_factory=list)
+
+    def fits(self, role: Role, *, share: bool) -> bool:
+        if self.roles and not share:
+            return False
+        if role.kind is RoleKind.RANK and any(other.kind is RoleKind.RANK for other in self.roles):
+            return False
+        needed = role.memory_bytes + sum(other.memory_bytes for other in self.roles)
+        return not self.device.memory_bytes or needed <= self.device.memory_bytes
+
+
+@dataclass(slots=True)
+class _Occupancy:
+    """Who is where, while roles are placed."""
+
+    hosts: Sequence[Host]
+    domains: dict[tuple[str, str], list[_Card]]
+    """Devices that nobody else has, by host and link domain."""
+    share: bool
+    processes: dict[str, int | None]
+    """Processes that each host has left."""
+    assignments: dict[str, Assignment] = field(default_factory=dict)
+    num_ranks: Counter[str] = field(default_factory=Counter)
+    """Ranks on each host."""
+    num_environments: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, hosts: Sequence[Host], taken: Mapping[str, str], *, share: bool) -> _Occupancy:
+        domains: dict[tuple[str, str], list[_Card]] = {}
+        for host in hosts:
+            for device in host.devices:
+                if device.uuid not in taken:
+                    domains.setdefault((host.name, device.link_domain), []).append(_Card(device, host.name))
+        return cls(hosts, domains, share, {host.name: host.num_processes for host in hosts})
+
+    def place_all(
+        self, roles: Sequence[Role], kept: Mapping[str, Assignment], before: Mapping[str, Assignment]
+    ) -> Role | None:
+        """Place all roles, those of `kept` where they were, if that is there. Returns the first that does not fit."""
+        for role in roles:
+            if role.name in kept:
+                self._keep(role, kept[role.name])
+        waiting = [role for role in roles if role.name not in self.assignments]
+        # The hardest to place first: what is left over after them any smaller role can use.
+        waiting.sort(key=lambda role: (-role.num_devices, -role.memory_bytes))
+        while waiting:
+            role = waiting.pop(0)
+            if not (self._place_on_devices(role, waiting, before) if role.num_devices else self._place_light(role)):
+                return role
+        return None
+
+    def _keep(self, role: Role, earlier: Assignment) -> None:
+        cards = [
+            card
+            for (host, _), domain in self.domains.items()
+            for card in domain
+            if host == earlier.host and card.device.uuid in earlier.devices and card.fits(role, share=self.share)
+        ]
+        cards.sort(key=lambda card: earlier.devices.index(card.device.uuid))
+        domains = {card.device.link_domain for card in cards}
+        if len(cards) == len(earlier.devices) == role.num_devices and len(domains) <= 1 and self._is_open(earlier.host):
+            self._assign(role, earlier.host, cards)
+
+    def _is_open(self, host: str) -> bool:
+        """Whether a host is there and has a process left."""
+        return host in self.processes and self.processes[host] != 0
+
+    def _assign(self, role: Role, host: str, cards: Sequence[_Card]) -> None:
+        for card in cards:
+            card.roles.append(role)
+        if (left := self.processes[host]) is not None:
+            self.processes[host] = left - 1
+        self.num_ranks[host] += role.kind is RoleKind.RANK
+        self.num_environments[host] += role.kind is RoleKind.ENVIRONMENT
+        self.assignments[role.name] = Assignment(host=host, devices=tuple(card.device.uuid for card in cards))
+
+    def _place_on_devices(self, role: Role, waiting: Sequence[Role], before: Mapping[str, Assignment]) -> bool:
+        greater = [other.memory_bytes for other in waiting if other.memory_bytes > role.memory_bytes]
+        scarce_bytes = min(greater, default=0)
+        own = before[role.name].host if role.name in before else ""
+        loaded = {assignment.host for assignment in before.values() if assignment.devices}
+        num_alike = 1 + sum(other.kind is role.kind for other in waiting)
+        order = {host.name: place for place, host in enumerate(self.hosts)}
+        best: tuple[tuple[float, ...], str, list[_Card]] | None = None
+        for (host, _), domain in self.domains.items():
+            fitting = [card for card in domain if card.fits(role, share=self.share)]
+            if len(fitting) < role.num_devices or not self._is_open(host):
+                continue
+            cards = _choose_cards(fitting, role.num_devices, scarce_bytes)
+            key = (
+                sum(len(card.roles) for card in cards),
+                _num_scarce(cards, scarce_bytes),
+                0 if host == own else 1 if host in loaded else 2,
+                *(self._grouping(host, len(fitting), num_alike) if role.kind is RoleKind.RANK else ()),
+                len(fitting),
+                order[host],
+            )
+            if best is None or key < best[0]:
+                best = key, host, cards
+        if best is None:
+            return False
+        self._assign(role, best[1], best[2])
+        return True
+
+    def _grouping(self, host: str, num_free: int, num_ranks: int) -> tuple[float, ...]:
+        """How a host ranks for a rank of the trainer: one with ranks, one with room for all, one with more room."""
+        return (not self.num_ranks[host], num_free < num_ranks, 0 if num_free >= num_ranks else -num_free)
+
+    def _place_light(self, role: Role) -> bool:
+        hosts = [host for host in self.hosts if self._is_open(host.name)]
+        if not hosts:
+            return False
+        spread = role.kind is RoleKind.ENVIRONMENT
+        chosen = min(hosts, key=lambda host: (self.num_environments[host.name] if spread else 0, bool(host.devices)))
+        self._assign(role, chosen.name, ())
+        return True
+
+
+def _num_scarce(cards: Iterable[_Card], scarce_bytes: int) -> int:
+    """How many of these a role that still waits could use for its greater need."""
+    return sum(0 < scarce_bytes <= card.device.memory_bytes for card in cards)
+
+
+def _choose_cards(fitting: Sequence[_Card], count: int, scarce_bytes: int) -> list[_Card]:
+    """So many of the devices of one link domain: least shared first, none that others need, at one processor if they
+    can be, smallest first."""
+    of_numa = Counter(card.device.numa for card in fitting)
+
+    def key(card: _Card) -> tuple[int, ...]:
+        size = of_numa[card.device.numa]
+        apart = (size < count, size, card.device.numa)
+        return (len(card.roles), _num_scarce([card], scarce_bytes), *apart, card.device.memory_bytes)
+
+    return sorted(fitting, key=key)[:count]
+
+
+def _num_free(hosts: Sequence[Host], taken: Mapping[str, str]) -> int:
+    return sum(device.uuid not in taken for host in hosts for device in host.devices)
+
+
+def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Mapping[str, str]) -> str:
+    """What is missing for a role, and who has GPUs, in one line."""
+    if not role.num_devices:
+        return f"no worker process is left for {role.name}; start one more"
+    counts = Counter[RoleKind]()
+    for each in roles:
+        counts[each.kind] += each.num_devices
+    parts = ", ".join(f"{count} for {PURPOSES[kind]}" for kind, count in counts.items() if count)
+    total, there = sum(counts.values()), sum(len(host.devices) for host in hosts)
+    free = _num_free(hosts, taken)
+    line = f"needs {total} GPU{'s' if total > 1 else ''} ({parts}); {free} of {there} are free"
+    present = {device.uuid for host in hosts for device in host.devices}
+    owners = Counter(owner for uuid, owner in taken.items() if uuid in present)
+    if owners:
+        line += ", " + ", ".join(f"{count} belong to {owner}" for owner, count in sorted(owners.items()))
+    if total > free:
+        return line
+    domains = Counter(
+        (host.name, device.link_domain)
+        for host in hosts
+        for device in host.devices
+        if device.uuid not in taken and (not device.memory_bytes or device.memory_bytes >= role.memory_bytes)
+    )
+    of_size = f" of {role.memory_bytes / 10**9:.0f} GB" if role.memory_bytes else ""
+    together = " in one link domain" if role.num_devices > 1 else ""
+    where, most = max(domains.items(), key=lambda item: item[1], default=(("", ""), 0))
+    at = f" (on {where[0]})" if most else ""
+    line += f"; {role.name} needs {role.num_devices}{of_size}{together}"
+    if most < role.num_devices:
+        return line + f", the most there are together is {most}{at}"
+    return line + ", which the other roles leave nowhere"

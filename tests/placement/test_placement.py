@@ -1,0 +1,223 @@
+"""Placing roles on GPUs: each rule of pipeline/placement/placement.py as a property of random fleets."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staleflow.pipeline.placement.devices import GB, Device, Host, describe, parse_fleet
+from staleflow.pipeline.placement.placement import Assignment, Placement, Role, RoleKind, Shortage, place
+from staleflow.stores.errors import ConfigError
+from tests.placement import fleets
+from tests.placement.fleets import Fleet, roles_of
+
+
+@st.composite
+def random_hosts(draw: st.DrawFn, most_hosts: int = 4, most_devices: int = 8) -> list[Host]:
+    hosts = []
+    for number in range(draw(st.integers(1, most_hosts))):
+        name, memory_gb = f"node-{number}", draw(st.sampled_from([80, 141]))
+        count = draw(st.integers(0, most_devices))
+        per_domain = draw(st.sampled_from([1, 2, 4, 8]))
+        devices = tuple(
+            Device(
+                uuid=f"{name}/{i}",
+                visible=str(i),
+                memory_bytes=memory_gb * GB,
+                link_domain=str(i // per_domain),
+                numa=i // 4,
+            )
+            for i in range(count)
+        )
+        hosts.append(Host(name=name, devices=devices))
+    return hosts
+
+
+@st.composite
+def random_roles(draw: st.DrawFn, most: int = 8) -> list[Role]:
+    return roles_of(
+        instances=draw(st.integers(1, most)),
+        tensor_parallel=draw(st.sampled_from([1, 2, 3, 4])),
+        ranks=draw(st.integers(1, most)),
+        environments=draw(st.integers(0, 3)),
+        instance_gb=draw(st.sampled_from([0, 60, 120])),
+        rank_gb=draw(st.sampled_from([0, 60, 120])),
+    )
+
+
+@st.composite
+def random_fleets(draw: st.DrawFn) -> Fleet:
+    hosts = draw(random_hosts())
+    uuids = [device.uuid for host in hosts for device in host.devices]
+    taken = draw(st.sets(st.sampled_from(uuids), max_size=len(uuids) // 2)) if uuids else set()
+    return Fleet(
+        hosts=hosts, roles=draw(random_roles()), taken=dict.fromkeys(taken, "job-b"), share=draw(st.booleans())
+    )
+
+
+def check(fleet: Fleet, assignments: Mapping[str, Assignment]) -> None:
+    """That all rules that always hold do."""
+    devices = {device.uuid: (host.name, device) for host in fleet.hosts for device in host.devices}
+    num_free = sum(uuid not in fleet.taken for uuid in devices)
+    assert set(assignments) == {role.name for role in fleet.roles}
+    used = Counter(uuid for one in assignments.values() for uuid in one.devices)
+    assert not set(used) & set(fleet.taken)
+    if not fleet.share or num_free >= sum(role.num_devices for role in fleet.roles):
+        assert all(count == 1 for count in used.values())
+    on: dict[str, list[Role]] = {uuid: [] for uuid in used}
+    for role in fleet.roles:
+        own = assignments[role.name]
+        assert len(set(own.devices)) == len(own.devices) == role.num_devices
+        assert {devices[uuid][0] for uuid in own.devices} <= {own.host}
+        assert len({devices[uuid][1].link_domain for uuid in own.devices}) <= 1
+        for uuid in own.devices:
+            on[uuid].append(role)
+    for uuid, roles in on.items():
+        assert sum(role.memory_bytes for role in roles) <= devices[uuid][1].memory_bytes
+        assert sum(role.kind is RoleKind.RANK for role in roles) <= 1
+
+
+@given(random_fleets())
+def test_no_gpu_is_used_twice_and_no_instance_crosses_link_domains(fleet: Fleet) -> None:
+    placed = fleet.place()
+    if isinstance(placed, Placement):
+        check(fleet, placed.assignments)
+        assert placed == fleet.place()
+
+
+def exists(hosts: Sequence[Host], roles: Sequence[Role]) -> bool:
+    """Whether the roles fit at all, by trying: all numbers of instances in each domain, then counting for ranks."""
+    instances = [role for role in roles if role.kind is RoleKind.INSTANCE]
+    ranks = [role for role in roles if role.kind is RoleKind.RANK]
+    domains: dict[tuple[str, str], list[int]] = {}
+    for host in hosts:
+        for device in host.devices:
+            domains.setdefault((host.name, device.link_domain), []).append(device.memory_bytes)
+    width, needs, rank_needs = instances[0].num_devices, instances[0].memory_bytes, ranks[0].memory_bytes
+    most = [sum(size >= needs for size in sizes) // width for sizes in domains.values()]
+    for counts in itertools.product(*(range(n + 1) for n in most)):
+        if sum(counts) != len(instances):
+            continue
+        left = 0
+        for count, sizes in zip(counts, domains.values(), strict=True):
+            able = sorted(size for size in sizes if size >= needs)
+            rest = able[count * width :] if needs <= rank_needs else able[: len(able) - count * width]
+            left += sum(size >= rank_needs for size in rest)
+            left += sum(rank_needs <= size < needs for size in sizes)
+        if left >= len(ranks):
+            return True
+    return False
+
+
+@given(random_hosts(most_hosts=3, most_devices=6), random_roles(most=4))
+def test_no_gpu_is_idle_while_a_role_that_fits_waits(hosts: list[Host], roles: list[Role]) -> None:
+    assert isinstance(place(hosts, roles), Placement) == exists(hosts, roles)
+
+
+@given(random_fleets())
+def test_light_roles_are_on_no_gpu_and_away_from_them_where_they_can_be(fleet: Fleet) -> None:
+    hosts = [*fleet.hosts, Host(name="cpu-0")]
+    placed = dataclasses.replace(fleet, hosts=hosts).place()
+    if isinstance(placed, Placement):
+        plain = {host.name for host in hosts if not host.devices}
+        for role in fleet.roles:
+            own = placed.assignments[role.name]
+            assert bool(own.devices) == bool(role.num_devices)
+            assert role.kind is not RoleKind.LIGHT or own.host in plain
+
+
+@given(random_fleets(), st.data())
+def test_a_restart_moves_nothing_and_a_lost_gpu_moves_its_role_alone(fleet: Fleet, data: st.DataObject) -> None:
+    first = fleet.place()
+    if not isinstance(first, Placement):
+        return
+    before = first.assignments
+    again = dataclasses.replace(fleet, before=before)
+    assert again.place() == first
+    used = sorted({uuid for one in before.values() for uuid in one.devices})
+    lost = data.draw(st.sampled_from(used))
+    hosts = [
+        dataclasses.replace(host, devices=tuple(d for d in host.devices if d.uuid != lost)) for host in fleet.hosts
+    ]
+    less = dataclasses.replace(again, hosts=hosts, share=False)
+    now = less.place()
+    if isinstance(now, Placement):
+        check(less, now.assignments)
+        stay = [name for name, one in before.items() if lost not in one.devices]
+        unmoved = all(now.assignments[name] == before[name] for name in stay)
+        # Others move only where they would leave no place for the role that lost its own.
+        rest = {uuid: "" for name in stay for uuid in before[name].devices} | dict(fleet.taken)
+        orphans = [role for role in fleet.roles if role.name not in stay]
+        shared = Counter(uuid for one in before.values() for uuid in one.devices).most_common(1)[0][1] > 1
+        assert unmoved or shared or isinstance(place(hosts, orphans, taken=rest), Shortage)
+
+
+def test_a_role_that_moves_prefers_its_own_host_and_then_one_with_the_weights() -> None:
+    hosts = parse_fleet("3x2xH100-80")
+    roles = roles_of(instances=2, ranks=1)
+    before = {
+        "server": Assignment(host="node-0"),
+        "trainer": Assignment(host="node-1", devices=("node-1/0",)),
+        "rollout-0": Assignment(host="node-2", devices=("node-2/0",)),
+        "rollout-1": Assignment(host="node-2", devices=("gone",)),
+    }
+    placed = place(hosts, roles, before=before)
+    assert isinstance(placed, Placement)
+    assert placed.assignments["rollout-1"] == Assignment(host="node-2", devices=("node-2/1",))
+    placed = place(hosts, roles, before=before, taken={"node-2/1": "job-b"})
+    assert isinstance(placed, Placement)
+    assert placed.assignments["rollout-1"] == Assignment(host="node-1", devices=("node-1/1",))
+
+
+def test_ranks_are_grouped_and_an_instance_is_at_one_processor() -> None:
+    placed = place(parse_fleet("2x4xH100-80"), roles_of(instances=2, ranks=4))
+    assert isinstance(placed, Placement)
+    assert len({placed.assignments[f"trainer{n}"].host for n in ("", "-1", "-2", "-3")}) == 1
+    hosts = parse_fleet("8xH100-80")
+    placed = place(hosts, roles_of(instances=1, tensor_parallel=3), taken={"node-0/0": "job-b", "node-0/1": "job-b"})
+    assert isinstance(placed, Placement)
+    assert {int(uuid[-1]) // 4 for uuid in placed.assignments["rollout-0"].devices} == {1}
+
+
+def test_a_host_gives_no_more_roles_a_place_than_it_has_processes() -> None:
+    host = dataclasses.replace(parse_fleet("8xH100-80")[0], num_processes=3)
+    assert isinstance(place([host], roles_of(instances=1, ranks=1)), Placement)
+    shortage = place([host], roles_of(instances=1, ranks=1, environments=1))
+    assert shortage == Shortage(line="no worker process is left for env-0; start one more")
+
+
+@pytest.mark.parametrize(
+    ("fleet", "roles", "line"),
+    [
+        ("8xH100-80", roles_of(instances=8), "needs 9 GPUs (1 for training, 8 for rollout); 8 of 8 are free"),
+        ("2x2xH100-80", roles_of(instances=1, tensor_parallel=4, ranks=0), "together is 2 (on node-0)"),
+        ("4xH100-80", roles_of(rank_gb=120), "trainer needs 1 of 120 GB, the most there are together is 0"),
+    ],
+)
+def test_a_shortage_says_in_one_line_what_is_missing(fleet: str, roles: list[Role], line: str) -> None:
+    shortage = place(parse_fleet(fleet), roles)
+    assert isinstance(shortage, Shortage)
+    assert line in shortage.line
+    assert "\n" not in shortage.line
+
+
+def test_the_pictures_of_the_documentation_are_current() -> None:
+    assert fleets.pictures() in Path("docs/placement.md").read_text(), "print with python -m tests.placement.fleets"
+
+
+def test_a_text_describes_a_fleet() -> None:
+    hosts = parse_fleet("2x4xH100-80+8xH200-141")
+    assert [len(host.devices) for host in hosts] == [4, 4, 8]
+    assert [host.name for host in hosts] == ["node-0", "node-1", "node-2"]
+    assert describe(device for host in hosts for device in host.devices) == "8 x H100 80 GB, 8 x H200 141 GB"
+    assert describe([]) == "no GPU"
+    for bad in ("", "8", "0xH100-80", "8xH100", "8xH100-80+", "0x8xH100-80", "900000xH100-80"):
+        with pytest.raises(ConfigError, match="--gpus"):
+            parse_fleet(bad)
