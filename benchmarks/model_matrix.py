@@ -3,7 +3,10 @@
     python -m benchmarks.model_matrix [FAMILY ...] [--out FOLDER] [--quick]      (or: make models)
 
 Each tiny model (benchmarks/models/model_families.py) goes through the columns below, each in this order, in a process
-of its own. A column says `yes`, `padded` or the reason why not. --quick: five families, without the whole runs.
+of its own. A column says `yes`, or why not. --quick: five families, without the whole runs.
+
+models.json has the results, and models.md is written from it after each family: an interrupted call is repeated, and
+goes on with the families that it lacks. Families that are named are tried again.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from benchmarks.models.model_families import CONTEXT, FAMILIES, VOCABULARY, WIND
 COLUMNS = {
     "engine": "the embedded engine samples 6 requests of different lengths that join and leave, longer than any window "
     "or chunk; logprobs of sampled tokens equal one full forward pass to 1e-5 nats",
-    "train": "two steps on rows of different lengths; `padded`: this family's rows are not packed",
+    "train": "two steps on rows of different lengths; `padded`: rows are computed with padding, as packed ones would "
+    "have other logprobs",
     "recompute": "two steps with activations computed again give the same weights to 1e-6",
     "bfloat16": "two steps under autocast",
     "LoRA": "two steps of an adapter of rank 4 on the default layers",
@@ -40,6 +44,8 @@ COLUMNS = {
 }
 """What is tried, by column."""
 QUICK = ("llama", "qwen3_moe", "gemma3_text", "qwen3_5_text", "gpt_oss")
+PADDED = "padded: "
+"""Begins the outcome of a family that trains, with padded rows; the reason follows."""
 CLOSE = 1e-5
 """Most nats between two computations of a logprob in float32."""
 TRIAL_S = 600.0
@@ -188,7 +194,7 @@ class Trial:
 
     def try_train(self) -> Reason:
         why = self.trainer.logprob_model.padded_because
-        return "padded" if why else ""
+        return f"{PADDED}{why}" if why else ""
 
     def try_recompute(self) -> Reason:
         again = trainer_of(self.model, recompute_activations=True)
@@ -291,7 +297,7 @@ def trials(trial: Trial, *, quick: bool) -> dict[str, Callable[[], Reason]]:
 
 
 def try_family(family: str, *, quick: bool) -> dict[str, str]:
-    """Try a family in this process: `yes`, `padded` or the reason why not, by column."""
+    """Try a family in this process: `yes` or the reason why not, by column."""
     import torch
 
     torch.set_num_threads(1)
@@ -304,7 +310,7 @@ def try_family(family: str, *, quick: bool) -> dict[str, str]:
             except Exception as error:  # noqa: BLE001  any failure is a result
                 lines = str(error).strip().splitlines()
                 why = f"{type(error).__name__}: {lines[0] if lines else ''}"
-            outcomes[column] = why or "yes"
+            outcomes[column] = why.replace(folder, "FOLDER") or "yes"
         trial.close()
         return outcomes
 
@@ -323,15 +329,44 @@ def in_process(family: str, *, quick: bool) -> dict[str, str]:
     return outcomes
 
 
-def page(results: dict[str, dict[str, str]]) -> str:
+def present_versions() -> dict[str, str]:
+    """What results depend on besides this repository."""
+    return {
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")},
+        "processor": platform.machine(),
+    }
+
+
+def read_results(path: Path) -> dict[str, dict[str, str]]:
+    """Results by family that an earlier call has written, of the versions that are installed now; none without a
+    file."""
+    if not path.exists():
+        return {}
+    stored = json.loads(path.read_text())
+    results: dict[str, dict[str, str]] = stored["families"] if stored["versions"] == present_versions() else {}
+    return results
+
+
+def write_results(folder: Path, results: dict[str, dict[str, str]]) -> None:
+    """Write models.json and models.md, in the order of FAMILIES."""
+    stored = {
+        "versions": present_versions(),
+        "families": {family: results[family] for family in FAMILIES if family in results},
+    }
+    (folder / "models.json").write_text(json.dumps(stored, indent=1) + "\n")
+    (folder / "models.md").write_text(page(stored))
+
+
+def page(stored: dict[str, Any]) -> str:
     """docs/models.md: a row per family, and a reason for each gap."""
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+    *packages, processor = stored["versions"].items()
     lines = [
         "# Models",
         "",
         "What works for each family of causal language models, tried on tiny random models by `make models` "
-        f"({versions}, {platform.machine()} processor, float32 unless a column says otherwise). Not tried: GPUs, vLLM, "
-        "more than one rank, real weights.",
+        f"({', '.join(' '.join(package) for package in packages)}; {processor[1]} processor; float32 unless a column "
+        "says otherwise). A family is a `model_type` of transformers. Not tried here: GPUs, vLLM, more than one rank, "
+        "real weights.",
         "",
         *(f"- **{column}**: {meaning}" for column, meaning in COLUMNS.items()),
         "",
@@ -339,16 +374,18 @@ def page(results: dict[str, dict[str, str]]) -> str:
         f"|---|{'---|' * len(COLUMNS)}",
     ]
     reasons: dict[str, int] = {}
-    for family, outcomes in results.items():
+    for family, outcomes in stored["families"].items():
         cells = []
         for column in COLUMNS:
             outcome = outcomes.get(column, "not tried")
-            if outcome not in ("yes", "padded", "not tried"):
-                outcome = f"no ({reasons.setdefault(outcome, len(reasons) + 1)})"
+            if outcome not in ("yes", "not tried"):
+                answer = "padded" if outcome.startswith(PADDED) else "no"
+                reason = outcome.removeprefix(PADDED)
+                outcome = f"{answer} ({reasons.setdefault(reason, len(reasons) + 1)})"
             cells.append(outcome)
         lines.append(f"| `{family}` | {' | '.join(cells)} |")
     if reasons:
-        lines += ["", "Reasons:", ""]
+        lines += ["", "Reasons, as they were reported:", ""]
         lines += [f"{number}. {reason}" for reason, number in reasons.items()]
     return "\n".join(lines) + "\n"
 
@@ -356,23 +393,23 @@ def page(results: dict[str, dict[str, str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of models.md")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder of models.json and models.md")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--alone", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.alone:
         print(json.dumps(try_family(arguments.alone, quick=arguments.quick)))
         return
-    families = arguments.families or (QUICK if arguments.quick else FAMILIES)
+    results = read_results(arguments.out / "models.json")
+    families = arguments.families or [name for name in (QUICK if arguments.quick else FAMILIES) if name not in results]
     if unknown := set(families) - FAMILIES.keys():
         parser.error(f"no family {min(unknown)!r}; there are {', '.join(FAMILIES)}")
-    results = {}
     for number, family in enumerate(families, 1):
-        begun = time.monotonic()
+        started = time.monotonic()
         results[family] = in_process(family, quick=arguments.quick)
-        gaps = {column: why for column, why in results[family].items() if why not in ("yes", "padded")}
-        print(f"{number}/{len(families)} {family}: {time.monotonic() - begun:.0f} s; {gaps or 'all'}", flush=True)
-    (arguments.out / "models.md").write_text(page(results))
+        gaps = {column: why for column, why in results[family].items() if why != "yes"}
+        print(f"{number}/{len(families)} {family}: {time.monotonic() - started:.0f} s; {gaps or 'all'}", flush=True)
+        write_results(arguments.out, results)
 
 
 if __name__ == "__main__":

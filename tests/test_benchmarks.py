@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import ablation, agentic, time_to_quality
+from benchmarks import ablation, agentic, model_matrix, time_to_quality
 from benchmarks.__main__ import COMMANDS
 from benchmarks.simulated import best, page, ratio
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -54,6 +54,38 @@ def test_the_pages_of_stored_results_can_be_written_again() -> None:
     assert agentic.page(json.loads(Path("docs/agentic.json").read_text())) == Path("docs/agentic.md").read_text()
     simulated = json.loads(Path("docs/simulated.json").read_text())
     assert page(simulated, ablation.stored(Path("docs"))) == Path("docs/simulated.md").read_text()
+
+
+def test_the_model_matrix_goes_on_with_the_families_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Results are on the page after each family, also if a later one is interrupted; other versions begin anew."""
+
+    def results(*families: str, until: str = "") -> list[str]:
+        tried = list[str]()
+
+        def try_in_process(family: str, *, quick: bool) -> dict[str, str]:
+            if family == until:
+                raise KeyboardInterrupt
+            tried.append(family)
+            return {"engine": "yes", "train": f"{model_matrix.PADDED}layers have windows", "LoRA": "no target"}
+
+        monkeypatch.setattr(sys, "argv", ["model_matrix", *families, "--quick", "--out", str(tmp_path)])
+        monkeypatch.setattr(model_matrix, "in_process", try_in_process)
+        try:
+            model_matrix.main()
+        except KeyboardInterrupt:
+            assert until
+        return tried
+
+    assert results(until="gemma3_text") == ["llama", "qwen3_moe"]
+    assert "| `qwen3_moe` | yes | padded (1) | not tried | not tried | no (2) |" in (tmp_path / "models.md").read_text()
+    assert results() == ["gemma3_text", "qwen3_5_text", "gpt_oss"]
+    assert results() == []
+    assert results("llama") == ["llama"]
+    monkeypatch.setattr(model_matrix, "present_versions", lambda: {"transformers": "9", "processor": "x"})
+    assert results() == list(model_matrix.QUICK)
+    assert "transformers 9; x processor" in (tmp_path / "models.md").read_text()
 
 
 def test_settings_are_chosen_by_one_seed_and_compared_over_the_seeds_that_both_have() -> None:
