@@ -54,8 +54,8 @@ DRAWN_S = 2.0
 """Seconds after which no more prompts are looked at."""
 LISTENS_S, LISTENS_POLL_S = 5.0, 0.2
 """Seconds in which a scheduler must listen at the address of a job, and between two attempts."""
-PACKAGES = {"vllm": "pip install 'staleflow[vllm]'", "peft": "pip install 'staleflow[lora]'"}
-"""Optional packages of engines and of adapters, with how to install them."""
+PACKAGES = {"vllm": "pip install 'staleflow[vllm]'"}
+"""Optional packages of engines, with how to install them."""
 
 
 def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
@@ -164,9 +164,6 @@ def _check_machine(config: RunConfig) -> None:
     engine, package = config.rollout.engine.name, config.rollout.engine.package
     if package and importlib.util.find_spec(package) is None:
         raise ConfigError(f'rollout.engine.name = "{engine}": {package} is not installed; {PACKAGES[package]}')
-    rank = config.training.lora.rank
-    if rank and not config.emulated and importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"training.lora.rank = {rank}: peft is not installed; {PACKAGES['peft']}")
     if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
         raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from staleflow.stores.errors import StoreError
 from staleflow.tasks.settings.knobs import knob
@@ -30,7 +30,9 @@ class LoraConfig:
     rank: int = knob(0, "rank of the adapter that is trained in place of the weights; 0: none", low=0, high=512)
     alpha: int = knob(32, "what the adapter adds to a layer is multiplied by alpha / rank", low=1)
     targets: list[str] = knob(
-        [], "last part of the names of the linear layers that get one, such as q_proj; empty: all but the output layer"
+        [],
+        "last part of the names of the linear layers that get one, such as q_proj; empty: all linear layers but the "
+        "output layer; experts that are kept as one tensor, and routers, get none",
     )
 
     @property
@@ -59,6 +61,17 @@ class AdapterLayer:
         return f"{PREFIX}{self.module}.lora_B.weight"
 
 
+def peft_settings(config: LoraConfig) -> dict[str, Any]:
+    """What an adapter_config.json says of adapters, in peft's words."""
+    return {
+        "peft_type": "LORA",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": list(config.targets) or "all-linear",
+        "bias": "none",
+    }
+
+
 def name_in_file(parameter: str) -> str:
     """A trained parameter's name in a file.
 
@@ -71,14 +84,14 @@ def name_in_file(parameter: str) -> str:
 def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[AdapterLayer]:
     """The layers of an adapter whose tensors have these shapes. source: for messages. Raises StoreError if they are no
     adapter's, or not whole."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    by_module: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         match = IN_FILE.fullmatch(name)
         if match is None or len(shape) != 2:
             raise StoreError(f"{source}: {name} {shape} is no part of an adapter")
-        found.setdefault(match["module"], {})[match["half"]] = shape
+        by_module.setdefault(match["module"], {})[match["half"]] = shape
     made = []
-    for module, halves in found.items():
+    for module, halves in by_module.items():
         down, up = halves.get("A"), halves.get("B")
         if down is None or up is None or down[0] != up[1]:
             raise StoreError(f"{source}: the adapter of {module} is not whole: A is {down}, B is {up}")
@@ -86,9 +99,9 @@ def layers(shapes: Mapping[str, tuple[int, ...]], source: object) -> list[Adapte
     return made
 
 
-def check(found: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple[int, ...]], source: object) -> None:
+def check(layers: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple[int, ...]], source: object) -> None:
     """Raise StoreError for an adapter that is not of this rank, or not for a model with weights of these shapes."""
-    for layer in found:
+    for layer in layers:
         shape = weights.get(f"{layer.module}.weight")
         if shape is None:
             raise StoreError(f"{source}: the model has no layer {layer.module}")
@@ -99,22 +112,23 @@ def check(found: Iterable[AdapterLayer], rank: int, weights: Mapping[str, tuple[
             )
 
 
-def unused(held: Iterable[V], newest: V, served: int, running: Iterable[V]) -> list[V]:
-    """The held versions that nothing runs or may go on under: with `served` versions side by side, those older than the
-    last so many up to `newest`, unless something still runs under them.
+def unused(served: Iterable[V], newest: V, count: int, running: Iterable[V]) -> list[V]:
+    """The served versions that nothing runs or may go on under: with `count` versions side by side, those older than
+    the last so many up to `newest`, unless something still runs under them.
 
-    >>> unused([3, 4, 5, 6], newest=6, served=2, running=[3])
+    >>> unused([3, 4, 5, 6], newest=6, count=2, running=[3])
     [4]
     """
     busy = set(running)
-    return [version for version in held if version <= newest - served and version not in busy]
+    return [version for version in served if version <= newest - count and version not in busy]
 
 
-def version_for(held: Iterable[V], least: V | None) -> V:
-    """The version that a request is sampled under: the oldest held one that is not older than `least`, or the newest.
+def version_for(served: Iterable[V], least: V | None) -> V:
+    """The version that a request is sampled under: the oldest served one that is not older than `least`, or the newest.
 
     >>> version_for([3, 5, 6], 4), version_for([3, 5, 6], None)
     (5, 6)
     """
-    newest = max(held := list(held))
-    return newest if least is None else min((version for version in held if version >= least), default=newest)
+    versions = list(served)
+    newest = max(versions)
+    return newest if least is None else min((version for version in versions if version >= least), default=newest)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_folder
 from staleflow.tasks.engines import adapters
@@ -25,6 +25,37 @@ Tensors = dict[str, torch.Tensor]
 """An adapter, by name in its file."""
 
 
+def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
+    """The names of the layers that get an adapter, of those whose names end so; by default all linear layers but the
+    output layer. Raises ConfigError.
+
+    A router may be a linear layer that returns more than its product (Llama 4), and experts may be one tensor (most
+    mixtures of experts): those are no linear layers here.
+    """
+    modules = dict(model.named_modules())
+    output = model.get_output_embeddings()
+    linear = {name for name, module in modules.items() if type(module).forward is torch.nn.Linear.forward}
+    if not targets:
+        chosen = [name for name in modules if name in linear and modules[name] is not output]
+        refused = None if chosen else "it has no torch.nn.Linear but its output layer"
+    else:
+        chosen = [name for name in modules if name.rpartition(".")[2] in targets]
+        other = next((name for name in chosen if name not in linear), "")
+        missing = [target for target in targets if not any(name.rpartition(".")[2] == target for name in chosen)]
+        refused = None
+        if other:
+            refused = f"{other} is a {type(modules[other]).__name__}"
+        elif missing:
+            refused = f"no layer of the model is called {missing[0]}"
+    if refused:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear if modules[name] is not output}))
+        remedy = f"name layers of that kind ({names}), or train all weights" if names else "train all weights"
+        raise ConfigError(
+            f"training.lora.targets = {list(targets)}: {refused}; adapters are for torch.nn.Linear; {remedy}"
+        )
+    return chosen
+
+
 class PassVersions:
     """The versions of the next pass's tokens: the places of each one's, or None where all are of one version."""
 
@@ -34,8 +65,10 @@ class PassVersions:
     def select(self, versions: Sequence[PolicyVersion]) -> None:
         """versions: of each token of the next pass, in its order."""
         of_each = torch.tensor(versions)
-        several = set(versions)
-        self.places = {one: (of_each == one).nonzero()[:, 0] if len(several) > 1 else None for one in several}
+        different = set(versions)
+        self.places = {
+            version: (of_each == version).nonzero()[:, 0] if len(different) > 1 else None for version in different
+        }
 
 
 class AdaptedLinear(torch.nn.Linear):

@@ -70,15 +70,9 @@ class VllmAdapters:
 
         assert not self.full and version not in self._held
         self._added += 1
-        described = {
-            "peft_type": "LORA",
-            "r": self._config.rank,
-            "lora_alpha": self._config.alpha,
-            "target_modules": list(self._config.targets) or "all-linear",
-            "bias": "none",
-        }
+        settings = adapters.peft_settings(self._config)
         with tempfile.TemporaryDirectory(prefix="adapter-") as folder:
-            (Path(folder) / "adapter_config.json").write_text(json.dumps(described))
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(settings))
             (Path(folder) / "adapter_model.safetensors").symlink_to(file.absolute())
             request = LoRARequest(lora_name=f"v{version}", lora_int_id=self._added, lora_path=folder)
             # It is read here and never again: vLLM does so only for an adapter that it does not hold.

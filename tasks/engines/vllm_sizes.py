@@ -34,13 +34,11 @@ def checkpoint_shapes(model: str) -> weight_folder.Shapes:
 
 
 def adapted_layers(settings: VllmSettings) -> list[str]:
-    """The last parts of the names of the layers that may have an adapter. Allocates nothing."""
-    from torch import nn
+    """The last parts of the names of the layers that have an adapter. Allocates nothing."""
+    from staleflow.tasks.engines import served_adapters
 
-    empty = empty_model(settings.model)
-    output = empty.get_output_embeddings()
-    linear = (name for name, module in empty.named_modules() if isinstance(module, nn.Linear) and module is not output)
-    return list(settings.lora.targets) or sorted({name.rpartition(".")[2] for name in linear})
+    names = served_adapters.adapted_layers(empty_model(settings.model), settings.lora.targets)
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def empty_model(model: str) -> Any:

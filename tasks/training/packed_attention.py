@@ -30,7 +30,8 @@ from staleflow.tasks.training.shared_prompts import PromptBlock
 
 NAME = "staleflow_rows"
 """As transformers knows this attention."""
-KNOWN = {"position_ids", "use_cache", "past_key_values", "cache_position", "is_causal", "output_attentions"}
+KNOWN = {"position_ids", "use_cache", "past_key_values", "cache_position", "is_causal", "output_attentions",
+         "output_router_logits"}  # fmt: skip
 """Further arguments of an attention that change nothing here. One with a value that is not among them, such as a
 window or a cap, does."""
 COMPARED = (PromptBlock(0, (3, 2)), PromptBlock(2, (1, 3)))

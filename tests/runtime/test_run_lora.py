@@ -12,8 +12,6 @@ from staleflow.stores.trajectory import Fate
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model
 from tests.runtime.test_run import check, run
 
-pytest.importorskip("peft")
-
 ADAPTER = (
     "training.lora={rank=4, alpha=8}",
     "rollout.on_pull=adapter",

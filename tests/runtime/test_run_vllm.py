@@ -58,7 +58,6 @@ def test_experts_and_shards_are_verified_by_part_at_every_pull(
 
 
 def test_adapters_of_all_versions_that_the_bound_allows_are_served(job: Path, tiny_model: Path) -> None:
-    pytest.importorskip("peft")
     check_attribution(job, tiny_model, *VLLM)
 
 

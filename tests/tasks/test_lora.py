@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,21 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from staleflow.pipeline.config import loading
-from staleflow.pipeline.config.preflight import check_job
+from benchmarks.models.model_families import make_family_model
 from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_file, weight_folder
 from staleflow.stores.weights.weight_hash import in_order
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import AdapterLayer, LoraConfig
-from staleflow.tasks.engines.transformers import forward_logprobs, load_model
+from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
 from staleflow.tasks.training.rank import ALONE
 from staleflow.tasks.training.trainer_settings import KlConfig
 from tests.support.rank_processes import in_group
+from tests.tasks.engine_conformance import model_settings
 from tests.tasks.test_ranks import Training, check_same, goes_on, train, training
-
-pytest.importorskip("peft")
 
 PROBE = [3, 4, 5, 6, 7, 8]
 LORA = LoraConfig(rank=4, alpha=8)
@@ -77,8 +76,7 @@ def test_the_same_seed_begins_with_the_same_adapter(tiny_model: Path) -> None:
 
 def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp_path: Path) -> None:
     """transformers reads the one, peft the other, and both compute what the trainer does."""
-    from peft import PeftModel
-
+    peft = pytest.importorskip("peft")
     job = adapted(training(tiny_model, (9, 7), "ppo_clip", "token_mean"), LoraConfig(rank=3, alpha=5))
     trainer = PolicyTrainer(job.settings)
     for step, rows in enumerate(job.batches):
@@ -90,7 +88,7 @@ def test_a_checkpoint_has_the_merged_model_and_the_adapter(tiny_model: Path, tmp
     assert np.abs(np.subtract(forward_logprobs(base, PROBE), trainer.probe(PROBE))).max() > 0.01
     assert {n for n, _ in merged.named_parameters()} == {n for n, _ in base.named_parameters()}
     np.testing.assert_allclose(forward_logprobs(merged, PROBE), trainer.probe(PROBE), atol=1e-5)
-    read = PeftModel.from_pretrained(base, tmp_path / "step" / "adapter").eval()
+    read = peft.PeftModel.from_pretrained(base, tmp_path / "step" / "adapter").eval()
     np.testing.assert_allclose(forward_logprobs(read, PROBE), trainer.probe(PROBE), atol=1e-5)
 
 
@@ -136,48 +134,76 @@ def test_targets_choose_the_layers(tiny_model: Path) -> None:
         PolicyTrainer(adapted(job, LoraConfig(rank=2, targets=["no_proj"])).settings)
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize(("targets", "told"), [(["c_proj"], "transformer.h.0.attn.c_proj is a Conv1D"), ([], "Conv1D")])
-def test_layers_that_keep_their_weights_otherwise_are_refused(
-    tiny_model: Path, tmp_path: Path, targets: list[str], told: str
-) -> None:
+def test_layers_that_keep_their_weights_otherwise_are_refused(tiny_model: Path, tmp_path: Path) -> None:
     """A Conv1D has them transposed: where that is square, adapters were merged into a checkpoint the wrong way."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    job = adapted(training(tmp_path, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=targets))
-    with pytest.raises(ConfigError, match=f"^training.lora.targets = .*: .*{told}, .* torch.nn.Linear; "):
-        PolicyTrainer(job.settings)
+    for targets, reason in (
+        (["c_proj"], "transformer.h.0.attn.c_proj is a Conv1D"),
+        ([], "it has no torch.nn.Linear but its output layer"),
+    ):
+        job = adapted(training(tmp_path, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=targets))
+        with pytest.raises(
+            ConfigError, match=rf"^training.lora.targets = .*: {reason}; .* torch.nn.Linear; train all weights$"
+        ):
+            PolicyTrainer(job.settings)
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 def test_embeddings_are_no_targets(tiny_model: Path) -> None:
     """Their adapters have other names, which no engine reads."""
     job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=["embed_tokens"]))
     with pytest.raises(
-        ConfigError, match=r"^training.lora.targets = .*: model.embed_tokens is a Embedding, .*Linear; "
+        ConfigError, match=r"^training.lora.targets = .*: model.embed_tokens is a Embedding; .*Linear; name .*q_proj"
     ):
         PolicyTrainer(job.settings)
 
 
-def test_a_job_whose_machine_has_no_peft_is_told_before_anything_starts(
-    job: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("family", "left_out", "last_parts"),
+    [
+        ("mixtral", "experts", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("qwen2_moe", "gate_up_proj", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+                                       "shared_expert_gate"}),
+        ("llama4_text", "router", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("nemotron_h", "conv1d", {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("falcon_h1", "conv1d", {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
+                                 "down_proj"}),
+    ],
+)  # fmt: skip
+def test_adapters_are_for_linear_layers_of_any_family_and_are_served_as_they_are_trained(
+    family: str, left_out: str, last_parts: set[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)  # what an import finds of a package that is not installed
-    config = loading.load(job, ("training.lora.rank=8", "rollout.on_pull=adapter"))
-    with pytest.raises(
-        ConfigError, match=r"training.lora.rank = 8: peft is not installed; pip install 'staleflow\[lora\]'"
-    ):
-        check_job(config)
+    """Experts and routers get none by default, and are refused by name; a Mamba layer's projections do."""
+    make_family_model(family, tmp_path / "model")
+    job = adapted(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
+    trainer = PolicyTrainer(job.settings)
+    for step, rows in enumerate(job.batches):
+        trainer.step(step, rows)
+    layers = adapters.layers(weight_folder.shapes(published(trainer)), "it")
+    assert {layer.module.rpartition(".")[2] for layer in layers} == last_parts
+    trainer.published(lambda weights: weight_file.write(tmp_path / "weights", weights))
+    settings = model_settings(tmp_path / "model") | {"lora": LORA, "adapters": 2}
+    engine = TransformersEngine(TransformersSettings(**settings), InstanceId("i"))
+    try:
+        before = engine.logprobs(PROBE)
+        engine.load(PolicyVersion(1), tmp_path / "weights")
+        np.testing.assert_allclose(engine.logprobs(PROBE), trainer.probe(PROBE), atol=1e-5)
+        assert np.abs(np.subtract(before, trainer.probe(PROBE))).max() > 1e-3
+    finally:
+        engine.close()
+    chosen = replace(job.settings.training, lora=LoraConfig(rank=2, targets=[left_out]))
+    with pytest.raises(ConfigError, match=rf"^training.lora.targets = \['{left_out}'\]: .*{left_out}.*; name layers"):
+        PolicyTrainer(replace(job.settings, training=chosen))
 
 
 def test_what_is_no_adapter_is_told() -> None:
     down, up = "base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"
     assert adapters.layers({down: (2, 8), up: (6, 2)}, "f") == [AdapterLayer("x", rank=2, inputs=8, outputs=6)]
-    for shapes, said in (
+    for shapes, message in (
         ({"x.weight": (2, 2)}, r"f: x.weight \(2, 2\) is no part of an adapter"),
         ({down: (2, 8)}, r"f: the adapter of x is not whole: A is \(2, 8\), B is None"),
         ({down: (2, 8), up: (6, 3)}, r"f: the adapter of x is not whole"),
     ):
-        with pytest.raises(StoreError, match=said):
+        with pytest.raises(StoreError, match=message):
             adapters.layers(shapes, "f")
