@@ -101,6 +101,8 @@ async def _execute(
     try:
         if cluster.dashboard:
             announce(f"Dask dashboard: {cluster.dashboard}")
+        if cluster.picture:
+            announce(f"GPUs: {cluster.picture}")
         own = str(cluster.client.id)
         about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
         refuse_second(await job_registry.ask(cluster.client, "submit", **about, by=own))

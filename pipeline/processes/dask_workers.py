@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import CONNECT_S, ClusterAddress
 from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES, ROLES, Needs
 from staleflow.pipeline.cluster.plugin import ensure
+from staleflow.pipeline.config.local_gpus import read_devices, use_devices
+from staleflow.pipeline.config.run_roles import place_locally, tensor_parallel
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.processes.clock import now_s
@@ -78,6 +80,10 @@ class DaskWorkers:
     """Whether other runs may use the cluster, so that workers have to be claimed."""
     scheduler_id: str = ""
     """Dask's id of the scheduler, another one for each process; empty until it was asked."""
+    visible: Mapping[str, str] = field(default_factory=dict)
+    """The GPUs of each role on a local cluster, as CUDA_VISIBLE_DEVICES has them, by the role's name."""
+    picture: str = ""
+    """What `visible` says, for people."""
     waiting: dict[str, str] = field(default_factory=dict)
     """Actors that have no worker yet, by name, and what each needs: shown to whoever watches the run."""
 
@@ -135,6 +141,9 @@ class DaskWorkers:
         self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
     ) -> PlacedActor:
         worker, address, host = where
+        visible = self.visible.get(name.partition(".")[0])  # a replacement takes the GPUs of the instance before it
+        if visible is not None:
+            await self._restrict(name, address, visible, within_s)
         self.generation += 1  # in the key: one cannot be used again while anyone holds the old future
         future = self.client.submit(
             cls,
@@ -157,6 +166,17 @@ class DaskWorkers:
         )
         logger.debug("%s placed on %s (%s)", name, worker, address)
         return self.placed[name]
+
+    async def _restrict(self, name: str, address: str, visible: str, within_s: float) -> None:
+        """Have a worker use the GPUs of the role that is to be created there, and no other. Raises ActorLost."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.client.run(use_devices, visible, workers=[address])
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise ActorLost(f"{name} could not start on {address}: {type(error).__name__}: {error}", name) from error
+        logger.debug("%s has GPUs %s", name, visible or "none")
 
     async def _made(self, future: Any, name: str, address: str) -> Any:
         """The actor that is being created on a worker. Raises ActorLost if the worker leaves meanwhile: Dask would wait
@@ -356,12 +376,14 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     cannot be reached."""
     cluster = config.cluster
     local: Any = None
+    visible, picture = place_locally(config, read_devices()) if cluster.kind == "local" else ({}, "")
     if cluster.kind == "local":
         local = await local_cluster.start(
             1 + config.training.ranks + len(config.judges) + config.rollout.instances,
             cluster.threads,
             local_cluster.modules(emulated=config.emulated),
             dashboard=cluster.dashboard,
+            parents=tensor_parallel(config) > 1,
         )
         try:
             client = await Client(local, asynchronous=True, direct_to_workers=True, set_as_default=False)
@@ -381,4 +403,6 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
         start_s=config.deadlines.start_s,
         shared=local is None,
         num_heavy=config.rollout.instances + config.training.ranks,
+        visible=visible,
+        picture=picture,
     )

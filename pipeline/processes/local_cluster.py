@@ -156,13 +156,16 @@ def forked(threads: int, modules: Sequence[str]) -> dict[str, object]:
     }
 
 
-async def start(num_workers: int, threads: int, modules: Sequence[str], *, dashboard: bool) -> Any:
+async def start(
+    num_workers: int, threads: int, modules: Sequence[str], *, dashboard: bool, parents: bool = False
+) -> Any:
     """A LocalCluster of worker processes with one thread each. dashboard: whether it serves one; else it serves
-    nothing over HTTP. The other arguments are those of `prepare`."""
+    nothing over HTTP. parents: whether workers may start processes by multiprocessing, as a tensor-parallel vLLM does.
+    The other arguments are those of `prepare`."""
     import dask
     from distributed import LocalCluster
 
-    dask.config.set(forked(threads, modules))
+    dask.config.set(forked(threads, modules) | {"distributed.worker.daemon": not parents})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
         starting = LocalCluster(

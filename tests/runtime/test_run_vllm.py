@@ -9,7 +9,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import dask
 import pytest
 
 from staleflow.stores.metrics import NAMES
@@ -50,8 +49,7 @@ def test_experts_and_shards_are_verified_by_part_at_every_pull(
     for file in (*tiny_model.glob("*token*"), tiny_model / "generation_config.json"):
         shutil.copy(file, model)
     shards = f"rollout.engine.tensor_parallel={tensor_parallel}"
-    with dask.config.set({"distributed.worker.daemon": False}):  # vLLM starts a process for each shard
-        end = run(job, *VLLM, "deadlines.call_s=120", "rollout.instances=1", f"model.path={model}", shards)
+    end = run(job, *VLLM, "deadlines.call_s=120", "rollout.instances=1", f"model.path={model}", shards)
     checks = [one for record in check(end.run_dir, 5).steps() for one in record.weight_checks]
     assert [one.version for one in checks] == list(range(6))
     assert all(one.outcome == "verified" and one.weights.verified >= 32 * tensor_parallel for one in checks)

@@ -1,0 +1,120 @@
+"""The GPUs of this machine, by NVIDIA's management library; CUDA is not started, and torch is not loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.placement.devices import Device
+
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+
+
+def read_devices(nvml: Any = None) -> tuple[Device, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES lets this process use, in its order; numbers in it count in PCI order. A GPU
+    in MIG mode stands for its slices. Empty without the driver or the package nvidia-ml-py. nvml: in place of that
+    package."""
+    if nvml is None:
+        try:
+            import pynvml
+        except ImportError:
+            return ()
+        nvml = pynvml
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ()
+    try:
+        return _visible(list(_all_devices(nvml)), os.environ.get(VISIBLE))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def use_devices(visible: str) -> None:
+    """Let this process, which has not started CUDA yet, use these GPUs alone. visible: for CUDA_VISIBLE_DEVICES; empty:
+    none. Raises RuntimeError if it is too late."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized() and os.environ.get(VISIBLE) != visible:
+        raise RuntimeError(f"this process uses GPUs already, so {VISIBLE}={visible} would have no effect; restart it")
+    # vLLM takes numbers only, and they have to mean here what they mean to NVIDIA's management library.
+    os.environ[ORDER] = "PCI_BUS_ID"
+    os.environ[VISIBLE] = visible
+
+
+def _all_devices(nvml: Any) -> Iterator[Device]:
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    domains = _link_domains(nvml, handles)
+    for index, handle in enumerate(handles):
+        model = _text(nvml.nvmlDeviceGetName(handle)).removeprefix("NVIDIA ")
+        numa = _numa(_text(nvml.nvmlDeviceGetPciInfo(handle).busId))
+        slices = list(_slices(nvml, handle))
+        for part in slices:
+            uuid = _text(nvml.nvmlDeviceGetUUID(part))
+            memory_bytes = int(nvml.nvmlDeviceGetMemoryInfo(part).total)
+            yield Device(
+                uuid=uuid, visible=uuid, model=f"{model} MIG", memory_bytes=memory_bytes, link_domain=uuid, numa=numa
+            )
+        if not slices:
+            yield Device(
+                uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+                visible=str(index),
+                model=model,
+                memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+                link_domain=domains[index],
+                numa=numa,
+            )
+
+
+def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
+    """The handles of a GPU's MIG slices; none if it is not in that mode."""
+    with contextlib.suppress(nvml.NVMLError):  # a GPU that has no MIG
+        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+            return
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(nvml.NVMLError):  # a place without a slice
+                yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+
+
+def _link_domains(nvml: Any, handles: list[Any]) -> list[str]:
+    """The link domain of each GPU: those that NVLink joins, directly or through others; without NVLink, the host."""
+    domain = list(range(len(handles)))
+    linked = False
+    for one, first in enumerate(handles):
+        for other in range(one):
+            with contextlib.suppress(nvml.NVMLError):
+                status = nvml.nvmlDeviceGetP2PStatus(first, handles[other], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                if status == nvml.NVML_P2P_STATUS_OK:
+                    linked = True
+                    domain = [domain[other] if each == domain[one] else each for each in domain]
+    return [f"nvlink-{each}" if linked else "pcie" for each in domain]
+
+
+def _numa(bus_id: str) -> int:
+    """The processor's memory that a PCI device is attached to; 0 if the system does not say."""
+    path = Path("/sys/bus/pci/devices") / bus_id.lower()[-12:] / "numa_node"
+    try:
+        return max(0, int(path.read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+def _visible(devices: list[Device], named: str | None) -> tuple[Device, ...]:
+    """The devices that a value of CUDA_VISIBLE_DEVICES names, in its order; as CUDA does, up to the first that is not
+    there."""
+    if named is None:
+        return tuple(devices)
+    chosen: list[Device] = []
+    for entry in filter(None, (part.strip() for part in named.split(","))):
+        match = [d for d in devices if d.visible == entry or (not entry.isdigit() and d.uuid.startswith(entry))]
+        if not match:
+            break
+        chosen.append(match[0])
+    return tuple(chosen)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

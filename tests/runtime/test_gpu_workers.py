@@ -1,0 +1,46 @@
+"""Actors of a run on a machine with GPUs see those that are theirs; NVIDIA's library is simulated, the processes are
+not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.processes.dask_workers import connect
+from tests.support.fake_nvml import pynvml
+
+
+class Environment:
+    """An actor that tells its process's environment."""
+
+    async def visible(self) -> tuple[str | None, str | None]:
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
+
+
+async def seen_by(job: Path, *names: str) -> dict[str, str | None]:
+    """What each actor of a run sees, by name."""
+    workers = await connect(loading.load(job, ("rollout.instances=2",)))
+    try:
+        found = {}
+        for name in names:
+            role = name.partition("-")[0]
+            placed = await workers.place(name, role, Environment)
+            found[name], order = await placed.actor.visible()
+            assert order == "PCI_BUS_ID"
+        return found
+    finally:
+        await workers.close()
+
+
+def test_each_actor_sees_its_own_gpu_and_light_ones_none(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_GPUS", "4xH100-80")
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = ("server", "trainer", "rollout-0", "rollout-1.1", "reward-0")
+    seen = asyncio.run(seen_by(job, *names))
+    assert seen == {"server": "", "trainer": "0", "rollout-0": "1", "rollout-1.1": "2", "reward-0": ""}
