@@ -23,7 +23,7 @@ FOLDER = "adapter"
 """Where in a checkpoint the adapter is, for peft's `from_pretrained`; the checkpoint itself is the merged model."""
 
 
-class TrainedAdapter(torch.nn.Module):
+class TrainedAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
     """A linear layer whose weights are frozen, with its adapter."""
 
     def __init__(self, base: torch.nn.Linear, config: LoraConfig) -> None:
