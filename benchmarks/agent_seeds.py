@@ -139,7 +139,7 @@ def one(folder: Path, name: str, source: str, overrides: tuple[str, ...]) -> dic
     options = f"task.options.told={told}" if source.startswith("agent:") else "task.options.guesses=4"
     fixed = (
         f"model.path={folder}/model", f"runs_dir={folder}/runs", f"name={name}", f"task.source={source}", options,
-        "task.chat=true", "cluster.dashboard=false", "environment.step_s=300", *overrides,
+        "task.chat=true", "cluster.dashboard=false", "environment.step_timeout_s=300", *overrides,
     )  # fmt: skip
     end = asyncio.run(execute(loading.load(JOB, fixed), lambda *_: None, lambda _: None))
     store = VersionedStore.open(end.run_dir / "store")

@@ -27,7 +27,7 @@ from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
 
 UNLIMITED: dict[str, Any] = {
-    "hosts": 16, "concurrency": 4096, "step_s": 1e6, "episode_s": 1e7, "max_turns": 1000,
+    "hosts": 16, "concurrency": 4096, "step_timeout_s": 1e6, "episode_timeout_s": 1e7, "max_turns": 1000,
 }  # fmt: skip
 AGENT: dict[str, Any] = {
     "task": {"environment": "yes"},
@@ -95,8 +95,8 @@ def lock_step(turns: int, groups: int, steps: int) -> dict[str, Any]:
 REDUNDANT = ((32, 8), (36, 8), (32, 9), (36, 9), (36, 12))
 FAILING: dict[str, dict[str, Any]] = {
     "no failures": {},
-    "a step in 1,000 hangs": {"simulation": {"hung_step_share": 0.001}, "environment": {"step_s": 200.0}},
-    "a step in 200 hangs": {"simulation": {"hung_step_share": 0.005}, "environment": {"step_s": 200.0}},
+    "a step in 1,000 hangs": {"simulation": {"hung_step_share": 0.001}, "environment": {"step_timeout_s": 200.0}},
+    "a step in 200 hangs": {"simulation": {"hung_step_share": 0.005}, "environment": {"step_timeout_s": 200.0}},
 }
 """A step that is never answered is given up after 200 s, and its episode begins again."""
 
@@ -426,9 +426,9 @@ without redundancy), 1.81 on SWE (1.68).
 PREFIX = """\
 ## Cached contexts
 
-Share of the context computed before that a turn finds cached, bound 1, with and without `rollout.affinity`; a pull
-drops what is cached. Simulated (`emulated`): ten turns, 32 x 8. Real engines on CPUs (`python -m benchmarks.prefix`):
-a tiny model, two instances, 8 x 4.
+Share of the context computed before that a turn finds cached, bound 1, with and without `rollout.cache_affinity`; a
+pull drops what is cached. Simulated (`emulated`): ten turns, 32 x 8. Real engines on CPUs
+(`python -m benchmarks.prefix`): a tiny model, two instances, 8 x 4.
 """
 SINGLE = """\
 ## Single turns

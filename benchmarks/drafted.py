@@ -41,7 +41,7 @@ def rate(overrides: tuple[str, ...]) -> float:
 def drafting(acceptance: float) -> tuple[str, ...]:
     if not acceptance:
         return ()
-    return (f"rollout.engine.speculation.length={LENGTH}", f"workload.acceptance={acceptance}")
+    return (f"rollout.engine.speculation.num_speculative_tokens={LENGTH}", f"workload.acceptance_rate={acceptance}")
 
 
 def shown(rates: list[float]) -> str:

@@ -100,7 +100,7 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
     settings = VllmSettings(
         model=args.model, dtype="float32", device="cpu", temperature=args.temperature, max_running=64, kv_tokens=16384,
         page_tokens=32, max_batch_tokens=1024, eos=(tokenizer.eos_token_id,), seed=0,
-        speculation=Speculation(length=length, source=source, most_running=most_running),
+        speculation=Speculation(num_speculative_tokens=length, source=source, disable_above=most_running),
     )  # fmt: skip
     engine = build_engine(settings, InstanceId(kind), 1)
     number = 1

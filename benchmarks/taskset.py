@@ -146,7 +146,7 @@ def measure(folder: Path, recipe: Recipe, overrides: tuple[str, ...]) -> None:
     config = loading.load(JOB, (
         f"model.path={model}", f"runs_dir={folder}/runs", "name=taskset", "task.source=verifiers:textarena",
         f"task.options.env={env}", 'task.options.renderer={ name = "default" }', "task.chat=true",
-        "task.eval_prompts=0", "cluster.dashboard=false", "environment.step_s=300", "environment.memory_mib=0",
+        "task.eval_prompts=0", "cluster.dashboard=false", "environment.step_timeout_s=300", "environment.memory_mib=0",
         f"environment.max_turns={TURNS + 1}", "environment.concurrency=4", "rollout.instances=1",
         "rollout.max_new_tokens=120", "deadlines.stuck_s=900", *overrides,
     ))  # fmt: skip

@@ -66,7 +66,7 @@ def print_profile(profile: Profile, path: Path) -> None:
 
     stored, fit = profile.as_dict(), profile.fit
     coefficients = stored["coefficients"]
-    verified = coefficients.pop("verified")
+    verified = coefficients.pop("verify_share")
     for name, value in {**coefficients, **stored["latencies"]}.items():
         click.echo(f"  {name:8} {value:.4g} s")
     if profile.drafted:

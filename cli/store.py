@@ -145,5 +145,6 @@ def convert(run: str, out: str, as_json: bool) -> None:
         click.echo(json.dumps(dataclasses.asdict(done), indent=2))
     else:
         store = done.store
-        click.echo(f"{done.out}: {store.rows} trajectories, {store.branches} branches, {store.snapshots} snapshots")
+        size = f"{store.rows} trajectories, {store.branches} branches, {store.snapshots} snapshots" if store else ""
+        click.echo(f"{done.out}: {size or 'its store is as it was'}; {done.jobs} job files")
         click.echo(f"see: staleflow store audit {done.out}")

@@ -88,7 +88,7 @@ eval_prompts = 0
 
 [environment]
 hosts = 2
-step_s = 5
+step_timeout_s = 5
 max_failed_share = 1.0
 
 [reward]

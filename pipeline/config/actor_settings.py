@@ -123,7 +123,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
         )
     if not plays:
         raise ConfigError(
-            f"task.environment = 'yes': task.source = {config.task.source!r} is no environment of many turns, and "
+            f"task.multi_turn = 'yes': task.source = {config.task.source!r} is no environment of many turns, and "
             "environment.tools names no tool; remove it"
         )
     if config.reward.parts or config.reward.function != "task":
@@ -231,7 +231,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
 def drafts_from_responses(config: RunConfig) -> bool:
     """Whether engines draft from other responses to the same prompts."""
     speculation = config.rollout.engine.speculation
-    return speculation.length > 0 and speculation.source == "responses" and not config.emulated
+    return speculation.num_speculative_tokens > 0 and speculation.source == "responses" and not config.emulated
 
 
 def overlong(config: RunConfig) -> Overlong:

@@ -100,10 +100,10 @@ def _check_texts(config: RunConfig, where: str) -> None:
         raise ConfigError(
             f"{where}: environment.template must contain {{observation}}, it is {shown(config.environment.template)}"
         )
-    if config.environment.tools and config.environment.tool_s >= config.environment.step_s:
+    if config.environment.tools and config.environment.tool_timeout_s >= config.environment.step_timeout_s:
         raise ConfigError(
-            f"{where}: environment.tool_s = {config.environment.tool_s:g} must be less than environment.step_s = "
-            f"{config.environment.step_s:g}, which ends the episode"
+            f"{where}: environment.tool_timeout_s = {config.environment.tool_timeout_s:g} must be less than "
+            f"environment.step_timeout_s = {config.environment.step_timeout_s:g}, which ends the episode"
         )
     doubled = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
     try:
@@ -148,10 +148,12 @@ def _check_evaluation(config: RunConfig, where: str) -> None:
                 f"{key}.source = {evaluation_set.source!r}: environments of a run are those of task.source and "
                 "task.eval_source; leave it empty"
             )
-    best = config.evaluation.best
+    best = config.evaluation.best_checkpoint_set
     if best and best not in sets:
         known = ", ".join(sets) or "none; set task.eval_prompts or add evaluation.sets.NAME"
-        raise ConfigError(f"{where}: evaluation.best = {best!r} is no set that is evaluated; known: {known}")
+        raise ConfigError(
+            f"{where}: evaluation.best_checkpoint_set = {best!r} is no set that is evaluated; known: {known}"
+        )
 
 
 def _check_engine(config: RunConfig, where: str) -> None:
@@ -162,10 +164,10 @@ def _check_engine(config: RunConfig, where: str) -> None:
             f'{where}: rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"'
         )
     speculation = engine.speculation
-    if speculation.length and config.training.lora.rank:
+    if speculation.num_speculative_tokens and config.training.lora.rank:
         raise ConfigError(
-            f"{where}: rollout.engine.speculation.length = {speculation.length}: drafts are not verified under "
-            "adapters (training.lora.rank) yet; use 0"
+            f"{where}: rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: "
+            "drafts are not verified under adapters (training.lora.rank) yet; use 0"
         )
     _check_adapters(config, where)
     if engine.kv_tokens < config.rollout.max_new_tokens:

@@ -33,7 +33,9 @@ def dry_run(config: RunConfig, runs_dir: Path) -> RunConfig:
         steps=min(config.steps, STEPS),
         model=dataclasses.replace(config.model, path=str(folder or config.model.path), device="cpu"),
         batch=dataclasses.replace(batch, groups_per_step=groups, extra_groups=min(batch.extra_groups, groups)),
-        rollout=dataclasses.replace(rollout, engine=engine, instances=min(rollout.instances, WORKERS), drift_limit=1e9),
+        rollout=dataclasses.replace(
+            rollout, engine=engine, instances=min(rollout.instances, WORKERS), logprob_drift_limit=1e9
+        ),
         training=dataclasses.replace(
             config.training, minibatches=min(config.training.minibatches, groups * batch.group_size)
         ),

@@ -34,15 +34,15 @@ class WorkloadConfig:
         low=0,
     )
     reset_s: float = knob(
-        0.0, "agentic: seconds until an environment has begun, which its first answer takes more", low=0, high=LONGEST_S
+        0.0, "agentic: seconds to reset an environment, added to its first step", low=0, high=LONGEST_S
     )
     tool_tokens: int = knob(200, "agentic: tokens per tool result", low=0)
     group_correlation: float = knob(
         0.0, "correlation of log lengths within a group; 1: the prompt alone determines them", low=0, high=1
     )
-    acceptance: float = knob(
+    acceptance_rate: float = knob(
         0.7,
-        "probability that a drafted token is sampled if those before it were (rollout.engine.speculation)",
+        "probability that a draft token is accepted if those before it were (rollout.engine.speculation)",
         low=0,
         high=1,
     )
@@ -63,13 +63,11 @@ class SimulationConfig:
     train_s_per_token: float = knob(
         0.0, "seconds per training step for each token of its batch, prompts included; added to train_s", low=0, high=1
     )
-    draw_s: float = knob(0.0, "seconds until requested prompts arrive", low=0, high=LONGEST_S)
+    fetch_prompts_s: float = knob(0.0, "seconds until requested prompts arrive", low=0, high=LONGEST_S)
     reward_s: float = knob(0.1, "seconds until a response is scored", low=0, high=LONGEST_S)
-    act_s: float = knob(
-        0.0, "seconds that an environment's answer takes beyond those of the environment itself", low=0, high=LONGEST_S
-    )
+    environment_overhead_s: float = knob(0.0, "seconds of overhead per environment step", low=0, high=LONGEST_S)
     pull_s: float = knob(1.0, "seconds an instance takes to load new weights, without prefill", low=0, high=LONGEST_S)
-    command_s: float = knob(
+    message_s: float = knob(
         0.0, "seconds a message between coordinator and instance takes, each way", low=0, high=LONGEST_S
     )
     report_s: float = knob(
@@ -81,16 +79,17 @@ class SimulationConfig:
     switch_s: float = knob(
         0.0, "colocated: seconds to switch between rollout and training, twice per step", low=0, high=LONGEST_S
     )
-    lost_every_s: float = knob(
+    mean_loss_interval_s: float = knob(
         0.0, "mean seconds between instance losses, over all instances; 0: none", low=0, high=1e9
     )
     replace_s: float = knob(60.0, "seconds until a lost instance is replaced", low=0, high=LONGEST_S)
     straggler_share: float = knob(0.0, "share of the instances that are slow", low=0, high=1)
     straggler_factor: float = knob(3.0, "factor by which slow instances decode slower", low=1, high=1000)
     failed_step_share: float = knob(0.0, "share of the environments' steps that fail", low=0, high=1)
-    hung_step_share: float = knob(0.0, "share of the environments' steps that are never answered", low=0, high=1)
+    hung_step_share: float = knob(0.0, "share of the environments' steps that never return", low=0, high=1)
     lock_step: bool = knob(
-        False, "no environment-level asynchrony: an environment's answer counts once all of the batch have answered"
+        False,
+        "no environment-level asynchrony: an environment's step counts once those of all of the batch have returned",
     )
     slow_pull_share: float = knob(0.0, "share of pulls that are slow", low=0, high=1)
     slow_pull_factor: float = knob(10.0, "factor by which slow pulls take longer", low=1, high=1000)

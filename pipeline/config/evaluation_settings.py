@@ -41,14 +41,14 @@ class EvaluationConfig:
     """Evaluations: before and after training, and beside it. They are sampled by the run's own instances."""
 
     every: int = knob(0, "training steps between evaluations; 0: only the first and the last version", low=0)
-    share: float = knob(
+    max_slot_share: float = knob(
         0.25,
-        "largest share of the instances' places that an evaluation has while they could be given work to train on",
+        "largest share of the instances' slots that an evaluation has while there is training work for them",
         above=0,
         high=1,
     )
-    best: str = knob(
-        "", "set whose mean reward chooses the version whose checkpoint is kept as checkpoints/best; empty: none is"
+    best_checkpoint_set: str = knob(
+        "", "set whose mean reward selects checkpoints/best; empty: no best checkpoint is kept"
     )
     sets: dict[str, EvaluationSetConfig] = knob(
         {}, "sets by name, besides that of task.eval_prompts, which is called held-out"

@@ -28,7 +28,7 @@ from staleflow.tasks.settings.seeds import Stream, generator
 def cost_model(config: RunConfig) -> CostModel:
     cost = config.rollout.cost
     return CostModel(
-        k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill, verified=cost.verified
+        k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill, verify_share=cost.verify_share
     )
 
 
@@ -51,14 +51,14 @@ def drafting(config: RunConfig) -> DraftSettings:
     """How simulated and emulated instances draft when they begin."""
     speculation = config.rollout.engine.speculation
     return DraftSettings(
-        length=speculation.first_length, most_running=speculation.cap, acceptance=config.workload.acceptance
+        length=speculation.first_length, most_running=speculation.cap, acceptance=config.workload.acceptance_rate
     )
 
 
 def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
     """The cost model of an instance that drafts as the job says while it runs so many."""
     speculation = config.rollout.engine.speculation
-    return while_drafting(cost_model(config), speculation, config.workload.acceptance, running, kv_tokens)
+    return while_drafting(cost_model(config), speculation, config.workload.acceptance_rate, running, kv_tokens)
 
 
 def while_drafting(
@@ -67,9 +67,9 @@ def while_drafting(
     """The cost model of an instance that runs so many: with drafts as long as is best for these where the coordinator
     decides, and as `asked` where it does not."""
     if speculation.decided:
-        length = cost.best_length(running, kv_tokens, speculation.length, acceptance)
+        length = cost.best_length(running, kv_tokens, speculation.num_speculative_tokens, acceptance)
     else:
-        length = speculation.length if running <= speculation.cap else 0
+        length = speculation.num_speculative_tokens if running <= speculation.cap else 0
     return cost.drafting(length, acceptance)
 
 
@@ -98,8 +98,8 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         stragglers=STRAGGLERS.make(config.batch.stragglers),
         max_attempts=rollout.max_attempts,
         environments=config.acts,
-        evaluation_share=config.evaluation.share,
-        affinity=CacheAffinity(costs) if config.acts and rollout.affinity else None,
+        evaluation_share=config.evaluation.max_slot_share,
+        affinity=CacheAffinity(costs) if config.acts and rollout.cache_affinity else None,
         adapters=config.served_versions > 0,
     )
 
@@ -108,7 +108,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     """A new coordinator for this job. validate_each: check all invariants after every event."""
     batch, cost = config.batch, cost_model(config)
     speculation = config.rollout.engine.speculation
-    drafts = DraftLengths(cost, speculation.length if speculation.decided else 0)
+    drafts = DraftLengths(cost, speculation.num_speculative_tokens if speculation.decided else 0)
     costs: StepCosts = drafts.costs if speculation.decided else cost
     strategies = make_strategies(config, costs)
     ledger = StalenessLedger(

@@ -415,5 +415,5 @@ function = {function}  # task (equal to the row's answer), math_verify or mine.p
 TURNS = """
 [environment]
 max_turns = 16  # most turns of an episode; the last one ends it
-step_s = 30.0  # seconds for a step or a reset; after that it has failed
+step_timeout_s = 30.0  # seconds for a step or a reset; after that it has failed
 """

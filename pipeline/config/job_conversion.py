@@ -32,6 +32,26 @@ MOVED = {
     "training.loss.entropy_bonus": "training.entropy_bonus",
 }
 """Keys that were in the table that selects an entry, and where they are now."""
+RENAMED = {
+    "task.environment": "task.multi_turn",
+    "environment.step_s": "environment.step_timeout_s",
+    "environment.tool_s": "environment.tool_timeout_s",
+    "environment.episode_s": "environment.episode_timeout_s",
+    "evaluation.share": "evaluation.max_slot_share",
+    "evaluation.best": "evaluation.best_checkpoint_set",
+    "rollout.affinity": "rollout.cache_affinity",
+    "rollout.drift_limit": "rollout.logprob_drift_limit",
+    "rollout.spool_s": "rollout.delivery_interval_s",
+    "rollout.cost.verified": "rollout.cost.verify_share",
+    "rollout.engine.speculation.length": "rollout.engine.speculation.num_speculative_tokens",
+    "rollout.engine.speculation.most_running": "rollout.engine.speculation.disable_above",
+    "workload.acceptance": "workload.acceptance_rate",
+    "simulation.act_s": "simulation.environment_overhead_s",
+    "simulation.draw_s": "simulation.fetch_prompts_s",
+    "simulation.command_s": "simulation.message_s",
+    "simulation.lost_every_s": "simulation.mean_loss_interval_s",
+}
+"""Keys that have had another name in the same table up to commit 9e20fc41, and their names now."""
 REMOVED = ("rollout.pace_slack", "evaluation.fill")
 """Keys of settings that are no more."""
 REPLACED = {"environment.isolation": {"thread": "auto"}}
@@ -55,11 +75,25 @@ def convert_job(tree: Mapping[str, Any]) -> dict[str, Any]:
     select are dropped: they had no effect. Does not modify `tree`; one that needs no conversion is returned as it is.
 
     Args:
-        tree: All of a job, as commit 976202a wrote it into config.toml or a store's header.
+        tree: All of a job, as commit 976202a or 9e20fc41 wrote it into config.toml or a store's header.
     """
     if not is_earlier_job(tree):
         return dict(tree)
-    job = without_removed(tree)
+    job = _without_removed(tree)
+    if _selects_by_name(tree):
+        _move_knobs(job)
+    for old, new in RENAMED.items():
+        *tables, name = old.split(".")
+        section: Any = job
+        for table in tables:
+            section = section.get(table) if isinstance(section, dict) else None
+        if isinstance(section, dict) and name in section:
+            section[new.rpartition(".")[2]] = section.pop(name)
+    return job
+
+
+def _move_knobs(job: dict[str, Any]) -> None:
+    """Move the knobs of a job that selects registry entries by name alone into the tables of those entries."""
     options = {"rollout.routing": job["rollout"].pop("routing_options", {})}
     for key, _ in CHOICES:
         table, _, field = key.rpartition(".")
@@ -72,10 +106,9 @@ def convert_job(tree: Mapping[str, Any]) -> dict[str, Any]:
             _table(job, place)[renamed] = values.pop(name)
     for key, registry in CHOICES:
         _keep_own_knobs(_table(job, key), registry, options.get(key))
-    return job
 
 
-def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A stored job without settings that this version no longer has. Does not modify `tree`."""
     job = copy.deepcopy(dict(tree))
     for key in REMOVED:
@@ -101,7 +134,21 @@ def _keep_own_knobs(entry: dict[str, Any], registry: Registry[Any], options: Map
 
 
 def is_earlier_job(tree: Mapping[str, Any]) -> bool:
-    """Whether all of a job was written by commit 976202a: its routing rule is a name, not a table."""
+    """Whether all of a job was written by an earlier version: it has keys that moved, were renamed or are no more."""
+    return _selects_by_name(tree) or any(_has(tree, key) for key in (*RENAMED, *REMOVED))
+
+
+def _has(tree: Any, key: str) -> bool:
+    """Whether an unchecked tree has a dotted key."""
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return False
+        tree = tree[name]
+    return True
+
+
+def _selects_by_name(tree: Mapping[str, Any]) -> bool:
+    """Whether commit 976202a wrote a job: its routing rule is a name, not a table."""
     rollout = tree.get("rollout")
     return isinstance(rollout, Mapping) and isinstance(rollout.get("routing"), str)
 

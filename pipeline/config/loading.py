@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.cross_checks import check_across
-from staleflow.pipeline.config.job_conversion import MOVED
+from staleflow.pipeline.config.job_conversion import MOVED, RENAMED
 from staleflow.pipeline.config.knob_tree import apply_override, merged
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
@@ -55,7 +55,7 @@ def _depth(override: str) -> int:
 
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
-    for old, new in MOVED.items():
+    for old, new in (MOVED | RENAMED).items():
         *tables, name = old.split(".")
         if name in reduce(_table, tables, tree):
             raise ConfigError(f"{where}: unknown key {old}; did you mean {new}?")
@@ -80,9 +80,9 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     try:
         profile = json.loads(Path(name).read_text())
         cost = {key: profile["coefficients"][key] for key in ("k1", "k2", "k3", "k4", "b", "prefill")}
-        cost["verified"] = profile["coefficients"].get("verified", 1.0)  # earlier versions did not measure it
+        cost["verify_share"] = profile["coefficients"]["verify_share"]
         seconds = dict(profile.get("latencies", {}))
-        acceptance = profile.get("acceptance")  # None if the run drafted nothing, or an engine was profiled
+        acceptance = profile.get("acceptance_rate")  # None if the run drafted nothing, or an engine was profiled
     except OSError as error:
         raise ConfigError(
             f"{setting}: cannot be read: {error.strerror or error}; `staleflow profile` writes one"
@@ -91,5 +91,5 @@ def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         raise ConfigError(f"{setting}: not a profile ({error!r}); create it again with `staleflow profile`") from error
     measured: dict[str, Any] = {"profile": "", "rollout": {"cost": cost}, "simulation": seconds}
     if acceptance is not None:
-        measured["workload"] = {"acceptance": acceptance}
+        measured["workload"] = {"acceptance_rate": acceptance}
     return merged(tree, measured)

@@ -27,7 +27,7 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
         if config.workload.kind == "agentic" and not config.acts:
             raise ConfigError(
                 'workload.kind = "agentic": without environments only `staleflow simulate` has tool calls; set '
-                'task.environment = "yes", or choose another'
+                'task.multi_turn = "yes", or choose another'
             )
         if not config.has_texts:
             return ModelFacts(context=2**31, eos=(), nonce=secrets.token_hex(4))

@@ -131,11 +131,11 @@ def check_names(config: RunConfig) -> None:
 def _check_steps(config: RunConfig) -> None:
     """Check that a job that acts does not count as stuck while it waits for a step of an environment."""
     time_scale = config.rollout.engine.time_scale
-    step_s, stuck_s = config.environment.step_s / time_scale, config.deadlines.stuck_s
-    if step_s >= stuck_s and config.acts:
+    step_timeout_s, stuck_s = config.environment.step_timeout_s / time_scale, config.deadlines.stuck_s
+    if step_timeout_s >= stuck_s and config.acts:
         emulated = f" (at rollout.engine.time_scale = {time_scale:g})" if time_scale != 1 else ""
         raise ConfigError(
-            f"environment.step_s = {config.environment.step_s:g}{emulated} must be less than "
+            f"environment.step_timeout_s = {config.environment.step_timeout_s:g}{emulated} must be less than "
             f"deadlines.stuck_s = {stuck_s:g}, after which a run that only waits for a step would be ended; raise "
             "deadlines.stuck_s"
         )

@@ -52,10 +52,10 @@ class TaskConfig:
     options: dict[str, Any] = knob(
         {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
     )
-    environment: str = knob(
+    multi_turn: str = knob(
         "auto",
-        "whether an environment answers each turn of the model, so that a trajectory may have many; auto: as "
-        "task.source says. Of an emulated run: yes, if the workload's tools are to run outside of the instances",
+        "whether an environment replies to each turn of the model, so that a trajectory may have many; auto: as "
+        "task.source does. Of an emulated run: yes, if the workload's tools run outside of the instances",
         choices=("auto", "yes", "no"),
     )
     columns: Columns = Columns()
@@ -152,7 +152,7 @@ class CostConfig:
     k4: float = knob(0.0028, "constant seconds per step", low=0, high=10)
     b: float = knob(0.0027, "offset of the compute-bound term, seconds", low=0, high=10)
     prefill: float = knob(0.0001231, "seconds per token of a prompt, or of a recomputed context", low=0, high=10)
-    verified: float = knob(1.0, "what a drafted token costs that is verified, as a share of k3", low=0)
+    verify_share: float = knob(1.0, "cost of verifying a draft token, as a share of k3", low=0)
     tolerance: float = knob(
         0.25, "relative error on measured decode steps above which a run reports that the cost model drifted", above=0
     )
@@ -175,7 +175,7 @@ class RolloutConfig:
     min_instances: int = knob(
         1, "instances with which the run goes on while others that were lost wait for a free worker", low=1, high=4096
     )
-    max_new_tokens: int = knob(64, "most tokens in a response, all turns and what environments answer included", low=1)
+    max_new_tokens: int = knob(64, "most tokens in a response, all turns and observations included", low=1)
     turn_tokens: int = knob(0, "most tokens that are sampled in one turn; 0: max_new_tokens", low=0)
     temperature: float = knob(
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
@@ -189,13 +189,13 @@ class RolloutConfig:
         choices=("interrupt", "keep", "adapter"),
     )
     migration: Migration = choice(MIGRATION, "none", "which running trajectories move to less loaded instances")
-    drift_limit: float = knob(
+    logprob_drift_limit: float = knob(
         0.0,
         "nats by which an instance's logprobs of a probe may differ from the trainer's on average before it is taken "
         "out of service; 0: measured at version 0",
         low=0,
     )
-    spool_s: float = knob(
+    delivery_interval_s: float = knob(
         10.0,
         "seconds between deliveries of running responses' tokens: a lost instance loses no more of them; 0: all",
         low=0,
@@ -203,8 +203,10 @@ class RolloutConfig:
     max_attempts: int = knob(
         3, "most retries of a trajectory after failures of an engine or its environment, or lost instances", low=0
     )
-    affinity: bool = knob(
-        True, "whether a trajectory's next turn goes where the last one was sampled, if that saves more than it costs"
+    cache_affinity: bool = knob(
+        True,
+        "whether a trajectory's next turn goes to the instance that caches its last one, if that saves more than it "
+        "costs",
     )
     engine: EngineSettings = choice(ENGINES, "transformers", "engine that samples responses")
     cost: CostConfig = CostConfig()
@@ -346,10 +348,10 @@ class RunConfig:
 
     @property
     def acts(self) -> bool:
-        """Whether an environment answers each turn of the model. With task.environment = auto a user's file that
+        """Whether an environment answers each turn of the model. With task.multi_turn = auto a user's file that
         task.source names is loaded to know it; one that cannot be loaded here has none."""
-        if self.task.environment != "auto" or not self.has_texts:
-            return self.task.environment == "yes"
+        if self.task.multi_turn != "auto" or not self.has_texts:
+            return self.task.multi_turn == "yes"
         if self.environment.tools:
             return True
         if (kind := kind_of(self.task.source)) is not None:

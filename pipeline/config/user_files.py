@@ -95,13 +95,13 @@ def models_located(config: RunConfig) -> RunConfig:
 
 def settled(config: RunConfig) -> RunConfig:
     """The job that says whether it has environments; as it is if its source cannot be loaded on this machine."""
-    if config.task.environment != "auto" or not config.has_texts:
+    if config.task.multi_turn != "auto" or not config.has_texts:
         return config
     try:
         plays = bool(config.environment.tools) or is_environment(config.task.source, "task.source")
     except ConfigError:
         return config
-    return _set(config, "task.environment", "yes" if plays else "no")
+    return _set(config, "task.multi_turn", "yes" if plays else "no")
 
 
 def data_file(source: str) -> tuple[str, Path | None]:

@@ -2,7 +2,7 @@
 
 A drafted token is worth verifying where an instance runs few requests, and costs where it runs many. What a step costs
 by the tokens that it computes is learned from the instances' reports: with n requests and without drafts it computes n,
-so an instance that drains shows what as many verified tokens would cost (`CostModel.verified` of each, if profiled).
+so an instance that drains shows what as many verified tokens would cost (`CostModel.verify_share` of each).
 What drafts bring is learned while an instance drafts: how many requests of a step have one, how long they are, and how
 often a drafted token is sampled.
 
@@ -209,7 +209,7 @@ class DraftLengths:
             self._seen.add(gained, steps, length)
         elif steps.drafts:
             return  # some of these steps were before it was told to draft none
-        tokens = running * (1.0 + self._cost.verified * steps.drafted_tokens / gained)
+        tokens = running * (1.0 + self._cost.verify_share * steps.drafted_tokens / gained)
         step_s = steps.seconds * running / gained
         self._seconds_of.observe(tokens, steps.kv_tokens, step_s, drafted=steps.drafts > 0)
 
@@ -233,7 +233,7 @@ class DraftLengths:
         lengths = np.arange(self._most + 1, dtype=np.float64)
         self.rates = found = rates(self._seen, self._most)
         drafted = found.drafted(lengths)
-        tokens = running[:, None] * (1.0 + self._cost.verified * drafted)
+        tokens = running[:, None] * (1.0 + self._cost.verify_share * drafted)
         kv_tokens = np.broadcast_to((running * each_kv)[:, None], tokens.shape)
         self._seconds = self._seconds_of.drafted(tokens, kv_tokens) / found.gained(lengths)
         self._seconds[:, 0] = self._seconds_of.plain(running, kv_tokens[:, 0])

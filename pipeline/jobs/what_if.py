@@ -52,7 +52,7 @@ def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     cost = profile.drafts.cost(profile.fit.model)
     overrides += [f"rollout.cost.{name}={value!r}" for name, value in asdict(cost).items()]
     if profile.drafts.acceptance is not None:
-        overrides.append(f"workload.acceptance={profile.drafts.acceptance!r}")
+        overrides.append(f"workload.acceptance_rate={profile.drafts.acceptance!r}")
     overrides += [f"simulation.{name}={value!r}" for name, value in profile.latencies.items()]
     if "straggler_share" not in profile.latencies:  # as slow as they were, all of them
         overrides.append("simulation.straggler_share=0.0")

@@ -101,7 +101,7 @@ def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | Non
         concurrency=config.environment.concurrency,
         cost=cost_model(config) if fit is None else drafts.cost(fit.model),
         speculation=engine.speculation,
-        acceptance=config.workload.acceptance if acceptance is None else acceptance,
+        acceptance=config.workload.acceptance_rate if acceptance is None else acceptance,
         fitted=fit is not None,
     )
 

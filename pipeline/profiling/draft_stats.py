@@ -46,4 +46,4 @@ class DraftsUsed:
         """What steps cost if every request drafts as many tokens as it may: each costs less than a verified one where
         these had fewer."""
         asked = sum(length * steps for length, steps in self.steps.items())
-        return replace(model, verified=model.verified * self.drafted / asked) if asked else model
+        return replace(model, verify_share=model.verify_share * self.drafted / asked) if asked else model

@@ -30,7 +30,7 @@ def measure_engine(
     rollout = config.rollout
     longest = min(rollout.engine.kv_tokens, facts.context) - steps - 16
     most = min(max_running or rollout.engine.max_running, rollout.engine.max_running)
-    drafts = rollout.engine.speculation.length
+    drafts = rollout.engine.speculation.num_speculative_tokens
     # No id ends a response: a batch must stay complete while it is timed.
     settings = actor_settings.engine_settings(without_drafts(config), 0, ())
     engine = build_engine(settings, InstanceId("profile"), config.cluster.threads)
@@ -42,7 +42,7 @@ def measure_engine(
         engine.close()
     if drafted:
         verified, _ = fit_verified(fit.model, drafted)
-        fit = replace(fit, model=replace(fit.model, verified=verified))
+        fit = replace(fit, model=replace(fit.model, verify_share=verified))
     return profiling.Profile(
         source=rollout.engine.name,
         fit=fit,
@@ -55,5 +55,5 @@ def measure_engine(
 def without_drafts(config: RunConfig) -> RunConfig:
     """The job with an engine that drafts nothing of its own accord, if it drafts at all."""
     engine = config.rollout.engine
-    engine = replace(engine, speculation=replace(engine.speculation, most_running=0))
+    engine = replace(engine, speculation=replace(engine.speculation, disable_above=0))
     return replace(config, rollout=replace(config.rollout, engine=engine))

@@ -192,7 +192,7 @@ class Profile:
             "num_points": fit.num_points,
             "points": [asdict(p) for p in self.points],
             "drafted_points": [asdict(p) for p in self.drafted],
-            "acceptance": self.drafts.acceptance,
+            "acceptance_rate": self.drafts.acceptance,
         }
 
 
@@ -214,18 +214,20 @@ def profile_run(run_dir: Path) -> Profile:
     tree = loading.read_tree(job) if job.is_file() else {}
     batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
     members = batch.get("group_size", 1) + batch.get("extra_members", 0)
-    verified = rollout.get("cost", {}).get("verified", 1.0)
-    asked = rollout.get("engine", {}).get("speculation", {})
-    speculation = Speculation(length=asked.get("length", 0), most_running=asked.get("most_running", 0))
+    verify_share = rollout.get("cost", {}).get("verify_share", 1.0)
+    drafting = rollout.get("engine", {}).get("speculation", {})
+    speculation = Speculation(
+        num_speculative_tokens=drafting.get("num_speculative_tokens", 0), disable_above=drafting.get("disable_above", 0)
+    )
     watch = TimeTracker(
-        replace(REFERENCE, verified=verified), members, on_pull=rollout.get("on_pull", "interrupt"),
+        replace(REFERENCE, verify_share=verify_share), members, on_pull=rollout.get("on_pull", "interrupt"),
         first_length=speculation.first_length,
     )  # fmt: skip
     for entry in journal.read(run_dir / "events.jsonl"):
         watch.observe(entry.now, entry.event, entry.commands)
     fit = watch.fit()
     if fit is None and refit is not None:
-        fit = Fit(**{**refit, "model": CostModel(**{**refit["model"], "verified": verified})})
+        fit = Fit(**{**refit, "model": CostModel(**{**refit["model"], "verify_share": verify_share})})
     if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
     return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit), drafts=watch.drafts)
@@ -239,7 +241,7 @@ def measured_latencies(watch: TimeTracker, fit: Fit) -> dict[str, float]:
     if slow:
         found |= {"straggler_share": len(slow) / watch.num_instances, "straggler_factor": factor}
     if fit.delay_s:
-        found["command_s"] = fit.delay_s / 2
+        found["message_s"] = fit.delay_s / 2
         if "pull_s" in found:
             found["pull_s"] = max(0.0, found["pull_s"] - fit.delay_s)
     return found

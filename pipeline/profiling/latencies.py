@@ -101,13 +101,13 @@ def _answered(event: Event, asked: Container[tuple[Hashable, ...]]) -> tuple[str
             acted = ("act", event.trajectory)
             return "reward_s", acted if acted in asked else ("score", event.trajectory)
         case EnvironmentAnswered():
-            return "act_s", ("act", event.trajectory)
+            return "environment_overhead_s", ("act", event.trajectory)
         case EnvironmentFailed():
             return "", ("act", event.trajectory)
         case PullFinished():
             return "pull_s", ("pull", event.instance, event.version)
         case GroupsArrived():
-            return "draw_s", ("draw",)
+            return "fetch_prompts_s", ("draw",)
         case VersionPublished():
             return "train_s", ("train", event.version)
         case _:

@@ -156,7 +156,7 @@ class TimeTracker:
         computed, kv_tokens, seconds, steps, prefilled = rows.T
         foretold_s = fit.model.steps_s(computed, kv_tokens) * steps + fit.model.prefill * prefilled + fit.delay_s
         factor = float(seconds.sum() / foretold_s.sum())
-        model = replace(fit.model.times(factor), verified=self._cost.verified)  # steps of a run do not tell
+        model = replace(fit.model.times(factor), verify_share=self._cost.verify_share)  # steps of a run do not tell
         return replace(fit, model=model, delay_s=fit.delay_s * factor)
 
     def _fit_reports(self, parts: npt.NDArray[np.float64], rows: npt.NDArray[np.float64]) -> Fit:
@@ -166,7 +166,7 @@ class TimeTracker:
         computed, kv_tokens, seconds, steps, prefilled = rows.T
         foretold_s = fit.model.steps_s(computed, kv_tokens) * steps + fit.model.prefill * prefilled
         delay_s = max(0.0, float((seconds - foretold_s).mean()))
-        model = replace(fit.model, verified=self._cost.verified)  # steps of a run do not tell
+        model = replace(fit.model, verify_share=self._cost.verify_share)  # steps of a run do not tell
         return replace(fit, model=model, delay_s=delay_s if delay_s <= MOST_DELAY * seconds.mean() else 0.0)
 
     @property
@@ -397,7 +397,9 @@ class TimeTracker:
         token_s = seconds / tokens
         one.token_s = token_s if one.token_s == math.inf else one.token_s + RECENT * (token_s - one.token_s)
         running, kv_tokens = (one.running_s - held.running_s) / passed_s, (one.kv_s - held.kv_s) / passed_s
-        computed = running * (1.0 + self._cost.verified * sampled.drafted_tokens / steps)  # the others draft as it does
+        computed = running * (
+            1.0 + self._cost.verify_share * sampled.drafted_tokens / steps
+        )  # the others draft as it does
         speed = self._step.speeds.setdefault(one.name, Speed())
         speed.measured_s += seconds
         speed.expected_s += self._cost.mean_step_s(computed, kv_tokens) * steps
@@ -443,7 +445,7 @@ class TimeTracker:
             return
         running = running_s / passed_s
         if gained >= FEWEST_STEPS * running > 0:
-            computed = running * (1.0 + self._cost.verified * taken.drafted_tokens / gained)
+            computed = running * (1.0 + self._cost.verify_share * taken.drafted_tokens / gained)
             prefilled = now.prefilled - before.prefilled
             self._steps.append(Sample(computed, kv_s / passed_s, taken.seconds, gained / running, prefilled, one.name))
 

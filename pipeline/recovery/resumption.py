@@ -29,7 +29,7 @@ MAY_CHANGE = (
     "deadlines.",
     "training.checkpoint_every",
     "evaluation.every",
-    "evaluation.share",
+    "evaluation.max_slot_share",
     "training.ranks",
     "training.resume_every",
     "training.schedule_steps",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from staleflow.pipeline.config import knob_tree, loading, user_files
-from staleflow.pipeline.config.job_conversion import is_earlier_job, without_removed
+from staleflow.pipeline.config.job_conversion import is_earlier_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
@@ -106,7 +106,6 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
         raise ConfigError(
             f"{run_dir / file}: written by an earlier version; `staleflow store convert {run_dir}` converts it"
         )
-    tree = without_removed(tree)
     here, place = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
     known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
     tools = _below(tree, "environment", "tools")

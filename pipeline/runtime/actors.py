@@ -134,7 +134,7 @@ class Actors:
         """Instances that were taken out of service for their weights or logprobs."""
         self.notes: list[str] = []
         """What of the instances' weights is not verified."""
-        self.drift_limit = config.rollout.drift_limit or drift_floor(config.model.dtype)
+        self.drift_limit = config.rollout.logprob_drift_limit or drift_floor(config.model.dtype)
         """The most that an instance's logprobs of the probe may differ from the trainer's on average, nats."""
         self._checks: list[WeightCheck] = []
         """What pulls have shown since they were taken."""
@@ -279,7 +279,7 @@ class Actors:
         """Set the limit of drift by how much engines differ from the trainer in the base model, which they have loaded
         by their own code; a run that goes on keeps the one that was measured. Raises ConfigError if they differ too
         much to be told from wrong weights."""
-        if self._config.rollout.drift_limit:
+        if self._config.rollout.logprob_drift_limit:
             return
         if resumption is not None:
             self.drift_limit = resumption.drift_limit or MOST_DRIFT
@@ -297,7 +297,7 @@ class Actors:
             raise ConfigError(
                 f"rollout.engine computes another model than the trainer: at version 0 logprobs differ by "
                 f"{measured:.3g} nats on average, {MOST_DRIFT} at most are allowed; use another engine or dtype, or "
-                "set rollout.drift_limit"
+                "set rollout.logprob_drift_limit"
             )
         self.drift_limit = max(self.drift_limit, DRIFT_FACTOR * measured)
 
@@ -397,7 +397,7 @@ class Actors:
             config.rollout.max_new_tokens,
             config.rollout.turn_tokens or config.rollout.max_new_tokens,
             config.deadlines.call_s,
-            config.rollout.spool_s,
+            config.rollout.delivery_interval_s,
             config.acts,
             actor_settings.drafts_from_responses(config),
             str(self._run_dir),

@@ -61,7 +61,7 @@ class EvaluationDriver:
         self._number = 0
         self._began_s = 0.0
         self._under_way = self._is_due = False
-        self.best = BestCheckpoint(actors, run_dir, config.evaluation.best)
+        self.best = BestCheckpoint(actors, run_dir, config.evaluation.best_checkpoint_set)
 
     @property
     def pending(self) -> bool:

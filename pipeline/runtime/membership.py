@@ -176,7 +176,7 @@ class Membership:
         engine = config.rollout.engine
         link = InstanceLink(
             instance, self._actors, config.deadlines, config.rollout.engine.time_scale, self._costs, self._tell,
-            drafts=engine.speculation.length > 0,
+            drafts=engine.speculation.num_speculative_tokens > 0,
         )  # fmt: skip
         for work in link.work():
             instance.tasks.append(asyncio.ensure_future(self._guard(instance, work)))

@@ -46,7 +46,7 @@ class SimulatedEnvironments:
         self._limits = config.environment
         self._max_tokens = config.rollout.max_new_tokens
         self._turn_tokens = config.rollout.turn_tokens or config.rollout.max_new_tokens
-        self._reward_s, self._act_s = config.simulation.reward_s, config.simulation.act_s
+        self._reward_s, self._act_s = config.simulation.reward_s, config.simulation.environment_overhead_s
         self._after = after
         self._tell = tell
         self._open: dict[TrajectoryId, _Episode] = {}
@@ -104,7 +104,7 @@ class SimulatedEnvironments:
         attempt = self._failures[trajectory]
         answer = self._episodes.answer(group, member, episode.turns, attempt=attempt, cut=cut)
         episode.turns += 1
-        allowed_s = min(limits.step_s, limits.episode_s - episode.spent_s)
+        allowed_s = min(limits.step_timeout_s, limits.episode_timeout_s - episode.spent_s)
         if answer.seconds > allowed_s:
             return allowed_s, EnvironmentFailed(
                 trajectory=trajectory, epoch=epoch, error=f"no answer in {allowed_s:g} s"

@@ -149,8 +149,8 @@ class SimulatedRun:
         for index in range(factories.num_instances(self._config)):
             self._join(index, attempt=0)
         self._at(self._simulation.report_s, self._tick, recurring=True)
-        if self._simulation.lost_every_s:
-            self._at(self._faults.exponential(self._simulation.lost_every_s), self._lose_one, recurring=True)
+        if self._simulation.mean_loss_interval_s:
+            self._at(self._faults.exponential(self._simulation.mean_loss_interval_s), self._lose_one, recurring=True)
         self._tell_if(self._evaluations.published(0))
         while not self.coordinator.finished or self._evaluations.pending:
             at, _, action, recurring = heapq.heappop(self._heap)
@@ -196,12 +196,14 @@ class SimulatedRun:
         self._quiet_ticks = 0 if self._under_way else self._quiet_ticks + 1
         if self._quiet_ticks > STUCK_TICKS:
             raise RunStuck(f"nothing more can happen: {self.coordinator.waiting_for()}")
-        delivers = 0 < self._config.rollout.spool_s <= self._now - self._delivered_s
+        delivers = 0 < self._config.rollout.delivery_interval_s <= self._now - self._delivered_s
         self._delivered_s = self._now if delivers else self._delivered_s
         for one in list(self._instances.values()):
             if one.engine.num_requests:
                 progress = tuple((TrajectoryId(t), n) for t, n in one.engine.progress(self._now))
-                steps = self._steps_taken(one) if self._config.rollout.engine.speculation.length else None
+                steps = (
+                    self._steps_taken(one) if self._config.rollout.engine.speculation.num_speculative_tokens else None
+                )
                 safe = progress if delivers else ()
                 self._tell(InstanceReported(instance=one.id, progress=progress, safe=safe, steps=steps))
                 if delivers:
@@ -240,15 +242,15 @@ class SimulatedRun:
             case Route() | Abort() | Forget() | Interrupt() | Pull() | Speculate():
                 if isinstance(command, Route):  # at once: its end may be told before its way to the instance is over
                     self._environments.begun(command.trajectory)
-                if self._simulation.command_s:
-                    self._at(self._now + self._simulation.command_s, lambda: self._on_instance(command))
+                if self._simulation.message_s:
+                    self._at(self._now + self._simulation.message_s, lambda: self._on_instance(command))
                 else:
                     self._on_instance(command)
             case Draw():
                 groups = range(self._next_group, self._next_group + command.num_groups)
                 self._next_group = groups.stop
                 new = tuple(NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g)) for g in groups)
-                self._after(self._simulation.draw_s, GroupsArrived(groups=new))
+                self._after(self._simulation.fetch_prompts_s, GroupsArrived(groups=new))
             case Score():
                 reward = self._workload.reward(*self._place(command.trajectory))
                 self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
@@ -290,7 +292,7 @@ class SimulatedRun:
                 if stopped is not None:
                     self._tokens[command.trajectory] = stopped.tokens
                     self._after(
-                        max(0.0, one.engine.clock - self._now) + self._simulation.command_s,
+                        max(0.0, one.engine.clock - self._now) + self._simulation.message_s,
                         TrajectoryInterrupted(
                             trajectory=command.trajectory,
                             epoch=stopped.epoch,
@@ -308,7 +310,7 @@ class SimulatedRun:
                 one.version = command.version
                 one.trace.pulls.append((self._now, loaded_s))
                 self._after(
-                    loaded_s - self._now + self._simulation.command_s,
+                    loaded_s - self._now + self._simulation.message_s,
                     PullFinished(instance=one.id, version=command.version),
                 )
 
@@ -424,7 +426,9 @@ class SimulatedRun:
             attempt = self.trace.losses
             self._tell(InstanceLost(instance=one.id, why="drawn at random"))
             self._at(self._now + self._simulation.replace_s, lambda: self._join(one.index, attempt))
-        self._at(self._now + self._faults.exponential(self._simulation.lost_every_s), self._lose_one, recurring=True)
+        self._at(
+            self._now + self._faults.exponential(self._simulation.mean_loss_interval_s), self._lose_one, recurring=True
+        )
 
     def _retire_instance(self, one: SimulatedInstance) -> None:
         del self._instances[one.id]
@@ -438,7 +442,7 @@ class SimulatedRun:
         for ended in one.engine.advance(self._now):
             self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
             self._after(
-                self._simulation.command_s,
+                self._simulation.message_s,
                 TrajectorySampled(
                     trajectory=TrajectoryId(ended.trajectory),
                     epoch=ended.epoch,

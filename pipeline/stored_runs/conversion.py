@@ -1,4 +1,4 @@
-"""Conversion of a stored run that the version before this one wrote: a converted copy, complete or absent."""
+"""Conversion of a stored run that an earlier version wrote: a converted copy, complete or absent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staleflow.pipeline.config import knob_tree, loading
-from staleflow.pipeline.config.job_conversion import convert_job
+from staleflow.pipeline.config.job_conversion import convert_job, is_earlier_job
 from staleflow.pipeline.recovery.run_folder import LOCK, lock_folder, require_run
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import claim_folder, publish, remove
@@ -20,21 +20,25 @@ NOT_COPIED = (LOCK, ".store.lock", "store")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedRun:
-    """A converted copy of a run. jobs: the number of job files, one for each start."""
+    """A converted copy of a run."""
 
     out: str
-    store: ConvertedStore
+    store: ConvertedStore | None
+    """None if the store was of this version, and is copied as it is."""
     jobs: int
+    """The number of job files, one for each start."""
 
 
 def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
     """Write a converted copy of a run to the folder `out`: its store with all branches, and its job files; journal,
     spool, resume points and checkpoints are the same. The run itself is not changed. A store in a bucket is copied into
-    the folder. Raises ConfigError if there is nothing to convert, if `out` exists or if the run is live, StoreError."""
+    the folder if it needs conversion; else the copy names the same place. Raises ConfigError if there is nothing to
+    convert, if `out` exists or if the run is live, StoreError."""
     require_run(run_dir)
     if not (run_dir / "store").exists():
         raise ConfigError(f"{run_dir}: the run has no store; start it again with `staleflow run`")
-    if not needs_conversion(run_dir / "store"):
+    converts_store = needs_conversion(run_dir / "store")
+    if not converts_store and not any(is_earlier_job(loading.read_tree(job)) for job in run_dir.glob("config*.toml")):
         raise ConfigError(f"{run_dir}: already of this version; nothing to convert")
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another place, or remove it")
@@ -49,7 +53,13 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
             for job in jobs:
                 _convert_job_file(job)
             keeps_bound = loading.load(part / "config.toml").eta is not None
-            store = convert_store(run_dir / "store", part / "store", keeps_bound=keeps_bound)
+            store = None
+            if converts_store:
+                store = convert_store(run_dir / "store", part / "store", keeps_bound=keeps_bound)
+            elif (run_dir / "store").is_dir():
+                shutil.copytree(run_dir / "store", part / "store")
+            else:
+                shutil.copy2(run_dir / "store", part / "store", follow_symlinks=False)
             publish(part, out)
     except OSError as error:
         if isinstance(error, StaleflowError):

@@ -32,8 +32,8 @@ class PublishedWeights:
             reasons.append(loaded.weights.line)
         if not drift <= self.limit:  # nor NaN
             reasons.append(
-                f"logprobs of the probe are {drift:.3g} nats off the trainer's on average, rollout.drift_limit allows "
-                f"{self.limit:.3g}"
+                f"logprobs of the probe are {drift:.3g} nats off the trainer's on average, "
+                f"rollout.logprob_drift_limit allows {self.limit:.3g}"
             )
         return WeightCheck(
             instance=instance,

@@ -6,8 +6,8 @@ b + k3 * n the compute-bound part, k4 the constant part. prefill: seconds per to
 is computed again after an interrupt. A token costs the same compute in a prompt as in a large decode batch, so k3 is
 the natural estimate where prefill was not measured.
 
-A step that verifies drafted tokens computes each of them as `verified` tokens of further trajectories, without reading
-the cache once more: b + k3 * n * (1 + verified * length). What it brings is `tokens_per_step`.
+A step that verifies drafted tokens computes each as `verify_share` tokens of further trajectories, without reading
+the cache once more: b + k3 * n * (1 + verify_share * length). What it brings is `tokens_per_step`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class StepCosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Coefficients in seconds; k1 per KV token, k3 per running trajectory, prefill per token. verified: what a drafted
-    token costs that is verified, as a share of k3."""
+    """Coefficients in seconds; k1 per KV token, k3 per running trajectory, prefill per token. verify_share: the
+    cost of verifying a draft token, as a share of k3."""
 
     k1: float
     k2: float
@@ -66,13 +66,13 @@ class CostModel:
     k4: float
     b: float
     prefill: float = 0.0
-    verified: float = 1.0
+    verify_share: float = 1.0
 
     def times(self, factor: float) -> CostModel:
         """The model of an instance that takes `factor` times as long for everything."""
         return CostModel(
             k1=self.k1 * factor, k2=self.k2 * factor, k3=self.k3 * factor, k4=self.k4 * factor, b=self.b * factor,
-            prefill=self.prefill * factor, verified=self.verified,
+            prefill=self.prefill * factor, verify_share=self.verify_share,
         )  # fmt: skip
 
     def compute_s(self, running: int) -> float:
@@ -117,8 +117,8 @@ class CostModel:
     def verifying(self, drafted: float, gained: float) -> CostModel:
         """The same for steps that verify so many drafted tokens of each trajectory, which gains so many tokens."""
         return CostModel(
-            k1=self.k1 / gained, k2=self.k2 / gained, k3=self.k3 * (1.0 + self.verified * drafted) / gained,
-            k4=self.k4 / gained, b=self.b / gained, prefill=self.prefill, verified=self.verified,
+            k1=self.k1 / gained, k2=self.k2 / gained, k3=self.k3 * (1.0 + self.verify_share * drafted) / gained,
+            k4=self.k4 / gained, b=self.b / gained, prefill=self.prefill, verify_share=self.verify_share,
         )  # fmt: skip
 
     def best_length(self, running: int, kv_tokens: float, most: int, acceptance: float) -> int:
@@ -172,7 +172,7 @@ class DraftingCosts:
 
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
         cost, row = self._cost, np.minimum(running, len(self._gained) - 1).astype(np.int64)
-        computed = running * (1.0 + cost.verified * self._drafted[row])
+        computed = running * (1.0 + cost.verify_share * self._drafted[row])
         compute_s = np.maximum(cost.k2, cost.b + cost.k3 * computed) + cost.k4
         seconds: Numbers = (cost.k1 * kv_tokens + compute_s) / self._gained[row]
         return seconds

@@ -188,7 +188,7 @@ class Engine(Protocol):
 
     def speculate(self, length: int) -> None:
         """From the next step on, draft up to so many tokens for a request; 0: none, and never more than the job's
-        rollout.engine.speculation.length."""
+        rollout.engine.speculation.num_speculative_tokens."""
         ...
 
     def drafts_for(self) -> tuple[TrajectoryId, ...]:

@@ -45,16 +45,16 @@ UNLIMITED = 2**31
 class Speculation:
     """Drafted tokens, which the policy verifies several at once: what is sampled does not change, only how fast."""
 
-    length: int = knob(0, "most tokens drafted for a step; 0: no speculation", low=0, high=32)
+    num_speculative_tokens: int = knob(0, "most draft tokens a step; 0: no speculation", low=0, high=32)
     source: str = knob(
         "responses",
         "what drafts come from; responses: the prompt, the response so far, and other responses to the same prompt; "
         "ngram, suffix: vLLM's own",
         choices=("responses", "ngram", "suffix"),
     )
-    most_running: int = knob(
+    disable_above: int = knob(
         0,
-        "most requests that an instance runs at once while it drafts up to `length` tokens; 0: the coordinator decides "
+        "most running requests with which an instance drafts (vLLM: disable_by_batch_size); 0: the coordinator decides "
         "for each instance whether it drafts, and how many",
         low=0,
     )
@@ -62,27 +62,29 @@ class Speculation:
     @property
     def decided(self) -> bool:
         """Whether the coordinator decides how many tokens an instance drafts."""
-        return self.length > 0 and self.most_running == 0
+        return self.num_speculative_tokens > 0 and self.disable_above == 0
 
     @property
     def first_length(self) -> int:
         """Tokens that an instance drafts at most, as long as it was told nothing else."""
-        return 0 if self.decided else self.length
+        return 0 if self.decided else self.num_speculative_tokens
 
     @property
     def cap(self) -> int:
         """Requests beyond which an instance drafts nothing, whatever it was told."""
-        return self.most_running or UNLIMITED
+        return self.disable_above or UNLIMITED
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(RegistryEntry):
     """Settings from which a worker builds its engine, whichever it is. Picklable."""
 
-    max_running: int = knob(64, "most trajectories that an instance decodes at once", low=1)
+    max_running: int = knob(64, "most trajectories that an instance decodes at once (vLLM: max_num_seqs)", low=1)
     kv_tokens: int = knob(16384, "size of an instance's KV cache, tokens", low=64)
-    page_tokens: int = knob(32, "tokens per cache page", low=4)
-    max_batch_tokens: int = knob(1024, "most tokens in one forward pass (prefill and decode together)", low=1)
+    page_tokens: int = knob(32, "tokens per cache page (vLLM: block_size)", low=4)
+    max_batch_tokens: int = knob(
+        1024, "most tokens in one forward pass, prefill and decode (vLLM: max_num_batched_tokens)", low=1
+    )
     speculation: Speculation = Speculation()
 
     package: ClassVar[str] = ""
@@ -107,12 +109,12 @@ class EngineSettings(RegistryEntry):
     def check(self) -> None:
         """Raise ConfigError if its knobs do not fit together."""
         speculation = self.speculation
-        if speculation.length and not self.drafts:
+        if speculation.num_speculative_tokens and not self.drafts:
             raise ConfigError(
-                f"rollout.engine.speculation.length = {speculation.length}: the {self.name} engine verifies no "
-                "drafts; use 0"
+                f"rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: the "
+                f"{self.name} engine verifies no drafts; use 0"
             )
-        if speculation.length and speculation.source not in self.drafts:
+        if speculation.num_speculative_tokens and speculation.source not in self.drafts:
             raise ConfigError(
                 f"rollout.engine.speculation.source = {speculation.source!r} is not supported by the {self.name} "
                 f"engine; use {' or '.join(map(repr, self.drafts))}"
@@ -203,7 +205,11 @@ class VllmSettings(ModelSettings):
 
     def check(self) -> None:
         super().check()
-        if self.speculation.length and self.speculation.source == "responses" and self.tensor_parallel > 1:
+        if (
+            self.speculation.num_speculative_tokens
+            and self.speculation.source == "responses"
+            and self.tensor_parallel > 1
+        ):
             raise ConfigError(
                 "rollout.engine.speculation.source = 'responses' needs tensor_parallel = 1, since vLLM drafts in "
                 "processes of its own otherwise; use 'ngram' or 'suffix'"

@@ -158,7 +158,7 @@ class TransformersEngine:
 
     def speculate(self, length: int) -> None:
         if self._drafter is not None:
-            self._drafter.most = min(length, self._settings.speculation.length)
+            self._drafter.most = min(length, self._settings.speculation.num_speculative_tokens)
 
     def drafts_for(self) -> tuple[TrajectoryId, ...]:
         return () if self._drafter is None else self._drafter.running
@@ -379,12 +379,12 @@ class TransformersEngine:
 
     def _make_drafter(self) -> Drafter | None:
         speculation = self._settings.speculation
-        if not speculation.length:
+        if not speculation.num_speculative_tokens:
             return None
         if not self._batch.cache.can_crop:
             raise ConfigError(
-                f"rollout.engine.speculation.length = {speculation.length}: the model has layers whose states cannot "
-                "take back rejected tokens; use 0"
+                f"rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: the model "
+                "has layers whose states cannot take back rejected tokens; use 0"
             )
         return Drafter(speculation.first_length, speculation.cap, self._settings.eos)
 

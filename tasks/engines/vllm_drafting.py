@@ -30,7 +30,7 @@ REJECTED = -1
 def arguments(settings: VllmSettings) -> dict[str, Any]:
     """vLLM's arguments for speculation; none if there is none. Raises ConfigError if a package is missing."""
     asked = settings.speculation
-    if not asked.length:
+    if not asked.num_speculative_tokens:
         return {}
     module, package = NEEDED.get(asked.source, ("", ""))
     if module and importlib.util.find_spec(module) is None:
@@ -43,7 +43,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         own = {"method": "custom_class", "model": f"{__name__}.{ResponsesProposer.__name__}"}
     else:
         own = {"method": asked.source, **(NGRAM if asked.source == "ngram" else {})}
-    return {"speculative_config": {**own, "num_speculative_tokens": asked.length}}
+    return {"speculative_config": {**own, "num_speculative_tokens": asked.num_speculative_tokens}}
 
 
 class ResponsesProposer:
@@ -136,7 +136,7 @@ class VllmSpeculation:
         self._asked = asked
         self._length = asked.first_length
         self.drafter: Drafter | None = None
-        if not asked.length:
+        if not asked.num_speculative_tokens:
             return
         engine.collective_rpc(_verify)
         if asked.source == "responses":
@@ -157,7 +157,7 @@ class VllmSpeculation:
 
     def set_length(self, length: int) -> None:
         """Set how many tokens are drafted at most, up to what vLLM was set up for."""
-        self._length = min(length, self._asked.length)
+        self._length = min(length, self._asked.num_speculative_tokens)
         if self.drafter is not None:
             self.drafter.most = self._length
 

@@ -29,7 +29,7 @@ class EnvironmentConfig:
         choices=TOOL_NAMES,
         own=True,
     )
-    tool_s: float = knob(
+    tool_timeout_s: float = knob(
         5.0, "seconds for all tool calls of one turn; the model is told of those that took longer", above=0
     )
     template: str = knob(
@@ -43,10 +43,10 @@ class EnvironmentConfig:
         choices=ISOLATIONS,
     )
     concurrency: int = knob(64, "most steps of environments that a host takes at once", low=1, high=65_536)
-    step_s: float = knob(
+    step_timeout_s: float = knob(
         30.0, "seconds for one step or reset of an environment; after that it is ended with an error", above=0
     )
-    episode_s: float = knob(
+    episode_timeout_s: float = knob(
         600.0, "seconds for all steps of an episode together, without the model's; after that it is ended", above=0
     )
     memory_mib: int = knob(

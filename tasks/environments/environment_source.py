@@ -37,7 +37,7 @@ class EnvironmentSource:
         settings = ForkSettings(
             source=source, options=dict(options), key=key, memory_mib=limits.memory_mib, endpoint=endpoint.drawing
         )
-        self._resetter = Resetter(settings, limits.step_s)
+        self._resetter = Resetter(settings, limits.step_timeout_s)
         self.task(0)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:

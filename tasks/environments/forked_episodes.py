@@ -257,7 +257,7 @@ class Resetter:
             prompt, problem = read_value(connection)
             kept = self._keep(number, connection)
         except TimeoutError as error:
-            raise EpisodeFailed(f"reset took longer than environment.step_s = {self._within_s:g} s") from error
+            raise EpisodeFailed(f"reset took longer than environment.step_timeout_s = {self._within_s:g} s") from error
         except (EOFError, OSError) as error:
             deadline = time.monotonic() + REPORT_S
             while (status := self._server.how_ended(number)) is None and time.monotonic() < deadline:

@@ -50,7 +50,7 @@ class EmulatedEnvironments:
         newest: SampledTurn | None = None,
     ) -> Answer:
         found = self._episodes.answer(abs(key.task), key.member, len(turns) - 1, attempt=key.attempt, cut=cut)
-        limit_s, scale = self._settings.limits.step_s, self._settings.time_scale
+        limit_s, scale = self._settings.limits.step_timeout_s, self._settings.time_scale
         clock = asyncio.get_running_loop().time
         asked_s = clock()
         async with self._places:
@@ -58,7 +58,7 @@ class EmulatedEnvironments:
             await asyncio.sleep(min(found.seconds, limit_s) / scale)
         if found.seconds > limit_s:
             late = "is never answered" if math.isinf(found.seconds) else f"takes {found.seconds:g} s"
-            error = f"step {len(turns)} {late}, environment.step_s = {limit_s:g} s"
+            error = f"step {len(turns)} {late}, environment.step_timeout_s = {limit_s:g} s"
             return Answer(ended=True, error=error, seconds=limit_s, waited_s=waited_s)
         if found.error:
             return Answer(ended=True, error=found.error, seconds=found.seconds, waited_s=waited_s)

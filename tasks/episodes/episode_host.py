@@ -133,8 +133,10 @@ class EpisodeHost:
                 episode, programs = kind.make(start), ChildPrograms()
                 try:
                     with programs.owning():
-                        begun.append(await self._within(episode.begin(), self._limits.step_s, "reset", "step_s"))
-                        await self._within(episode.close(), self._limits.step_s, "close", "step_s")
+                        begun.append(
+                            await self._within(episode.begin(), self._limits.step_timeout_s, "reset", "step_timeout_s")
+                        )
+                        await self._within(episode.close(), self._limits.step_timeout_s, "close", "step_timeout_s")
                 except EpisodeFailed as error:
                     raise ConfigError(f"{where}: {error}") from error
                 finally:
@@ -312,12 +314,12 @@ class EpisodeHost:
 
     async def _timed(self, held: _Held, request: Coroutine[Any, Any, T], what: str) -> T:
         """The result of a request, within the limits of a step and of the episode. Raises EpisodeFailed."""
-        left_s = self._limits.episode_s - held.spent_s
-        knob = "step_s" if self._limits.step_s <= left_s else "episode_s"
+        left_s = self._limits.episode_timeout_s - held.spent_s
+        knob = "step_timeout_s" if self._limits.step_timeout_s <= left_s else "episode_timeout_s"
         begin = time.monotonic()
         try:
             with held.programs.owning():
-                return await self._within(request, min(self._limits.step_s, left_s), what, knob)
+                return await self._within(request, min(self._limits.step_timeout_s, left_s), what, knob)
         finally:
             held.spent_s += time.monotonic() - begin
 
@@ -358,7 +360,7 @@ class EpisodeHost:
         try:
             if gently:
                 with contextlib.suppress(EpisodeFailed):
-                    await self._within(episode.close(), self._limits.step_s, "close", "step_s")
+                    await self._within(episode.close(), self._limits.step_timeout_s, "close", "step_timeout_s")
         finally:
             episode.abandon()
             held.programs.close()

@@ -142,7 +142,7 @@ async def check_tools(tools: Mapping[str, Tool], limits: EnvironmentConfig) -> N
             await asyncio.to_thread(tool.server.start)
             continue
         argument, expected = tool.trial
-        found = await tool.run(argument, limits.step_s, limits)
+        found = await tool.run(argument, limits.step_timeout_s, limits)
         if found != expected:
             raise ConfigError(
                 f"environment.tools: {name} does not work on this machine: "
@@ -230,7 +230,7 @@ class ToolEpisode:
         calls = [] if cut or last else tool_calls(text, self._tools)
         if not calls:
             return EnvStepResult(ended=True, answer=text)
-        end = time.monotonic() + self._limits.tool_s
+        end = time.monotonic() + self._limits.tool_timeout_s
         results = []
         for number, call in enumerate(calls):
             problem = call.problem
@@ -238,7 +238,7 @@ class ToolEpisode:
                 problem = f"a turn may call at most {MOST_CALLS} tools"
             left_s = end - time.monotonic()
             if left_s <= 0:
-                problem = f"the calls of this turn took longer than {self._limits.tool_s:g} s"
+                problem = f"the calls of this turn took longer than {self._limits.tool_timeout_s:g} s"
             result = (
                 f"error: {problem}" if problem else await self._tools[call.name].run(call.text, left_s, self._limits)
             )

@@ -30,8 +30,8 @@ def test_each_engine_is_given_what_the_job_says(name: str) -> None:
     own = {
         "vllm": ("rollout.engine.tensor_parallel=2", "rollout.engine.options={a=1}", "rollout.on_pull=keep"),
         "transformers": (
-            "rollout.engine.speculation.length=5",
-            "rollout.engine.speculation.most_running=2",
+            "rollout.engine.speculation.num_speculative_tokens=5",
+            "rollout.engine.speculation.disable_above=2",
             "rollout.on_pull=keep",
         ),
         "emulated": ("rollout.engine.time_scale=9", "simulation.pull_s=2", "rollout.on_pull=keep"),
@@ -48,7 +48,7 @@ def test_each_engine_is_given_what_the_job_says(name: str) -> None:
         known["max_batch_tokens"] = config.rollout.engine.max_batch_tokens
         expected = {
             "transformers": lambda: TransformersSettings(
-                **known, keep=True, speculation=Speculation(length=5, most_running=2)
+                **known, keep=True, speculation=Speculation(num_speculative_tokens=5, disable_above=2)
             ),
             "vllm": lambda: VllmSettings(**known, keep=True, tensor_parallel=2, options={"a": 1}),
         }[name]()

@@ -156,9 +156,12 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("training.clip_low=0.1", r"unknown key training.clip_low; did you mean training.loss.clip_low\?"),
         ("name.x=3", "name must be a string, not"),
         ("steps.x=3", "steps must be a whole number, not {'x': 3}"),
-        ('rollout.engine.speculation={length=4,source="ngram"}', "not supported by the transformers engine"),
         (
-            'rollout.engine={name="vllm",tensor_parallel=2,speculation={length=4}}',
+            'rollout.engine.speculation={num_speculative_tokens=4,source="ngram"}',
+            "not supported by the transformers engine",
+        ),
+        (
+            'rollout.engine={name="vllm",tensor_parallel=2,speculation={num_speculative_tokens=4}}',
             "source = 'responses' needs tensor_parallel = 1",
         ),
         ('rollout.engine={name="vllm",options={speculative_config=1}}', "set rollout.engine.speculation instead"),
@@ -192,7 +195,7 @@ ADAPTER = "rollout.on_pull=adapter"
         ((ADAPTER,), 'rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank'),
         (("training.lora.alpha=8",), "training.lora.rank = 0 trains no adapter"),
         (
-            (ADAPTER, "training.lora.rank=8", "rollout.engine.speculation.length=4"),
+            (ADAPTER, "training.lora.rank=8", "rollout.engine.speculation.num_speculative_tokens=4"),
             "drafts are not verified under adapters",
         ),
         ((ADAPTER, "training.lora.rank=8", "staleness.admission=backlog"), "any number of adapters could be needed"),

@@ -10,7 +10,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 
-PLAYED = ("task.environment=yes", "task.source=mine.py:Game")
+PLAYED = ("task.multi_turn=yes", "task.source=mine.py:Game")
 
 
 def job(*overrides: str) -> RunConfig:
@@ -30,7 +30,10 @@ def job(*overrides: str) -> RunConfig:
             (*PLAYED, "evaluation.sets.a.reward=math_verify"),
             r"sets.a.reward = 'math_verify': environments reward their",
         ),
-        (("evaluation.best=a",), "evaluation.best = 'a' is no set that is evaluated; known: held-out"),
+        (
+            ("evaluation.best_checkpoint_set=a",),
+            "evaluation.best_checkpoint_set = 'a' is no set that is evaluated; known: held-out",
+        ),
         (
             ("evaluation.sets.held-out.prompts=1",),
             "evaluation.sets.held-out is the name of the set of task.eval_prompts",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config import loading
-from staleflow.pipeline.config.job_conversion import CHOICES, MOVED, REMOVED, convert_job, is_earlier_job
+from staleflow.pipeline.config.job_conversion import CHOICES, MOVED, REMOVED, RENAMED, convert_job, is_earlier_job
 from staleflow.pipeline.config.knob_tree import to_toml
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.strategies.routing import UserRouting
@@ -22,6 +22,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.training.loss import UserLoss
 
 EARLIER = sorted((Path(__file__).parent / "earlier_jobs").glob("*.config.toml"))
+PREVIOUS = Path(__file__).parent / "previous_jobs"
 REGISTRIES = dict(CHOICES)
 NAME = {"training.loss": "training.loss.name", "rollout.engine": "rollout.engine.name"}
 """Keys that named an entry otherwise than by their own value."""
@@ -93,6 +94,27 @@ def test_the_job_of_an_earlier_run_reads_as_the_same_job(path: Path) -> None:
         loading.from_tree(tree)
 
 
+def test_the_job_of_a_run_of_the_version_before_keeps_its_values_under_their_new_keys() -> None:
+    """The file was written by commit 9e20fc41, with other values than the defaults for each key renamed since."""
+    tree = tomllib.loads((PREVIOUS / "longtail.config.toml").read_text())
+    assert is_earlier_job(tree)
+    converted = convert_job(tree)
+    assert not is_earlier_job(converted)
+    config, default = loading.from_tree(converted), loading.load("examples/longtail.toml")
+    for old, new in RENAMED.items():
+        assert value(config, new) == reduce(lambda below, part: below[part], old.split("."), tree), old
+        assert value(config, new) != value(default, new), old
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_job_with_a_renamed_key_is_refused_with_the_new_one(old: str, new: str) -> None:
+    *tables, name = old.split(".")
+    tree: dict[str, Any] = {}
+    reduce(lambda below, part: below.setdefault(part, {}), tables, tree)[name] = 1
+    with pytest.raises(ConfigError, match=f"^mine: unknown key {old}; did you mean {new}\\?$"):
+        loading.from_tree(tree, "mine")
+
+
 @pytest.mark.parametrize(("choice", "old", "new", "name"), MOVED_KNOBS, ids=lambda part: part.rpartition(".")[2])
 def test_each_knob_that_has_moved_keeps_its_value(choice: str, old: str, new: str, name: str) -> None:
     base = with_values(earlier(), **{"staleness.eta": 9, choice: name})
@@ -126,7 +148,8 @@ def test_each_key_of_an_earlier_job_that_is_none_any_more_has_moved() -> None:
                 loading.from_tree({"model": tree["model"], table: {name: set_to}})
             except ConfigError:
                 refused.add(f"{table}.{name}")
-    assert {key for key in refused if key.count(".") == 1} - {"rollout.engine", "training.loss"} <= {*MOVED, *REMOVED}
+    tables = {"rollout.engine", "rollout.cost", "training.loss"}  # of which a key has moved or was renamed
+    assert {key for key in refused if key.count(".") == 1} - tables <= {*MOVED, *RENAMED, *REMOVED}
 
 
 def test_knobs_of_user_code_move_into_its_table() -> None:

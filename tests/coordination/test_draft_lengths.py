@@ -123,7 +123,7 @@ def test_drafts_that_are_sampled_are_drafted_longer() -> None:
 
 def test_where_verifying_is_known_to_be_dear_it_is_tried_on_fewer() -> None:
     cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0)
-    dear, cheap = (DraftLengths(dataclasses.replace(cost, verified=verified), 4) for verified in (4.0, 0.0))
+    dear, cheap = (DraftLengths(dataclasses.replace(cost, verify_share=verified), 4) for verified in (4.0, 0.0))
     lengths = [dict(drafts.due(fleet_of(a=2))).get(0, 0) for drafts in (dear, DraftLengths(cost, 4), cheap)]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[-1]) == (1, 4)

@@ -64,8 +64,8 @@ SHAPES = {
     "pipeline_depth": ("staleness.admission=pipeline_depth", "staleness.admission.depth=1.5"),
     "over_provision": ("staleness.admission=over_provision", "batch.extra_members=1"),
     "moving": MOVES,
-    "agents": ("task.environment=yes", "batch.extra_members=1", "rollout.routing=throughput_optimal"),
-    "agents_cut": ("task.environment=yes", "batch.stragglers=truncate", "batch.stragglers.patience=0.1"),
+    "agents": ("task.multi_turn=yes", "batch.extra_members=1", "rollout.routing=throughput_optimal"),
+    "agents_cut": ("task.multi_turn=yes", "batch.stragglers=truncate", "batch.stragglers.patience=0.1"),
     "truncate": ("batch.stragglers=truncate", "batch.stragglers.patience=0.1", "batch.stragglers.share=1"),
 }
 

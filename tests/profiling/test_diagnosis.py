@@ -25,7 +25,7 @@ PLANTED = {
     Cause.REWARD: ("simulation.reward_s=20.0", "rollout.instances=8"),
     Cause.ENVIRONMENT: (
         "rollout.instances=8",
-        "task.environment=yes",
+        "task.multi_turn=yes",
         "workload.kind=agentic",
         "workload.tool_s=20.0",
         "workload.tool_latency=constant",
@@ -34,7 +34,7 @@ PLANTED = {
     ),
     Cause.ENVIRONMENT_PLACES: (
         "rollout.instances=8",
-        "task.environment=yes",
+        "task.multi_turn=yes",
         "workload.kind=agentic",
         "workload.tool_s=5.0",
         "workload.tool_latency=constant",

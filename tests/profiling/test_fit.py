@@ -228,15 +228,18 @@ def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) ->
     value = json.loads(out.read_text())
     assert [p["running"] for p in value["drafted_points"]] == [1, 2, 4]
     assert [p["drafted"] for p in value["drafted_points"]] == pytest.approx([3.0] * 3, rel=0.3)
-    assert f"verified {value['coefficients']['verified']:.4g} of k3" in result.output
-    assert factories.cost_model(loading.load(path, (f"profile={out}",))).verified == value["coefficients"]["verified"]
+    assert f"verified {value['coefficients']['verify_share']:.4g} of k3" in result.output
+    assert (
+        factories.cost_model(loading.load(path, (f"profile={out}",))).verify_share
+        == value["coefficients"]["verify_share"]
+    )
 
 
 def test_a_profile_of_an_earlier_version_says_nothing_of_drafts(tmp_path: Path) -> None:
     job, profile = tmp_path / "job.toml", tmp_path / "x.json"
     job.write_text('[rollout.engine]\nname = "emulated"\n')
     profile.write_text('{"coefficients": {"k1": 0, "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}')
-    assert factories.cost_model(loading.load(job, (f"profile={profile}",))).verified == 1.0
+    assert factories.cost_model(loading.load(job, (f"profile={profile}",))).verify_share == 1.0
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
@@ -288,9 +291,13 @@ def test_a_finished_run_is_a_profile_too_with_its_latencies(tmp_path: Path) -> N
     config = loading.load(job, (f"profile={out}",))
     assert factories.cost_model(config) == refit.model
     seconds = config.simulation
-    assert (seconds.draw_s, seconds.reward_s, seconds.train_s, seconds.pull_s, seconds.command_s) == pytest.approx(
-        (0.5, 0.4, 7.0, 0.2, 0.25)
-    )
+    assert (
+        seconds.fetch_prompts_s,
+        seconds.reward_s,
+        seconds.train_s,
+        seconds.pull_s,
+        seconds.command_s,
+    ) == pytest.approx((0.5, 0.4, 7.0, 0.2, 0.25))
 
 
 def test_a_run_that_saw_too_little_or_has_not_ended_is_no_profile(tmp_path: Path) -> None:

@@ -43,12 +43,16 @@ def rate(config: loading.RunConfig) -> float:
     "overrides",
     [
         ("steps=10",),
-        ("steps=10", "rollout.on_pull=interrupt", "simulation.command_s=0.05"),
+        ("steps=10", "rollout.on_pull=interrupt", "simulation.message_s=0.05"),
         ("steps=4", "batch.groups_per_step=4", "rollout.instances=1", "rollout.engine.max_running=16"),
         ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"),
         ("steps=16", "simulation.straggler_share=0.25", "simulation.straggler_factor=4"),
-        ("steps=16", "rollout.engine.speculation.length=4", "workload.acceptance=0.8"),
-        ("steps=10", "rollout.engine.speculation={length=3, most_running=16}", "workload.acceptance=0.6"),
+        ("steps=16", "rollout.engine.speculation.num_speculative_tokens=4", "workload.acceptance_rate=0.8"),
+        (
+            "steps=10",
+            "rollout.engine.speculation={num_speculative_tokens=3, disable_above=16}",
+            "workload.acceptance_rate=0.6",
+        ),
     ],
     ids=["plain", "delays", "short", "full", "slow", "drafts", "drafts with few"],
 )
@@ -57,13 +61,13 @@ def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]
     job = load_job(run)
     # Neither the cost model nor the latencies of the job file are used: what counts is what the journal tells.
     wrong = ("rollout.cost.k2=0.5", "rollout.cost.prefill=0.01", "simulation.train_s=50.0", "simulation.report_s=2.0")
-    wrong += ("workload.acceptance=0.1",) if any("speculation" in one for one in overrides) else ()
+    wrong += ("workload.acceptance_rate=0.1",) if any("speculation" in one for one in overrides) else ()
     again = load_job(run, (*wrong, *as_recorded(run, profile_run(run))))
     assert rate(again) == pytest.approx(rate(job), rel=0.1)
 
 
 def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
-    run = stored_simulation(tmp_path, "steps=10", "simulation.command_s=0.05")
+    run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05")
     profile = profile_run(run)
     true, found = factories.cost_model(load_job(run)), profile.fit.model
     for running in (1, 8, 32):
@@ -74,28 +78,30 @@ def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("most_running", [0, 64], ids=["decided", "always"])
 def test_drafts_are_told_apart_from_the_steps_that_verify_them(tmp_path: Path, most_running: int) -> None:
-    drafting = f"rollout.engine.speculation={{length=4, most_running={most_running}}}"
-    run = stored_simulation(tmp_path, "steps=16", drafting, "workload.acceptance=0.75", "rollout.cost.verified=0.6")
+    drafting = f"rollout.engine.speculation={{num_speculative_tokens=4, disable_above={most_running}}}"
+    run = stored_simulation(
+        tmp_path, "steps=16", drafting, "workload.acceptance_rate=0.75", "rollout.cost.verify_share=0.6"
+    )
     profile = profile_run(run)
     true, found = factories.cost_model(load_job(run)), profile.fit.model
     for computed in (48, 96, 144):  # as its steps did
         kv_tokens = 80.0 * computed
         assert found.step_s(computed, kv_tokens) == pytest.approx(true.step_s(computed, kv_tokens), rel=0.1)
-    assert found.verified == 0.6
+    assert found.verify_share == 0.6
     assert profile.drafts.acceptance == pytest.approx(0.75, abs=0.03)
     # A job that reads the profile, and the diagnosis of the run, count with what was found.
     out = tmp_path / "profile.json"
     write_profile(out, profile)
     job = loading.load("examples/dryrun.toml", (f"profile={out}", drafting))
-    assert job.workload.acceptance == profile.drafts.acceptance
-    known = sizes_of(load_job(run, ("workload.acceptance=0.1",)), profile.fit, profile.drafts)
+    assert job.workload.acceptance_rate == profile.drafts.acceptance
+    known = sizes_of(load_job(run, ("workload.acceptance_rate=0.1",)), profile.fit, profile.drafts)
     expected_s = factories.drafted_cost(load_job(run), 32, 8000.0).step_s(32, 8000.0)
     assert known.token_s(32, 8000.0) == pytest.approx(expected_s, rel=0.1)
 
 
 def test_what_became_of_drafts_is_known_from_responses_where_instances_report_nothing_of_them(tmp_path: Path) -> None:
-    drafting = "rollout.engine.speculation={length=4, most_running=64}"
-    run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance=0.75")
+    drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
+    run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance_rate=0.75")
     config = load_job(run)
     watch = TimeTracker(factories.cost_model(config), config.members_started, first_length=4)
     for entry in journal.read(run / "events.jsonl"):
@@ -114,15 +120,15 @@ def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_
     drafts.add(taken, 0)  # told meanwhile to draft none
     assert drafts.acceptance is not None
     assert tokens_per_step(2, drafts.acceptance) == pytest.approx(1.3)
-    model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verified=0.8)
-    assert drafts.cost(model).verified == pytest.approx(0.8 / 2)  # one a step, where there might have been two
+    model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verify_share=0.8)
+    assert drafts.cost(model).verify_share == pytest.approx(0.8 / 2)  # one a step, where there might have been two
     assert DraftsUsed().acceptance is None
     assert DraftsUsed().cost(model) == model
 
 
 def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(tmp_path: Path) -> None:
     """With equal loads and short prompts they cannot be told apart, and need not be."""
-    run = stored_simulation(tmp_path, "steps=10", "simulation.command_s=0.05", "rollout.on_pull=interrupt")
+    run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05", "rollout.on_pull=interrupt")
     true, found = factories.cost_model(load_job(run)), profile_run(run).fit.model
     assert found.prefill == pytest.approx(true.prefill, rel=0.4)
 

@@ -20,7 +20,7 @@ from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
 
 AGENTS = (
-    "task.environment=yes",
+    "task.multi_turn=yes",
     "workload.kind=agentic",
     "workload.median=20",
     "workload.turns=3",
@@ -59,7 +59,7 @@ def test_what_an_act_takes_beyond_its_environment_and_a_place_there_is_measured(
     own = [seconds for _, _, seconds in acts_of(run)]
     assert min(own) > 0 and max(took) > 3 * min(took)  # one at a time: most wait for their place
     found = latencies(run.entries)
-    assert 0 < found["act_s"] < 0.1 * sum(took) / len(took)
+    assert 0 < found["environment_overhead_s"] < 0.1 * sum(took) / len(took)
     assert 0 < found["reward_s"] < 0.1 * sum(took) / len(took)
 
 
@@ -161,7 +161,7 @@ def test_a_failure_whose_outcome_is_lost_is_told_and_counted_once(body: Body, ac
 
 
 def test_a_hung_environment_hurts_only_its_own_episode(body: Body) -> None:
-    run = body.run(*AGENTS, "simulation.hung_step_share=0.05", "environment.step_s=8")
+    run = body.run(*AGENTS, "simulation.hung_step_share=0.05", "environment.step_timeout_s=8")
     run.check()
     assert any("is never answered" in event.error for _, event in run.events("EnvironmentFailed"))
 

@@ -150,9 +150,9 @@ def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Bo
         assert first(stage).version == V0
         (alarm,) = stage.actors.alarms
         assert "rollout-0 is out of service at version 1: logprobs of the probe are 0.25 nats off" in alarm
-        assert "rollout.drift_limit allows 0.2" in alarm
+        assert "rollout.logprob_drift_limit allows 0.2" in alarm
 
-    body.place(script, "rollout.drift_limit=0.2")
+    body.place(script, "rollout.logprob_drift_limit=0.2")
 
 
 def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -> None:

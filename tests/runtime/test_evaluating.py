@@ -146,7 +146,7 @@ def test_episodes_of_many_turns_end_at_the_limit_of_their_set(body: Body) -> Non
         assert short.tokens == sum(7 + min(count, 2) for count in turns[8:])
 
 
-BEST = (*EVALUATED, "evaluation.best=held-out", "steps=6")
+BEST = (*EVALUATED, "evaluation.best_checkpoint_set=held-out", "steps=6")
 
 
 def judged(figure: Callable[[int], float], **changes: Any) -> World:

@@ -62,7 +62,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(
         os.kill(pid, blow)
 
     overrides = (
-        f"task.source={job.parent}/game.py:Echo", "task.environment=yes", "task.eval_prompts=0", "steps=6",
+        f"task.source={job.parent}/game.py:Echo", "task.multi_turn=yes", "task.eval_prompts=0", "steps=6",
         "rollout.turn_tokens=3", "deadlines.call_s=6",
     )  # fmt: skip
     try:

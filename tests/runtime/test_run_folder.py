@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.config import actor_settings, loading, user_files
+from staleflow.pipeline.config import actor_settings, knob_tree, loading, user_files
+from staleflow.pipeline.config.job_conversion import convert_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code
 from staleflow.pipeline.jobs import job_driver
@@ -408,9 +409,15 @@ def test_a_run_folder_of_an_earlier_version_names_the_command_that_converts_it(l
         load_job(config.run_dir)
 
 
-def test_a_stored_job_is_read_without_settings_that_are_no_more(light: Path) -> None:
+@pytest.mark.parametrize(
+    ("now", "before"), [("[evaluation]", "[evaluation]\nfill = false"), ("max_slot_share", "share")]
+)
+def test_so_does_a_job_with_a_setting_that_is_no_more_or_was_renamed(light: Path, now: str, before: str) -> None:
     config = begun(light)
     path = config.run_dir / "config.toml"
-    path.write_text(path.read_text().replace("[evaluation]\n", "[evaluation]\nfill = false\n"))
-    assert "fill = false" in path.read_text()
+    assert now in path.read_text()
+    path.write_text(path.read_text().replace(now, before, 1))
+    with pytest.raises(ConfigError, match=r"config.toml: written by an earlier version; `staleflow store convert /.*`"):
+        load_job(config.run_dir)
+    path.write_text(knob_tree.to_toml(loading.from_tree(convert_job(loading.read_tree(path)))))
     assert load_job(config.run_dir) == config

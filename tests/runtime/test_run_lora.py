@@ -18,7 +18,7 @@ ADAPTER = (
     "training.learning_rate=3e-2",
     "training.checkpoint_every=1",
     "staleness.eta=2",
-    "rollout.drift_limit=1e-4",
+    "rollout.logprob_drift_limit=1e-4",
     "task.eval_prompts=0",
 )
 

@@ -27,7 +27,7 @@ VLLM = ("rollout.engine.name=vllm", "deadlines.call_s=60")
 
 @pytest.mark.parametrize("on_pull", ["interrupt", "keep"])
 def test_a_run_with_vllm_trains_and_every_weight_is_the_trainers(job: Path, on_pull: str) -> None:
-    end = run(job, *VLLM, f"rollout.on_pull={on_pull}", "staleness.eta=2", "rollout.drift_limit=1e-4")
+    end = run(job, *VLLM, f"rollout.on_pull={on_pull}", "staleness.eta=2", "rollout.logprob_drift_limit=1e-4")
     store = check(end.run_dir, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
     checks = [one for record in store.steps() for one in record.weight_checks]

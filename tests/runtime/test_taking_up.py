@@ -22,7 +22,7 @@ from tests.support.driver_runs import MOVES
 from tests.support.in_process import Fault
 from tests.support.scripted import World
 
-BASE = ("steps=7", "staleness.eta=2", "rollout.max_new_tokens=400", "rollout.spool_s=0.5")
+BASE = ("steps=7", "staleness.eta=2", "rollout.max_new_tokens=400", "rollout.delivery_interval_s=0.5")
 SHAPES = {
     "plain": BASE,
     "no signal": (*BASE, "batch.filtering=no_signal"),
@@ -31,7 +31,7 @@ SHAPES = {
     "synchronous": (*BASE, "staleness.admission=synchronous"),
     "agents": (
         *BASE,
-        "task.environment=yes",
+        "task.multi_turn=yes",
         "workload.kind=agentic",
         "workload.turns=3",
         "workload.tool_s=1",
@@ -143,7 +143,7 @@ def test_a_lost_instance_costs_what_it_sampled_since_it_last_delivered(body: Bod
     fault = Fault(actor="rollout-0", method="report", nth=13, dies="after")
     run = body.run(
         "steps=1", "batch.groups_per_step=4", "staleness.eta=0", "rollout.max_new_tokens=400",
-        f"rollout.spool_s={spool_s}", faults=[fault], world=world,
+        f"rollout.delivery_interval_s={spool_s}", faults=[fault], world=world,
     )  # fmt: skip
     run.check()
     ((lost_s, _),) = run.events("InstanceLost")
@@ -207,7 +207,7 @@ def test_a_run_that_was_stopped_and_goes_on_has_lost_no_token(body: Body) -> Non
             await asyncio.sleep(0.01)
         run.driver.stop("interrupted")
 
-    shape = (*BASE, "rollout.spool_s=0")
+    shape = (*BASE, "rollout.delivery_interval_s=0")
     first = body.run(*shape, world=world, meanwhile=stop)
     running = dict(next(e.event.progress for e in reversed(first.entries) if isinstance(e.event, InstanceReported)))
     second = body.run(config=first.config, world=world, resumption=resumption_of(first, 0))

@@ -64,22 +64,28 @@ def test_the_best_draft_is_long_where_few_run_and_none_where_many_do() -> None:
 
 
 def test_a_verified_token_costs_what_was_profiled_of_it() -> None:
-    dear = dataclasses.replace(COST, verified=3.0)
+    dear = dataclasses.replace(COST, verify_share=3.0)
     assert dear.step_s(64, 0.0) == COST.step_s(64, 0.0)
     assert dear.drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(COST.step_s(64 * (1 + 3 * 2), 10.0))
     assert dear.times(2.0).drafting(2, 0.0).step_s(64, 10.0) == pytest.approx(2 * COST.step_s(64 * 7, 10.0))
     assert [dear.best_length(n, 0.0, 4, 0.6) for n in (8, 64)] <= [COST.best_length(n, 0.0, 4, 0.6) for n in (8, 64)]
     took = [
-        run(job(rollout__engine__speculation__length=4, workload__acceptance=0.7, rollout__cost__verified=verified))
+        run(
+            job(
+                rollout__engine__speculation__num_speculative_tokens=4,
+                workload__acceptance_rate=0.7,
+                rollout__cost__verify_share=verified,
+            )
+        )
         for verified in (0.0, 1.0, 8.0)
     ]
     assert took[0].finished_s < took[1].finished_s < took[2].finished_s
 
 
 def test_a_job_that_drafts_nothing_runs_as_one_that_says_nothing_of_drafts() -> None:
-    plain, drafting = run(job()), run(job(workload__acceptance=0.1))
+    plain, drafting = run(job()), run(job(workload__acceptance_rate=0.1))
     assert plain.steps == drafting.steps
-    faster = run(job(rollout__engine__speculation__length=4, workload__acceptance=0.9))
+    faster = run(job(rollout__engine__speculation__num_speculative_tokens=4, workload__acceptance_rate=0.9))
     assert faster.finished_s < plain.finished_s
     assert sum(i.work.accepted for i in faster.instances) > 0
 
@@ -118,7 +124,11 @@ def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
 
 
 COST_OF_JOB = factories.cost_model(job())
-DECIDED = {"rollout__engine__speculation__length": 6, "workload__median": 200.0, "rollout__max_new_tokens": 2000}
+DECIDED = {
+    "rollout__engine__speculation__num_speculative_tokens": 6,
+    "workload__median": 200.0,
+    "rollout__max_new_tokens": 2000,
+}
 
 
 def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
@@ -138,7 +148,7 @@ def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
 @pytest.mark.parametrize("acceptance", [0.2, 0.9])
 def test_the_coordinator_finds_out_how_much_is_accepted(acceptance: float) -> None:
     """From reports alone; and drafts more where more is accepted, and where less runs."""
-    one, commands = told(job(workload__acceptance=acceptance, **DECIDED))
+    one, commands = told(job(workload__acceptance_rate=acceptance, **DECIDED))
     drafts = one.coordinator._drafts
     assert drafts is not None
     assert drafts.rates.accepted == pytest.approx(acceptance, abs=0.1)
@@ -150,23 +160,23 @@ def test_the_coordinator_finds_out_how_much_is_accepted(acceptance: float) -> No
 def test_where_drafts_do_not_pay_they_cost_next_to_nothing() -> None:
     """None is ever accepted, and verifying costs as much as decoding: a few trials are all that is lost."""
     costly = {"rollout__cost__k2": 0.0, "rollout__cost__k3": 0.005, "rollout__cost__k4": 0.0, "rollout__cost__b": 0.0}
-    plain = run(job(**(DECIDED | costly | {"rollout__engine__speculation__length": 0})))
-    drafting = run(job(workload__acceptance=0.0, **DECIDED, **costly))
+    plain = run(job(**(DECIDED | costly | {"rollout__engine__speculation__num_speculative_tokens": 0})))
+    drafting = run(job(workload__acceptance_rate=0.0, **DECIDED, **costly))
     assert drafting.finished_s < 1.02 * plain.finished_s
     drafted = sum(i.work.drafted for i in drafting.instances)
     assert drafted < 0.02 * sum(i.work.tokens for i in drafting.instances)
 
 
 def test_its_own_decisions_are_no_worse_than_any_fixed_rule() -> None:
-    config = {"workload__acceptance": 0.6, **DECIDED, "rollout__routing": "least_requests", "staleness__eta": 0}
+    config = {"workload__acceptance_rate": 0.6, **DECIDED, "rollout__routing": "least_requests", "staleness__eta": 0}
     fixed = [
-        run(job(**config, rollout__engine__speculation__most_running=most)).finished_s for most in (1, 2, 4, 8, 16)
+        run(job(**config, rollout__engine__speculation__disable_above=most)).finished_s for most in (1, 2, 4, 8, 16)
     ]
     assert run(job(**config)).finished_s < 1.03 * min(fixed)
 
 
 def test_a_run_that_decides_drafts_is_replayed_to_the_same_commands(tmp_path: Path) -> None:
-    config, path = job(workload__acceptance=0.6, **DECIDED), tmp_path / "events.jsonl"
+    config, path = job(workload__acceptance_rate=0.6, **DECIDED), tmp_path / "events.jsonl"
     written = journal.Journal(path)
     one = SimulatedRun(config, actor_settings.make_workload(config), observe=written.append)
     one.run()

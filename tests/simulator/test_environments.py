@@ -23,7 +23,7 @@ from staleflow.tasks.emulation.workload import Turn
 from tests.simulator.test_simulator import COST, job, run
 
 AGENTS: dict[str, Any] = {
-    "task__environment": "yes", "workload__kind": "agentic", "workload__turns": 4.0, "workload__tool_s": 0.5,
+    "task__multi_turn": "yes", "workload__kind": "agentic", "workload__turns": 4.0, "workload__tool_s": 0.5,
     "workload__tool_tokens": 7,
 }  # fmt: skip
 
@@ -95,7 +95,7 @@ def test_environments_answer_what_the_workload_says() -> None:
 
 def test_the_same_seed_gives_the_same_trace() -> None:
     def traced() -> Trace:
-        return run(agents(batch__extra_members=1, simulation__lost_every_s=3.0, simulation__replace_s=1.0))
+        return run(agents(batch__extra_members=1, simulation__mean_loss_interval_s=3.0, simulation__replace_s=1.0))
 
     assert traced() == traced()
 
@@ -103,7 +103,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
 def test_a_failing_or_hung_environment_is_begun_again_and_only_it() -> None:
     for faults in ({"simulation__failed_step_share": 0.1}, {"simulation__hung_step_share": 0.1}):
         config = agents(
-            **faults, environment__step_s=2.0, rollout__max_attempts=1000, workload__tool_latency="constant"
+            **faults, environment__step_timeout_s=2.0, rollout__max_attempts=1000, workload__tool_latency="constant"
         )
         failed: Counter[int] = Counter()
         waits: list[float] = []
@@ -213,7 +213,7 @@ def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
             "rollout__routing": "random"}  # fmt: skip
     measured = {}
     for affinity in (True, False):
-        config = agents(**long, rollout__affinity=affinity)
+        config = agents(**long, rollout__cache_affinity=affinity)
         m = measure(config, run(config))
         measured[affinity] = m
         prefilled = sum(i.work.prefilled for i in run(config).instances)
@@ -228,7 +228,8 @@ def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
 def test_in_lock_step_a_turn_takes_as_long_as_its_slowest_environment() -> None:
     calls = {"workload__tool_latency": "normal", "workload__tool_s": 10.0, "workload__tool_spread": 10.0,
              "workload__fixed_turns": True, "workload__turns": 5.0, "workload__sigma": 0.0,
-             "environment__step_s": 250.0, "environment__episode_s": 1e9, "environment__concurrency": 1000}  # fmt: skip
+             "environment__step_timeout_s": 250.0, "environment__episode_timeout_s": 1e9,
+             "environment__concurrency": 1000}  # fmt: skip
     batch = {"steps": 1, "staleness__eta": 0, "batch__groups_per_step": 16, "batch__group_size": 8,
              "rollout__engine__max_running": 128, "rollout__engine__kv_tokens": 100_000}  # fmt: skip
     config = agents(**calls, **batch)

@@ -100,7 +100,7 @@ def test_it_ends_whatever_the_bound(eta: int, instances: int) -> None:
 @settings(max_examples=15, deadline=None)
 def test_it_survives_lost_instances(seed: int, lost: float, eta: int) -> None:
     watch, _ = evaluated(
-        seed=seed, simulation__lost_every_s=lost, simulation__replace_s=0.5, staleness__eta=eta,
+        seed=seed, simulation__mean_loss_interval_s=lost, simulation__replace_s=0.5, staleness__eta=eta,
         rollout__max_attempts=100,
     )  # fmt: skip
     assert watch.concluded[-1].version == 8 and not watch.concluded[-1].abandoned
@@ -117,7 +117,7 @@ def test_a_trainer_that_loses_patience_meanwhile_cuts_off_what_it_trains_on_only
 
 def test_it_plays_episodes_of_many_turns() -> None:
     watch, _ = evaluated(
-        workload__kind="agentic", task__environment="yes", workload__turns=3.0, workload__tool_tokens=5,
+        workload__kind="agentic", task__multi_turn="yes", workload__turns=3.0, workload__tool_tokens=5,
         workload__tool_s=0.2,
     )  # fmt: skip
     assert [done.version for done in watch.concluded] == [0, 2, 4, 6, 8]

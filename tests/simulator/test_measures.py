@@ -29,7 +29,7 @@ def test_a_sampled_token_is_trained_on_or_wasted(acts: bool, command_s: float) -
             had[event.trajectory] = event.tokens
 
     make = agents if acts else job
-    config = make(batch__extra_groups=1, batch__extra_members=1, steps=12, simulation__command_s=command_s)
+    config = make(batch__extra_groups=1, batch__extra_members=1, steps=12, simulation__message_s=command_s)
     trace = run(config, observe=observe)
     found = measure(config, trace)
     trained = sum(step.tokens for step in trace.steps)
@@ -42,7 +42,8 @@ def test_what_lost_instances_sampled_counts() -> None:
     """Long responses, whose tokens are delivered while they run: an instance's last event may be long ago."""
     changes: dict[str, Any] = {"workload__median": 60.0, "workload__sigma": 0.1, "rollout__max_new_tokens": 100}
     config = job(
-        **changes, steps=12, rollout__spool_s=0.1, simulation__report_s=0.1, simulation__lost_every_s=0.7,
+        **changes, steps=12, rollout__delivery_interval_s=0.1, simulation__report_s=0.1,
+        simulation__mean_loss_interval_s=0.7,
         simulation__replace_s=0.1,
     )  # fmt: skip
     trace = run(config)

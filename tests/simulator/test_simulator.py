@@ -191,7 +191,7 @@ def test_siblings_are_alike_as_far_as_asked() -> None:
 
 
 def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
-    config = job(rollout__routing="random", simulation__lost_every_s=3.0, simulation__replace_s=1.0)
+    config = job(rollout__routing="random", simulation__mean_loss_interval_s=3.0, simulation__replace_s=1.0)
     assert run(config) == run(config)
     assert run(config) != run(dataclasses.replace(config, seed=9))
 
@@ -199,7 +199,12 @@ def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
 def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
     lost = {}
     for spool_s in (0.0, 0.5):
-        config = job(rollout__spool_s=spool_s, steps=20, simulation__lost_every_s=2.0, simulation__report_s=0.25)
+        config = job(
+            rollout__delivery_interval_s=spool_s,
+            steps=20,
+            simulation__mean_loss_interval_s=2.0,
+            simulation__report_s=0.25,
+        )
         trace = run(config)
         assert trace.losses > 3
         sampled = sum(one.work.tokens for one in trace.instances)
@@ -240,7 +245,7 @@ def test_a_pull_of_an_adapter_stops_nothing_and_nothing_is_prefilled_again() -> 
     for on_pull, rank in (("keep", 0), ("adapter", 8)):
         config = job(
             steps=8, staleness__eta=2, rollout__on_pull=on_pull, training__lora__rank=rank, simulation__pull_s=0.5,
-            workload__kind="agentic", workload__tool_s=0.05, workload__tool_tokens=10, task__environment="yes",
+            workload__kind="agentic", workload__tool_s=0.05, workload__tool_tokens=10, task__multi_turn="yes",
         )  # fmt: skip
         trace = run(config)
         assert sum(len(one.pulls) for one in trace.instances) >= 8
@@ -370,8 +375,8 @@ def test_no_more_responses_are_cut_than_their_share(
         workload__kind=kind,
         workload__median=60.0,
         workload__tool_s=0.2,
-        simulation__lost_every_s=lost_every_s,
-        task__environment=environment if kind == "agentic" else "auto",
+        simulation__mean_loss_interval_s=lost_every_s,
+        task__multi_turn=environment if kind == "agentic" else "auto",
         rollout__max_attempts=1000,
         **CUT,
     )
@@ -456,7 +461,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         workload__tool_tokens=10,
         simulation__report_s=0.25,
         rollout__max_attempts=1000,
-        task__environment=draw(st.sampled_from(["auto", "yes"])),
+        task__multi_turn=draw(st.sampled_from(["auto", "yes"])),
         environment__concurrency=draw(st.sampled_from([2, 100])),
         simulation__failed_step_share=draw(st.sampled_from([0.0, 0.1])),
         simulation__hung_step_share=draw(st.sampled_from([0.0, 0.02])),
@@ -464,10 +469,10 @@ def jobs(draw: st.DrawFn) -> RunConfig:
         workload__kind=draw(st.sampled_from(["lognormal", "bimodal", "power_law", "agentic"])),
         workload__signal_share=draw(st.sampled_from([0.5, 1.0])),
         workload__group_correlation=draw(st.sampled_from([0.0, 0.7])),
-        rollout__spool_s=draw(st.sampled_from([0.0, 0.5])),
-        simulation__lost_every_s=draw(st.sampled_from([0.0, 4.0])),
+        rollout__delivery_interval_s=draw(st.sampled_from([0.0, 0.5])),
+        simulation__mean_loss_interval_s=draw(st.sampled_from([0.0, 4.0])),
         simulation__replace_s=draw(st.sampled_from([0.0, 1.0])),
-        simulation__command_s=draw(st.sampled_from([0.0, 0.02])),
+        simulation__message_s=draw(st.sampled_from([0.0, 0.02])),
         simulation__straggler_share=draw(st.sampled_from([0.0, 0.4])),
         simulation__slow_pull_share=draw(st.sampled_from([0.0, 0.5])),
     )

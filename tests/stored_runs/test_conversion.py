@@ -8,15 +8,18 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from staleflow.pipeline.config.job_conversion import RENAMED
 from staleflow.pipeline.recovery.run_folder import lock_folder
 from staleflow.stores.auditing import snapshot_audit
 from staleflow.stores.errors import ConfigError
@@ -203,6 +206,27 @@ def test_a_conversion_that_is_killed_leaves_the_run_as_it_was(tmp_path: Path) ->
     assert VersionedStore.open(tmp_path / "out" / "store").summary().num_steps == 4
     with pytest.raises(ConfigError):
         VersionedStore.open(run / "store")
+
+
+def test_a_run_whose_store_is_of_this_version_gets_a_job_with_the_new_keys(tmp_path: Path) -> None:
+    """As commit 9e20fc41 wrote it: the same store, a job whose keys were renamed since."""
+    run = asking.converted("credits", tmp_path)
+    job = run / "config.toml"
+    converted = job.read_text()
+    for old, new in RENAMED.items():
+        (old_name, name) = (f"\n{key.rpartition('.')[2]} = " for key in (old, new))
+        assert converted.count(name) <= 1 or old_name == name, new
+        job.write_text(job.read_text().replace(name, old_name))
+    assert job.read_text() != converted
+    refused = command("store", "audit", run)
+    assert f"`staleflow store convert {run}` converts it" in refused.stderr or refused.returncode == 0
+    asking.answer("store", "convert", run, "--out", tmp_path / "out")
+    assert tomllib.loads((tmp_path / "out" / "config.toml").read_text()) == tomllib.loads(converted)
+    before = recorded("credits")
+    shutil.rmtree(run)
+    answers = asking.ask((tmp_path / "out").rename(run))
+    for question in ("store audit", "store show", "replay"):
+        assert_same(answers[question], before[question], question)
 
 
 def test_a_converted_run_that_kept_no_bound_is_not_said_to_hold_one(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ commit_s = 60
 stuck_s = 30
 
 [environment]
-step_s = 25
+step_timeout_s = 25
 """
 """A job of three steps of four trajectories on two instances. All deadlines differ."""
 

@@ -29,7 +29,7 @@ from tests.tasks.test_agent_clients import capturing, free_port, serving
 
 
 def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSettings:
-    config = EnvironmentConfig(**{"step_s": 60.0, "max_turns": 3, **limits})
+    config = EnvironmentConfig(**{"step_timeout_s": 60.0, "max_turns": 3, **limits})
     return EpisodeSettings(source=SourceSettings(source=source, options=options, seed=3, limits=config), limits=config)
 
 

@@ -252,12 +252,12 @@ def test_a_program_prints_its_reward(
 @pytest.mark.parametrize(("does", "error"), [
     ("raise", "the agent raised: ValueError: I do not like it"),
     ("exit", "the agent raised: SystemExit: 3"),
-    ("hang", "step 1 took longer than environment.step_s = 6 s"),
+    ("hang", "step 1 took longer than environment.step_timeout_s = 6 s"),
     ("text", "what the agent returned is 'good'; it must be a number"),
     ("rewrite", "the agent raised: RuntimeError: changed_past"),
 ])  # fmt: skip
 def test_an_agent_that_fails_is_an_error_with_its_reason(agents: Path, does: str, error: str) -> None:
-    made = settings(f"agent:{agents}:moody", step_s=6.0, changed_past="refuse")
+    made = settings(f"agent:{agents}:moody", step_timeout_s=6.0, changed_past="refuse")
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -359,11 +359,11 @@ def alive(pids: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("does", "error"), [
-    ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_s = 6 s"),
+    ("die", "its process ended with exit code 7"), ("hang", "step 1 took longer than environment.step_timeout_s = 6 s"),
 ])  # fmt: skip
 def test_a_process_ends_with_all_that_it_started(agents: Path, tmp_path: Path, does: str, error: str) -> None:
     pids = tmp_path / "pids"
-    made = settings(f"agent:{agents}:die", {"pids": str(pids)}, step_s=6.0)
+    made = settings(f"agent:{agents}:die", {"pids": str(pids)}, step_timeout_s=6.0)
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -393,13 +393,13 @@ def descendants(marker: str) -> Iterator[int]:
 def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARKED_BY", marker := f"test-{os.getpid()}-{time.monotonic_ns()}")
     command = ["/bin/sh", "-c", f"{sys.executable} {agents.with_name('program.py')}; echo 1"]
-    made = settings("agent:command", {"command": command}, step_s=6.0)
+    made = settings("agent:command", {"command": command}, step_timeout_s=6.0)
     task = made.source.build().task(0)
 
     async def work() -> None:
         episodes = EpisodeHost(made)
         (answer,) = await played(episodes, task, ["tree"])
-        assert "took longer than environment.step_s" in answer.error
+        assert "took longer than environment.step_timeout_s" in answer.error
         await episodes.close()
 
     running(work())

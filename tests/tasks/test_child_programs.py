@@ -84,7 +84,7 @@ async def started(episodes: EpisodeHost, task: Task, member: int) -> list[int]:
 
 
 def test_programs_of_an_agent_end_with_its_episode_however_it_ends(agent: Path) -> None:
-    made = settings(f"agent:{agent}:run", step_s=60.0)
+    made = settings(f"agent:{agent}:run", step_timeout_s=60.0)
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -105,7 +105,7 @@ def test_programs_of_an_agent_end_with_its_episode_however_it_ends(agent: Path) 
 
 
 def test_programs_of_a_coroutine_environment_end_with_its_episode(agent: Path) -> None:
-    made = settings(f"{agent}:play", step_s=60.0)
+    made = settings(f"{agent}:play", step_timeout_s=60.0)
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -126,7 +126,7 @@ from tests.tasks.test_child_programs import started
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 
 async def work():
-    made = settings("agent:{agent}:run", step_s=60.0)
+    made = settings("agent:{agent}:run", step_timeout_s=60.0)
     task = made.source.build().task(0)
     episodes = EpisodeHost(made)
     for member in range(2):

@@ -81,7 +81,7 @@ def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        ("hang", "step 2 took longer than environment.step_s = 4 s"),
+        ("hang", "step 2 took longer than environment.step_timeout_s = 4 s"),
         ("die", "its process ended with exit code 4"),
         ("crash", "its process was killed by SIGABRT"),
         ("eat", "step 2 raised: MemoryError: (LINE) (environment.memory_mib = 64)"),
@@ -90,7 +90,7 @@ def test_plain_methods_may_use_asyncio_and_texts_of_their_own(games: Path, name:
 def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
     games: Path, action: str, message: str
 ) -> None:
-    made = settings(f"{games}:Moody", step_s=4.0, memory_mib=64)
+    made = settings(f"{games}:Moody", step_timeout_s=4.0, memory_mib=64)
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -115,7 +115,7 @@ def test_an_environment_that_hangs_dies_or_eats_memory_hurts_only_itself(
     ("name", "isolation"), [("AsyncMoody", "auto"), ("Waiting", "auto"), ("AsyncMoody", "process")]
 )
 def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: str, isolation: str) -> None:
-    made = settings(f"{games}:{name}", step_s=4.0, isolation=isolation)
+    made = settings(f"{games}:{name}", step_timeout_s=4.0, isolation=isolation)
     task = made.source.build().task(0)
 
     async def work() -> None:
@@ -124,7 +124,7 @@ def test_an_environment_that_never_answers_hurts_only_itself(games: Path, name: 
         bad, *good = await asyncio.gather(
             acted(episodes, task, "hang"), *(acted(episodes, task, "a", member=m) for m in range(1, 4))
         )
-        assert bad.error == "step 1 took longer than environment.step_s = 4 s"
+        assert bad.error == "step 1 took longer than environment.step_timeout_s = 4 s"
         assert [answer.messages for answer in good] == [(Message("environment", "1"),)] * 3
         await episodes.close()
 
@@ -185,12 +185,12 @@ def test_a_surplus_episode_is_cancelled_at_once(games: Path, name: str) -> None:
 
 
 def test_a_coroutine_that_ignores_being_cancelled_is_not_waited_for(games: Path) -> None:
-    made = settings(f"{games}:AsyncMoody", step_s=3.0)
+    made = settings(f"{games}:AsyncMoody", step_timeout_s=3.0)
     task = made.source.build().task(0)
 
     async def work() -> None:
         episodes = EpisodeHost(made)
-        assert "took longer than environment.step_s" in (await acted(episodes, task, "stubborn")).error
+        assert "took longer than environment.step_timeout_s" in (await acted(episodes, task, "stubborn")).error
         assert (await acted(episodes, task, "a", member=1)).messages == (Message("environment", "1"),)
         await episodes.close()
 
@@ -198,14 +198,14 @@ def test_a_coroutine_that_ignores_being_cancelled_is_not_waited_for(games: Path)
 
 
 def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> None:
-    made = settings(f"{games}:AsyncMoody", step_s=60, episode_s=3)
+    made = settings(f"{games}:AsyncMoody", step_timeout_s=60, episode_timeout_s=3)
     task = made.source.build().task(0)
 
     async def work() -> None:
         episodes = EpisodeHost(made)
         await acted(episodes, task, "a")
         answer = await acted(episodes, task, "a", "hang")
-        assert answer.error == "step 2 took longer than environment.episode_s = 3 s"
+        assert answer.error == "step 2 took longer than environment.episode_timeout_s = 3 s"
         assert 0 < answer.seconds < 60
         await episodes.close()
 
@@ -214,7 +214,7 @@ def test_the_seconds_of_all_steps_are_limited_together(games: Path) -> None:
 
 def test_as_many_steps_as_allowed_are_taken_at_once(games: Path) -> None:
     task = settings(f"{games}:AsyncMoody").source.build().task(0)
-    made = settings(f"{games}:AsyncMoody", step_s=0.2, concurrency=2)
+    made = settings(f"{games}:AsyncMoody", step_timeout_s=0.2, concurrency=2)
 
     async def work() -> None:
         episodes = EpisodeHost(made)
@@ -243,7 +243,7 @@ def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp
     folder.mkdir()
     for number in range(4):
         (folder / str(number)).touch()  # for the first task of a source, which is reset when that is made
-    made = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_s=20, concurrency=4)
+    made = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_timeout_s=20, concurrency=4)
     assert made.source.at_once == 4
     source = made.source.build()
     for held_out in (False, True):

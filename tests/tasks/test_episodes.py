@@ -239,12 +239,16 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
         ),
         (
             "Guess",
-            ["environment.step_s=300"],
-            r"environment.step_s = 300 must be less than deadlines.stuck_s = 300, .* raise deadlines.stuck_s",
+            ["environment.step_timeout_s=300"],
+            r"environment.step_timeout_s = 300 must be less than deadlines.stuck_s = 300, .* raise deadlines.stuck_s",
         ),
         (
             "Guess",
-            ["rollout.engine={name='emulated', time_scale=20}", "task.environment=yes", "environment.step_s=6000"],
+            [
+                "rollout.engine={name='emulated', time_scale=20}",
+                "task.multi_turn=yes",
+                "environment.step_timeout_s=6000",
+            ],
             r"step_s = 6000 \(at rollout.engine.time_scale = 20\) must be less than deadlines.stuck_s = 300",
         ),
         ("Guess", ["environment.isolation=cell"], "environment.isolation must be one of auto, process"),

@@ -64,7 +64,7 @@ def asking(tmp_path: Path) -> Path:
 
 def made(asking: Path) -> EpisodeSettings:
     command = [sys.executable, "-S", str(asking.with_name("program.py")), str(asking)]
-    return settings("agent:command", {"command": command}, step_s=60.0)
+    return settings("agent:command", {"command": command}, step_timeout_s=60.0)
 
 
 async def waiting(asking: Path, turn: int) -> tuple[int, httpx.Request]:

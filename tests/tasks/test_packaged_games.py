@@ -17,7 +17,7 @@ from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
 from staleflow.tasks.rendering.task_source import Task
 from staleflow.tasks.sources.task_sources import SourceSettings
 
-LIMITS = EnvironmentConfig(step_s=60)
+LIMITS = EnvironmentConfig(step_timeout_s=60)
 
 
 def settings(source: str, **options: Any) -> EpisodeSettings:

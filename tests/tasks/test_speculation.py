@@ -48,7 +48,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def speculating(model: Path, length: int = 3, most_running: int = 1000, **changes: Any) -> Iterator[TransformersEngine]:
     torch.set_num_threads(1)
-    speculation = Speculation(length=length, most_running=most_running)
+    speculation = Speculation(num_speculative_tokens=length, disable_above=most_running)
     given = model_settings(model) | {"eos": (), "max_running": 256, "kv_tokens": 16384, "speculation": speculation}
     one = TransformersEngine(TransformersSettings(**(given | changes)), InstanceId("rollout-0"))
     yield one
@@ -156,7 +156,7 @@ def test_a_response_keeps_no_drafted_token_behind_its_end_or_its_limit() -> None
 
 def test_a_model_whose_states_cannot_be_taken_back_is_refused(tmp_path: Path) -> None:
     make_family_model("qwen3_5_text", tmp_path)
-    refused = r"speculation.length = 3: the model has layers whose states cannot .* use 0"
+    refused = r"speculation.num_speculative_tokens = 3: the model has layers whose states cannot .* use 0"
     with pytest.raises(ConfigError, match=refused), speculating(tmp_path):
         pass
 

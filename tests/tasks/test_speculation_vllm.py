@@ -44,7 +44,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def speculating(
     model: Path, length: int = 3, source: str = "responses", most_running: int = 1000, **changes: Any
 ) -> Iterator[VllmEngine]:
-    speculation = Speculation(length=length, source=source, most_running=most_running)
+    speculation = Speculation(num_speculative_tokens=length, source=source, disable_above=most_running)
     given = model_settings(model) | {"eos": (), "max_running": 128, "kv_tokens": 16384, "speculation": speculation}
     one = VllmEngine(VllmSettings(**(given | changes)), InstanceId("rollout-0"))
     yield one

@@ -59,7 +59,7 @@ def code(tmp_path: Path) -> Path:
 def test_what_agents_and_their_programs_print_reaches_no_terminal_as_it_is(
     code: Path, isolation: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made = settings(f"agent:{code}:run", isolation=isolation, step_s=60.0)
+    made = settings(f"agent:{code}:run", isolation=isolation, step_timeout_s=60.0)
     task = made.source.build().task(0)
     capfd.readouterr()
     said = ""

@@ -298,7 +298,7 @@ def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_
 
 
 def test_a_tool_that_takes_too_long_is_told_to_the_model_and_hurts_nothing(tooled: Path) -> None:
-    made = settings(tooled, "environment.tool_s=1")
+    made = settings(tooled, "environment.tool_timeout_s=1")
 
     async def work() -> None:
         episodes = EpisodeHost(made)
@@ -347,7 +347,10 @@ def test_a_verifier_that_fails_is_an_error_and_no_reward_of_0(tooled: Path) -> N
         ),
         ("environment.tools=calculator", "environment.tools must be a list, not 'calculator'"),
         ("environment.tools=[3]", "environment.tools: each must be a string, not 3"),
-        ("environment.tool_s=30", "environment.tool_s = 30 must be less than environment.step_s = 30"),
+        (
+            "environment.tool_timeout_s=30",
+            "environment.tool_timeout_s = 30 must be less than environment.step_timeout_s = 30",
+        ),
         ("task.source=gymnasium:Taxi-v3", "environment.tools: task.source = 'gymnasium:Taxi-v3' is an environment of"),
         ("task.eval_source=gymnasium:Taxi-v3", "either both it and task.source = .* are environments of many turns"),
     ],
