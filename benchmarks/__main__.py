@@ -28,7 +28,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "prefix": (("--engine", "transformers"),),
     "ablation": (("--out", "{folder}"),),
     "reality": (("emulated",), ("overhead",), ("short",), ("transformers",)),
-    "reprocess": ((),),
+    "rescore": ((),),
     "run_page": ((),),
     "long_store": ((),),
     "model_matrix": (("--out", "{folder}"),),

@@ -61,7 +61,7 @@ SECTION = """\
 examples/longtail.toml: 7B, 4 instances, 32 groups of 8, lognormal lengths, 36 steps, means of three seeds, as a ratio
 to synchronous ({synchronous:,.0f} tokens/s). `python -m benchmarks.ablation --out docs` writes ablation.json.
 
-| `eta` 3 unless synchronous | ratio | of the roofline | prefilled again, per sampled token |
+| `eta` 3 unless synchronous | ratio | of the roofline | recomputed, per sampled token |
 |---|---|---|---|"""
 ADVICE = """\
 The last row trains on unfinished responses, so it is not comparable with the others. Routing rules, each with its best

@@ -30,7 +30,7 @@ UNLIMITED: dict[str, Any] = {
     "hosts": 16, "concurrency": 4096, "step_timeout_s": 1e6, "episode_timeout_s": 1e7, "max_turns": 1000,
 }  # fmt: skip
 AGENT: dict[str, Any] = {
-    "task": {"environment": "yes"},
+    "task": {"multi_turn": "yes"},
     "batch": {"groups_per_step": 32, "group_size": 8},
     "staleness": {"admission": "synchronous", "eta": 0},
     "rollout": {
@@ -183,7 +183,7 @@ def prefix(routing: str, kv_tokens: int, steps: int, *, affinity: bool, quick: b
         "steps": steps,
         "batch": {"groups_per_step": 32, "group_size": 8},
         "staleness": {"admission": "staleflow", "eta": 1},
-        "rollout": {"routing": routing, "affinity": affinity, "engine": {"kv_tokens": kv_tokens}},
+        "rollout": {"routing": routing, "cache_affinity": affinity, "engine": {"kv_tokens": kv_tokens}},
         "workload": {"turns": 10.0, "median": 4000.0, "tool_s": 5.0, "tool_spread": 2.0, "tool_tokens": 300},
         "simulation": {"train_s": 40.0, "pull_s": 2.0},
     }

@@ -34,7 +34,7 @@ ANSWER = 60
 SYMBOLS = ("<pad>", "<eos>", "<unk>", *"0123456789+-=")
 JOB: dict[str, Any] = {
     "seed": 1,
-    "task": {"source": f"{__file__}:Talk", "environment": "yes", "eval_prompts": 0},
+    "task": {"source": f"{__file__}:Talk", "multi_turn": "yes", "eval_prompts": 0},
     "environment": {"max_turns": TURNS},
     "batch": {"groups_per_step": 8, "group_size": 4},
     "staleness": {"eta": 1},
@@ -106,7 +106,7 @@ def counted(engine: str, kv_tokens: int, steps: int, folder: Path, *, affinity: 
     own = {
         "name": f"{engine}-{kv_tokens}-{affinity}", "runs_dir": str(folder), "steps": steps,
         "model": {"path": str(folder / "model")},
-        "rollout": {"affinity": affinity, "engine": {"name": engine, "kv_tokens": kv_tokens}},
+        "rollout": {"cache_affinity": affinity, "engine": {"name": engine, "kv_tokens": kv_tokens}},
     }  # fmt: skip
     config = agentic.job(own, agentic.SMALL if small else {}, base=JOB)
     engines = asyncio.run(loads(config))

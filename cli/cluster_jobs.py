@@ -223,7 +223,7 @@ def _details(job: dict[str, Any]) -> list[str]:
             f"train {last['train_s']:.1f} s, wait {last['wait_s']:.1f} s per step"
         )
     if status:
-        acting = f"{status['num_acting']} acting, " if status.get("num_acting") else ""
+        acting = f"{status['num_acting']} in environment, " if status.get("num_acting") else ""
         lines.append(
             f"{status['num_queued']} queued, {status['num_running']} sampling, {acting}"
             f"{status['num_scoring']} scoring; "
@@ -239,7 +239,7 @@ def _details(job: dict[str, Any]) -> list[str]:
             for instance in status["instances"]
         ]
         lines += [
-            f"{host['host']:<14} {host['num_acting']} acting, {host['places']} places"
+            f"{host['host']:<14} {host['num_acting']} in environment, {host['places']} slots"
             for host in status.get("environments", ())
         ]
         lines += [f"lost: {loss}" for loss in status["losses"]]

@@ -101,9 +101,9 @@ class Display:
             )
         head.add_row(
             f"{snapshot.num_queued} queued, {snapshot.num_running} sampling, "
-            + (f"{snapshot.num_acting} acting, " if snapshot.num_acting else "")
+            + (f"{snapshot.num_acting} in environment, " if snapshot.num_acting else "")
             + f"{snapshot.num_scoring} scoring",
-            f"{snapshot.num_started} started, {snapshot.num_live} live",
+            f"{snapshot.num_started} started, {snapshot.num_live} in flight",
             ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
         )
         if snapshot.num_evaluated:
@@ -126,7 +126,7 @@ class Display:
                 f"{instance.kv_tokens}/{instance.kv_capacity} KV tokens",
             )
         for host in outcomes.environments:
-            instances.add_row(host.host, "", f"{host.num_acting} acting", f"{host.places} places")
+            instances.add_row(host.host, "", f"{host.num_acting} in environment", f"{host.places} slots")
         return Group(head, buffers, instances)
 
     def summarize(self, end: RunEnd) -> None:

@@ -1,4 +1,4 @@
-"""staleflow run --dry: the job on responses drawn at random, in seconds."""
+"""staleflow run --dry-run: the job on responses drawn at random, in seconds."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import click
 
 @click.command("replay")
 @click.argument("run", type=click.Path())
-@click.option("--story", "trajectory", type=int, help="Print the events of this trajectory.")
+@click.option("--trajectory", "trajectory", type=int, help="Print the events of this trajectory.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(run: str, trajectory: int | None, as_json: bool) -> None:
     """Replay a run's recorded events in a new coordinator, which must decide exactly the recorded commands.

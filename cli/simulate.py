@@ -108,10 +108,19 @@ def print_table(rows: list[tuple[str, Measures]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("", "tokens/s", "ratio", "s/step", "of bound", "trainer idle", "rollout idle", "staleness 0, 1, ..."):
+    for name in (
+        "",
+        "tokens/s",
+        "ratio",
+        "s/step",
+        "of roofline",
+        "trainer idle",
+        "rollout idle",
+        "staleness 0, 1, ...",
+    ):
         table.add_column(name, justify="left" if not name or name.startswith("stale") else "right")
     table.add_column("dropped")
-    table.add_column("prefilled again", justify="right")
+    table.add_column("recomputed", justify="right")
     first = rows[0][1].steady_tokens_per_s
     for label, m in rows:
         total = sum(m.staleness.values()) or 1

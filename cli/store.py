@@ -25,10 +25,10 @@ COMMANDS = {
         "verify the bound, single consumption and conservation from the stored data alone",
     ),
     "convert": ("staleflow.cli.store:convert", "write a copy of a run of the version before, as this version reads it"),
-    "reprocess": ("staleflow.cli.store_process:reprocess", "score the stored responses again, on a branch"),
+    "rescore": ("staleflow.cli.store_process:rescore", "score the stored responses again, on a branch"),
     "diff": ("staleflow.cli.store_process:diff", "compare the rewards of two branches"),
-    "rescore-logprobs": (
-        "staleflow.cli.store_process:rescore",
+    "recompute-logprobs": (
+        "staleflow.cli.store_process:recompute_logprobs",
         "compute logprobs under other weights: KL, ESS, clipped share",
     ),
     "export": ("staleflow.cli.store_process:export", "export Parquet, JSON lines or a Hugging Face dataset"),

@@ -1,4 +1,4 @@
-"""staleflow store reprocess | diff | rescore-logprobs | export: work on a stored run, with Dask."""
+"""staleflow store rescore | diff | recompute-logprobs | export: work on a stored run, with Dask."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.stored_runs.exporting import ExportFormat
 
 
-@click.command("reprocess")
+@click.command("rescore")
 @click.argument("run", type=click.Path())
 @click.option("--reward", default="", help="task, math_verify, path/to/file.py:name, or module:name; else the job's.")
 @click.option(
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )
 @click.option("--branch", required=True, help="Name of the new branch for the rewards.")
 @worker_options
-def reprocess(
+def rescore(
     run: str, reward: str, changes: tuple[str, ...], branch: str, workers: int, as_json: bool, where: ClusterAddress
 ) -> None:
     """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
@@ -44,7 +44,7 @@ def reprocess(
     stored = open_run(run)
     first = starting(where, workers)
     with named_cluster(where) as client, progress_bar("scored", quiet=as_json, first=first) as progress:
-        result = stored.reprocess(
+        result = stored.rescore(
             reward=reward, changes=changes, branch=branch, workers=workers, client=client, progress=progress
         )
     if as_json:
@@ -91,7 +91,7 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
         click.echo(f"  {len(groups):6} of {result.groups} groups: {label}{f' ({examples})' if groups else ''}")
 
 
-@click.command("rescore-logprobs")
+@click.command("recompute-logprobs")
 @click.argument("run", type=click.Path())
 @click.option("--model", required=True, help="Folder of a checkpoint, or a hub name.")
 @click.option(
@@ -99,7 +99,7 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 )
 @selection_option
 @worker_options
-def rescore(
+def recompute_logprobs(
     run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: ClusterAddress
 ) -> None:
     """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
@@ -109,7 +109,7 @@ def rescore(
     stored = open_run(run)
     first = starting(where, workers)
     with named_cluster(where) as client, progress_bar("read", quiet=as_json, first=first) as progress:
-        result = stored.rescore_logprobs(
+        result = stored.recompute_logprobs(
             model, branch=branch, where=selection, workers=workers, client=client, progress=progress
         )
     if as_json:

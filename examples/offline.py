@@ -75,7 +75,7 @@ surprise = -data.logprobs.where(data.mask == 1).mean().compute()
 print(f"mean surprise of a trained token when it was sampled: {float(surprise):.3f} nats")
 
 # %% [markdown]
-# ## Another reward, on a branch (`store reprocess`, `store diff`)
+# ## Another reward, on a branch (`store rescore`, `store diff`)
 #
 # Nothing stored is overwritten. The branch records the reward that made it; a function of this file is saved with the
 # run. It gets the text of the response and the record of its prompt.
@@ -91,19 +91,19 @@ def exact(answer: str, record: dict[str, Any]) -> tuple[float, dict[str, float]]
 
 
 branch = f"strict-{len(run.commits())}-{os.getpid()}"
-made = run.reprocess(reward=exact, branch=branch, client=client)
+made = run.rescore(reward=exact, branch=branch, client=client)
 print(f"mean reward {made.mean_before:.3f} -> {made.mean_after:.3f}")
 changed = run.diff("main", branch)
 print(f"{changed.changed} of {changed.trajectories} rewards differ, {len(changed.flipped)} groups rank differently")
 
 # %% [markdown]
-# ## How far has the policy moved? (`store rescore-logprobs`)
+# ## How far has the policy moved? (`store recompute-logprobs`)
 #
 # Logprobs of the last checkpoint for responses that older versions sampled.
 
 # %%
 checkpoint = max((run.path / "checkpoints").iterdir())
-for row in run.rescore_logprobs(checkpoint, where=f"step >= {last - 1}", client=client).by_staleness:
+for row in run.recompute_logprobs(checkpoint, where=f"step >= {last - 1}", client=client).by_staleness:
     print(f"staleness {row.staleness}: KL {row.kl:.2g} nats, effective sample size {row.ess_tokens:.0%} of the tokens")
 
 # %% [markdown]

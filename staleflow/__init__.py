@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from staleflow.pipeline.stored_runs.conversations import MessageSpan as MessageSpan
     from staleflow.pipeline.stored_runs.exporting import ExportResult as ExportResult
     from staleflow.pipeline.stored_runs.logprob_recompute import LogprobComparison as LogprobComparison
-    from staleflow.pipeline.stored_runs.logprob_recompute import RescoreResult as RescoreResult
-    from staleflow.pipeline.stored_runs.reward_rescoring import ReprocessResult as ReprocessResult
+    from staleflow.pipeline.stored_runs.logprob_recompute import RecomputeResult as RecomputeResult
+    from staleflow.pipeline.stored_runs.reward_rescoring import RescoreResult as RescoreResult
     from staleflow.pipeline.stored_runs.steps import ConsumedBatch as ConsumedBatch
     from staleflow.pipeline.stored_runs.stored_trajectories import StoredTrajectory as StoredTrajectory
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult as OfflineTrainingResult
@@ -118,8 +118,8 @@ _MODULES = {
     "MessageSpan": "staleflow.pipeline.stored_runs.conversations",
     "ExportResult": "staleflow.pipeline.stored_runs.exporting",
     "LogprobComparison": "staleflow.pipeline.stored_runs.logprob_recompute",
-    "RescoreResult": "staleflow.pipeline.stored_runs.logprob_recompute",
-    "ReprocessResult": "staleflow.pipeline.stored_runs.reward_rescoring",
+    "RecomputeResult": "staleflow.pipeline.stored_runs.logprob_recompute",
+    "RescoreResult": "staleflow.pipeline.stored_runs.reward_rescoring",
     "ConsumedBatch": "staleflow.pipeline.stored_runs.steps",
     "StoredTrajectory": "staleflow.pipeline.stored_runs.stored_trajectories",
     "OfflineTrainingResult": "staleflow.pipeline.stored_runs.training",

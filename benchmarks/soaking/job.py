@@ -83,7 +83,7 @@ max_error_share = 1.0
 """,
     "turns": """[task]
 source = "{folder}/code/numbered.py:Episode"
-environment = "yes"
+multi_turn = "yes"
 eval_prompts = 0
 
 [environment]

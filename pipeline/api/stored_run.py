@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from staleflow.pipeline.jobs.replaying import ReplayResult
     from staleflow.pipeline.stored_runs.branch_diff import BranchDifference
     from staleflow.pipeline.stored_runs.exporting import ExportFormat, ExportResult
-    from staleflow.pipeline.stored_runs.logprob_recompute import RescoreResult
-    from staleflow.pipeline.stored_runs.reward_rescoring import ReprocessResult
+    from staleflow.pipeline.stored_runs.logprob_recompute import RecomputeResult
+    from staleflow.pipeline.stored_runs.reward_rescoring import RescoreResult
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult
     from staleflow.stores.auditing.audit import AuditReport
     from staleflow.stores.auditing.drop_bias import DropBias
@@ -113,7 +113,7 @@ class Run(RunData):
 
     # -- new results ---------------------------------------------------------------------------------------------
 
-    def reprocess(
+    def rescore(
         self,
         *,
         branch: str,
@@ -122,7 +122,7 @@ class Run(RunData):
         workers: int = 2,
         client: Client | None = None,
         progress: Progress | None = None,
-    ) -> ReprocessResult:
+    ) -> RescoreResult:
         """Score the stored responses again and store the rewards, with the advantages they give, on a new branch.
 
         Args:
@@ -147,14 +147,14 @@ class Run(RunData):
         self._refuse_past("score the responses of")
         lines, notify = override_lines(changes), progress or _ignore
         if not reward and not lines:
-            raise ConfigError("reprocess: name the reward, or what changes of the job's own")
+            raise ConfigError("rescore: name the reward, or what changes of the job's own")
         with self._alone(), reward_file(self._path, branch, reward) as named:
             reward_rescoring.refuse(self._path, named, branch, lines)
             notify(0, 0)
             with pool_of(client, workers) as pool:
-                return reward_rescoring.reprocess(self._path, named, branch, pool, notify, lines)
+                return reward_rescoring.rescore(self._path, named, branch, pool, notify, lines)
 
-    def rescore_logprobs(
+    def recompute_logprobs(
         self,
         model: str | Path,
         *,
@@ -163,7 +163,7 @@ class Run(RunData):
         workers: int = 2,
         client: Client | None = None,
         progress: Progress | None = None,
-    ) -> RescoreResult:
+    ) -> RecomputeResult:
         """Compute logprobs of the stored responses under other weights, and their distance from the sampling policies.
 
         Args:
@@ -172,7 +172,7 @@ class Run(RunData):
             branch: Name of a new branch to store the logprobs of all responses on; none by default.
             workers: Local processes, unless there is a client.
             client: Workers to compute with.
-            progress: Called as in `reprocess`.
+            progress: Called as in `rescore`.
 
         Returns:
             KL divergence, effective sample size and clipped share by staleness.
@@ -189,7 +189,9 @@ class Run(RunData):
         notify(0, 0)
         # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
         with self._alone() if branch else contextlib.nullcontext(), pool_of(client, workers, model=True) as pool:
-            return logprob_recompute.rescore(self._path, str(model), pool, branch=branch, where=where, progress=notify)
+            return logprob_recompute.recompute(
+                self._path, str(model), pool, branch=branch, where=where, progress=notify
+            )
 
     def diff(self, first: str, second: str) -> BranchDifference:
         """Compare the rewards of the same trajectories on two branches. Raises ConfigError."""
@@ -216,7 +218,7 @@ class Run(RunData):
             where: Which trajectories, as in `trajectories`.
             workers: Local processes, unless there is a client.
             client: Workers to write with; they reach the same file system.
-            progress: Called as in `reprocess`.
+            progress: Called as in `rescore`.
 
         Raises:
             ConfigError: Something of it is wrong; nothing was written.

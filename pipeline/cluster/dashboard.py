@@ -246,7 +246,7 @@ class View:
 
     def _instance_plot(self) -> Any:
         plot = figure(
-            title="instances: running trajectories (bar), KV cache (line); environment hosts: acting ones",
+            title="instances: running trajectories (bar), KV cache (line); environment hosts: in environment",
             height=240, toolbar_location=None, styles=WIDE,
             sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
         )  # fmt: skip
@@ -395,7 +395,7 @@ class View:
                 f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
                 for lane, n in zip(lanes, lag, strict=True)
             ]
-            + [f"{host['num_acting']} acting, {host['places']} places" for host in hosts],
+            + [f"{host['num_acting']} in environment, {host['places']} slots" for host in hosts],
         }
 
     def _show_drops(self, status: Mapping[str, Any]) -> None:

@@ -295,7 +295,7 @@ def make_workload(config: RunConfig) -> Workload:
     """Responses of this job's simulated or emulated instances. A recorded workload is read from its store."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
-    others = ("run", "prompts", "acceptance")
+    others = ("run", "prompts", "acceptance_rate")
     options = {name: value for name, value in values(config.workload).items() if name not in others}
     return RandomWorkload(
         WorkloadSettings(

@@ -113,7 +113,7 @@ class Reporter:
                 needs = "; ".join(f"{name} needs {need}" for name, need in sorted(cluster.waiting.items()))
                 state, why = "waiting", f"{needs}; gives up after {cluster.start_s:g} s (deadlines.start_s)"
                 if driver.training:
-                    state, why = "running", f"goes on without {needs}"
+                    state, why = "running", f"continues without {needs}"
             more = {
                 "decisions": driver.decisions(DECISIONS),
                 "tokens_sampled": driver.tokens_sampled(),

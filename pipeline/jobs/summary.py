@@ -131,23 +131,23 @@ def diagnosed(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]:
     }
 
 
-def step_line(step: Mapping[str, float], num_steps: int, limit: str = "") -> str:
-    """A training step as one line of text. limit: what limited it, in a few words."""
+def step_line(step: Mapping[str, float], num_steps: int, bottleneck: str = "") -> str:
+    """A training step as one line of text. bottleneck: `Diagnosis.short`."""
     failed = f"  rewards failed {errors:.0f}" if (errors := step.get("reward_errors", 0.0)) else ""
     dropped = f"  updates dropped {count:.0f}" if (count := step.get("updates_dropped", 0.0)) else ""
-    turns = f"turns {step['turns_mean']:.1f}  tools {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
+    turns = f"turns {step['turns_mean']:.1f}  environment {step['tool_s']:.1f} s  " if step.get("given_tokens") else ""
     if turns and (branches := step.get("branches", 0.0)):
-        turns += f"branches {branches:.0f}  "
+        turns += f"context forks {branches:.0f}  "
     if turns and (cached := step.get("cached_tokens", 0.0)):
-        turns += f"cached {cached / (cached + step['prefilled_tokens']):.0%}  "
+        turns += f"prefix cache hits {cached / (cached + step['prefilled_tokens']):.0%}  "
     if drafted := step.get("drafted_tokens", 0.0):
-        turns += f"drafts accepted {step['accepted_tokens'] / drafted:.0%}  "
+        turns += f"draft acceptance {step['accepted_tokens'] / drafted:.0%}  "
     return (
         f"step {step['step']:.0f}/{num_steps}  reward {step['reward']:.3f}{failed}  "
         f"length {step['response_mean']:.1f}  {turns}"
         f"staleness {step['staleness_mean']:.2f} (max {step['staleness_max']:.0f})  loss {step['loss']:+.4f}  "
-        f"grad {step['grad_norm']:.2f}{dropped}  train {step['train_s']:.2f} s  wait {step['wait_s']:.2f} s  "
-        f"at {step['elapsed_s']:.1f} s" + (f"  {limit}" if limit else "")
+        f"grad {step['grad_norm']:.2f}{dropped}  train {step['train_s']:.2f} s  trainer wait {step['wait_s']:.2f} s  "
+        f"elapsed {step['elapsed_s']:.1f} s" + (f"  {bottleneck}" if bottleneck else "")
     )
 
 

@@ -47,9 +47,9 @@ class Cause(Enum):
     SLOW_INSTANCE = "slow instance"
     WEIGHTS = "weights"
     KV_MEMORY = "KV memory"
-    FEW_INSTANCES = "few instances"
+    FEW_INSTANCES = "too few instances"
     BOUND = "staleness bound"
-    MANY_INSTANCES = "many instances"
+    MANY_INSTANCES = "too many instances"
     TRAINER = "trainer"
 
 
@@ -134,8 +134,8 @@ class Diagnosis:
     @property
     def short(self) -> str:
         """The finding in a few words, for the line of a training step."""
-        does = "trains" if self.cause in (Cause.TRAINER, Cause.MANY_INSTANCES) else "waits"
-        return f"limit {self.cause.value} (trainer {does} {self.share:.0%})"
+        does = "busy" if self.cause in (Cause.TRAINER, Cause.MANY_INSTANCES) else "idle"
+        return f"bottleneck: {self.cause.value} (trainer {does} {self.share:.0%})"
 
 
 def diagnose(load: StepTimes, sizes: Sizes) -> Diagnosis | None:

@@ -268,7 +268,7 @@ class RunApi:
         if size > REPLAYED_BYTES:
             raise ConfigError(
                 f"the journal has {size / 2**20:.0f} MiB, a page replays {REPLAYED_BYTES / 2**20:.0f}; use "
-                f"staleflow replay {run_dir} --story {id}"
+                f"staleflow replay {run_dir} --trajectory {id}"
             )
         with self._replaying:
             result = replay_run(run_dir, TrajectoryId(id))

@@ -242,8 +242,8 @@ class Driver:
         self._num_drawn = taken.ledger.num_started // self._config.members_started
         if taken.responses or taken.again:
             self._note(
-                f"took up {taken.responses:,} responses ({taken.tokens:,} tokens) that were in flight; "
-                f"{taken.again:,} start again"
+                f"resumed {taken.responses:,} in-flight responses ({taken.tokens:,} tokens); "
+                f"{taken.again:,} restart from their prompts"
             )
         return replace(resumed, num_ended=tuple(taken.ledger.num_ended.items()))
 

@@ -202,4 +202,4 @@ def explanation(config: RunConfig, m: Measures) -> list[str]:
 
 
 def _mark(bound: Bound, seconds: float) -> str:
-    return "  <- the bound" if seconds == bound.step_s else ""
+    return "  <- the roofline" if seconds == bound.step_s else ""

@@ -80,7 +80,7 @@ class LogprobComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RescoreResult:
+class RecomputeResult:
     """The result of computing the logprobs of stored responses under another model."""
 
     model: str
@@ -97,7 +97,7 @@ class RescoreResult:
     """Id of its snapshot of the store."""
 
 
-def rescore(
+def recompute(
     run_dir: Path,
     model: str,
     pool: Pool,
@@ -105,7 +105,7 @@ def rescore(
     branch: str = "",
     where: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
-) -> RescoreResult:
+) -> RecomputeResult:
     """Compute the logprobs of a run's responses under a model, a folder or hub name. branch: name of a new branch to
     store them on, which requires all responses. Raises ConfigError before anything is computed."""
     settings, store, chosen = _chosen(run_dir, model, branch, where)
@@ -139,7 +139,7 @@ def rescore(
                 )
             lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": settings.temperature}
             snapshot = derived_branches.derive_logprobs(store, path, branch, kept, lineage)
-    return RescoreResult(
+    return RecomputeResult(
         model=model,
         rows=int(chosen.sum()) - len(errors),
         by_staleness=tuple(_by_staleness(columns["staleness"], sums)),
@@ -150,7 +150,7 @@ def rescore(
 
 
 def refuse(run_dir: Path, model: str, branch: str, where: str) -> None:
-    """Raise ConfigError for what `rescore` refuses, before any worker starts."""
+    """Raise ConfigError for what `recompute` refuses, before any worker starts."""
     _chosen(run_dir, model, branch, where)
 
 

@@ -44,7 +44,7 @@ MAY_CHANGE = ("reward.", "task.answer_pattern=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class ReprocessResult:
+class RescoreResult:
     """The result of scoring a run's responses again."""
 
     branch: str
@@ -64,17 +64,17 @@ class ReprocessResult:
     def __repr__(self) -> str:
         failed = f", {len(self.errors)} failed, first: {next(iter(self.errors.values()))}" if self.errors else ""
         means = f"mean reward {self.mean_before:.3f} -> {self.mean_after:.3f}"
-        return f"<ReprocessResult branch {self.branch}: {means}, {self.scored} of {self.rows} scored{failed}>"
+        return f"<RescoreResult branch {self.branch}: {means}, {self.scored} of {self.rows} scored{failed}>"
 
 
-def reprocess(
+def rescore(
     run_dir: Path,
     reward: str,
     branch: str,
     pool: Pool,
     progress: Callable[[int, int], None] = lambda *_: None,
     changes: tuple[str, ...] = (),
-) -> ReprocessResult:
+) -> RescoreResult:
     """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name), or by the job's
     own if that is empty. changes: of keys in MAY_CHANGE, as KEY=VALUE. progress: called with (rows done, total rows).
     Raises ConfigError before anything is computed, and, with nothing stored, if no response could be scored."""
@@ -119,7 +119,7 @@ def reprocess(
     }
     new = derived_branches.Rewards(rewards=rewards, advantages=estimate, loss_mask=valid & consumed, errors=errors)
     snapshot = derived_branches.derive(store, path, branch, new, lineage)
-    return ReprocessResult(
+    return RescoreResult(
         branch=branch,
         snapshot=snapshot,
         rows=count,
@@ -131,7 +131,7 @@ def reprocess(
 
 
 def refuse(run_dir: Path, reward: str, branch: str, changes: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError for what `reprocess` refuses, before any worker starts."""
+    """Raise ConfigError for what `rescore` refuses, before any worker starts."""
     VersionedStore.open(run_dir / "store")  # refuses a store of another layout
     derived_branches.refuse((run_dir / "store").resolve(), branch)
     _with_reward(_changed(run_dir, changes), reward)

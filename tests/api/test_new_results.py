@@ -41,7 +41,7 @@ def test_a_function_scores_the_responses_on_a_branch(run: staleflow.Run, client:
         return float(min(most, len(response)))
 
     progress: list[tuple[int, int]] = []
-    result = run.reprocess(
+    result = run.rescore(
         branch="by length", reward=length, client=client, progress=lambda *counts: progress.append(counts)
     )
     assert (result.errors, result.rows) == ({}, len(run.to_pandas()))
@@ -56,7 +56,7 @@ def test_a_function_scores_the_responses_on_a_branch(run: staleflow.Run, client:
     assert "def length(response: str" in Path(file).read_text(), "for readers"
     assert run.diff("main", "by length").mean[1] == pytest.approx(result.mean_after)
     with pytest.raises(staleflow.ConfigError, match="nothing stored is overwritten"):
-        run.reprocess(branch="by length", reward=lambda response, record: 0.0, client=client)
+        run.rescore(branch="by length", reward=lambda response, record: 0.0, client=client)
     assert "def length(response: str" in Path(file).read_text(), "kept, as the branch is"
 
 
@@ -67,22 +67,22 @@ def test_a_reward_that_fails_on_every_response_leaves_no_branch(run: staleflow.R
         raise KeyError("grade")
 
     with pytest.raises(staleflow.ConfigError, match=r"failed on all \d+ responses, so nothing is stored; .*grade"):
-        run.reprocess(branch="again", reward=broken, client=client)
+        run.rescore(branch="again", reward=broken, client=client)
     assert run.branches == before
     assert not list((run.path / "code").glob("branch_*"))
-    run.reprocess(branch="again", reward=lambda answer, record: 1.0, client=client)
+    run.rescore(branch="again", reward=lambda answer, record: 1.0, client=client)
 
 
 def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.Run, client: Client) -> None:
     before, branches = set((run.path / "code").glob("*")), run.branches
     with pytest.raises(staleflow.ConfigError, match="name the reward"):
-        run.reprocess(branch="other", client=client)
+        run.rescore(branch="other", client=client)
     with pytest.raises(staleflow.ConfigError, match="only how responses are scored can change"):
-        run.reprocess(branch="other", reward=lambda response, record: 1.0, changes={"seed": 3}, client=client)
+        run.rescore(branch="other", reward=lambda response, record: 1.0, changes={"seed": 3}, client=client)
     with pytest.raises(staleflow.ConfigError, match=r"^reward: a int; expected a function"):
-        run.reprocess(branch="other", reward=3, client=client)  # type: ignore[arg-type]
+        run.rescore(branch="other", reward=3, client=client)  # type: ignore[arg-type]
     with claimed(run.path), pytest.raises(FolderInUse):
-        run.reprocess(branch="other", reward="task", client=client)
+        run.rescore(branch="other", reward="task", client=client)
     assert set((run.path / "code").glob("*")) == before
     assert run.branches == branches
 
@@ -109,7 +109,7 @@ def test_without_a_client_local_processes_export(run: staleflow.Run, tmp_path: P
 def test_logprobs_under_the_sampling_policy_are_those_that_were_stored(
     run: staleflow.Run, tiny_model: Path, client: Client
 ) -> None:
-    result = run.rescore_logprobs(tiny_model, where="v_max == 0 and fate == 'consumed'", client=client)
+    result = run.recompute_logprobs(tiny_model, where="v_max == 0 and fate == 'consumed'", client=client)
     assert result.rows > 0
     assert all(row.farthest < 1e-3 and row.ess_tokens > 0.999 for row in result.by_staleness)
 

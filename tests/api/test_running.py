@@ -350,12 +350,12 @@ def test_a_result_is_one_short_line() -> None:
     assert repr(result) == (
         "<RunResult runs/a: steps 2, reward 0.250 at first, 0.500 at last, staleness 0: 4 (eta 1), tokens/s 10>"
     )
-    scored = staleflow.ReprocessResult(
+    scored = staleflow.RescoreResult(
         branch="b", snapshot="", rows=3, scored=2, errors={1: "KeyError: 'x' (f, line 3)", 2: "another"},
         mean_before=0.0, mean_after=0.5,
     )  # fmt: skip
     assert repr(scored) == (
-        "<ReprocessResult branch b: mean reward 0.000 -> 0.500, 2 of 3 scored, "
+        "<RescoreResult branch b: mean reward 0.000 -> 0.500, 2 of 3 scored, "
         "2 failed, first: KeyError: 'x' (f, line 3)>"
     )
 

@@ -58,11 +58,11 @@ def prove(run: staleflow.Run, client: Client) -> bool:
 
 def go_on(run: staleflow.Run, client: Client, progress: Callable[[int, int], None]) -> float:
     """New results."""
-    scored: staleflow.ReprocessResult = run.reprocess(
+    scored: staleflow.RescoreResult = run.rescore(
         branch="length", reward=length, changes={"reward.timeout_s": 3.0}, client=client, progress=progress
     )
     difference: staleflow.BranchDifference = run.diff("main", "length")
-    rescored: staleflow.RescoreResult = run.rescore_logprobs("runs/model", where="step > 3", progress=progress)
+    rescored: staleflow.RecomputeResult = run.recompute_logprobs("runs/model", where="step > 3", progress=progress)
     comparison: staleflow.LogprobComparison = rescored.by_staleness[0]
     exported: staleflow.ExportResult = run.at_step(3).export("hf", "out", workers=4, progress=progress)
     trained: staleflow.OfflineTrainingResult = run.branch("length").train_offline(

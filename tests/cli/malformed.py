@@ -227,7 +227,7 @@ REWARDS = (
          says=("reward.function = ", "no such file")),
     Case(name="reward: no file, submitted", says=("reward.function", "no such file"),
          command="submit job.toml --scheduler tcp://127.0.0.1:9 --set reward.function=none.py:f"),
-    Case(name="reward: no file, scored again", command="store reprocess runs/finished --branch b --reward none.py:f",
+    Case(name="reward: no file, scored again", command="store rescore runs/finished --branch b --reward none.py:f",
          says=("none.py", "no such file")),
 )  # fmt: skip
 
@@ -236,8 +236,8 @@ NO_RUN = (
         Case(name=f"no run: {words}", command=words.format("runs/none"), says=("runs/none", "no such run"))
         for words in (
             "resume {}", "replay {}", "simulate --from {}", "train-offline {}", "store show {}", "store audit {}",
-            "store diff {} main b", "store reprocess {} --reward task --branch b", "store export {} --to jsonl",
-            "store rescore-logprobs {} --model model",
+            "store diff {} main b", "store rescore {} --reward task --branch b", "store export {} --to jsonl",
+            "store recompute-logprobs {} --model model",
         )
     ),
     *(
@@ -291,14 +291,14 @@ STORES = (
     Case(name="store: a page nowhere", command="store show runs/finished --best 1 --html /proc/none/page.html",
          says=("/proc/none", "--html")),
     Case(name="store: nothing chosen", command="store show runs/finished --where 'reward > 0'", says=("--best",)),
-    Case(name="branch: a bad name", command="store reprocess runs/finished --reward task --branch 'a b/c'",
+    Case(name="branch: a bad name", command="store rescore runs/finished --reward task --branch 'a b/c'",
          says=("'a b/c'", "branch")),
-    Case(name="branch: no name", command="store reprocess runs/finished --reward task --branch ''", says=("branch",)),
-    Case(name="branch: main", command="store reprocess runs/finished --reward task --branch main", says=("main",)),
-    Case(name="branch: 300 characters", command=f"store reprocess runs/finished --reward task --branch {LONG}",
+    Case(name="branch: no name", command="store rescore runs/finished --reward task --branch ''", says=("branch",)),
+    Case(name="branch: main", command="store rescore runs/finished --reward task --branch main", says=("main",)),
+    Case(name="branch: 300 characters", command=f"store rescore runs/finished --reward task --branch {LONG}",
          says=("branch", "at most")),
     Case(name="branch: a bad name, of logprobs",
-         command="store rescore-logprobs runs/finished --model model --branch 'x/y'", says=("'x/y'", "branch")),
+         command="store recompute-logprobs runs/finished --model model --branch 'x/y'", says=("'x/y'", "branch")),
     Case(name="branch: unknown, compared", command="store diff runs/finished main none", says=("no branch 'none'",)),
     Case(name="export: an unknown format", command="store export runs/finished --to csv", says=("'csv'", "parquet")),
     Case(name="export: nowhere", command="store export runs/finished --to jsonl --out /proc/none/x.jsonl",
@@ -307,17 +307,18 @@ STORES = (
          says=("no branch 'none'",)),
     Case(name="export: a condition with an unknown name", says=("rewards", "reward"),
          command="store export runs/finished --to jsonl --where 'rewards > 0'"),
-    Case(name="logprobs: no model", command="store rescore-logprobs runs/finished --model runs/finished/checkpoints/x",
+    Case(name="logprobs: no model",
+         command="store recompute-logprobs runs/finished --model runs/finished/checkpoints/x",
          says=("runs/finished/checkpoints/x", "step-000002"),
          prepare=(empty_folder("runs/finished/checkpoints/step-000002"),)),
-    Case(name="logprobs: another vocabulary", command="store rescore-logprobs runs/finished --model small",
+    Case(name="logprobs: another vocabulary", command="store recompute-logprobs runs/finished --model small",
          says=("small", "vocabulary"),
          prepare=(small_vocabulary,)),
     Case(name="logprobs: weights of another configuration",
-         command="store rescore-logprobs runs/finished --model small",
+         command="store recompute-logprobs runs/finished --model small",
          says=("small", "model.safetensors", "vocab_size = 3"),
          prepare=(small_vocabulary, lambda f: shutil.copy(f / "model/model.safetensors", f / "small"))),
-    Case(name="logprobs: of an emulated run", command="store rescore-logprobs runs/credits --model model",
+    Case(name="logprobs: of an emulated run", command="store recompute-logprobs runs/credits --model model",
          says=("emulated",)),
     Case(name="offline: a key that is fixed", command="train-offline runs/finished --set steps=3", says=("steps",)),
     Case(name="offline: nothing selected", command="train-offline runs/finished --where 'reward > 5'",
@@ -337,9 +338,9 @@ JOURNALS = (
          prepare=(text(EVENTS, b"\xff\xfe\x00\x01" * 100),)),
     Case(name="journal: another event", command="replay runs/finished", says=("events.jsonl, line 1",),
          prepare=(changed(EVENTS, lambda t: t.replace('"type":', '"type_":').replace('"type" :', '"type_" :')),)),
-    Case(name="journal: an unknown trajectory", command="replay runs/finished --story 99999",
+    Case(name="journal: an unknown trajectory", command="replay runs/finished --trajectory 99999",
          says=("no trajectory 99999",)),
-    Case(name="journal: no number", command="replay runs/finished --story x", says=("'x'", "--story")),
+    Case(name="journal: no number", command="replay runs/finished --story x", says=("'x'", "--trajectory")),
 )  # fmt: skip
 
 RESUMES = (
@@ -403,12 +404,12 @@ VIRTUAL = (
 )  # fmt: skip
 
 DRY = (
-    Case(name="dry: a reward's bug", command=f"run --dry job.toml {MINE} --set reward.max_error_share=0.5",
+    Case(name="dry: a reward's bug", command=f"run --dry-run job.toml {MINE} --set reward.max_error_share=0.5",
          says=("reward.function", "KeyError"), prepare=(reward("return record['solution'] == answer"),)),
-    Case(name="dry: no data", command="run --dry job.toml --set task.source=jsonl:none.jsonl",
+    Case(name="dry: no data", command="run --dry-run job.toml --set task.source=jsonl:none.jsonl",
          says=("none.jsonl", "no such file")),
-    Case(name="dry: no model", command="run --dry job.toml --set model.path=runs/none", says=("no such folder",)),
-    Case(name="dry: a prompt that is too long", command="run --dry job.toml", says=("data.jsonl, line 1",),
+    Case(name="dry: no model", command="run --dry-run job.toml --set model.path=runs/none", says=("no such folder",)),
+    Case(name="dry: a prompt that is too long", command="run --dry-run job.toml", says=("data.jsonl, line 1",),
          prepare=(replaced("data.jsonl", "0 + 2", "1 + " * 200),)),
 )  # fmt: skip
 

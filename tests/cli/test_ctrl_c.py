@@ -108,7 +108,7 @@ def slow(answer, record):
 def test_reprocessing_ends_and_leaves_no_branch(tmp_path: Path) -> None:
     run = asking.converted("finished", tmp_path)
     (tmp_path / "slow.py").write_text(SLOW.format(begun=tmp_path / "begun"))
-    words = ("store", "reprocess", run, "--reward", f"{tmp_path}/slow.py:slow", "--branch", "slow")
+    words = ("store", "rescore", run, "--reward", f"{tmp_path}/slow.py:slow", "--branch", "slow")
     with terminal(*words, cwd=tmp_path) as shown:
         shown.until_there(tmp_path / "begun")
         shown.ctrl_c()

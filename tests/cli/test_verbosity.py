@@ -178,11 +178,11 @@ def test_a_resumed_run_does_not_print_earlier_steps_and_evaluations_again() -> N
 
 def test_a_step_line_counts_failed_rewards_and_says_what_limits_the_run() -> None:
     outcomes = RunReport(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "reward_errors": 3.0}])
-    outcomes.limits = {1: "limit reward (trainer waits 41%)"}
+    outcomes.limits = {1: "bottleneck: reward (trainer idle 41%)"}
     for first, second in printed(outcomes):
         assert "failed" not in first and "limit" not in first
         assert "reward 0.500  rewards failed 3  length" in second
-        assert second.endswith("limit reward (trainer waits 41%)")
+        assert second.endswith("bottleneck: reward (trainer idle 41%)")
 
 
 def test_a_step_line_counts_dropped_updates() -> None:
@@ -197,4 +197,4 @@ def test_a_step_line_counts_branches_of_episodes_of_many_turns() -> None:
         RunReport(steps=[{"step": 0.0, **STEP, **turns}, {"step": 1.0, **STEP, **turns, "branches": 4.0}])
     )[0]
     assert "branches" not in went_on
-    assert "tools 0.5 s  branches 4  staleness" in branched
+    assert "environment 0.5 s  context forks 4  staleness" in branched

@@ -174,8 +174,8 @@ async def landing(url: str) -> str:
 
 def test_the_status_of_a_job_says_what_waits_for_each_environment_host() -> None:
     lines = _details({"run_dir": "/runs/one", "last": {}, "status": STATUS, "stop": "", "state": "running"})
-    assert any("6 sampling, 80 acting, 1 scoring" in line for line in lines)
-    assert "environment-0  80 acting, 64 places" in lines
+    assert any("6 sampling, 80 in environment, 1 scoring" in line for line in lines)
+    assert "environment-0  80 in environment, 64 slots" in lines
 
 
 @in_browser

@@ -104,7 +104,7 @@ def test_a_kind_of_environment_is_found_by_each_command(play: Path, tmp_path: Pa
 
 
 def test_a_job_of_such_a_kind_runs(play: Path) -> None:
-    tried = fresh("run", play, "--dry", "--json")
+    tried = fresh("run", play, "--dry-run", "--json")
     assert tried.returncode == 0, tried.stderr
     found = json.loads(tried.stdout)
     assert (found["steps"], found["findings"], found["reward_errors"]) == (3, [], {})
@@ -126,7 +126,7 @@ def test_a_reward_is_found_by_name(dungeons: Path, job: Path) -> None:
     ],
 )
 def test_a_package_that_cannot_be_loaded_is_one_line(play: Path, kind: str, words: str) -> None:
-    for verb in (("config", "explain"), ("simulate",), ("profile",), ("run",), ("run", "--dry")):
+    for verb in (("config", "explain"), ("simulate",), ("profile",), ("run",), ("run", "--dry-run")):
         answer = command(*verb, play, "--set", f"task.source={kind}:1")
         assert (answer.returncode, answer.stdout) == (2, "")
         assert words in answer.stderr

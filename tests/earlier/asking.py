@@ -65,7 +65,8 @@ def ask(run: Path) -> dict[str, Any]:
         "store show --longest": summed(json.loads(answer("store", "show", run, "--longest", 10**6, "--json"))),
         "replay": {k: v for k, v in json.loads(answer("replay", run, "--json")).items() if k != "story"},
         "replay --story": {
-            str(id): len(json.loads(answer("replay", run, "--story", id, "--json"))["story"]) for id in range(0, 20, 5)
+            str(id): len(json.loads(answer("replay", run, "--trajectory", id, "--json"))["story"])
+            for id in range(0, 20, 5)
         },
     }
     named: dict[str, Any] = json.loads(json.dumps(answers).replace(str(run.parent.parent), "{folder}"))

@@ -119,7 +119,7 @@ def test_a_store_in_a_bucket_is_scored_and_trained_on_again(job: Path, tmp_path:
     ran = staleflow("run", job, "--store", URL, "--set", "steps=2", "--set", "task.eval_prompts=0")
     assert ran.returncode == 0, ran.stderr
     url, folder = f"{URL}/job", tmp_path / "runs" / "job"
-    scored = staleflow("store", "reprocess", url, "--reward", f"{tmp_path}/mine.py:even", "--branch", "even")
+    scored = staleflow("store", "rescore", url, "--reward", f"{tmp_path}/mine.py:even", "--branch", "even")
     assert scored.returncode == 0, scored.stderr
     compared = command("store", "diff", folder, "main", "even")  # the branch is in the bucket
     assert compared.returncode == 0, compared.stderr

@@ -88,13 +88,13 @@ def test_every_trajectory_has_a_story_however_long_the_run(tmp_path: Path, monke
     monkeypatch.setattr(decision_log, "STORY_LINES", 20)
     body = run_folder(tmp_path / "run")
     for trajectory in range(body.brain.ledger.num_started):
-        told = command("replay", tmp_path / "run", "--story", trajectory, "--json")
+        told = command("replay", tmp_path / "run", "--trajectory", trajectory, "--json")
         assert told.returncode == 0
         story = json.loads(told.stdout)["story"]
         assert "arrived" in story[0]
         assert body.ended[trajectory].value in story[-1]
     for unknown in (body.brain.ledger.num_started, 10**9, -1):
-        told = command("replay", tmp_path / "run", "--story", unknown)
+        told = command("replay", tmp_path / "run", "--trajectory", unknown)
         assert told.returncode == 2
         assert told.stderr == f"staleflow: {tmp_path / 'run'}: its journal has no trajectory {unknown}\n"
 
@@ -105,7 +105,7 @@ def test_a_resumed_run_tells_both_parts_of_a_story_and_misses_what_lies_between(
     run_folder(folder)
     (folder / "config.1.toml").write_bytes((folder / "config.toml").read_bytes())
     (folder / "events.1.jsonl").write_bytes((folder / "events.jsonl").read_bytes())
-    told = command("replay", folder, "--story", 0)
+    told = command("replay", folder, "--trajectory", 0)
     assert told.returncode == 0
     assert [line.split()[2] for line in told.stdout.splitlines()[:-1]].count("arrived") == 2
     resumed = '{"now":1,"event":{"type":"RunResumed","step":2,"num_ended":[["consumed:none",12]]},"commands":[]}\n'

@@ -71,7 +71,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_and_the_audit_is_clean(job
     (record,) = [r for r in store.steps() if r.kind == "resume"]
     assert record.num_rows == 0, "nothing was given up"
     took, kept_tokens, again = (int(record.metrics[name]) for name in ("taken_up", "taken_up_tokens", "started_again"))
-    assert f"took up {took:,} responses ({kept_tokens:,} tokens) that were in flight; {again:,} start again" in (
+    assert f"resumed {took:,} in-flight responses ({kept_tokens:,} tokens); {again:,} restart from their prompts" in (
         resumed.stderr
     )
     assert took > 0

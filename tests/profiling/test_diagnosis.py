@@ -65,7 +65,7 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Caus
     assert diagnosis is not None
     assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
     assert diagnosis.line.count("\n") == 0
-    assert f"limit {cause.value} (trainer" in diagnosis.short
+    assert f"bottleneck: {cause.value} (trainer" in diagnosis.short
     halved = [f"{key}={_value(config, key) / 2}" for key in diagnosis.halved]
     cured = simulated(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
     then = measure(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
@@ -131,7 +131,7 @@ def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) ->
     steps = run.config.steps
     assert sorted(run.outcomes.limits) == list(range(steps))
     # In the last eta + 1 steps no new work starts, and they wait for other things.
-    assert run.outcomes.limits[steps - 3].startswith(f"limit {cause.value} (trainer ")
+    assert run.outcomes.limits[steps - 3].startswith(f"bottleneck: {cause.value} (trainer ")
 
 
 # -- what a change would bring -----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path
     assert expected.ratio == pytest.approx(1.9, abs=0.2)
     assert expected.command == f"staleflow simulate --from {run} --set rollout.instances=2"
     said = diagnosed(found, expected)
-    assert said["cause"] == "few instances"
+    assert said["cause"] == "too few instances"
     assert said["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
 
 

@@ -89,7 +89,7 @@ def test_a_job_of_ones_own_is_tried_in_small_on_random_responses(job: Path, tmp_
     before = sorted(tmp_path.iterdir())
     sizes = ("steps=400", "batch.groups_per_step=500", "rollout.instances=40", "model.device=cuda")
     overrides = [x for o in (*sizes, f"reward.function={tmp_path}/mine.py:picky") for x in ("--set", o)]
-    answer = staleflow("run", job, "--dry", "--json", *overrides)
+    answer = staleflow("run", job, "--dry-run", "--json", *overrides)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
     assert (found["steps"], found["findings"]) == (3, [])

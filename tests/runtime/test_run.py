@@ -89,7 +89,7 @@ def test_a_run_trains_stores_and_explains_itself(job: Path, memory_folder: Path)
     shown = command("store", "show", end.run_dir, "--trajectory", 3, "--json")
     assert json.loads(shown.stdout)[0]["fate"] == "consumed"
     assert command("store", "audit", end.run_dir).returncode == 0
-    assert "the same commands" in command("replay", end.run_dir, "--story", 3).stdout
+    assert "the same commands" in command("replay", end.run_dir, "--trajectory", 3).stdout
     listed = json.loads(command("store", "ls", end.run_dir.parent, "--json").stdout)
     assert [(r["steps"], r["state"]) for r in listed] == [(5, "ended")]
     again = command("run", job)

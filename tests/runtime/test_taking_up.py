@@ -124,8 +124,8 @@ def test_finished_and_half_sampled_responses_of_a_killed_run_go_on(body: Body) -
     assert record.num_rows == 0
     assert record.metrics["taken_up"] == sum(m.version >= 0 for m in members)
     assert record.metrics["taken_up_tokens"] == sum(m.tokens for m in members)
-    (note,) = [line for line in second.outcomes.notes if line.startswith("took up")]
-    assert f"took up {int(record.metrics['taken_up'])} responses" in note
+    (note,) = [line for line in second.outcomes.notes if line.startswith("resumed ")]
+    assert f"resumed {int(record.metrics['taken_up'])} in-flight responses" in note
     routed = {c.trajectory for c in second.commands("Route")}
     assert not routed & {m.trajectory for m in members if m.sampled}, "a finished response was sampled again"
     before = {t.id: t for t in first.workers.actor("server")._flight.live.values() if t.segments}

@@ -263,7 +263,7 @@ def test_a_run_is_not_faster_than_its_physical_bound() -> None:
         whole = bound_of(config, trace.steps)
         assert trace.finished_s >= whole.step_s * len(trace.steps) * 0.999
         assert 0 < measures.of_bound <= 1.15
-        assert any("<- the bound" in line for line in explanation(config, measures))
+        assert any("<- the roofline" in line for line in explanation(config, measures))
 
 
 def test_a_very_long_step_is_not_taken_for_a_deadlock_and_a_deadlock_is_told() -> None:
@@ -519,7 +519,7 @@ def test_simulate_prints_a_table_explains_and_draws(tmp_path: Path) -> None:
         "eta=2",
         "synchronous",
         "credits",
-        "of bound",
+        "of roofline",
         "longest response alone",
         "the trainer waited",
     ):

@@ -145,8 +145,8 @@ def test_a_killed_run_is_resumed_with_what_was_in_flight(tmp_path: Path) -> None
 
 OTHER_COMMANDS = [
     ["store", "show", "RUN"], ["store", "audit", "RUN"], ["store", "export", "RUN", "--to", "jsonl"],
-    ["store", "diff", "RUN", "main", "odd"], ["store", "reprocess", "RUN", "--reward", "task", "--branch", "b"],
-    ["store", "rescore-logprobs", "RUN", "--model", "x"], ["train-offline", "RUN"], ["simulate", "--from", "RUN"],
+    ["store", "diff", "RUN", "main", "odd"], ["store", "rescore", "RUN", "--reward", "task", "--branch", "b"],
+    ["store", "recompute-logprobs", "RUN", "--model", "x"], ["train-offline", "RUN"], ["simulate", "--from", "RUN"],
     ["resume", "RUN", "--set", "steps=9"],
 ]  # fmt: skip
 

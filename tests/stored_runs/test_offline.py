@@ -78,7 +78,7 @@ def test_a_row_that_nobody_answered_for_stores_nothing(
     monkeypatch.setattr(Pool, "run", forgetful)
     monkeypatch.setattr(pools, "LEAST_ROWS", 8)
     with pytest.raises(ProtocolViolation, match=r"returned results for .* nothing was stored"):
-        reward_rescoring.reprocess(stored, "task", "forgotten", pool)
+        reward_rescoring.rescore(stored, "task", "forgotten", pool)
     assert "forgotten" not in VersionedStore.open(stored / "store").branches()
     monkeypatch.setattr(exporting, "PART_ROWS", 8)
     with pytest.raises(ProtocolViolation):
@@ -232,12 +232,12 @@ def test_what_a_corrupt_chunk_holds_is_named_and_the_rest_is_exported(copy: Path
 
 
 def test_the_model_that_sampled_them_agrees_and_another_differs(stored: Path, tiny_model: Path, pool: Pool) -> None:
-    same = logprob_recompute.rescore(stored, str(tiny_model), pool, where="v_max == 0 and fate == 'consumed'")
+    same = logprob_recompute.recompute(stored, str(tiny_model), pool, where="v_max == 0 and fate == 'consumed'")
     assert same.rows == len(rows_of(stored, "v_max == 0 and fate == 'consumed'"))
     assert all(row.farthest < 1e-3 and row.kl < 1e-6 and row.clipped == 0 for row in same.by_staleness)
     assert all(row.ess_tokens == pytest.approx(1, abs=1e-4) for row in same.by_staleness)
     last = stored / "checkpoints" / "step-000003"
-    other = logprob_recompute.rescore(stored, str(last), pool, where="fate == 'consumed'")
+    other = logprob_recompute.recompute(stored, str(last), pool, where="fate == 'consumed'")
     assert sum(row.trajectories for row in other.by_staleness) == 48
     assert max(row.kl for row in other.by_staleness) > 100 * max(row.kl for row in same.by_staleness)
     assert all(0 < row.ess_sequences <= 1 and 0 < row.ess_tokens < 1 for row in other.by_staleness)
@@ -246,7 +246,7 @@ def test_the_model_that_sampled_them_agrees_and_another_differs(stored: Path, ti
 def test_the_figures_are_their_definitions(stored: Path, pool: Pool) -> None:
     """Against the formulas, over logprobs that a branch keeps."""
     last = str(stored / "checkpoints" / "step-000003")
-    result = logprob_recompute.rescore(stored, last, pool, branch="under-last")
+    result = logprob_recompute.recompute(stored, last, pool, branch="under-last")
     store = VersionedStore.open(stored / "store", branch="under-last")
     assert store.lineage["logprobs"] == last and len(store.lineage["weights"]) == 64
     rows = [row for row in store.ended() if row.staleness == 1]
@@ -278,12 +278,12 @@ def test_responses_with_logprobs_that_are_not_finite_are_named_and_left_out(
         change_a_logprob(root, np.nan)
 
     edit(copy / "store", spoil)
-    found = logprob_recompute.rescore(copy, str(tiny_model), pool)
+    found = logprob_recompute.recompute(copy, str(tiny_model), pool)
     row = VersionedStore.open(copy / "store").table()["trajectory"].tolist()[5]
     assert found.errors == {row: "1 of its tokens have a stored or computed logprob that is not finite"}
     assert all(np.isfinite(of.kl) for of in found.by_staleness)
     with pytest.raises(StoreError, match=rf"'one' is not made: 1 responses .* first is trajectory {row}: 1 of its tok"):
-        logprob_recompute.rescore(copy, str(tiny_model), pool, branch="one")
+        logprob_recompute.recompute(copy, str(tiny_model), pool, branch="one")
     assert command("store", "audit", copy).returncode == 1
 
 
@@ -397,7 +397,7 @@ def test_a_lost_rank_ends_offline_training_with_a_line_and_the_same_command_goes
 def test_chosen_rows_and_other_rewards_give_another_policy(stored: Path, tmp_path: Path, pool: Pool) -> None:
     from staleflow.pipeline.stored_runs import reward_rescoring
 
-    reward_rescoring.reprocess(stored, f"{stored.parent.parent}/mine.py:length", "for-training", pool)
+    reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:length", "for-training", pool)
     chosen = "staleness <= 1 and advantage > 0"
     result = training.train_offline(
         stored, tmp_path / "out", pool, overrides=("task.eval_prompts=0", "training.learning_rate=2e-3"),
@@ -452,7 +452,7 @@ def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
         (["store", "show", other], "store format 99, this version reads 'columns'"),
         (["store", "audit", other], "store format 99"),
         (["store", "export", other, "--to", "jsonl"], "store format 99"),
-        (["store", "rescore-logprobs", other, "--model", "x"], "store format 99"),
+        (["store", "recompute-logprobs", other, "--model", "x"], "store format 99"),
         (["train-offline", other], "store format 99"),
         (["simulate", "--from", other], "store format 99"),
         (["store", "show", stored, "--trajectory", 10**6], "no stored trajectory"),
@@ -462,7 +462,7 @@ def test_wrong_input_is_one_line(stored: Path, tmp_path: Path) -> None:
         (["store", "show", stored, "--worst", 1, "--branch", "none"], "no branch 'none'; there are"),
         (["store", "export", stored, "--to", "jsonl", "--where", "reward >"], "cannot be read"),
         (["store", "export", stored, "--to", "jsonl", "--out", tmp_path / "o", *scheduler], "no scheduler at"),
-        (["store", "rescore-logprobs", stored, "--model", "runs/none"], "no such folder"),
+        (["store", "recompute-logprobs", stored, "--model", "runs/none"], "no such folder"),
         (["train-offline", stored, "--where", "reward > 99"], "no trajectory that was trained on matches"),
         (["train-offline", stored, "--set", "rollout.instances=2"], "cannot be changed offline"),
         (["train-offline", stored, "--out", tmp_path], "already exists"),

@@ -31,7 +31,7 @@ from tests.support import forking
 def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path) -> None:
     before = VersionedStore.open(stored / "store").table()
     answered = staleflow(
-        "store", "reprocess", stored, "--reward", f"{stored.parent.parent}/mine.py:length", "--branch", "by-length",
+        "store", "rescore", stored, "--reward", f"{stored.parent.parent}/mine.py:length", "--branch", "by-length",
         "--json",
     )  # fmt: skip
     assert answered.returncode == 0, answered.stderr
@@ -68,7 +68,7 @@ def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path)
     shown = command("store", "diff", stored, "main", "by-length")
     assert shown.returncode == 0, shown.stderr
     assert "trajectories trained on" in shown.stdout
-    again = command("store", "reprocess", stored, "--reward", "task", "--branch", "by-length")
+    again = command("store", "rescore", stored, "--reward", "task", "--branch", "by-length")
     assert again.returncode == 2
     assert "nothing stored is overwritten" in again.stderr
     with pytest.raises(StoreError, match="read-only"):
@@ -77,7 +77,7 @@ def test_new_rewards_are_on_a_branch_and_the_original_is_as_it_was(stored: Path)
 
 def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored: Path) -> None:
     with local_pool(2) as pool:
-        result = reward_rescoring.reprocess(stored, f"{stored.parent.parent}/mine.py:picky", "picky", pool)
+        result = reward_rescoring.rescore(stored, f"{stored.parent.parent}/mine.py:picky", "picky", pool)
     assert 0 < len(result.errors) < result.scored
     rows = list(VersionedStore.open(stored / "store", branch="picky").ended())
     failed = {r.trajectory.id: r for r in rows if r.trajectory.error}
@@ -92,13 +92,13 @@ def test_rows_that_cannot_be_scored_are_recorded_and_the_others_are_done(stored:
 def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
     mine = f"{stored.parent.parent}/mine.py"
     parts = f'{{right={{function="task", weight=2.0}}, long={{function="{mine}:length", weight=0.5}}}}'
-    done = command("store", "reprocess", stored, "--set", f"reward.parts={parts}", "--branch", "sum")
+    done = command("store", "rescore", stored, "--set", f"reward.parts={parts}", "--branch", "sum")
     assert done.returncode == 0, done.stderr
     table = {name: VersionedStore.open(stored / "store", branch=name) for name in ("main", "sum")}
     scored = [r.trajectory for r in table["sum"].ended() if r.trajectory.num_tokens]
     right = {r.trajectory.id: r.trajectory.reward for r in table["main"].ended() if r.fate is Fate.CONSUMED}
     with local_pool(1) as pool:
-        reward_rescoring.reprocess(stored, f"{mine}:length", "lengths", pool)
+        reward_rescoring.rescore(stored, f"{mine}:length", "lengths", pool)
     lengths = {
         r.trajectory.id: r.trajectory.reward for r in VersionedStore.open(stored / "store", branch="lengths").ended()
     }
@@ -120,14 +120,14 @@ def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
     ],
 )
 def test_what_cannot_be_scored_by_is_one_line(stored: Path, words: tuple[str, ...], says: str) -> None:
-    done = command("store", "reprocess", stored, *words, "--branch", "none")
+    done = command("store", "rescore", stored, *words, "--branch", "none")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert says in done.stderr
 
 
 def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> None:
     with local_pool(1) as pool:
-        reward_rescoring.reprocess(stored, "task", "again", pool)
+        reward_rescoring.rescore(stored, "task", "again", pool)
     one, two = (VersionedStore.open(stored / "store", branch=name).table() for name in ("main", "again"))
     consumed = one["staleness"] >= 0
     np.testing.assert_array_equal(one["reward"][consumed], two["reward"][consumed])
@@ -146,7 +146,7 @@ def test_killed_in_the_middle_it_leaves_no_trace(stored: Path, tmp_path: Path) -
         f"import time, pathlib\ndef score(answer, record):\n    pathlib.Path({str(called)!r}).touch()\n"
         "    time.sleep(0.3)\n    return 1.0\n"
     )
-    words = ["store", "reprocess", str(run), "--reward", f"{reward}:score", "--branch", "killed", "--workers", "1"]
+    words = ["store", "rescore", str(run), "--reward", f"{reward}:score", "--branch", "killed", "--workers", "1"]
     with forking.Popen(
         [sys.executable, "-m", "staleflow.cli.main", *words],
         env=ENVIRONMENT,
@@ -164,7 +164,7 @@ def test_killed_in_the_middle_it_leaves_no_trace(stored: Path, tmp_path: Path) -
         VersionedStore.open(run / "store", branch="part-0123")
     check(run, 3)
     with local_pool(1) as pool:
-        reward_rescoring.reprocess(run, "task", "killed", pool)
+        reward_rescoring.rescore(run, "task", "killed", pool)
     assert repository_at(run / "store").list_branches() == {*before, "killed"}
 
 
@@ -185,7 +185,7 @@ def test_what_cannot_be_done_leaves_no_branch(stored: Path, monkeypatch: pytest.
         (["--reward", "none.py:f", "--branch", "b"], "no such file"),
         (["--reward", "task", "--branch", "main"], "cannot be called 'main'"),
     ):
-        wrong = command("store", "reprocess", stored, *arguments)
+        wrong = command("store", "rescore", stored, *arguments)
         assert (wrong.returncode, wrong.stdout) == (2, "")
         assert message in wrong.stderr
         assert wrong.stderr.count("\n") == 1

@@ -348,11 +348,11 @@ def test_rewards_of_a_worker_with_threads_are_those_of_a_plain_loop(
     monkeypatch.setattr(pools, "LEAST_ROWS", 8)
     monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
     for branch in ("once", "twice"):
-        reward_rescoring.reprocess(many, f"{rewards}:checksum", branch, threads)
+        reward_rescoring.rescore(many, f"{rewards}:checksum", branch, threads)
         rows = VersionedStore.open(many / "store", branch=branch).ended()
         assert {r.trajectory.id: (r.trajectory.reward, r.trajectory.error) for r in rows} == expected
     # Another reward, while the threads hold the scorers of the first.
-    reward_rescoring.reprocess(many, f"{rewards}:one", "one", threads)
+    reward_rescoring.rescore(many, f"{rewards}:one", "one", threads)
     rows = VersionedStore.open(many / "store", branch="one").ended()
     assert {(r.trajectory.reward, r.trajectory.error) for r in rows} == {(1.0, "")}
 
@@ -363,7 +363,7 @@ def test_a_model_read_by_several_threads_gives_what_it_gives_one(
     monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
     monkeypatch.setattr(pools, "LEAST_ROWS", 8)
     monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
-    logprob_recompute.rescore(many, str(tiny_model), threads, branch="read")
+    logprob_recompute.recompute(many, str(tiny_model), threads, branch="read")
     config = loading.load(many / "config.toml")
     store = VersionedStore.open(many / "store", branch="read")
     rows = list(store.ended())

@@ -136,7 +136,7 @@ def test_a_reward_gets_the_last_turn_and_all_of_them_in_the_record(run: StoredRu
 
 
 def test_an_environments_own_reward_is_not_to_be_had_again(run: StoredRun) -> None:
-    acting = dataclasses.replace(run.config, task=dataclasses.replace(run.config.task, environment="yes"))
+    acting = dataclasses.replace(run.config, task=dataclasses.replace(run.config.task, multi_turn="yes"))
     (run.run_dir / "config.toml").write_text(knob_tree.to_toml(acting))
     with pytest.raises(ConfigError, match=r"rewards its episodes while they are played, .*name a function of your own"):
         reward_rescoring.refuse(run.run_dir, "task", "again")

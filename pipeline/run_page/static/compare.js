@@ -17,12 +17,12 @@ export async function compareView(run) {
           {},
           "This run has one branch. Score its responses again with another reward, and the two can be compared here:",
         ),
-        h("pre", { class: "prompt" }, `staleflow store reprocess ${run.folder} --reward mine.py:score --branch better`),
+        h("pre", { class: "prompt" }, `staleflow store rescore ${run.folder} --reward mine.py:score --branch better`),
         h("p", {}, "Or compute their logprobs under another model, which colours tokens by importance ratio:"),
         h(
           "pre",
           { class: "prompt" },
-          `staleflow store rescore-logprobs ${run.folder} --model CHECKPOINT --branch other`,
+          `staleflow store recompute-logprobs ${run.folder} --model CHECKPOINT --branch other`,
         ),
       ],
     };

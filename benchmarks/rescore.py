@@ -117,7 +117,7 @@ def main() -> None:
             watch.start()
             marks: list[tuple[float, int]] = []
             begin = time.perf_counter()
-            result = reward_rescoring.reprocess(
+            result = reward_rescoring.rescore(
                 config.run_dir, args.reward, "again", pool, lambda done, _: marks.append((time.perf_counter(), done))
             )
             seconds = time.perf_counter() - begin
