@@ -33,6 +33,8 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """What a model's code in transformers looks up how to compute attention in."""
 OWN_CACHE = ("minimax", "recurrent_gemma")
 """Kinds of models that compute with no other cache than theirs."""
+ONLY_STATES = "cache_params: Cache"
+"""What the code of models has whose layers have recurrent states and no attention."""
 SELECTED = ("update_indexer(", "compressed_sparse_attention")
 """Calls in the code of models whose attention is to what an index selects."""
 HEADER = struct.Struct("<Q")
@@ -178,12 +180,12 @@ def check_files(folder: Path, subject: str) -> None:
 
 def check_attention(folder: Path, key: str) -> None:
     """Raise ConfigError if the transformers engine cannot batch a model: its code in transformers, which is searched as
-    text, must compute attention by the interface there, over all that it has cached. key: the model's key in the job
-    file and its value, for messages."""
+    text, must compute attention by the interface there, over all that it has cached, or have none. key: the model's key
+    in the job file and its value, for messages."""
     kind = read_architecture(folder, key).get("model_type")
     code = _code(kind) if isinstance(kind, str) else ""
     why = ""
-    if code and INTERFACE not in code:
+    if code and INTERFACE not in code and ONLY_STATES not in code:
         why = "does not compute attention by transformers' interface"
     elif kind in OWN_CACHE:
         why = "computes with a cache of its own"

@@ -178,6 +178,10 @@ class VllmSettings(ModelSettings):
         **dict.fromkeys(
             ("model", "dtype", "seed", "tensor_parallel_size", "max_num_seqs", "block_size"), "has its own key"
         ),
+        **dict.fromkeys(
+            ("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "data_parallel_rank"),
+            "weights are loaded and compared on the workers of one model, which may be divided by tensor_parallel only",
+        ),
         "num_gpu_blocks_override": "set rollout.engine.kv_tokens instead",
         "max_num_batched_tokens": "set rollout.engine.max_batch_tokens instead",
         **dict.fromkeys(

@@ -19,6 +19,8 @@ from staleflow.tasks.engines.row_storage import BatchRow
 
 TRIAL = [0, 1, 2, 1, 0, 2]
 """Tokens that every vocabulary has."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What a model's forward calls its cache: as of transformers 5.20, before, and where it has states only."""
 ROUNDING = 0.05
 """Difference of logits, of their standard deviation, that rounding may make in half precision."""
 
@@ -32,7 +34,7 @@ class RowModel:
         self._page = page
         self._before = before
         names = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"  # as of transformers 5.20 or before
+        self._cache_name = next(name for name in CACHE_NAMES if name in names)
         self._expanding: set[int] = set()
         self.cache = self.new_cache()
         with torch.inference_mode():

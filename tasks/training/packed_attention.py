@@ -4,8 +4,8 @@ What a model does token by token then costs nothing for padding; only attention 
 share their prompt have it in the sequence once (tasks/training/shared_prompts.py), and each attends to it.
 
 Invariants:
-- A token attends to those before it in its own row, and to no others. A model whose layers have another attention, such
-  as windows or chunks, raises NotPacked, however short the rows are.
+- A token attends to those before it in its own row, in a layer with a sliding window to the last of them, and to no
+  others. A model whose layers have another attention, such as chunks, raises NotPacked, however short the rows are.
 - A model is given rows this way only if it computed for each row what it does for that row alone, in a trial as long as
   its longest sequence: scales that grow with a token's place in it, say, begin at thousands of tokens. Any other model
   gets padded rows.
@@ -71,14 +71,21 @@ class PackedRowLengths:
         return torch.from_numpy(np.concatenate([block.positions for block in self.blocks]))[None].to(device)
 
 
-def _mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class LocalMask:
+    """The mask of layers that attend to no more than `size` tokens, of a window or a chunk. A model may have one made
+    that no layer uses."""
+
+    size: int
+
+
+def _mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> LocalMask | None:
     """The mask that transformers makes for each kind of layer in a model: none, for causal attention within rows.
-    Raises NotPacked for any other. local_size: tokens of a window or a chunk. use_vmap: whether the model has changed
-    the mask by a function of its own."""
-    if local_size is not None:
-        raise NotPacked(f"layers attend to no more than {local_size} tokens")
+    local_size: tokens of a window or a chunk. use_vmap: whether the model has changed the mask by a function of its
+    own. Raises NotPacked for that."""
     if use_vmap:
         raise NotPacked("the model's attention has a mask of its own")
+    return None if local_size is None else LocalMask(local_size)
 
 
 def _attention(
@@ -86,31 +93,37 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | LocalMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     row_lengths: PackedRowLengths | None = None,
+    sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, T, heads, D] from [1, heads, T, D]; without row_lengths, of a single row. Raises NotPacked."""
-    if row_lengths is None or row_lengths.single:
-        found: tuple[torch.Tensor, None] = sdpa_attention_forward(
+    window: int | None = None
+    if isinstance(attention_mask, LocalMask):
+        if sliding_window != attention_mask.size:  # a chunk, say
+            raise NotPacked(f"layers attend to no more than {attention_mask.size} tokens")
+        attention_mask, window = None, sliding_window
+    if window is None and (row_lengths is None or row_lengths.single):
+        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **others
         )
-        return found
+        return output
     if attention_mask is not None:
         raise NotPacked(f"{type(module).__name__} has a mask of its own")
-    more = [name for name, given in others.items() if name not in KNOWN and given is not None]
+    more = [name for name, value in others.items() if name not in KNOWN and value is not None]
     more += ["dropout"] if dropout else []
+    more += ["sliding_window"] if sliding_window != window else []
     more += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
     if more:
         raise NotPacked(f"{type(module).__name__} has {', '.join(more)}")
-    attention = functools.partial(
-        scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    sizes = [size for block in row_lengths.blocks for size in (block.prompt, *block.rests) if size]
-    parts = iter(zip(*(whole.split(sizes, 2) for whole in (query, key, value)), strict=True))
-    attended = [output.transpose(1, 2) for block in row_lengths.blocks for output in _of_block(block, parts, attention)]
+    attention = functools.partial(_causal, window=window, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    blocks = (PromptBlock(0, (query.shape[2],)),) if row_lengths is None else row_lengths.blocks
+    sizes = [size for block in blocks for size in (block.prompt, *block.rests) if size]
+    parts = iter(zip(*(sequence.split(sizes, 2) for sequence in (query, key, value)), strict=True))
+    attended = [output.transpose(1, 2) for block in blocks for output in _of_block(block, parts, attention)]
     return torch.cat(attended, 1), None
 
 
@@ -120,19 +133,31 @@ def _of_block(
     """[1, heads, T, D] of each part of a block, from as many of the parts."""
     if not block.prompt:
         for _ in block.rests:
-            yield attention(*next(parts), is_causal=True)
+            yield attention(*next(parts))
         return
     prompt = next(parts)
-    yield attention(*prompt, is_causal=True)
+    yield attention(*prompt)
     for rest in block.rests:
-        query, *own = next(parts)
-        key, value = (torch.cat(both, 2) for both in zip(prompt[1:], own, strict=True))
+        query, *rest_keys_values = next(parts)
+        key, value = (torch.cat(both, 2) for both in zip(prompt[1:], rest_keys_values, strict=True))
         if query.device.type == "cpu" and rest <= max(MASKED, block.prompt):
-            seen = torch.ones(rest, block.prompt + rest, dtype=torch.bool).tril(block.prompt)
-            yield attention(query, key, value, attn_mask=seen)
+            yield attention(query, key, value)
         else:
-            whole = torch.cat([prompt[0], query], 2)
-            yield attention(whole, key, value, is_causal=True)[:, :, block.prompt :]
+            queries = torch.cat([prompt[0], query], 2)
+            yield attention(queries, key, value)[:, :, block.prompt :]
+
+
+def _causal(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None, **options: Any
+) -> torch.Tensor:
+    """Attention of the last tokens of a row, whose keys are those of all of it."""
+    tokens, length = query.shape[2], key.shape[2]
+    if tokens == length and (window is None or length <= window):
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    allowed = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
+    if window is not None:
+        allowed = allowed.triu(length - tokens - window + 1)
+    return scaled_dot_product_attention(query, key, value, attn_mask=allowed, **options)
 
 
 def why_padded(model: Any, device: str, most_tokens: int) -> str:
@@ -182,10 +207,10 @@ def _try_packed(model: Any, device: str, most_tokens: int) -> None:
             expected += [alone[0][: block.prompt], *(logits[block.prompt :] for logits in alone)]
             begin += block.size
         inputs = {"input_ids": whole[None], "position_ids": rows.positions(device), "row_lengths": rows}
-        found = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
+        logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
     wanted = torch.cat([*expected, *expected])
-    difference = float((found - wanted).abs().max() / found.abs().max())
-    rounding = 1e-4 if found.dtype in (torch.float32, torch.float64) else 2e-2
+    difference = float((logits - wanted).abs().max() / logits.abs().max())
+    rounding = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 2e-2
     if not difference <= rounding:
         raise NotPacked(
             f"in a sequence of {total} tokens the logits of a row differ from those of the row alone, by "

@@ -170,6 +170,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "options.logprobs_mode: tokens could no",
         ),
         ("rollout.engine={name='vllm', options={logits_processors=[]}}", "of the policy that sampled; remove it"),
+        ("rollout.engine={name='vllm', options={pipeline_parallel_size=2}}", "divided by tensor_parallel only; remove"),
+        ("rollout.engine={name='vllm', options={data_parallel_size=2}}", "divided by tensor_parallel only; remove"),
         (
             "rollout.engine={name='vllm', options={top_p=0.9}}",
             "options.top_p: it would sample from another distribution",

@@ -18,17 +18,18 @@ from staleflow.tasks.engines.engine_settings import TransformersSettings
 from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model
 from tests.tasks.engine_conformance import collect, logprobs_of, model_settings, request, tokens_of
 
-QUICK = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_5_text", "nemotron_h", "falcon_h1")
+QUICK = ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "llama4_text", "qwen3_5_text", "nemotron_h", "falcon_h1",
+         "mamba2")  # fmt: skip
 """One of each kind of layer: windows, sinks, latent attention, chunks, states, both in one layer."""
 REFUSED = {
     "deepseek_v32": "attends to what an index of its own selects",
-    "mamba2": "does not compute attention by transformers' interface",
+    "reformer": "does not compute attention by transformers' interface",
     "minimax": "computes with a cache of its own",
     "recurrent_gemma": "computes with a cache of its own",
 }
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v32"])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v32", "reformer"])
 def test_a_family_is_refused_before_anything_starts_or_not_at_all(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     if family not in REFUSED:

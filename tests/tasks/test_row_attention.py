@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.models.model_families import make_family_model
 from staleflow.pipeline.config.model_files import context_of, read_context, shown_context
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.engines.transformers import load_model
 from staleflow.tasks.training.blocks import one_layer_of_each_kind
 from staleflow.tasks.training.logprobs import LogprobModel
 from staleflow.tasks.training.microbatches import Row, microbatches
@@ -73,13 +76,39 @@ def test_usual_models_take_them(kind: str) -> None:
     assert found.config._attn_implementation == NAME
 
 
-def test_a_model_whose_attention_has_a_window_keeps_its_own() -> None:
-    """A row may be longer than it."""
-    torch.manual_seed(0)
-    found = MistralForCausalLM._from_config(MistralConfig(**SIZES, sliding_window=8), dtype=torch.float32).eval()
-    before = found.config._attn_implementation
-    assert why_padded(found, "cpu", 1000) == "layers attend to no more than 8 tokens"
-    assert found.config._attn_implementation == before
+@pytest.mark.parametrize("family", ["mistral", "ministral", "gemma3_text", "olmo3", "exaone4", "mixtral", "qwen2_moe"])
+def test_rows_longer_than_a_window_have_the_numbers_of_the_models_own_attention(family: str, tmp_path: Path) -> None:
+    """Alone, packed, and with prompts in common. qwen2_moe has a mask of a window of 0 made, which no layer uses."""
+    make_family_model(family, tmp_path)
+    own, packed = (load_model(str(tmp_path), "float32", "cpu", attention="sdpa") for _ in range(2))
+    rows = [replace(row_of(tokens), prompt=row_of(60).response[:25]) for tokens in (30, 47, 12, 21)]
+    rows.append(row_of(70))
+    expected = LogprobModel(model=own, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    object.__setattr__(expected, "padded_because", "of the test")
+    own.set_attn_implementation("sdpa")
+    under = LogprobModel(model=packed, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    assert under.takes_rows, under.padded_because
+    together, alone = under.rows(rows, range(5)), under.rows(rows, [4])
+    for i, logprobs in expected.rows(rows, range(5)).items():
+        np.testing.assert_allclose(together[i], logprobs, atol=2e-5)
+    np.testing.assert_allclose(alone[4], together[4], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("llama4_text", "layers attend to no more than 16 tokens"),
+        ("gpt_oss", "GptOssAttention has s_aux"),
+        ("gemma2", "its logits are not those of its output layer as they are"),
+    ],
+)
+def test_a_model_whose_attention_has_chunks_or_sinks_keeps_its_own(family: str, reason: str, tmp_path: Path) -> None:
+    make_family_model(family, tmp_path)
+    kept = load_model(str(tmp_path), "float32", "cpu", attention="sdpa")
+    before = kept.config._attn_implementation
+    under = LogprobModel(model=kept, device="cpu", half=False, temperature=1.0, token_budget=1000)
+    assert under.padded_because == reason
+    assert kept.config._attn_implementation == before
 
 
 def test_a_model_that_mixes_tokens_elsewhere_gets_padded_rows() -> None:
@@ -226,11 +255,10 @@ def row_of(tokens: int) -> Row:
 
 def test_a_trainer_reports_once_why_its_rows_are_padded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    made = MistralForCausalLM._from_config(MistralConfig(**SIZES, sliding_window=8), dtype=torch.float32)
-    made.save_pretrained(tmp_path)
+    make_family_model("llama4_text", tmp_path)
     trainer(tmp_path)
     assert [record.message for record in caplog.records if record.name.endswith("policy_trainer")] == [
-        "micro-batches are not packed: layers attend to no more than 8 tokens"
+        "micro-batches are not packed: layers attend to no more than 16 tokens"
     ]
 
 

@@ -114,8 +114,8 @@ def test_rows_that_share_a_prompt_have_the_numbers_of_separate_ones(
 
 
 def test_a_model_of_padded_rows_computes_prompts_with_each() -> None:
-    """Its attention has a window, so it has no other place for rows."""
-    found = model("MistralForCausalLM", "MistralConfig", sliding_window=8)
+    """Its attention has a cap, so it has no other place for rows."""
+    found = model("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)
     under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     assert not under.takes_rows
     rows = group(20, (4, 9, 3))
