@@ -100,6 +100,7 @@ nightly-tests: install-test  ## the same tests with many more examples, and the 
 
 MUTANTS ?= 300
 mutants: install-test  ## plant single mistakes in what keeps the promises: at least 0.9 of them must fail a test
+	$(BIN)/python -m tests.mutation --planted
 	$(BIN)/python -m tests.mutation --sample $(MUTANTS)
 
 nightly: nightly-tests nightly-vllm test-agents mutants  ## all of these; with -k, each of them though one before it fails

@@ -3,87 +3,151 @@
     python -m tests.mutation --sample 150 --seed 0 --processes 2
     python -m tests.mutation --package protocol
 
-Each mistake is planted in a copy of the repository. Every survivor belongs into tests/mutation/survivors.toml, with
-what it is: "hole", to be closed by a test, or "equivalent", with the reason why nothing can tell it from what was
-written. The exit code is 1 if there is one that is not there, or if less than LEAST of those that are not equivalent
-are killed in some package.
+Each mistake is planted in a copy of the repository, and the tests run that execute its line. Every survivor belongs
+into tests/mutation/survivors.toml, with what it is: "hole", to be closed by a test, or "equivalent", with the reason
+why nothing can tell it from what was written. The exit code is 1 if there is one that is not there, or if less than
+LEAST of those that are not equivalent are killed in some package.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import queue
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.mutation.mutants import Mutant, mutants
+from tests.mutation.mutants import Mutant, mutants, replaced
 from tests.mutation.targets import PACKAGES, Package
+from tests.mutation.worker import PIPES
 
 LEAST = 0.9
 """Share of the mistakes, without those that are equivalent, that the tests of a package must kill."""
 FEWEST = 12
 """Mistakes of a sample in each package, at least."""
+PLANTED = Path(__file__).with_name("planted.toml")
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 PATIENCE_S = 120.0
-"""Seconds beyond twice those of the tests without a mistake, after which a mistake counts as noticed: it hangs."""
+"""Seconds beyond ten times those of the tests without a mistake, after which a mistake counts as noticed: it hangs."""
+PATIENCE_CPU_S = 20.0
+"""Seconds of the processor beyond five times those of the tests, after which a mistake counts as noticed: it loops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted:
-    """A mistake, and whether the tests noticed it."""
+    """A mistake, and the test that noticed it, if one did."""
 
     package: str
     mutant: Mutant
-    killed: bool
+    killer: str | None
 
 
-class Copies:
-    """Copies of the repository's files, one for each process."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A test without a mistake. lines: of modules that it executes, by path."""
 
-    def __init__(self, folder: Path, count: int) -> None:
-        listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True)
-        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for number in range(count):
-            copy = folder / str(number)
-            for name in filter(None, listed.stdout.split("\0")):
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(name, copy / name, follow_symlinks=False)
-            self._free.put(copy)
+    elapsed_s: float
+    lines: frozenset[tuple[str, int]]
 
-    def test(self, tests: Sequence[str], limit_s: float, mutant: Mutant | None = None) -> bool:
-        """Run tests in a copy with a mistake; returns whether they pass, within a time."""
-        copy = self._free.get()
+
+class Worker:
+    """A process that has collected tests in a copy of the repository, and tries mistakes there (worker.py)."""
+
+    def __init__(self, copy: Path, tests: Sequence[str]) -> None:
+        self.copy = copy
+        replies, answered = os.pipe()
+        asked, requests = os.pipe()
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutation.worker"]
+        self._process = subprocess.Popen(
+            [*command, "--tb=no", f"--basetemp={copy}.tmp", *tests],
+            cwd=copy,
+            env=_variables(copy, **{PIPES: f"{asked},{answered}"}),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[asked, answered],
+            start_new_session=True,
+        )
+        os.close(asked)
+        os.close(answered)
+        self._replies, self._requests = os.fdopen(replies), os.fdopen(requests, "w")
+        if not self._answer().get("collected"):
+            raise SystemExit(f"these tests cannot be collected: {' '.join(tests)}")
+
+    def _answer(self) -> dict[str, Any]:
+        return dict(json.loads(self._replies.readline() or "{}"))
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
+        return self._answer()
+
+    def measure(self, targets: Sequence[str]) -> dict[str, Measured]:
+        """Run every test without a mistake; raises SystemExit if one fails."""
+        answer = self._ask(targets=targets, limit_s=3600.0)
+        if answer.get("failures") != []:
+            raise SystemExit(f"tests fail without a mistake: {answer.get('failures', answer)}")
+        root = str(self.copy.resolve()) + "/"
+        return {
+            name: Measured(elapsed_s, frozenset((path.removeprefix(root), line) for path, line in lines))
+            for name, (elapsed_s, lines) in answer["tests"].items()
+        }
+
+    def killer(self, mutant: Mutant, tests: Sequence[str], usual_s: float, fallback: Sequence[str]) -> str | None:
+        """The first of the tests that notices a mistake. One that none notices is tried again in a process that
+        imports it, where what runs during imports is wrong too. fallback: what then runs if there are no tests."""
+        path = self.copy / mutant.path
+        source = path.read_bytes()
         try:
-            if mutant is None:
-                return _passes(copy, tests, limit_s)
-            path = copy / mutant.path
-            source = path.read_bytes()
-            try:
-                path.write_bytes(mutant.planted(source))
-                return _passes(copy, tests, limit_s)
-            finally:
-                path.write_bytes(source)
+            path.write_bytes(mutant.planted(source))
+            if tests:
+                answer = self._ask(
+                    path=mutant.path,
+                    original=source.decode(),
+                    tests=tests,
+                    cpu_s=5 * usual_s + PATIENCE_CPU_S,
+                    limit_s=10 * usual_s + PATIENCE_S,
+                )
+                if "failed" in answer:
+                    return str(answer["failed"])
+            passed = _passes(self.copy, tests or fallback, 10 * usual_s + 10 * PATIENCE_S)
+            return None if passed else "in a process of its own"
         finally:
-            self._free.put(copy)
+            path.write_bytes(source)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._replies.close()
+        self._requests.close()
+
+
+def _variables(copy: Path, **more: str) -> dict[str, str]:
+    own = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "mutants"}
+    return {**os.environ, **own, **more}
 
 
 def _passes(copy: Path, tests: Sequence[str], limit_s: float) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
-    variables = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_PROFILE": "mutants"}
     process = subprocess.Popen(
-        command, cwd=copy, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        cwd=copy,
+        env=_variables(copy),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         return process.wait(limit_s) == 0
@@ -91,8 +155,36 @@ def _passes(copy: Path, tests: Sequence[str], limit_s: float) -> bool:
         return False
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _copied(folder: Path) -> Path:
+    """A copy of the repository's files."""
+    listed = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(name, folder / name, follow_symlinks=False)
+    return folder
+
+
+def planted() -> int:
+    """Plant the mistakes of planted.toml, and say which the tests that are to notice them do not; returns the exit
+    code."""
+    mistakes = tomllib.loads(PLANTED.read_text())["mistake"]
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        worker = Worker(_copied(Path(folder) / "0"), sorted({one["noticed_by"].partition("::")[0] for one in mistakes}))
+        try:
+            for one in mistakes:
+                mutant = replaced(one["path"], Path(one["path"]).read_bytes(), one["old"], one["new"])
+                killer = worker.killer(mutant, [one["noticed_by"]], 60.0, ())
+                missed += killer is None
+                print(f"{killer or 'NOT NOTICED'}: {one['breaks']}", flush=True)
+        finally:
+            worker.close()
+    print(f"{len(mistakes) - missed} of {len(mistakes)} planted mistakes are noticed")
+    return int(missed > 0)
 
 
 def chosen(packages: Sequence[Package], sample: int | None, seed: int) -> list[tuple[Package, Mutant]]:
@@ -112,54 +204,74 @@ def chosen(packages: Sequence[Package], sample: int | None, seed: int) -> list[t
     return picked
 
 
+class Trial:
+    """The mistakes of one package, and what is known of its tests."""
+
+    def __init__(self, package: Package, measured: dict[str, Measured]) -> None:
+        self._package, self._measured = package, measured
+        self._kills: Counter[tuple[str, str]] = Counter()
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """Tests that execute the line of a mistake: first the short ones, and those that noticed others nearby."""
+        spans = {(mutant.path, line) for line in range(mutant.first, mutant.last + 1)}
+        names = [name for name, test in self._measured.items() if not spans.isdisjoint(test.lines)]
+        return sorted(names, key=lambda name: self._measured[name].elapsed_s / (1 + self._kills[mutant.function, name]))
+
+    def planted(self, worker: Worker, mutant: Mutant) -> Planted:
+        tests = self.tests(mutant)
+        usual_s = sum(self._measured[name].elapsed_s for name in tests)
+        killer = worker.killer(mutant, tests, usual_s, self._package.tests_of(mutant.path))
+        if killer is not None:
+            self._kills[mutant.function, killer] += 1
+        return Planted(package=self._package.name, mutant=mutant, killer=killer)
+
+
 def run(picked: Sequence[tuple[Package, Mutant]], processes: int) -> list[Planted]:
-    """Plant mistakes one by one in each of so many processes."""
+    """Plant mistakes, package by package, one by one in each of so many processes."""
     done: list[Planted] = []
-    limits: dict[tuple[str, ...], float] = {}
-    lock, locks = threading.Lock(), dict[tuple[str, ...], threading.Lock]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(processes) as pool:
-        copies = Copies(Path(folder), processes)
+        copies = [_copied(Path(folder) / str(number)) for number in range(processes)]
+        for package in {package.name: package for package, _ in picked}.values():
+            tests = list(dict.fromkeys(test for path in package.modules() for test in package.tests_of(path)))
+            workers = list(pool.map(lambda copy, tests=tests: Worker(copy, tests), copies))
+            try:
+                free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+                for worker in workers:
+                    free.put(worker)
+                trial = Trial(package, workers[0].measure(package.modules()))
 
-        def limit_s(tests: tuple[str, ...]) -> float:
-            with lock:
-                one_at_a_time = locks.setdefault(tests, threading.Lock())
-            with one_at_a_time:
-                if tests not in limits:
-                    begin = time.monotonic()
-                    if not copies.test(tests, 3600.0):
-                        raise SystemExit(f"these tests fail without a mistake: {' '.join(tests)}")
-                    limits[tests] = 2 * (time.monotonic() - begin) + PATIENCE_S
-                return limits[tests]
+                def plant(mutant: Mutant, trial: Trial = trial, free: queue.SimpleQueue[Worker] = free) -> Planted:
+                    worker = free.get()
+                    try:
+                        return trial.planted(worker, mutant)
+                    finally:
+                        free.put(worker)
 
-        def plant(package: Package, mutant: Mutant) -> Planted:
-            tests = package.tests_of(mutant.path)
-            killed = not copies.test(tests, limit_s(tests), mutant)
-            return Planted(package=package.name, mutant=mutant, killed=killed)
-
-        for future in as_completed([pool.submit(plant, *one) for one in picked]):
-            done.append(future.result())
-            last = done[-1]
-            print(
-                f"{len(done)}/{len(picked)} {'killed  ' if last.killed else 'SURVIVED'} {last.mutant.key}", flush=True
-            )
+                for future in as_completed([pool.submit(plant, mutant) for of, mutant in picked if of == package]):
+                    done.append(future.result())
+                    last = done[-1]
+                    verdict = f"killed by {last.killer}" if last.killer else "SURVIVED"
+                    print(f"{len(done)}/{len(picked)} {last.mutant.key}: {verdict}", flush=True)
+            finally:
+                for worker in workers:
+                    worker.close()
     return done
 
 
 def report(done: Sequence[Planted], known: dict[str, dict[str, str]]) -> int:
     """Print the score of each package and what survives; returns the exit code."""
-    counts = Counter((one.package, one.killed) for one in done)
-    verdicts = {one.mutant.key: known.get(one.mutant.key, {}).get("verdict", "") for one in done if not one.killed}
     failed = False
+    print(f"{'package':14} planted  killed  equivalent  holes  score")
     for name in dict.fromkeys(one.package for one in done):
-        equivalent = sum(
-            one.package == name and not one.killed and verdicts[one.mutant.key] == "equivalent" for one in done
-        )
-        killed, left = counts[name, True], counts[name, True] + counts[name, False] - equivalent
-        score = killed / left if left else 1.0
+        of_it = [one for one in done if one.package == name]
+        survivors = [one for one in of_it if one.killer is None]
+        equivalent = sum(known.get(one.mutant.key, {}).get("verdict") == "equivalent" for one in survivors)
+        killed, holes = len(of_it) - len(survivors), len(survivors) - equivalent
+        score = killed / (killed + holes) if killed + holes else 1.0
         failed |= score < LEAST
-        print(f"{name:14} {killed:4} of {left:4} killed, {score:.2f}; {equivalent} equivalent")
+        print(f"{name:14} {len(of_it):7} {killed:7} {equivalent:11} {holes:6}  {score:.2f}")
     for one in done:
-        if not one.killed and not verdicts[one.mutant.key]:
+        if one.killer is None and one.mutant.key not in known:
             failed = True
             print(f"not in {SURVIVORS.name}: [{one.mutant.kind}, line {one.mutant.line}] {one.mutant.key}")
     return int(failed)
@@ -171,7 +283,10 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="plant so many, chosen at random; all if it is left out")
     parser.add_argument("--seed", type=int, default=0, help="of the choice")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that run tests side by side")
+    parser.add_argument("--planted", action="store_true", help="plant those of planted.toml instead")
     arguments = parser.parse_args()
+    if arguments.planted:
+        return planted()
     packages = [package for package in PACKAGES if arguments.package in (None, package.name)]
     known = {one["mutant"]: one for one in tomllib.loads(SURVIVORS.read_text()).get("survivor", [])}
     return report(run(chosen(packages, arguments.sample, arguments.seed), arguments.processes), known)

@@ -25,13 +25,16 @@ CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One planted mistake. function: where it is, as a qualified name. begin, end: the bytes of the source that `new`
-    replaces. number: of those that are alike in this function."""
+    """One planted mistake. function: where it is, as a qualified name. first, last: lines of its statement, of which a
+    test that notices it executes one. begin, end: the bytes of the source that `new` replaces. number: of those that
+    are alike in this function."""
 
     path: str
     function: str
     kind: str
     line: int
+    first: int
+    last: int
     begin: int
     end: int
     old: str
@@ -60,11 +63,22 @@ def mutants(path: str, source: bytes) -> list[Mutant]:
     return numbered
 
 
+def replaced(path: str, source: bytes, old: str, new: str) -> Mutant:
+    """A mistake that is made by hand. Raises ValueError unless `old` is in the source once."""
+    if source.count(old.encode()) != 1:
+        raise ValueError(f"{path} has {source.count(old.encode())} times what a mistake replaces: {old}")
+    begin = source.index(old.encode())
+    line = source[:begin].count(b"\n") + 1
+    return Mutant(path=path, function="", kind="planted", line=line, first=line, last=line + old.count("\n"),
+                  begin=begin, end=begin + len(old.encode()), old=old, new=new)  # fmt: skip
+
+
 class _Module:
     """A module whose tree is walked."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self._path, self._source = path, source
+        self._span = (0, 0)
         self._begins = [0]
         for line in source.splitlines(keepends=True):
             self._begins.append(self._begins[-1] + len(line))
@@ -86,7 +100,12 @@ class _Module:
         for statement in body:
             yield from self._statement(statement, name)
 
-    def _statement(self, node: ast.stmt, name: str) -> Iterator[Mutant]:  # noqa: PLR0912  one case per statement
+    def _statement(self, node: ast.stmt, name: str) -> Iterator[Mutant]:
+        before, self._span = self._span, _lines(node)
+        yield from self._of_statement(node, name)
+        self._span = before
+
+    def _of_statement(self, node: ast.stmt, name: str) -> Iterator[Mutant]:  # noqa: PLR0912  one case per statement
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield from self._outside(ast.Module([node], []), name)
@@ -166,8 +185,15 @@ class _Module:
         begin = self._begins[node.lineno - 1] + node.col_offset
         end = self._begins[node.end_lineno - 1] + node.end_col_offset
         old = " ".join(self._source[begin:end].decode().split())
-        return Mutant(path=self._path, function=name, kind=kind, line=node.lineno, begin=begin, end=end, old=old,
-                      new=new)  # fmt: skip
+        return Mutant(path=self._path, function=name, kind=kind, line=node.lineno, first=self._span[0],
+                      last=self._span[1], begin=begin, end=end, old=old, new=new)  # fmt: skip
+
+
+def _lines(node: ast.stmt) -> tuple[int, int]:
+    """First and last line of a statement, without the statements in it."""
+    inner = [child.lineno for child in ast.walk(node) if isinstance(child, ast.stmt) and child is not node]
+    assert node.end_lineno is not None
+    return node.lineno, max(node.lineno, min([node.end_lineno, *(line - 1 for line in inner)]))
 
 
 def _is_log(value: ast.expr) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import tomllib
+import types
 from pathlib import Path
 
-from tests.mutation.__main__ import SURVIVORS, chosen
-from tests.mutation.mutants import mutants
+import pytest
+
+from tests.mutation.__main__ import PLANTED, SURVIVORS, Measured, Planted, Trial, chosen, report
+from tests.mutation.mutants import mutants, replaced
 from tests.mutation.targets import PACKAGES
+from tests.mutation.worker import _replace
 
 SOURCE = b'''
 class Server:
@@ -66,3 +70,46 @@ def test_what_is_listed_as_a_survivor_can_still_be_planted() -> None:
     for one in tomllib.loads(SURVIVORS.read_text()).get("survivor", []):
         assert one["mutant"] in keys
         assert one["verdict"] in ("hole", "equivalent") and one["why"]
+
+
+def test_what_is_planted_by_hand_is_in_the_source_once_and_so_is_its_test() -> None:
+    for one in tomllib.loads(PLANTED.read_text())["mistake"]:
+        source = Path(one["path"]).read_bytes()
+        ast.parse(replaced(one["path"], source, one["old"], one["new"]).planted(source))
+        path, _, name = one["noticed_by"].partition("::")
+        assert f"def {name}(" in Path(path).read_text() if name else Path(path).exists()
+
+
+def test_the_score_leaves_out_equivalent_ones_and_less_than_its_least_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    planted = mutants("server.py", SOURCE)[:11]
+    done = [Planted(package="p", mutant=one, killer="a test" if i > 1 else None) for i, one in enumerate(planted)]
+    known = {planted[0].key: {"verdict": "equivalent"}, planted[1].key: {"verdict": "hole"}}
+    assert report(done, known) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["p", "11", "9", "1", "1", "0.90"]
+    assert report(done[:10], known) == 1, "8 of 9"
+    assert report(done, {planted[0].key: {"verdict": "equivalent"}}) == 1, "one that nobody has looked at"
+    assert planted[1].key in capsys.readouterr().out
+
+
+def test_only_tests_that_execute_its_statement_are_tried_and_short_ones_first() -> None:
+    (one,) = [mutant for mutant in mutants("server.py", SOURCE) if mutant.old == "count < 0"]
+    assert (one.line, one.first, one.last) == (10, 10, 10)
+    lines = {"long": (5.0, {10, 11}), "short": (1.0, {10}), "elsewhere": (0.1, {12, 13})}
+    measured = {
+        name: Measured(elapsed_s, frozenset(("server.py", line) for line in found))
+        for name, (elapsed_s, found) in lines.items()
+    }
+    assert Trial(PACKAGES[0], measured).tests(one) == ["short", "long"]
+
+
+def test_a_mistake_is_planted_into_functions_that_are_imported_already(tmp_path: Path) -> None:
+    path = tmp_path / "doubled.py"
+    source = "def twice(n):\n    return n * 2\n\n\nclass Doubled:\n    def of(self, n):\n        return n * 2\n"
+    path.write_text(source)
+    module = types.ModuleType("doubled")
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    functions = [module.twice, module.Doubled.of]
+    (mutant,) = [one for one in mutants("doubled.py", source.encode())
+                 if one.function == "Doubled.of" and one.kind == "arithmetic"]  # fmt: skip
+    assert _replace(functions, path, source, mutant.planted(source.encode()).decode())
+    assert (module.twice(3), module.Doubled().of(3)) == (6, 1.5)

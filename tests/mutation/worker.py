@@ -1,0 +1,237 @@
+"""A pytest plugin: a process that has imported everything and collected the tests, and tries mistakes in forks of it.
+
+Invariants:
+- The process itself executes no test: a fork starts from what imports left, without threads and without a mistake.
+- A mistake is in the file, for processes that a test starts, and in the functions that the fork has already imported.
+- A fork's child processes end with it.
+
+It reads requests and writes answers, one JSON value in a line, from and to the file descriptors of PIPES. Standard
+input is closed while pytest captures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import pytest
+
+PIPES = "MUTATION_PIPES"
+"""Environment variable: the file descriptors of requests and answers."""
+MEMORY_BYTES = 6 * 2**30
+"""That a mistake may have a fork take beyond what it starts with: some loops never end."""
+FUNCTION = 0x1
+"""Flag of code that is a function's, not a class body's."""
+REPEATED = 100
+"""Calls of a function in one test that execute no further line of it, after which the test is not traced there."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave worker processes to the forks: those of a server that is started here would have imported no mistake."""
+    from staleflow.pipeline.processes import local_cluster
+
+    local_cluster.prepare = lambda threads, modules: None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """Answer requests instead of running the tests."""
+    requests_at, replies = map(int, os.environ.pop(PIPES).split(","))
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    gc.unfreeze()
+    functions = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
+    gc.freeze()
+    answer: dict[str, Any] = {"collected": len(session.items) if not session.testsfailed else 0}
+    with os.fdopen(requests_at) as requests:
+        while True:
+            with os.fdopen(os.dup(replies), "w") as stream:
+                stream.write(json.dumps(answer) + "\n")
+            if not (line := requests.readline()):
+                return True
+            answer = _forked(session, functions, json.loads(line))
+
+
+def _forked(session: pytest.Session, functions: list[FunctionType], request: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request in a fork. One that ends without an answer, or takes too long, has failed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            answer = _answer(session, functions, request)
+        except BaseException as error:  # noqa: BLE001  also what a mistake raises that ends a process
+            answer = {"failed": repr(error)}
+        with os.fdopen(writing, "wb") as stream:
+            stream.write(json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writing)
+    parts = []
+    deadline = time.monotonic() + request["limit_s"]
+    with os.fdopen(reading, "rb", buffering=0) as stream:
+        while select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not (part := stream.read(2**20)):
+                break
+            parts.append(part)
+        else:
+            parts = []
+    _end_children()
+    answer = json.loads(b"".join(parts) or '{"failed": "took too long, or ended its process"}')
+    return dict(answer)
+
+
+def _end_children() -> None:
+    """Kill the fork and, as they become children of this process, all that it has started."""
+    while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for child in map(int, children):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _answer(session: pytest.Session, functions: list[FunctionType], request: dict[str, Any]) -> dict[str, Any]:
+    if "targets" in request:
+        return _measured(session, [str(Path(path).resolve()) for path in request["targets"]])
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = int(used.ru_utime + used.ru_stime + request["cpu_s"])
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    data_kb = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+                   if line.startswith("VmData"))  # fmt: skip
+    resource.setrlimit(resource.RLIMIT_DATA, (data_kb * 1024 + MEMORY_BYTES,) * 2)
+    path = Path(request["path"]).resolve()
+    if not _replace(functions, path, request["original"], path.read_text()):
+        return {"fresh": True}
+    failed = Failures()
+    session.config.pluginmanager.register(failed)
+    items = [item for name in request["tests"] for item in _named(session, name)]
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if failed.names:
+            return {"failed": failed.names[0]}
+    return {}
+
+
+def _named(session: pytest.Session, name: str) -> list[pytest.Item]:
+    """The tests of a name: one, or those of a module or of all parameters."""
+    return [item for item in session.items if item.nodeid == name or item.nodeid.startswith((f"{name}::", f"{name}["))]
+
+
+class Failures:
+    """The tests that fail."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.names.append(report.nodeid)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The functions of a module or class body that are in no other function."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            if constant.co_flags & FUNCTION:
+                yield constant
+            else:
+                yield from _codes(constant)
+
+
+def _replace(functions: list[FunctionType], path: Path, original: str, mutated: str) -> bool:
+    """Plant a mistake in the functions of a module that is imported; returns False if a function cannot have it."""
+    before, after = (list(_codes(compile(text, str(path), "exec"))) for text in (original, mutated))
+    assert len(before) == len(after)
+    new = {(a.co_qualname, a.co_firstlineno): b for a, b in zip(before, after, strict=True) if a != b}
+    for function in functions:
+        code = function.__code__
+        found = new.get((code.co_qualname, code.co_firstlineno))
+        if found is not None and os.path.realpath(code.co_filename) == str(path):
+            if code.co_freevars != found.co_freevars:
+                return False
+            function.__code__ = found
+    return True
+
+
+class Coverage:
+    """Which lines of modules each test executes, and how long it takes."""
+
+    def __init__(self, targets: list[str]) -> None:
+        self._targets = {target: target for target in targets}
+        self._is: dict[str, str | None] = {}
+        self._lines: set[tuple[str, int]] = set()
+        self._repeated: Counter[CodeType] = Counter()
+        self._shared: dict[str, set[tuple[str, int]]] = {}
+        self.tests: dict[str, tuple[float, set[tuple[str, int]]]] = {}
+
+    def start(self) -> None:
+        threading.settrace(self._called)
+        sys.settrace(self._called)
+
+    def _called(self, frame: FrameType, event: str, arg: object) -> Any:
+        name = frame.f_code.co_filename
+        if name not in self._is:
+            self._is[name] = self._targets.get(os.path.realpath(name))
+        target, repeated, lines, code = self._is[name], self._repeated, self._lines, frame.f_code
+        if target is None or repeated[code] > REPEATED:
+            return None
+        repeated[code] += 1
+
+        def executed(frame: FrameType, event: str, arg: object) -> Any:
+            line = (target, frame.f_lineno)
+            if line not in lines:
+                lines.add(line)
+                repeated[code] = 0
+            return executed
+
+        return executed
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
+        """What sets up a fixture that tests share counts for each of them."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before, self._lines = self._lines, set()
+        try:
+            return (yield)
+        finally:
+            self._shared.setdefault(fixturedef.argname, set()).update(self._lines)
+            self._lines = before | self._lines
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        self._lines, self._repeated = set(), Counter()
+        begin = time.monotonic()
+        try:
+            return (yield)
+        finally:
+            self.tests[item.nodeid] = (time.monotonic() - begin, self._lines)
+
+    def of(self, item: pytest.Item) -> tuple[float, list[tuple[str, int]]]:
+        elapsed_s, lines = self.tests[item.nodeid]
+        shared = [self._shared.get(name, set()) for name in getattr(item, "fixturenames", ())]
+        return elapsed_s, sorted(lines.union(*shared))
+
+
+def _measured(session: pytest.Session, targets: list[str]) -> dict[str, Any]:
+    """Run all tests without a mistake."""
+    coverage, failed = Coverage(targets), Failures()
+    for plugin in (coverage, failed):
+        session.config.pluginmanager.register(plugin)
+    coverage.start()
+    for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    sys.settrace(None)
+    threading.settrace(None)
+    return {"failures": failed.names, "tests": {item.nodeid: coverage.of(item) for item in session.items}}
