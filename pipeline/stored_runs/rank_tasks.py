@@ -70,7 +70,7 @@ class RankZeroPolicy:
 
     def close(self) -> None:
         """End the group."""
-        self._policy.group.shared(None, idle=True)
+        self._policy.group.broadcast(None, idle=True)
         self._policy.close()
 
     def abandon(self, error: BaseException) -> None:
@@ -83,7 +83,7 @@ class RankZeroPolicy:
         gc.collect()
 
     def _tell(self, method: str, *args: Any) -> None:
-        self._policy.group.shared((method, *args), idle=True)
+        self._policy.group.broadcast((method, *args), idle=True)
 
 
 @contextlib.contextmanager
@@ -158,7 +158,7 @@ def _follow(settings: bytes, rank: Rank) -> None:
     policy = PolicyTrainer(pickle.loads(settings), rank)
     own: Any = None
     try:
-        while (call := policy.group.shared(own, idle=True)) is not None:
+        while (call := policy.group.broadcast(own, idle=True)) is not None:
             method, *args = call
             getattr(policy, method)(*args)
     finally:

@@ -127,10 +127,10 @@ class EmulatedEngine:
         with self._changed:
             now = self._begin_call()
             for request in requests:
-                held = self._running.get(request.trajectory)
-                if held is not None and held.request.epoch >= request.epoch:
+                older = self._running.get(request.trajectory)
+                if older is not None and older.request.epoch >= request.epoch:
                     continue
-                if held is not None:
+                if older is not None:
                     self._batch.remove(now, request.trajectory)
                 version = adapters.version_for(self._served, request.version)
                 computed_under, before = self._contexts.pop(request.trajectory, (version, ()))
@@ -256,9 +256,9 @@ class EmulatedEngine:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _new_batch(self) -> SimulatedBatch:
-        asked = self._settings
+        settings = self._settings
         return SimulatedBatch(
-            asked.cost, kv_capacity=asked.kv_tokens, max_running=asked.max_running, drafting=asked.drafting
+            settings.cost, kv_capacity=settings.kv_tokens, max_running=settings.max_running, drafting=settings.drafting
         )
 
     def _serve(self, version: PolicyVersion) -> None:
@@ -267,10 +267,10 @@ class EmulatedEngine:
         with self._changed:
             self._check()
             self._version = version
-            held = sorted({*self._served, version})
-            running = [version for one in self._running.values() for version, _ in one.marks[-1:]]
-            gone = adapters.unused(held, version, self._settings.adapters, running)
-            self._served = [one for one in held if one not in gone]
+            served = sorted({*self._served, version})
+            running = [version for request in self._running.values() for version, _ in request.marks[-1:]]
+            gone = adapters.unused(served, version, self._settings.adapters, running)
+            self._served = [candidate for candidate in served if candidate not in gone]
 
     def _run(self) -> None:
         try:
@@ -304,10 +304,10 @@ class EmulatedEngine:
         self._finish(self._batch.advance(self._batch.clock))
 
     def _finish(self, finished: Sequence[Finished]) -> None:
-        for one in finished:
-            running = self._running.pop(TrajectoryId(one.trajectory))
+        for request in finished:
+            running = self._running.pop(TrajectoryId(request.trajectory))
             reason = FinishReason.STOP if running.stops else FinishReason.LENGTH
-            sampled = self._sampled(running, one.tokens, reason, one.drafts)
+            sampled = self._sampled(running, request.tokens, reason, request.drafts)
             self._ended.append(sampled)
             if running.request.keep_kv:
                 ids = (int(token) for segment in sampled.segments for token in segment.tokens)

@@ -60,26 +60,26 @@ def hold(run: str, settings: EngineSettings, engine: Engine, user: object) -> No
 def let_go(engine: Engine) -> None:
     """Keep an engine no longer, since its actor has closed it."""
     with _lock:
-        _held[:] = [one for one in _held if one.engine is not engine]
+        _held[:] = [entry for entry in _held if entry.engine is not engine]
 
 
 async def require_orphan() -> None:
     """Raise LookupError unless an engine is held in this process that nobody uses, or will use in a moment: its actor's
     last call may still have to end. Called by the scheduler, which reads no answer but that."""
     until = time.monotonic() + SETTLE_S
-    while any(one.user() is not None for one in _held) and time.monotonic() < until:
+    while any(entry.user() is not None for entry in _held) and time.monotonic() < until:
         gc.collect()
         await asyncio.sleep(LOOK_S)
-    if not _held or any(one.user() is not None for one in _held):
+    if not _held or any(entry.user() is not None for entry in _held):
         raise LookupError("no engine is held here that nobody uses")
 
 
 def close_orphans() -> None:
     """Close the engines whose actors are gone: another role needs their memory."""
     with _lock:
-        for one in [one for one in _held if one.user() is None]:
-            _held.remove(one)
-            one.engine.close()
+        for orphan in [orphan for orphan in _held if orphan.user() is None]:
+            _held.remove(orphan)
+            orphan.engine.close()
 
 
 def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engine | None:
@@ -89,24 +89,24 @@ def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engin
     while _in_use(run) and time.monotonic() < until:
         gc.collect()  # what a failed call has raised may refer to the actor in circles
         time.sleep(LOOK_S)
-    found: Engine | None = None
+    engine: Engine | None = None
     with _lock:
-        for one in [one for one in _held if one.user() is None]:
-            _held.remove(one)
-            if found is None and (one.run, one.settings) == (run, _digest(settings)):
+        for orphan in [orphan for orphan in _held if orphan.user() is None]:
+            _held.remove(orphan)
+            if engine is None and (orphan.run, orphan.settings) == (run, _digest(settings)):
                 try:
-                    one.engine.begin_again(instance)
+                    orphan.engine.begin_again(instance)
                 except ActorLost as lost:
                     logger.warning("an engine that was held has died: %s", lost)
                 else:
-                    found = one.engine
+                    engine = orphan.engine
                     continue
-            one.engine.close()
-    return found
+            orphan.engine.close()
+    return engine
 
 
 def _in_use(run: str) -> bool:
-    return any(one.run == run and one.user() is not None for one in _held)
+    return any(entry.run == run and entry.user() is not None for entry in _held)
 
 
 def _digest(settings: Any) -> bytes:

@@ -19,8 +19,11 @@ def answers(
 ) -> list[tuple[int, ...] | None]:
     """Token ids of the responses, in the order of the prompts; None where the engine failed. max_new_tokens: of each
     response, or of all. Raises TimeoutError."""
-    found = generate_sampled(engine, prompts, max_new_tokens=max_new_tokens, greedy=greedy, deadline_s=deadline_s)
-    return [None if one is None else tuple(int(t) for s in one.segments for t in s.tokens) for one in found]
+    responses = generate_sampled(engine, prompts, max_new_tokens=max_new_tokens, greedy=greedy, deadline_s=deadline_s)
+    return [
+        None if response is None else tuple(int(token) for segment in response.segments for token in segment.tokens)
+        for response in responses
+    ]
 
 
 def generate_sampled(

@@ -98,7 +98,7 @@ class PromptIndex:
         """The length of the longest match with a text's end, and the places of such matches: (text, tokens before it).
         Only places after which a token is known."""
         longest = 0
-        found: list[tuple[Text, int]] = []
+        places: list[tuple[Text, int]] = []
         place = self._latest[text.tokens[-2] << 32 | text.tokens[-1]] if len(text.tokens) >= MATCH else NOWHERE
         for _ in range(2 * PLACES):
             if place == NOWHERE:
@@ -109,10 +109,10 @@ class PromptIndex:
                 continue
             length = _shared(text.tokens, other.tokens, position)
             if length > longest:
-                longest, found = length, []
-            if length == longest and len(found) < PLACES:
-                found.append((other, position))
-        return longest, found
+                longest, places = length, []
+            if length == longest and len(places) < PLACES:
+                places.append((other, position))
+        return longest, places
 
     def _new(self) -> Text:
         self._texts.append(Text(len(self._texts)))
@@ -217,7 +217,7 @@ class Drafter:
     @property
     def running(self) -> tuple[TrajectoryId, ...]:
         """The trajectories that drafts are made for; none while too many run. May be called by any thread."""
-        running = tuple(one.trajectory for one in tuple(self._running.values()))
+        running = tuple(request.trajectory for request in tuple(self._running.values()))
         return running if self.most and len(running) <= self._most_running else ()
 
     def length(self, key: str) -> int | None:
@@ -277,7 +277,7 @@ class Drafter:
 
     def _take_in(self) -> None:
         """Add what was told to the texts of its prompts."""
-        running = {one.trajectory for one in tuple(self._running.values())}
+        running = {request.trajectory for request in tuple(self._running.values())}
         while self._told:
             prompt, trajectory, tokens = self._told.popleft()
             if trajectory not in running:
@@ -311,10 +311,10 @@ class Drafter:
                 excess -= texts.num_tokens
             elif texts.has_ended_ones:
                 fresh = PromptIndex(prompt)
-                for one in tuple(self._running.values()):  # another thread may add to them
-                    if one.texts is texts:
-                        one.text = fresh.response(one.trajectory, one.text.tokens)
-                        one.texts = fresh
+                for request in tuple(self._running.values()):  # another thread may add to them
+                    if request.texts is texts:
+                        request.text = fresh.response(request.trajectory, request.text.tokens)
+                        request.texts = fresh
                         fresh.running += 1
                 self._prompts[prompt] = fresh
                 excess -= texts.num_tokens - fresh.num_tokens

@@ -89,9 +89,9 @@ class RowPass:
         for room, rows in by_room.items():
             self._written.append(_written(room, rows, buckets.rows(room), device))
             alike: dict[int, list[tuple[BatchRow, int, int]]] = {}
-            for one in rows:
-                alike.setdefault((one[1] - 1).bit_length(), []).append(one)
-            self._parts += [_part(room, some, device) for some in alike.values()]
+            for member in rows:
+                alike.setdefault((member[1] - 1).bit_length(), []).append(member)
+            self._parts += [_part(room, members, device) for members in alike.values()]
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new tokens' keys and values, [B, heads, tokens, size] each, into a layer's storage. Returns them,
@@ -101,11 +101,12 @@ class RowPass:
         if heads not in self._places:
             of_head = torch.arange(heads, device=self._device)
             self._places[heads] = [
-                ((one.slots[:, None] * heads + of_head) * one.room + one.positions[:, None]).ravel()
-                for one in self._written
+                ((written.slots[:, None] * heads + of_head) * written.room + written.positions[:, None]).ravel()
+                for written in self._written
             ]
-        for one, places in zip(self._written, self._places[heads], strict=True):
-            self._layers[layer].write(one.room, one.rows, places, flat_keys[one.tokens], flat_values[one.tokens])
+        for written, places in zip(self._written, self._places[heads], strict=True):
+            new = flat_keys[written.tokens], flat_values[written.tokens]
+            self._layers[layer].write(written.room, written.rows, places, *new)
         if layer in self._expanding:
             return self._contexts(self._layers[layer].keys), self._contexts(self._layers[layer].values)
         self._returned[id(keys)] = layer, keys
@@ -114,12 +115,12 @@ class RowPass:
     def masks(self, allowed: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         """[R, 1, Q, K] for each part: 0 where a token may attend to a position, else -inf."""
         zero = torch.zeros((), dtype=torch.long, device=self._device)
-        found = []
+        made = []
         for part in self._parts:
             places = torch.arange(part.keys, device=self._device)[None, None, None, :]
             seen = allowed(zero, zero, part.positions, places)
-            found.append(torch.zeros(seen.shape, device=self._device).masked_fill_(~seen, -torch.inf))
-        return found
+            made.append(torch.zeros(seen.shape, device=self._device).masked_fill_(~seen, -torch.inf))
+        return made
 
     def attend(
         self,
@@ -136,29 +137,29 @@ class RowPass:
         `update` has returned, or what the layer has expanded that to."""
         batch, heads, tokens, size = query.shape
         flat = _flat(query)
-        found: torch.Tensor | None = None
+        output: torch.Tensor | None = None
         for number, (part, keys, values) in enumerate(self._read(layer, key, value)):
             rows, groups = keys.shape[:2]
             each, width = heads // groups, part.positions.shape[2]
             mask = self._of_all(masks, each, query.dtype)[number]
             # Heads that share keys are queries side by side: no key is copied for each of them.
-            asked = flat[part.tokens].view(rows, width, groups, each, size)
-            asked = asked.permute(0, 2, 3, 1, 4).reshape(rows, groups, each * width, size)
+            queries = flat[part.tokens].view(rows, width, groups, each, size)
+            queries = queries.permute(0, 2, 3, 1, 4).reshape(rows, groups, each * width, size)
             if cap is None and sinks is None:
-                seen = scaled_dot_product_attention(asked, keys, values, attn_mask=mask, scale=scale)
+                seen = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             else:
-                seen = _attend(asked, keys, values, mask, scale, cap, sinks)
+                seen = _attend(queries, keys, values, mask, scale, cap, sinks)
             seen = seen.view(rows, groups, each, width, -1).permute(0, 3, 1, 2, 4).reshape(rows * width, heads, -1)
             if part.own is not None:
                 seen = seen[part.own]
             if len(self._parts) == 1 and isinstance(part.to, slice):
-                found = seen
+                output = seen
                 break
-            if found is None:
-                found = seen.new_empty(batch * tokens, heads, seen.shape[-1])
-            found[part.to] = seen
-        assert found is not None
-        return found.view(batch, tokens, heads, -1)
+            if output is None:
+                output = seen.new_empty(batch * tokens, heads, seen.shape[-1])
+            output[part.to] = seen
+        assert output is not None
+        return output.view(batch, tokens, heads, -1)
 
     def _read(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
@@ -167,8 +168,8 @@ class RowPass:
         if id(key) in self._returned:
             storage = self._layers[self._returned[id(key)][0]]  # of another layer, if it shares its keys
             for part in self._parts:
-                keys, values = (held[part.room][part.slots, :, : part.keys] for held in (storage.keys, storage.values))
-                yield part, keys, values
+                of_part = part.slots, slice(None), slice(part.keys)
+                yield part, storage.keys[part.room][of_part], storage.values[part.room][of_part]
             return
         self._expanding.add(layer)
         begin = 0
@@ -185,8 +186,8 @@ class RowPass:
             self._shared[id(masks), each] = [mask.to(dtype).repeat(1, 1, each, 1) for mask in masks]
         return self._shared[id(masks), each]
 
-    def _contexts(self, held: dict[int, torch.Tensor]) -> torch.Tensor:
-        parts = [held[part.room][part.slots, :, : part.keys].transpose(0, 1).flatten(1, 2) for part in self._parts]
+    def _contexts(self, buckets: dict[int, torch.Tensor]) -> torch.Tensor:
+        parts = [buckets[part.room][part.slots, :, : part.keys].transpose(0, 1).flatten(1, 2) for part in self._parts]
         return torch.cat(parts, 1)[None]
 
 
@@ -194,12 +195,12 @@ current: ContextVar[RowPass] = ContextVar("current")
 """The pass that this thread computes."""
 
 
-def _written(room: int, rows: list[tuple[BatchRow, int, int]], held: int, device: torch.device) -> Written:
+def _written(room: int, rows: list[tuple[BatchRow, int, int]], slots_used: int, device: torch.device) -> Written:
     slots = [row.slot for row, count, _ in rows for _ in range(count)]
     positions = [row.length + i for row, count, _ in rows for i in range(count)]
     first = rows[0][2]
     place = torch.tensor([slots, positions], device=device)
-    return Written(room, held, slice(first, first + len(slots)), place[0], place[1])
+    return Written(room, slots_used, slice(first, first + len(slots)), place[0], place[1])
 
 
 def _part(room: int, rows: list[tuple[BatchRow, int, int]], device: torch.device) -> Part:

@@ -171,7 +171,7 @@ def _with_states(like: Any, make: Any, *layers: Any) -> Any:
     made = copy.copy(like)
     for kind in ("conv_states", "recurrent_states"):
         of_each = [getattr(layer, kind) for layer in layers]
-        states = {key: None if state is None else make(*(one[key] for one in of_each))
+        states = {key: None if state is None else make(*(states_of_layer[key] for states_of_layer in of_each))
                   for key, state in of_each[0].items()}  # fmt: skip
         setattr(made, kind, states)
     return made

@@ -48,8 +48,8 @@ class RowModel:
         if not self.cache.can_crop:
             self.logits([(begun, TRIAL[:3])], [1], cache)
             begun.length = 3
-            (found,) = self.logits([(begun, TRIAL[3:])], [1], cache)
-            self.cache.continues = bool((found - expected).abs().max() < ROUNDING * expected.std())
+            (continued,) = self.logits([(begun, TRIAL[3:])], [1], cache)
+            self.cache.continues = bool((continued - expected).abs().max() < ROUNDING * expected.std())
 
     def new_cache(self) -> RowCache:
         """A cache without rows."""
@@ -95,12 +95,12 @@ class RowModel:
             )
         finally:
             current.reset(token)
-        found: list[torch.Tensor] = [output.logits[0, :0]] * len(new)
+        logits: list[torch.Tensor] = [output.logits[0, :0]] * len(new)
         begin = 0
         for place, i in enumerate(made.order):
             if cache.can_crop:
-                found[i] = output.logits[0, begin : begin + wanted[i]]
+                logits[i] = output.logits[0, begin : begin + wanted[i]]
                 begin += wanted[i]
             elif wanted[i]:
-                found[i] = output.logits[place, -wanted[i] :]
-        return found
+                logits[i] = output.logits[place, -wanted[i] :]
+        return logits

@@ -161,7 +161,7 @@ class RowScheduler:
         decodes = [(row, 1) for row in decoding]
         if not self._cache.can_crop:  # nor can rows differ in how many tokens a pass computes of them
             yield from [decodes] if decodes else []
-            yield from [[one] for one in prefilling]
+            yield from [[prefill] for prefill in prefilling]
         elif decodes or prefilling:
             yield decodes + prefilling
 
@@ -288,7 +288,7 @@ class RowScheduler:
     def _used(self) -> int:
         """Pages of all that runs and is kept, after the next step."""
         rows = sum(self._count(len(row.tokens) + len(row.draft)) for row in self._rows)
-        kept = sum(self._count(len(one.tokens)) for one in self._kept.values())
+        kept = sum(self._count(len(cached.tokens)) for cached in self._kept.values())
         return rows + kept + sum(self._count(saved.length) for saved in self._prompts.values())
 
     def _count(self, tokens: int) -> int:

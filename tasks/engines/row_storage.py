@@ -45,16 +45,16 @@ class LayerStorage:
     def write(self, room: int, slots: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write new tokens into a bucket of so many slots. keys, values: [tokens, heads, size]. places: of each token's
         heads [tokens * heads], counted over slots, heads and positions."""
-        for held, new in ((self.keys, keys), (self.values, values)):
-            bucket = _grown(held, room, slots, new)
+        for buckets, new in ((self.keys, keys), (self.values, values)):
+            bucket = _grown(buckets, room, slots, new)
             bucket.view(-1, new.shape[-1]).index_copy_(0, places, new.reshape(-1, new.shape[-1]))
 
     def copy(self, from_room: int, from_slot: int, to_room: int, to_slot: int, length: int) -> None:
         """Copy a row from slot to slot."""
-        for held in (self.keys, self.values):
-            if from_room in held:
-                source = held[from_room][from_slot, :, :length]
-                _grown(held, to_room, to_slot + 1, source.transpose(0, 1))[to_slot, :, :length] = source
+        for buckets in (self.keys, self.values):
+            if from_room in buckets:
+                source = buckets[from_room][from_slot, :, :length]
+                _grown(buckets, to_room, to_slot + 1, source.transpose(0, 1))[to_slot, :, :length] = source
 
     def free(self, room: int) -> None:
         """Free a bucket's memory."""
@@ -63,13 +63,13 @@ class LayerStorage:
 
     def read(self, row: BatchRow) -> KeysAndValues:
         """A copy of a row's keys and values."""
-        keys, values = (held[row.room][row.slot, :, : row.length].clone() for held in (self.keys, self.values))
+        keys, values = (buckets[row.room][row.slot, :, : row.length].clone() for buckets in (self.keys, self.values))
         return keys, values
 
     def insert(self, row: BatchRow, saved: KeysAndValues) -> None:
         """Write a row that was read."""
-        for held, tensor in zip((self.keys, self.values), saved, strict=True):
-            bucket = _grown(held, row.room, row.slot + 1, tensor.transpose(0, 1))
+        for buckets, tensor in zip((self.keys, self.values), saved, strict=True):
+            bucket = _grown(buckets, row.room, row.slot + 1, tensor.transpose(0, 1))
             bucket[row.slot, :, : tensor.shape[1]] = tensor
 
 
@@ -128,9 +128,9 @@ class Buckets:
         row.length = length
 
 
-def _grown(held: dict[int, torch.Tensor], room: int, slots: int, new: torch.Tensor) -> torch.Tensor:
+def _grown(buckets: dict[int, torch.Tensor], room: int, slots: int, new: torch.Tensor) -> torch.Tensor:
     """The bucket's tensor with so many slots at least. new: [tokens, heads, size], for its shape and type."""
-    bucket = held.get(room)
+    bucket = buckets.get(room)
     if bucket is not None and bucket.shape[0] >= slots:
         return bucket
     count = FEWEST_SLOTS if bucket is None else 2 * bucket.shape[0]
@@ -138,5 +138,5 @@ def _grown(held: dict[int, torch.Tensor], room: int, slots: int, new: torch.Tens
     grown = new.new_zeros(max(count, slots), new.shape[1], room, new.shape[2])
     if bucket is not None:
         grown[: bucket.shape[0]] = bucket
-    held[room] = grown
+    buckets[room] = grown
     return grown

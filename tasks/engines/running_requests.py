@@ -123,7 +123,7 @@ class RunningRequests:
         """Serve no longer what nothing runs under, and what is not among the latest `count` versions up to `newest`,
         which is about to be served. Returns these."""
         gone = adapters.unused(self._served, newest, count, (running.version for running in self._running.values()))
-        self._served = [held for held in self._served if held not in gone]
+        self._served = [version for version in self._served if version not in gone]
         return gone
 
     def serve(self, version: PolicyVersion) -> None:

@@ -20,11 +20,12 @@ def sample(
         The tokens, and their logprobs in nats at that temperature, or at 1 for a most likely token.
     """
     logits = logits.float()
-    if any(one not in (0.0, 1.0) for one in temperatures):
-        logits = logits / torch.tensor([one or 1.0 for one in temperatures], device=logits.device)[:, None]
+    if any(temperature not in (0.0, 1.0) for temperature in temperatures):
+        divisors = [temperature or 1.0 for temperature in temperatures]
+        logits = logits / torch.tensor(divisors, device=logits.device)[:, None]
     logprobs = logits.log_softmax(-1)
-    greedy = torch.tensor([one == 0.0 for one in temperatures], device=logits.device)
-    if all(one == 0.0 for one in temperatures):
+    greedy = torch.tensor([temperature == 0.0 for temperature in temperatures], device=logits.device)
+    if all(temperature == 0.0 for temperature in temperatures):
         tokens = logprobs.argmax(-1)
     else:
         # In double precision, in which the rounding of a sum over a vocabulary is far below what is sampled ever.
@@ -33,7 +34,7 @@ def sample(
             torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device) * ends[:, -1:]
         )
         tokens = torch.searchsorted(ends, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-        if any(one == 0.0 for one in temperatures):
+        if any(temperature == 0.0 for temperature in temperatures):
             tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
     return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
 

@@ -125,13 +125,13 @@ class TransformersEngine:
         begin = time.monotonic()
         published = weight_folder.read(weights)
         if self._adapters is not None:
-            layers, held = self._adapters.check(published, weights)
-            self._call(lambda: self._serve(version, layers, held)).result()
-            return loaded_weights(version, held, published, begin, stalled_s=0.0)
-        held = dict(self._model.named_parameters())
-        weight_folder.check_shapes(weight_folder.shapes(held), weight_folder.shapes(published), weights)
-        stalled_s = self._call(lambda: self._replace_weights(version, held, published)).result()
-        return loaded_weights(version, held, published, begin, stalled_s)
+            layers, tensors = self._adapters.check(published, weights)
+            self._call(lambda: self._serve(version, layers, tensors)).result()
+            return loaded_weights(version, tensors, published, begin, stalled_s=0.0)
+        tensors = dict(self._model.named_parameters())
+        weight_folder.check_shapes(weight_folder.shapes(tensors), weight_folder.shapes(published), weights)
+        stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
+        return loaded_weights(version, tensors, published, begin, stalled_s)
 
     def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         with self._changed:
@@ -272,7 +272,7 @@ class TransformersEngine:
 
     def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[RunningRequest]:
         """Stop requests and return them; unknown ones are ignored."""
-        stopped = [running for one in trajectories if (running := self._requests.of(one)) is not None]
+        stopped = [running for trajectory in trajectories if (running := self._requests.of(trajectory)) is not None]
         with self._changed:
             for running in stopped:
                 self._scheduler.remove(self._rows[running.key])
@@ -284,7 +284,7 @@ class TransformersEngine:
         with self._changed:
             for trajectory in trajectories:
                 self._scheduler.forget(trajectory)
-            self._ended = [one for one in self._ended if one.trajectory not in trajectories]
+            self._ended = [ended for ended in self._ended if ended.trajectory not in trajectories]
 
     def _serve(self, version: PolicyVersion, layers: Any, tensors: dict[str, torch.Tensor]) -> None:
         """Serve a version's adapter beside the others."""
@@ -295,10 +295,10 @@ class TransformersEngine:
                 self._adapters.drop(old)
             self._requests.serve(version)
 
-    def _replace_weights(self, version: PolicyVersion, held: dict[str, Any], loaded: dict[str, torch.Tensor]) -> float:
+    def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], loaded: dict[str, Any]) -> float:
         """Returns the seconds that it took."""
         begin = time.monotonic()
-        for name, parameter in held.items():
+        for name, parameter in parameters.items():
             parameter.copy_(loaded[name])
         with self._changed:
             self._requests.change_version(version)
@@ -397,10 +397,14 @@ class TransformersEngine:
 
 
 def loaded_weights(
-    version: PolicyVersion, held: Mapping[str, Any], published: Mapping[str, Any], begin_s: float, stalled_s: float
+    version: PolicyVersion,
+    tensors: Mapping[str, Any],
+    published: Mapping[str, Any],
+    begin_s: float,
+    stalled_s: float,
 ) -> LoadResult:
-    """The result of a load that began at `begin_s` of the monotonic clock. held: what the model computes with."""
-    report = compared_by_name(held, published)
+    """The result of a load that began at `begin_s` of the monotonic clock. tensors: what the model computes with."""
+    report = compared_by_name(tensors, published)
     return LoadResult(
         version=version,
         fingerprint=fingerprint(published),

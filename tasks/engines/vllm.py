@@ -247,7 +247,7 @@ class VllmEngine:
 
         engine = self._engine
         core = engine.engine_core
-        asked = engine.input_processor.process_inputs(
+        core_request = engine.input_processor.process_inputs(
             key,
             tokens_input(list(tokens), cache_salt=cache_salt),
             sampling,
@@ -257,7 +257,7 @@ class VllmEngine:
         )
         # Outputs are taken from the core directly (_take): vLLM's processing of them for display costs a tenth of a
         # small model's step.
-        core.add_request(asked)
+        core.add_request(core_request)
 
     def _sampling(self, request: Request) -> Any:
         from vllm import SamplingParams
@@ -345,7 +345,7 @@ class VllmEngine:
             self._figures = self._scheduler.figures()
         return time.monotonic() - begin
 
-    def _load_adapter(self, held: VllmAdapters, version: PolicyVersion, weights: Path) -> float | None:
+    def _load_adapter(self, served: VllmAdapters, version: PolicyVersion, weights: Path) -> float | None:
         """Serve an adapter beside the others; returns the seconds that decoding paused, None if there is no room
         yet."""
         begin = time.monotonic()
@@ -353,11 +353,11 @@ class VllmEngine:
             gone = self._requests.drop_old(version, self._settings.adapters)
         try:
             for old in gone:
-                held.drop(old)
-            if held.request(version) is None:  # else it was asked for before, and requests may run under it
-                if held.full:
+                served.drop(old)
+            if served.request(version) is None:  # else it was asked for before, and requests may run under it
+                if served.full:
                     return None
-                held.add(version, weights)
+                served.add(version, weights)
         except Exception as error:
             raise ActorLost(f"{self._instance}: {weights} cannot be served: {error}") from error
         with self._changed:
@@ -405,20 +405,20 @@ class VllmEngine:
 
     # -- the other threads ---------------------------------------------------------------------------------------
 
-    def _serve(self, held: VllmAdapters, version: PolicyVersion, weights: Path) -> LoadResult:
+    def _serve(self, served: VllmAdapters, version: PolicyVersion, weights: Path) -> LoadResult:
         """Load an adapter, as soon as there is room for it: at once, unless stragglers run under old versions."""
         begin = time.monotonic()
         layers = adapters.layers(weight_folder.read_shapes(weights), weights)
         adapters.check(layers, self._settings.lora.rank, self._shapes, weights)
         stalled_s: float | None = None
         while stalled_s is None:
-            stalled_s = self._call(lambda: self._load_adapter(held, version, weights)).result()
+            stalled_s = self._call(lambda: self._load_adapter(served, version, weights)).result()
             if stalled_s is None:
                 time.sleep(ROOM_POLL_S)
         return LoadResult(
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
-            weights=self._call(lambda: held.compared(version, weights)).result(),
+            weights=self._call(lambda: served.compared(version, weights)).result(),
             elapsed_s=time.monotonic() - begin,
             stalled_s=stalled_s,
         )

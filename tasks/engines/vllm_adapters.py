@@ -81,9 +81,9 @@ class VllmAdapters:
 
     def drop(self, version: PolicyVersion) -> None:
         """Free a version's slot."""
-        held = self._held.pop(version, None)
-        if held is not None:
-            self._engine.remove_lora(held.lora_int_id)
+        adapter = self._held.pop(version, None)
+        if adapter is not None:
+            self._engine.remove_lora(adapter.lora_int_id)
 
     def clear(self) -> None:
         """Free all slots."""
@@ -119,10 +119,10 @@ class AdapterExtension:
                     continue
                 down, up = (layer.down, module.lora_a_stacked, 1.0), (layer.up, module.lora_b_stacked, scaling)
                 for key, stacked, times in (down, up):
-                    held = stacked[part][slot, 0]
+                    loaded = stacked[part][slot, 0]
                     rows, columns = tensors[key].shape
-                    whole = torch.zeros_like(held)
-                    whole[:rows, :columns] = tensors[key].to(held) * times
-                    parts[key] = WeightPart(name=key, held=held, published=whole)
+                    whole = torch.zeros_like(loaded)
+                    whole[:rows, :columns] = tensors[key].to(loaded) * times
+                    parts[key] = WeightPart(name=key, held=loaded, published=whole)
         missing = (WeightPart(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
         return compared([*parts.values(), *missing])

@@ -29,21 +29,21 @@ REJECTED = -1
 
 def arguments(settings: VllmSettings) -> dict[str, Any]:
     """vLLM's arguments for speculation; none if there is none. Raises ConfigError if a package is missing."""
-    asked = settings.speculation
-    if not asked.num_speculative_tokens:
+    speculation = settings.speculation
+    if not speculation.num_speculative_tokens:
         return {}
-    module, package = NEEDED.get(asked.source, ("", ""))
+    module, package = NEEDED.get(speculation.source, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise ConfigError(
-            f"rollout.engine.speculation.source = {asked.source!r} needs {package}, which is not installed; install it "
-            "beside vLLM, or use 'responses'"
+            f"rollout.engine.speculation.source = {speculation.source!r} needs {package}, which is not installed; "
+            "install it beside vLLM, or use 'responses'"
         )
     own: dict[str, Any]
-    if asked.source == "responses":
+    if speculation.source == "responses":
         own = {"method": "custom_class", "model": f"{__name__}.{ResponsesProposer.__name__}"}
     else:
-        own = {"method": asked.source, **(NGRAM if asked.source == "ngram" else {})}
-    return {"speculative_config": {**own, "num_speculative_tokens": asked.num_speculative_tokens}}
+        own = {"method": speculation.source, **(NGRAM if speculation.source == "ngram" else {})}
+    return {"speculative_config": {**own, "num_speculative_tokens": speculation.num_speculative_tokens}}
 
 
 class ResponsesProposer:
@@ -114,33 +114,35 @@ class SampledVerifier:
         right[places] = (sampled == expected).to(right.dtype)
         kept = right.view(-1, width).cumprod(1).roll(1, 1)
         kept[:, 0] = 1
-        found = output.logprobs_tensors
-        if found is not None:
+        logprobs = output.logprobs_tensors
+        if logprobs is not None:
             row = torch.zeros_like(tokens, dtype=torch.long)
             row[places] = rows
-            found = LogprobsTensors(found.logprob_token_ids[row], found.logprobs[row], found.selected_token_ranks[row])
+            logprobs = LogprobsTensors(
+                logprobs.logprob_token_ids[row], logprobs.logprobs[row], logprobs.selected_token_ranks[row]
+            )
         return SamplerOutput(
-            sampled_token_ids=torch.where(kept > 0, tokens.view(-1, width), REJECTED), logprobs_tensors=found
+            sampled_token_ids=torch.where(kept > 0, tokens.view(-1, width), REJECTED), logprobs_tensors=logprobs
         )
 
 
 class VllmSpeculation:
     """The speculation of an LLMEngine in this process. drafter: of our own drafts, else None."""
 
-    def __init__(self, engine: Any, asked: Speculation, ends: tuple[int, ...]) -> None:
+    def __init__(self, engine: Any, settings: Speculation, ends: tuple[int, ...]) -> None:
         self.drafts = 0
         self.drafted_tokens = 0
         self.accepted_tokens = 0
         self.drafted: dict[str, int] = {}
         """Drafted tokens that the last step verified, by request."""
-        self._asked = asked
-        self._length = asked.first_length
+        self._asked = settings
+        self._length = settings.first_length
         self.drafter: Drafter | None = None
-        if not asked.num_speculative_tokens:
+        if not settings.num_speculative_tokens:
             return
         engine.collective_rpc(_verify)
-        if asked.source == "responses":
-            self.drafter = Drafter(asked.first_length, asked.cap, ends)
+        if settings.source == "responses":
+            self.drafter = Drafter(settings.first_length, settings.cap, ends)
             engine.collective_rpc(_connect, args=(self.drafter,))
         self._scheduler = scheduler = engine.engine_core.engine_core.scheduler
         self._take_drafts = scheduler.update_draft_token_ids

@@ -61,10 +61,10 @@ def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
             covered[id(parameter)] = parameter.numel()
             yield WeightPart(name=name, unknown=piece)
             continue
-        held, published = piece
+        loaded, published = piece
         whole = isinstance(modules[path], VocabParallelEmbedding)  # the rest is padding
-        covered[id(parameter)] = covered.get(id(parameter), 0) + (parameter.numel() if whole else held.numel())
-        yield _part(name, held, published)
+        covered[id(parameter)] = covered.get(id(parameter), 0) + (parameter.numel() if whole else loaded.numel())
+        yield _part(name, loaded, published)
     for path, own in experts.items():
         covered |= {id(parameter): parameter.numel() for parameter in modules[path].parameters()}
         yield from _experts(path, modules[path], own)
@@ -77,13 +77,13 @@ def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
                 yield WeightPart(name=f"{path}.{leaf}", unknown="derived from other weights")
 
 
-def _part(name: str, held: torch.Tensor, published: torch.Tensor) -> WeightPart:
+def _part(name: str, loaded: torch.Tensor, published: torch.Tensor) -> WeightPart:
     """A part of these two. Some layers keep a tensor in a wider type, which changes no value."""
-    if held.dtype != published.dtype:
-        if torch.promote_types(held.dtype, published.dtype) != held.dtype:
-            return WeightPart(name=name, unknown=f"kept as {str(held.dtype).removeprefix('torch.')}")
-        published = published.to(held.dtype)
-    return WeightPart(name=name, held=held, published=published)
+    if loaded.dtype != published.dtype:
+        if torch.promote_types(loaded.dtype, published.dtype) != loaded.dtype:
+            return WeightPart(name=name, unknown=f"kept as {str(loaded.dtype).removeprefix('torch.')}")
+        published = published.to(loaded.dtype)
+    return WeightPart(name=name, held=loaded, published=published)
 
 
 def _place(model: Any, name: str) -> Place:
@@ -170,11 +170,11 @@ def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPart]:
         pieces = {"gate": (w13[:rows], gate[own]), "up": (w13[rows : 2 * rows], up[own]), "down": (w2, down[:, own])}
         if packed:
             pieces = {
-                "gate and up": (w13, _packed(kernel, torch.cat([_filled(kernel, one[own]) for one in (gate, up)]))),
+                "gate and up": (w13, _packed(kernel, torch.cat([_filled(kernel, half[own]) for half in (gate, up)]))),
                 "down": (w2, _packed(kernel, _filled(kernel, down[:, own].T).T)),
             }
-        for what, (held, published) in pieces.items():
-            yield _part(f"{path}[{expert}] {what}", held, published)
+        for label, (loaded, published) in pieces.items():
+            yield _part(f"{path}[{expert}] {label}", loaded, published)
 
 
 def _filled(kernel: Any, rows: torch.Tensor) -> torch.Tensor:

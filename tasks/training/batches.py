@@ -56,8 +56,8 @@ def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float
     turns = np.asarray([len(e.trajectory.turns) for e in consumed])
     staleness = np.asarray([e.staleness for e in consumed])
     parts: dict[str, list[float]] = {}
-    for one in consumed:
-        for name, value in one.trajectory.reward_parts.items() if one.loss_mask else ():
+    for row in consumed:
+        for name, value in row.trajectory.reward_parts.items() if row.loss_mask else ():
             parts.setdefault(f"{REWARD_PART}{name}", []).append(value)
     sampling_s = np.asarray([e.trajectory.timings.sampled_s - e.trajectory.timings.routed_s for e in consumed])
     return {

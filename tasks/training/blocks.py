@@ -31,9 +31,9 @@ def one_layer_of_each_kind(model: Any) -> Iterator[None]:
     def computes(forward: Any) -> Any:
         def computed(*args: Any, **kwargs: Any) -> Any:
             nonlocal returns_tuple
-            found = forward(*args, **kwargs)
-            returns_tuple = isinstance(found, tuple)
-            return found
+            output = forward(*args, **kwargs)
+            returns_tuple = isinstance(output, tuple)
+            return output
 
         return computed
 

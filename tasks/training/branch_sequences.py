@@ -29,40 +29,40 @@ class BranchSequences:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> BranchSequences:
         """The sequences of rows, in their order."""
-        found, of_row, places = list[Row](), list[tuple[int, ...]](), list[Places | None]()
+        sequences, of_row, places = list[Row](), list[tuple[int, ...]](), list[Places | None]()
         for row in rows:
-            first = len(found)
+            first = len(sequences)
             if row.branches:
                 for sequence, there in _divided(row):
-                    found.append(sequence)
+                    sequences.append(sequence)
                     places.append(there)
             else:
-                found.append(row)
+                sequences.append(row)
                 places.append(None)
-            of_row.append(tuple(range(first, len(found))))
-        return cls(rows=tuple(found), of_row=tuple(of_row), places=tuple(places))
+            of_row.append(tuple(range(first, len(sequences))))
+        return cls(rows=tuple(sequences), of_row=tuple(of_row), places=tuple(places))
 
     def chosen(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
         """The sequences of these rows, and of each the place of its row among them."""
-        found = [(one, k) for k, i in enumerate(rows) for one in self.of_row[i]]
-        return [one for one, _ in found], [k for _, k in found]
+        pairs = [(sequence, k) for k, i in enumerate(rows) for sequence in self.of_row[i]]
+        return [sequence for sequence, _ in pairs], [k for _, k in pairs]
 
     def by_row(
         self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]
     ) -> dict[int, npt.NDArray[np.float32]]:
         """[T] values of rows' responses, by row index, from those of their sequences; 0 where no token is trained."""
-        found: dict[int, npt.NDArray[np.float32]] = {}
+        row_values: dict[int, npt.NDArray[np.float32]] = {}
         for i, row in enumerate(rows):
-            for one in self.of_row[i]:
-                if one not in values:
+            for sequence in self.of_row[i]:
+                if sequence not in values:
                     continue
-                there = self.places[one]
+                there = self.places[sequence]
                 if there is None:
-                    found[i] = values[one]
+                    row_values[i] = values[sequence]
                     continue
-                own = self.rows[one].sampled
-                found.setdefault(i, np.zeros(len(row.response), np.float32))[there[own]] = values[one][own]
-        return found
+                own = self.rows[sequence].sampled
+                row_values.setdefault(i, np.zeros(len(row.response), np.float32))[there[own]] = values[sequence][own]
+        return row_values
 
 
 def _divided(row: Row) -> list[tuple[Row, Places]]:
@@ -70,11 +70,11 @@ def _divided(row: Row) -> list[tuple[Row, Places]]:
     prompt = len(row.prompt)
     ids = np.concatenate([row.prompt, row.response])
     parts = training_sequences(row.branches, np.concatenate([np.zeros(prompt, bool), row.sampled]))
-    found = []
+    sequences = []
     for path, trained in parts:
         begin = _begin(path, trained, prompt)
         there = path[begin:] - prompt
-        one = replace(
+        sequence = replace(
             row,
             prompt=ids[path[:begin]],
             response=ids[path[begin:]],
@@ -83,8 +83,8 @@ def _divided(row: Row) -> list[tuple[Row, Places]]:
             lags=None if row.lags is None else row.lags[there],
             branches=(),
         )
-        found.append((one, there))
-    return found or [(replace(row, branches=()), np.arange(len(row.response)))]
+        sequences.append((sequence, there))
+    return sequences or [(replace(row, branches=()), np.arange(len(row.response)))]
 
 
 def _begin(path: Places, trained: SampledTokens, prompt: int) -> int:

@@ -33,7 +33,7 @@ PartLoss = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LogprobQuery:
     """What is asked for of tokens: logprobs at a temperature; entropy: and the entropies of what each was drawn
     from."""
 
@@ -68,18 +68,20 @@ class LmHead:
         finally:
             self._answer = None
 
-    def found(self, hidden: torch.Tensor, tokens: torch.Tensor, asked: Asked) -> torch.Tensor:
+    def logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery) -> torch.Tensor:
         """[n, 1 or 2] what is asked for of the tokens that are drawn from [n, H] hidden states."""
         size = self.most_tokens
         again = len(tokens) > size and torch.is_grad_enabled()
         parts = []
         for states, there in zip(hidden.split(size), tokens.split(size), strict=True):
-            args = (states, there, asked)
-            parts.append(checkpoint(self._found, *args, use_reentrant=False) if again else self._found(*args))
+            args = (states, there, query)
+            parts.append(
+                checkpoint(self._token_logprobs, *args, use_reentrant=False) if again else self._token_logprobs(*args)
+            )
         return torch.cat(parts)
 
     def loss(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, asked: Asked, parts: Sequence[tuple[int, PartLoss]]
+        self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery, parts: Sequence[tuple[int, PartLoss]]
     ) -> torch.Tensor:
         """The sum of the losses of consecutive tokens, so many each, whose gradients are computed at once."""
         weights = [weight for weight in self._layer.parameters() if weight.requires_grad]
@@ -87,22 +89,22 @@ class LmHead:
         def differentiated(states: torch.Tensor, there: torch.Tensor, of_part: PartLoss) -> tuple[torch.Tensor, Any]:
             with torch.enable_grad():
                 states = states.detach().requires_grad_()
-                loss = of_part(self.found(states, there, asked))
+                loss = of_part(self.logprobs(states, there, query))
                 return loss.detach(), torch.autograd.grad(loss, [states, *weights])
 
-        found: torch.Tensor = _AtOnce.apply(hidden, tokens, differentiated, parts, *weights)
-        return found
+        loss: torch.Tensor = _AtOnce.apply(hidden, tokens, differentiated, parts, *weights)
+        return loss
 
     def _computed(self, hidden: torch.Tensor) -> torch.Tensor:
         """The layer's output for [..., H] hidden states."""
         output: torch.Tensor = (self._answer or self._logits)(hidden)
         return output
 
-    def _found(self, hidden: torch.Tensor, tokens: torch.Tensor, asked: Asked) -> torch.Tensor:
+    def _token_logprobs(self, hidden: torch.Tensor, tokens: torch.Tensor, query: LogprobQuery) -> torch.Tensor:
         scaled = self._logits(hidden).float()
-        if asked.temperature != 1.0:
-            scaled = scaled / asked.temperature
-        return target_logprobs(scaled, tokens, entropy=asked.entropy)
+        if query.temperature != 1.0:
+            scaled = scaled / query.temperature
+        return target_logprobs(scaled, tokens, entropy=query.entropy)
 
     def _tried(self, model: Any, device: str) -> bool:
         """Whether the model gives this layer's output as it is."""
@@ -114,8 +116,8 @@ class LmHead:
 
         self._layer.forward = recorded
         with torch.no_grad():
-            given = model(input_ids=torch.arange(3, device=device)[None], use_cache=False).logits
-        return len(seen) == 1 and torch.equal(seen[0].float(), given.float())
+            logits = model(input_ids=torch.arange(3, device=device)[None], use_cache=False).logits
+        return len(seen) == 1 and torch.equal(seen[0].float(), logits.float())
 
 
 class _AtOnce(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
@@ -149,8 +151,8 @@ class _AtOnce(torch.autograd.Function):  # type: ignore[misc]  # torch is not ty
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         of_hidden, *of_weights = ctx.gradients
         del ctx.gradients  # as large as the layer
-        for found in (of_hidden, *of_weights):
-            found.mul_(gradient)
+        for gradient_of in (of_hidden, *of_weights):
+            gradient_of.mul_(gradient)
         return of_hidden, None, None, None, *of_weights
 
 
@@ -158,9 +160,9 @@ def target_logprobs(scaled: torch.Tensor, tokens: torch.Tensor, *, entropy: bool
     """[..., 1] logprobs of tokens under [..., V] logits over the temperature, float32, nats; or [..., 2], with the
     entropies of what they were drawn from."""
     losses = torch.nn.functional.cross_entropy(scaled.flatten(0, -2), tokens.flatten(), reduction="none")
-    found = [-losses.view(tokens.shape)]
+    logprobs = [-losses.view(tokens.shape)]
     if entropy:
         likely = scaled.softmax(-1)
         # Tokens that a model rules out have a logit of -inf, and 0 times that is no number.
-        found.append(scaled.logsumexp(-1) - (likely * scaled.masked_fill(likely == 0, 0.0)).sum(-1))
-    return torch.stack(found, -1)
+        logprobs.append(scaled.logsumexp(-1) - (likely * scaled.masked_fill(likely == 0, 0.0)).sum(-1))
+    return torch.stack(logprobs, -1)

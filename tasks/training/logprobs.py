@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.training.lm_head import Asked, LmHead, target_logprobs
+from staleflow.tasks.training.lm_head import LmHead, LogprobQuery, target_logprobs
 from staleflow.tasks.training.microbatches import MicroBatch, Row, microbatches
 from staleflow.tasks.training.packed_attention import PackedRowLengths, why_padded
 from staleflow.tasks.training.rotary_limit import longest_row
@@ -51,12 +51,12 @@ class _Sampled:
             none=none,
         )
 
-    def laid_out(self, found: torch.Tensor) -> torch.Tensor:
+    def laid_out(self, values: torch.Tensor) -> torch.Tensor:
         """[N, T, k] of [n, k], elsewhere 0."""
         if self.none:
-            found = found.masked_fill(torch.ones_like(found, dtype=torch.bool), 0)
+            values = values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0)
         # Not a view: the gradient of what a model in shards returns is what has its parameters gathered again.
-        return found.new_zeros(*self.shape, found.shape[1]).index_put(self.place, found)
+        return values.new_zeros(*self.shape, values.shape[1]).index_put(self.place, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,41 +110,41 @@ class LogprobModel:
         """
         sampled = _Sampled.of(batch, self.device)
         if not self.layer.plain:
-            found = self._computed(batch, entropy=entropy)
-            total = found.sum() if sampled.none else loss(batch, *_unbound(found))
+            values = self._computed(batch, entropy=entropy)
+            total = values.sum() if sampled.none else loss(batch, *_unbound(values))
             total.backward()
-            return found[..., 0].detach()
+            return values[..., 0].detach()
         kept = list[torch.Tensor]()
 
         def of_part(part: MicroBatch) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
             there = _Sampled.of(part, self.device)
 
-            def part_loss(found: torch.Tensor) -> torch.Tensor:
-                kept.append(found.detach())
-                laid_out = there.laid_out(found)
+            def part_loss(values: torch.Tensor) -> torch.Tensor:
+                kept.append(values.detach())
+                laid_out = there.laid_out(values)
                 return laid_out.sum() if there.none else loss(part, *_unbound(laid_out))
 
             return len(there.tokens), part_loss
 
         parts = [batch] if sampled.none else batch.parts(self.layer.most_tokens, by_token=by_token)
-        asked = Asked(temperature=self.temperature, entropy=entropy)
+        query = LogprobQuery(temperature=self.temperature, entropy=entropy)
         of_parts = [of_part(part) for part in parts]
-        answer = functools.partial(self.layer.loss, tokens=sampled.tokens, asked=asked, parts=of_parts)
+        answer = functools.partial(self.layer.loss, tokens=sampled.tokens, query=query, parts=of_parts)
         self._through(batch, sampled, answer).backward()
         return sampled.laid_out(torch.cat(kept))[..., 0]
 
     def _computed(self, batch: MicroBatch, *, entropy: bool) -> torch.Tensor:
         """[N, T, 1 or 2] logprobs and entropies."""
         sampled = _Sampled.of(batch, self.device)
-        asked = Asked(temperature=self.temperature, entropy=entropy)
+        query = LogprobQuery(temperature=self.temperature, entropy=entropy)
         if not self.layer.plain:
             logits = self._through(batch, sampled, None)
             return sampled.laid_out(target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy))
 
-        def found(hidden: torch.Tensor) -> torch.Tensor:
-            return sampled.laid_out(self.layer.found(hidden, sampled.tokens, asked))
+        def logprobs(hidden: torch.Tensor) -> torch.Tensor:
+            return sampled.laid_out(self.layer.logprobs(hidden, sampled.tokens, query))
 
-        return self._through(batch, sampled, found)
+        return self._through(batch, sampled, logprobs)
 
     def _autocast(self) -> Any:
         return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.half)
@@ -173,8 +173,8 @@ class LogprobModel:
 
         answering = nullcontext() if answer is None else self.layer.answering(lambda hidden: answer(of_kept(hidden)))
         with answering, self._autocast():
-            found: torch.Tensor = self.model(input_ids=ids, **inputs, use_cache=False, logits_to_keep=keep).logits
-        return of_kept(found) if answer is None else found
+            logits: torch.Tensor = self.model(input_ids=ids, **inputs, use_cache=False, logits_to_keep=keep).logits
+        return of_kept(logits) if answer is None else logits
 
     def microbatches(
         self, rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32]
@@ -193,23 +193,23 @@ class LogprobModel:
     def rows(self, rows: Sequence[Row], chosen: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
         """[T] log-probabilities of the response of each chosen row that is this rank's, nats, by row index; 0 at given
         tokens. Without gradient."""
-        found: dict[int, npt.NDArray[np.float32]] = {}
+        by_index: dict[int, npt.NDArray[np.float32]] = {}
         ones = np.ones(len(chosen), np.float32)
         with torch.no_grad():
             for batch in self.microbatches(rows, chosen, ones):
-                found |= by_row(batch, rows, self.batch(batch))
-        return found
+                by_index |= by_row(batch, rows, self.batch(batch))
+        return by_index
 
 
 def by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -> dict[int, npt.NDArray[np.float32]]:
     """[T] values of each row's response, by row index, from [N, T] those of a micro-batch."""
-    held, found = values.detach().cpu().numpy(), {}
+    array, by_index = values.detach().cpu().numpy(), {}
     for k, i in enumerate(batch.rows):
         begin = len(rows[i].prompt) - 1 - batch.start
-        found[i] = held[k, begin : begin + len(rows[i].response)]
-    return found
+        by_index[i] = array[k, begin : begin + len(rows[i].response)]
+    return by_index
 
 
-def _unbound(found: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _unbound(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logprobs and entropies, if there are any, of [N, T, 1 or 2] both."""
-    return found[..., 0], found[..., 1] if found.shape[-1] > 1 else None
+    return values[..., 0], values[..., 1] if values.shape[-1] > 1 else None

@@ -119,11 +119,11 @@ class UserLoss(UserCode, Loss):
                 f"{LOSSES.key} = {self.name!r}: token_loss raised {type(error).__name__}: {said(error)}"
             ) from error
         for part in ("loss", "clipped"):
-            given = getattr(result, part, None)
-            if getattr(given, "shape", None) != tokens.logprobs.shape:
+            tensor = getattr(result, part, None)
+            if getattr(tensor, "shape", None) != tokens.logprobs.shape:
                 raise ConfigError(
                     f"{LOSSES.key} = {self.name!r}: token_loss gave {part} of shape "
-                    f"{tuple(getattr(given, 'shape', ()))}; it must be {tuple(tokens.logprobs.shape)}, one number per "
+                    f"{tuple(getattr(tensor, 'shape', ()))}; it must be {tuple(tokens.logprobs.shape)}, one number per "
                     "token"
                 )
         checked: TokenLoss = result

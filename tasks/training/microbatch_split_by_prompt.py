@@ -104,8 +104,8 @@ class _Line:
         within = np.maximum(firsts, begin)
         own = counted(end - within, self.prompts[end - 1], self.rests[end] - self.rests[within])
         before = self.left[firsts] + self.whole[begin] - self.whole[self.ends[firsts]]
-        found: Ints = own + np.where(firsts < begin, before, 0)
-        return found
+        starts: Ints = own + np.where(firsts < begin, before, 0)
+        return starts
 
     def count(self, part: Range) -> int:
         begin, end = part

@@ -70,8 +70,8 @@ class Row:
     @property
     def usable(self) -> npt.NDArray[np.bool_]:
         """[T] whether each token was sampled and has a finite stored logprob."""
-        found: npt.NDArray[np.bool_] = self.sampled & np.isfinite(self.behaviour)
-        return found
+        usable: npt.NDArray[np.bool_] = self.sampled & np.isfinite(self.behaviour)
+        return usable
 
     @property
     def num_unusable(self) -> int:

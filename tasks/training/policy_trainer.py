@@ -142,7 +142,7 @@ class PolicyTrainer:
         rows: of a group, those that its leading rank is called with. They are what a minibatch is made of, and what a
         token's weight is of; what is computed are their sequences."""
         s = self.settings.training
-        whole = self.group.shared(rows)
+        whole = self.group.broadcast(rows)
         sequences = BranchSequences.of(whole)
         rows = sequences.rows
         rate = self.learning_rate(step)
@@ -164,13 +164,13 @@ class PolicyTrainer:
                 logprobs = self._accumulate(batch, rows, before, reference, sums)
                 if len(updates) == 1:
                     first |= by_row(batch, rows, logprobs)
-            norm = self.group.whole(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip))
+            norm = self.group.full_tensor(torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip))
             if torch.isfinite(norm):
                 # A step on a non-finite gradient would destroy the model for good.
                 self.optimizer.step()
             norms.append(float(norm))
-        sums = TokenSums(self.group.summed(sums.values))
-        mismatch = Mismatch.of(rows, before | self.group.merged(first))
+        sums = TokenSums(self.group.all_reduce(sums.values))
+        mismatch = Mismatch.of(rows, before | self.group.all_gather(first))
         return {
             "loss": sums.loss / len(norms),
             "grad_norm": float(np.mean(norms)),
@@ -191,7 +191,7 @@ class PolicyTrainer:
         if self.settings.training.lora.rank:
             named = {adapters.name_in_file(name): parameter for name, parameter in named.items()}
         named = dict(sorted(named.items()))
-        come = ((name, self.group.whole(p.detach().to(dtype))) for name, p in named.items())
+        come = ((name, self.group.full_tensor(p.detach().to(dtype))) for name, p in named.items())
         described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
         made = use(TensorStream(described, come))
         for _ in come:
@@ -222,8 +222,8 @@ class PolicyTrainer:
                 lambda part: lora.save(weights, config, path, part / lora.FOLDER),
             )
             return
-        held = {*self.model.state_dict()}
-        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in held}
+        names = {*self.model.state_dict()}
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in names}
         weight_folder.checkpoint(self.model, tokenizer, folder, {**buffers, **weights})
 
     def save_state(self, path: Path) -> None:
@@ -244,7 +244,7 @@ class PolicyTrainer:
             "optimizer": self.optimizer.state_dict(),
             "random": self._rng.bit_generator.state,
         }
-        state = copied(tree_map_only(torch.Tensor, self.group.whole, state))
+        state = copied(tree_map_only(torch.Tensor, self.group.full_tensor, state))
         self._saving = in_background(lambda: torch.save(state, path))
 
     def end_save(self) -> None:
@@ -256,19 +256,19 @@ class PolicyTrainer:
     def load_state(self, path: Path) -> None:
         """Restore what `save_state` wrote, in a group of this or any other size. Raises StoreError."""
         with resume_points.loading(path):
-            held = self._state()
+            state_in_use = self._state()
             if path.is_dir():
-                self.group.load(held, path)
-                self._rng.bit_generator.state = json.loads(held["random"])
+                self.group.load(state_in_use, path)
+                self._rng.bit_generator.state = json.loads(state_in_use["random"])
                 return
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             if differing := sorted(state["model"].keys() ^ self._kept().keys()):
                 raise KeyError(f"{len(differing)} tensors differ from the model's, the first is {differing[0]}")
             moments = state["optimizer"]["state"]
-            for number, name in enumerate(held["model"]):
-                self.group.fill(held["model"][name], state["model"][name])
+            for number, name in enumerate(state_in_use["model"]):
+                self.group.fill(state_in_use["model"][name], state["model"][name])
                 for key, value in moments.get(number, {}).items():
-                    self.group.fill(held["optimizer"][name][key], value)
+                    self.group.fill(state_in_use["optimizer"][name][key], value)
             self._rng.bit_generator.state = state["random"]
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ class PolicyTrainer:
             for i, row in enumerate(rows)
             if (row.staleness == 0 or (needs_all and trains[i])) and not (once and trains[i])
         ]
-        return self.group.merged(self.logprob_model.rows(rows, chosen))
+        return self.group.all_gather(self.logprob_model.rows(rows, chosen))
 
     def _under_reference(self, rows: Sequence[Row]) -> ByRow | None:
         """The logprobs under the reference model of all rows that have a gradient."""
@@ -320,7 +320,7 @@ class PolicyTrainer:
         chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
         own = self.reference is self.logprob_model
         with lora.without_adapter(self.model) if own else nullcontext():
-            return self.group.merged(self.reference.rows(rows, chosen))
+            return self.group.all_gather(self.reference.rows(rows, chosen))
 
     def _measure_others(self, step: int, rows: Sequence[Row], before: ByRow, sums: TokenSums) -> RowSample | None:
         """Measure rows without a gradient: all whose logprobs are in `before`, and of the others a random sample, which
@@ -334,8 +334,8 @@ class PolicyTrainer:
         count = min(max(count, LEAST_SAMPLE), len(others))
         rng = generator(self.settings.seed, Stream.MEASURED_ROWS, step)
         chosen = sorted(others[k] for k in rng.choice(len(others), count, replace=False))
-        found = self.group.merged(self._measure(chosen, rows, {}, sums, len(others) / count))
-        return RowSample(rows=list(found.values()), population=len(others)) if len(found) == count else None
+        sums_by_row = self.group.all_gather(self._measure(chosen, rows, {}, sums, len(others) / count))
+        return RowSample(rows=list(sums_by_row.values()), population=len(others)) if len(sums_by_row) == count else None
 
     def _measure(
         self, chosen: Sequence[int], rows: Sequence[Row], before: ByRow, sums: TokenSums, times: float = 1.0
@@ -346,7 +346,7 @@ class PolicyTrainer:
             before: Logprobs of rows that need no pass through the model: of all chosen ones, or of none.
             times: How many rows each stands for.
         """
-        found: dict[int, list[float]] = {}
+        sums_by_row: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch in self.logprob_model.microbatches(rows, chosen, np.ones(len(chosen), np.float32)):
                 known = torch.from_numpy(batch.laid_out(rows, before)).to(self.device) if before else None
@@ -356,12 +356,12 @@ class PolicyTrainer:
                 counted = self.settings.training.epochs * times
                 try:
                     result = self.objective.loss.token_loss(tokens)
-                    found |= zip(
+                    sums_by_row |= zip(
                         batch.rows, sums.add(tokens, result, self.objective.old(tokens), counted), strict=False
                     )
                 except Exception as error:  # noqa: BLE001  a user's; where it matters it is raised
                     self._tell_unmeasured(error)
-        return found
+        return sums_by_row
 
     def _tell_unmeasured(self, error: Exception) -> None:
         """Log, once, that a loss cannot measure rows that it does not train."""
@@ -390,8 +390,8 @@ class PolicyTrainer:
 
         def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
             known = torch.tensor([[i in before] for i in part.rows], device=self.device)
-            held = torch.from_numpy(part.laid_out(rows, before)).to(self.device)
-            tokens = self._tokens(part, logprobs, proximal=held.where(known, logprobs.detach()))
+            earlier = torch.from_numpy(part.laid_out(rows, before)).to(self.device)
+            tokens = self._tokens(part, logprobs, proximal=earlier.where(known, logprobs.detach()))
             others = ~tokens.sampled
             kept = None
             if reference is not None:

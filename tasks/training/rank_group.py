@@ -114,7 +114,7 @@ class RankGroup:
             model.reshard()  # a forward pass without a backward one leaves those of no block gathered
         return dict(model.named_parameters())
 
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def full_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of which each rank has a shard, on all of them."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -126,7 +126,7 @@ class RankGroup:
             whole = distribute_tensor(whole.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
         shard.copy_(whole)
 
-    def shared(self, thing: T, *, idle: bool = False) -> T:
+    def broadcast(self, thing: T, *, idle: bool = False) -> T:
         """What the leading rank was called with, on all ranks; the others' own is left. idle: the leading one may be
         busy with something else for long before it calls this."""
         if self._mesh is None:
@@ -136,15 +136,15 @@ class RankGroup:
         dist.broadcast_object_list(things, src=0, group=group, device=torch.device("cpu"))
         return things[0]  # type: ignore[return-value]  # the leading rank's
 
-    def merged(self, found: Mapping[int, T]) -> dict[int, T]:
+    def all_gather(self, entries: Mapping[int, T]) -> dict[int, T]:
         """The entries of all ranks, in the order of their keys."""
         if self._mesh is None:
-            return dict(found)
+            return dict(entries)
         parts: list[Any] = [None] * self.rank.count
-        dist.all_gather_object(parts, dict(found))
+        dist.all_gather_object(parts, dict(entries))
         return dict(sorted(item for part in parts for item in part.items()))
 
-    def summed(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce(self, numbers: Sequence[float]) -> list[float]:
         """Each number's sum over the ranks."""
         if self._mesh is None:
             return list(numbers)

@@ -21,8 +21,8 @@ BEYOND = 4
 def longest_row(model: Any, device: str) -> int | None:
     """Tokens of a row up to which its positions are rotated alike in any micro-batch; None if there is no limit.
     The embeddings are left as they were for short rows."""
-    found = [limit for module in model.modules() if _is_rotary(module) and (limit := _limit(module, device))]
-    return min(found, default=None)
+    limits = [limit for module in model.modules() if _is_rotary(module) and (limit := _limit(module, device))]
+    return min(limits, default=None)
 
 
 def _is_rotary(module: Any) -> bool:
@@ -42,20 +42,20 @@ def _limit(module: Any, device: str) -> int | None:
         return bool(torch.equal(_rotation(module, tokens - 1, device), expected))
 
     low, high = COMPARED + 1, BEYOND * int(module.config.max_position_embeddings)
-    found = None
+    limit = None
     if not alike(high):
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if alike(middle) else (low, middle)
-        found = low
+        limit = low
     _rotation(module, COMPARED, device)
-    return found
+    return limit
 
 
 def _rotation(module: Any, last: int, device: str) -> torch.Tensor:
     """[1, COMPARED, D] rotation of the first positions of a pass with another, `last`."""
     positions = torch.tensor([[*range(COMPARED), last]], device=device)
     with torch.no_grad():
-        given = module(torch.zeros(1, device=device), positions)
-    first: torch.Tensor = given[0] if isinstance(given, tuple) else given
+        output = module(torch.zeros(1, device=device), positions)
+    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return first[:, :COMPARED]

@@ -74,10 +74,10 @@ def alike(keys: Iterable[Key]) -> list[list[int]]:
     >>> alike("abac")
     [[0, 2], [1], [3]]
     """
-    found: dict[Key, list[int]] = {}
+    indices: dict[Key, list[int]] = {}
     for i, key in enumerate(keys):
-        found.setdefault(key, []).append(i)
-    return list(found.values())
+        indices.setdefault(key, []).append(i)
+    return list(indices.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,5 +129,5 @@ class PackedLayout:
         """[n] where in the sequence tokens of the rows stand, each by its row and its place in it."""
         prompts = self.prompts[rows]
         after = self.begins[rows, 1] + columns - prompts
-        found: Ints = np.where(columns < prompts, self.begins[rows, 0] + columns, after)
-        return found
+        places: Ints = np.where(columns < prompts, self.begins[rows, 0] + columns, after)
+        return places

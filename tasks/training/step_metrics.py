@@ -75,7 +75,7 @@ class TokenSums:
         """
         sums = dict(zip(SUMS, self.values, strict=True))
         tokens = max(sums["tokens"], 1.0)
-        found = {
+        figures = {
             "clip_share": (sums["low"] + sums["high"]) / tokens,
             "clip_share_low": sums["low"] / tokens,
             "clip_share_high": sums["high"] / tokens,
@@ -87,9 +87,9 @@ class TokenSums:
             "kl_reference": sums["kl_reference"] / max(sums["trained"], 1.0),
             "tokens_trained": sums["trained"] / epochs,
         }
-        slopes = _slopes(found, sums)
+        slopes = _slopes(figures, sums)
         errors = {f"{name}_stderr": epochs * sample.error(slopes[name]) if sample else 0.0 for name in slopes}
-        return found | errors
+        return figures | errors
 
     @property
     def loss(self) -> float:
@@ -128,14 +128,14 @@ class RowSample:
         return float(self.population * math.sqrt(share * linear.var(ddof=1) / count))
 
 
-def _slopes(found: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _slopes(figures: Mapping[str, float], sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """The derivatives of figures by sums, of those figures that have a standard error."""
     tokens, ratio, squared = (sums[name] or 1.0 for name in ("tokens", "ratio", "ratio_squared"))
-    weight, ess = sums["surprise_weight"] or 1.0, found["ess"]
+    weight, ess = sums["surprise_weight"] or 1.0, figures["ess"]
     return {
         "ess": {"ratio": 2 * ess / ratio, "tokens": -ess / tokens, "ratio_squared": -ess / squared},
-        "entropy": {"surprise": 1 / weight, "surprise_weight": -found["entropy"] / weight},
-        "kl_behaviour": {"kl_behaviour": 1 / tokens, "tokens": -found["kl_behaviour"] / tokens},
+        "entropy": {"surprise": 1 / weight, "surprise_weight": -figures["entropy"] / weight},
+        "kl_behaviour": {"kl_behaviour": 1 / tokens, "tokens": -figures["kl_behaviour"] / tokens},
     }
 
 

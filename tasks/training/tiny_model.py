@@ -144,9 +144,9 @@ def _batches(
             labels: list[int] = []
             for turn, text in enumerate(next(examples)):
                 answers = turn % 2 == 1
-                found = tokenizer(text + tokenizer.eos_token if answers else text)["input_ids"]
-                row += found
-                labels += found if answers else [-100] * len(found)
+                ids = tokenizer(text + tokenizer.eos_token if answers else text)["input_ids"]
+                row += ids
+                labels += ids if answers else [-100] * len(ids)
             rows.append((row, labels))
         longest = max(len(row) for row, _ in rows)
         ids = torch.full((BATCH, longest), tokenizer.pad_token_id)

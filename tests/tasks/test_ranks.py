@@ -356,12 +356,12 @@ def waited(rank: Rank) -> str:
     told = RankGroup(rank, collective_s=15.0)  # they have as long to find each other
     if rank.leads:
         time.sleep(20.0)
-    assert told.shared("sum" if rank.leads else "", idle=True) == "sum"
+    assert told.broadcast("sum" if rank.leads else "", idle=True) == "sum"
     if not rank.leads:
         time.sleep(60.0)
         return ""
     with pytest.raises(RuntimeError) as failed:
-        told.summed([1.0])
+        told.all_reduce([1.0])
     return f"{failed.value}" if is_lost_rank_error(failed.value) else ""
 
 
