@@ -29,7 +29,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from staleflow.pipeline.weights.weight_transfers import WeightTransfers
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.parameter_server import ParameterServer
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -81,7 +81,7 @@ class Actors:
         return self._actors[name]
 
     async def ask(self, name: str, method: str, *args: Any) -> Any:
-        return await call(self._actors[name], method, *args, within_s=CALL_S, who=name)
+        return await call_actor(self._actors[name], method, *args, timeout_s=CALL_S, actor_name=name)
 
 
 async def transfer(num_bytes: int, instances: int, times: int, folder: Path) -> None:

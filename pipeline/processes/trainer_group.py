@@ -64,5 +64,5 @@ async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: 
     )
     if names:
         await side_by_side(*(workers.place(name, "trainer", TrainerRank, settings, threads) for name in names))
-        await ask_once(TRAINER, "lead", lead.host, *map(ActorArg, names), deadline="start_s")
+        await ask_once(TRAINER, "form_group", lead.host, *map(ActorArg, names), deadline="start_s")
     return lead

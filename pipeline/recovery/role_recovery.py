@@ -99,7 +99,7 @@ class RoleRecovery:
             await asyncio.sleep(WATCH_S)
             await side_by_side(
                 self._actors.ask("trainer", "version", deadline="silent_s"),
-                *(self._actors.ask(rank, "present", deadline="silent_s") for rank in self._ranks),
+                *(self._actors.ask(rank, "ping", deadline="silent_s") for rank in self._ranks),
                 self._actors.ask("server", "held_out_notice", deadline="silent_s"),
             )
 

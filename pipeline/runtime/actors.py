@@ -47,7 +47,7 @@ from staleflow.stores.errors import (
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_folder import FOLDER_PREFIX
 from staleflow.stores.weights.weight_report import WeightCheck
-from staleflow.tasks.actors.actor_calls import call
+from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.parameter_server import ParameterServer
 from staleflow.tasks.actors.published_weights import PublishedWeights, mean_difference
@@ -152,8 +152,8 @@ class Actors:
         self, name: str, method: str, *args: Any, deadline: Deadline | None = None, within_s: float | None = None
     ) -> Any:
         """Call an actor, by default within deadlines.call_s. within_s: seconds, where they are not the knob's own; the
-        message names the knob if `deadline` is given too. Raises ActorLost as `call` does, unless who is lost can be
-        restored: then it is asked again. So it is, a few times, if it says that another is lost, which answers."""
+        message names the knob if `deadline` is given too. Raises ActorLost as `call_actor` does, unless who is lost can
+        be restored: then it is asked again. So it is, a few times, if it says that another is lost, which answers."""
         num_doubts = 0
         while True:
             await self.restoring.settled(name)
@@ -188,7 +188,7 @@ class Actors:
         if knob == "commit_s" or (knob == "call_s" and any(isinstance(arg, ActorArg) for arg in args)):
             allowed_s += self._config.deadlines.call_s
         arguments = [self.actor(arg.name) if isinstance(arg, ActorArg) else arg for arg in args]
-        request = call(self.actor(name), method, *arguments, within_s=allowed_s, who=name, limit=limit)
+        request = call_actor(self.actor(name), method, *arguments, timeout_s=allowed_s, actor_name=name, limit=limit)
         return await (request if knob != "train_s" else self._until_lost(name, request))
 
     async def _until_lost(self, name: str, request: Coroutine[Any, Any, Any]) -> Any:

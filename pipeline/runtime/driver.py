@@ -234,7 +234,7 @@ class Driver:
 
     async def _take_up(self) -> RunResumed:
         """Have the server go on with what was in flight, as far as it is within the bound."""
-        in_flight: RecoverableWork = await self._actors.ask("server", "found", deadline="start_s")
+        in_flight: RecoverableWork = await self._actors.ask("server", "recoverable", deadline="start_s")
         filtering = factories.make_strategies(self._config).filtering
         ledger = factories.make_coordinator(self._config).ledger
         resumed, again = plan_resume(ledger, filtering, in_flight.ledger, in_flight.groups)

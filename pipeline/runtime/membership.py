@@ -152,11 +152,11 @@ class Membership:
         """Have the trajectory server given the tokens of all that is running. What an instance does not deliver in time
         starts again where it was last delivered."""
 
-        async def save(instance: InstanceHandle) -> None:
+        async def flush(instance: InstanceHandle) -> None:
             with contextlib.suppress(errors.ActorLost, errors.ActorFailed):
-                await self._actors.ask(instance.placed.name, "save", SERVER, within_s=SAVE_S)
+                await self._actors.ask(instance.placed.name, "flush", SERVER, within_s=SAVE_S)
 
-        await asyncio.gather(*(save(instance) for instance in self._actors.instances.values()))
+        await asyncio.gather(*(flush(instance) for instance in self._actors.instances.values()))
 
     @staticmethod
     def _is_lost(instance: InstanceHandle, lost: errors.ActorLost | errors.ActorFailed) -> bool:

@@ -115,7 +115,7 @@ class Scoring:
         call = asyncio.ensure_future(asking)
         try:
             while not (await asyncio.wait({call}, timeout=self._config.deadlines.call_s))[0]:
-                await self._actors.ask(name, "answers")
+                await self._actors.ask(name, "ping")
             return await call
         finally:
             call.cancel()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from staleflow.pipeline.stored_runs.pool import Pool
 from staleflow.stores.errors import ActorLost, ConfigError, StaleflowError
-from staleflow.tasks.actors.trainer_rank import is_lost_rank_error, unused
+from staleflow.tasks.actors.trainer_rank import discard, is_lost_rank_error
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.rank import Rank, listening
 
@@ -49,7 +49,7 @@ class RankZeroPolicy:
         return self._policy.step(step, rows)
 
     def published(self, use: Callable[[Weights], T]) -> T:
-        self._tell("published", unused)
+        self._tell("published", discard)
         return self._policy.published(use)
 
     def save(self, folder: Path, published: Path) -> None:

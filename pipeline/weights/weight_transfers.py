@@ -21,7 +21,7 @@ from staleflow.pipeline.processes.clock import now_s
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.weight_delta import DeltaFile
-from staleflow.tasks.actors.actor_calls import within
+from staleflow.tasks.actors.actor_calls import timeout_for
 from staleflow.tasks.actors.parameter_server import FetchProgress, Source
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class WeightTransfers:
 
     def within_s(self, version: PolicyVersion) -> float:
         """Seconds that reading, hashing or loading a version may take."""
-        return within(self._call_s, self._num_bytes[version])
+        return timeout_for(self._call_s, self._num_bytes[version])
 
     def keep(self, used: Iterable[PolicyVersion]) -> None:
         """Forget where versions are, except these and the newest."""

@@ -32,11 +32,11 @@ from staleflow.stores.errors import ActorFailed, ActorLost, ActorSilent, Stalefl
 logger = logging.getLogger(__name__)
 
 PICKLED = "staleflow.pickled"
-"""Before what is pickled, in arguments and results."""
-LOOK_S = 1.0
-"""Seconds after which an actor that waits for another's answer looks whether that one's process is there."""
+"""Marks arguments and results that are pickled: the first element of the pair."""
+PROBE_S = 1.0
+"""Seconds between two probes of the address of an actor that has not answered another actor yet."""
 LEAST_BYTES_PER_S = 25e6
-"""Bytes a second that a host reads, hashes or loads at least, a fifth of what gigabit Ethernet carries: what is slower
+"""The slowest rate at which a host reads, hashes or loads, a fifth of what gigabit Ethernet carries: anything slower
 counts as stuck."""
 
 Class = TypeVar("Class", bound=type)
@@ -44,14 +44,14 @@ Class = TypeVar("Class", bound=type)
 _within_actor: contextvars.ContextVar[bool] = contextvars.ContextVar("within an actor's method", default=False)
 
 
-def within(call_s: float, num_bytes: int) -> float:
-    """Seconds that work on so many bytes may take, if short calls are answered within call_s."""
+def timeout_for(call_s: float, num_bytes: int) -> float:
+    """Return the timeout of a call that works on `num_bytes` bytes, where short calls have `call_s` seconds."""
     return call_s + num_bytes / LEAST_BYTES_PER_S
 
 
 def remote_methods(cls: Class) -> Class:
-    """Class decorator: public coroutine methods understand `call`, and raise errors that are not ours as ActorFailed.
-    Called directly they are as they were written."""
+    """Class decorator for actors: `call_actor` may call their public coroutine methods, whose errors that are not ours
+    arrive as ActorFailed. Direct calls are unchanged."""
     for name, method in list(vars(cls).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
             setattr(cls, name, _answering(method))
@@ -76,14 +76,14 @@ def _answering(method: Any) -> Any:
 
 
 def _enter() -> None:
-    """Note that what follows is an actor's. A function, since classes from a script are pickled with their methods, and
-    these with all that they name but functions."""
+    """Note that the code that runs from here on is an actor's. A function, since classes from a script are pickled with
+    their methods, and these with all that they name but functions."""
     _within_actor.set(True)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteActor:
-    """An actor of another process, as it is known to one that it was handed to. rpc: calls of the worker it is on."""
+    """A reference to an actor of another process, as an actor receives it. rpc: calls to the worker it is on."""
 
     address: str
     key: str
@@ -94,12 +94,12 @@ class RemoteActor:
 
 
 def _remote_actor(address: str, key: str) -> RemoteActor:
-    """What has become of an actor's proxy on the worker that it has come to."""
+    """Make a RemoteActor of a pickled actor, on the worker that receives it."""
     return RemoteActor(address, key, get_worker().rpc(address))
 
 
 REDUCERS = {**copyreg.dispatch_table, Actor: lambda actor: (_remote_actor, (actor._address, actor.key))}
-"""How arguments are pickled, where that is not by their own methods."""
+"""How arguments are pickled that have no pickling of their own."""
 
 
 def _packed(args: tuple[Any, ...]) -> bytes:
@@ -111,7 +111,7 @@ def _packed(args: tuple[Any, ...]) -> bytes:
 
 
 async def _execute(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
-    """Have an actor's worker call a method. Raises what the method raises; OSError or RuntimeError if it is gone."""
+    """Call a method of an actor on its worker. Raises what the method raises; OSError or RuntimeError if it is gone."""
     if isinstance(actor, RemoteActor):
         return await _sent(actor, method, packed)
     status = actor._future.status if actor._future is not None else "finished"
@@ -125,7 +125,7 @@ async def _execute(actor: Actor | RemoteActor, method: str, packed: bytes) -> An
 
 
 async def _sent(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
-    """`_execute`, on the loop that the connections belong to."""
+    """Call a method of an actor from the loop that the connections belong to; see `_execute`."""
     rpc = actor.rpc if isinstance(actor, RemoteActor) else actor._worker_rpc
     try:
         answer = await rpc.actor_execute(function=method, actor=actor.key, args=[PICKLED, packed], kwargs={})
@@ -136,47 +136,46 @@ async def _sent(actor: Actor | RemoteActor, method: str, packed: bytes) -> Any:
     return answer["result"]
 
 
-def _begun(asked: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """A call that goes on although nobody waits for it any more: ending it would wait for the other side, which may
-    have been stopped."""
+def _begun(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a call that outlives its caller: cancelling it would wait for the other side, which may be stopped."""
 
     def heard(task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
             task.exception()  # whoever waits for it raises it
 
-    task = asyncio.ensure_future(asked)
+    task = asyncio.ensure_future(coroutine)
     task.add_done_callback(heard)
     return task
 
 
-async def _watched(asked: asyncio.Task[Any], address: str, who: str) -> Any:
-    """The result of an actor's call to another. Dask would try for half a minute to connect; so it is looked whether
-    there is anybody. Raises ActorLost if not."""
-    while not (await asyncio.wait({asked}, timeout=LOOK_S))[0]:
+async def _watched(pending: asyncio.Task[Any], address: str, actor_name: str) -> Any:
+    """Await a call between actors. Raises ActorLost once nothing listens at the address; Dask would retry for 30 s."""
+    while not (await asyncio.wait({pending}, timeout=PROBE_S))[0]:
         if await _refused(address):
-            raise ActorLost(f"{who} is gone: nothing listens at {address}", who)
-    return _answer(asked)
+            raise ActorLost(f"{actor_name} is gone: nothing listens at {address}", actor_name)
+    return _answer(pending)
 
 
-async def _waited(asked: asyncio.Task[Any]) -> Any:
-    """The result of an actor's call, which goes on if the caller is cancelled."""
-    await asyncio.wait({asked})
-    return _answer(asked)
+async def _waited(pending: asyncio.Task[Any]) -> Any:
+    """Await a call of the driver; the call goes on if the driver's task is cancelled."""
+    await asyncio.wait({pending})
+    return _answer(pending)
 
 
-def _answer(asked: asyncio.Task[Any]) -> Any:
-    """The result of a call that has ended. One that was cancelled on its way, as by a connection that is closed, is
-    not the caller's cancellation: who takes that for his own ends though nobody has asked him to."""
-    if asked.cancelled():
+def _answer(pending: asyncio.Task[Any]) -> Any:
+    """Return the result of a call that has ended. Raises RuntimeError if the call itself was cancelled, so that the
+    caller does not take it as its own cancellation."""
+    if pending.cancelled():
         raise RuntimeError("the call was cancelled")
-    return asked.result()
+    return pending.result()
 
 
 async def _refused(address: str) -> bool:
-    """Whether the machine is there and the process is not. False of what cannot be told within LOOK_S."""
+    """Return True if the machine at an address refuses connections: its process is gone. False if that does not show
+    within PROBE_S."""
     try:
         host, port = parse_host_port(address)
-        async with asyncio.timeout(LOOK_S):
+        async with asyncio.timeout(PROBE_S):
             _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:
         return True
@@ -186,31 +185,39 @@ async def _refused(address: str) -> bool:
     return False
 
 
-async def call(actor: Any, method: str, *args: Any, within_s: float, who: str, limit: str = "") -> Any:
-    """Return the result of `actor.method(*args)`. Raises ActorLost if the actor, `who` in messages, is gone or does not
-    answer within `within_s` seconds, ActorFailed if the method fails; a StaleflowError of the method itself is passed
-    on, and so is the loss or failure of an actor that it called in turn. limit: the knob that sets within_s, for the
-    message."""
+async def call_actor(actor: Any, method: str, *args: Any, timeout_s: float, actor_name: str, limit: str = "") -> Any:
+    """Return the result of `actor.method(*args)`, called on another process.
+
+    Args:
+        timeout_s: seconds within which it must answer.
+        actor_name: the actor, in messages.
+        limit: the knob that sets timeout_s, in messages.
+
+    Raises:
+        ActorLost: the actor is gone or does not answer in time; or an actor that it called is.
+        ActorFailed: the method failed, or that of an actor that it called.
+        StaleflowError: what the method itself raised of our errors.
+    """
     try:
-        async with asyncio.timeout(within_s):  # wait_for may swallow a cancellation that comes with the answer
+        async with asyncio.timeout(timeout_s):  # wait_for may swallow a cancellation that comes with the answer
             if not isinstance(actor, Actor | RemoteActor):  # it is in this process
                 return await getattr(actor, method)(*args)
-            asked = _begun(_execute(actor, method, _packed(args)))
+            pending = _begun(_execute(actor, method, _packed(args)))
             address = actor.address if isinstance(actor, RemoteActor) else actor._address
-            result = await (_watched(asked, address, who) if _within_actor.get() else _waited(asked))
+            result = await (_watched(pending, address, actor_name) if _within_actor.get() else _waited(pending))
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
         if error.who:
             raise
-        raise ActorFailed(f"{who} failed: {error}", who) from error
+        raise ActorFailed(f"{actor_name} failed: {error}", actor_name) from error
     except ActorLost as error:  # by its own account, or an actor that it called
-        error.who = error.who or who
+        error.who = error.who or actor_name
         raise
     except StaleflowError:
         raise
     except TimeoutError:
         raise ActorSilent(
-            f"{who} did not answer within {within_s:g} s" + (f" ({limit})" if limit else ""), who
+            f"{actor_name} did not answer within {timeout_s:g} s" + (f" ({limit})" if limit else ""), actor_name
         ) from None
     except (OSError, RuntimeError) as error:
-        raise ActorLost(f"{who} is gone: {error}", who) from error
+        raise ActorLost(f"{actor_name} is gone: {error}", actor_name) from error

@@ -1,4 +1,4 @@
-"""The spool, written in a thread of its own beside an event loop."""
+"""Runs the spool's operations in one thread beside an event loop."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from staleflow.stores.weights.resume_points import ResumePoints
 
 
 class AsyncSpool:
-    """One spool's. What is asked for is done in the order of the calls."""
+    """Runs the operations of one spool in one thread, in the order of the calls."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spool")
 
     def append(self, entries: Sequence[Entry]) -> asyncio.Future[bool]:
-        """Have entries written; returns the future of their being so, whose value is that of `Spool.append`."""
+        """Write entries. Returns a future that is done once they are written; its value is that of `Spool.append`."""
         loop = asyncio.get_running_loop()
         if entries:
             return loop.run_in_executor(self._thread, self._spool.append, entries)
@@ -29,11 +29,11 @@ class AsyncSpool:
         return nothing
 
     async def stored(self, step: int, groups: Iterable[GroupId]) -> None:
-        """Have groups forgotten, as `Spool.stored` does."""
+        """Forget the entries of groups that are stored; see `Spool.stored`."""
         await self._do(lambda: self._spool.stored(step, groups))
 
     async def committed(self, step: int, groups: Iterable[GroupId], points: ResumePoints) -> None:
-        """After a commit, have its groups forgotten, and parts removed that no resume point needs."""
+        """Forget the entries of a commit's groups, and remove the parts that no resume point needs."""
 
         def prune() -> None:
             self._spool.stored(step, groups)
@@ -42,12 +42,12 @@ class AsyncSpool:
         await self._do(prune)
 
     async def clear(self) -> None:
-        """Have everything forgotten."""
+        """Forget all entries."""
         await self._do(self._spool.clear)
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until all entries are written, and end the thread."""
         self._thread.shutdown(wait=True)
 
-    async def _do(self, what: Callable[[], object]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, what)
+    async def _do(self, operation: Callable[[], object]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, operation)

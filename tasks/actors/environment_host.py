@@ -1,12 +1,12 @@
-"""The environment host: an actor that has the environments of many episodes answer the model's turns.
+"""The environment host: an actor that runs the environments of many episodes, step by step.
 
-Texts go directly between trajectory server and host; the driver sees ids, lengths and rewards. An act is asked for and
-its outcome fetched in separate calls, so that no call takes as long as an environment may.
+Texts go directly between trajectory server and host; the driver sees ids, lengths and rewards. An env step is requested
+and its outcome fetched in separate calls, so that no call takes as long as an environment may.
 
 Invariants:
-- The answer to a turn is with the trajectory server before the driver learns of it, and so is a reward.
-- An act may be asked for again, of this host or of another: what the server has already is not done twice. Of two
-  hosts that do an act, since one of them was taken for lost, the first that tells the server is heard.
+- An observation is with the trajectory server before the driver learns of it, and so is a reward.
+- An env step may be requested twice, also on two hosts. The server keeps the first result, and a step whose result it
+  has is not done again.
 - A failure of an environment is never a reward: the server then drops all of the trajectory but its prompt, before the
   driver learns of the failure.
 """
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.server_messages import (
     EpisodeState,
     ObservationItem,
@@ -41,7 +41,7 @@ FAILED_BEFORE = "it failed, and the reason was lost with its host or the traject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActItem:
-    """An Act command as sent to a host."""
+    """An Act command as an environment host receives it. cut: the turn was cut short, so the episode ends."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -50,10 +50,10 @@ class ActItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStepOutcome:
-    """The outcome of an act, in numbers. tokens: of the response, if another turn follows. reward, error: of an episode
-    that has ended. failed: why the episode begins again; empty if it does not. server_lost: the act is to be asked for
-    once more, when there is a trajectory server. seconds: of the environment, and until it had a place; None if it was
-    done before."""
+    """The outcome of an env step, in numbers. tokens: of the response, if another turn follows. reward, error: of an
+    episode that has ended. failed: why the episode begins again; empty if it does not. server_lost: the step must be
+    requested again once there is a trajectory server. seconds: of the environment, and of waiting for a slot; None if
+    the step was done before."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -67,7 +67,7 @@ class EnvStepOutcome:
 
 
 class Environments(Protocol):
-    """What answers the turns of episodes; see tasks/episodes/episode_host.py."""
+    """The environments of a host's episodes; see tasks/episodes/episode_host.py."""
 
     @property
     def needs_token_ids(self) -> bool: ...
@@ -95,18 +95,18 @@ class EnvironmentSettings(Protocol):
     def build(self) -> Environments: ...
 
 
-class _Asked:
-    """Calls of the server for the acts of one request. What several acts ask of a method at the same moment goes in one
-    call: a call costs a millisecond on each side, much more than many environments do."""
+class ServerBatcher:
+    """Batches calls to the server: items of one method in one loop iteration travel together. A call costs a
+    millisecond on each side, much more than a step of many environments."""
 
     def __init__(self, server: Any, call_s: float) -> None:
         self._server, self._call_s = server, call_s
         self._waiting: dict[str, list[tuple[Any, asyncio.Future[Any]]]] = {}
-        """What is to be asked for in the next call, by method."""
+        """The items of the next call, by method."""
         self._calls: set[asyncio.Task[None]] = set()
 
     async def __call__(self, method: str, item: Any) -> Any:
-        """The result for one item of a method that takes a list of them. Raises what the call raises."""
+        """Return the result for one item of a server method that takes a list of them. Raises what the call raises."""
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         first = method not in self._waiting
         self._waiting.setdefault(method, []).append((item, result))
@@ -117,20 +117,20 @@ class _Asked:
         return await result
 
     async def _send(self, method: str) -> None:
-        asked = [(item, result) for item, result in self._waiting.pop(method) if not result.done()]
-        if not asked:
+        waiting = [(item, result) for item, result in self._waiting.pop(method) if not result.done()]
+        if not waiting:
             return
         try:
-            items = [item for item, _ in asked]
-            found = await call(self._server, method, items, within_s=self._call_s, who="server")
+            items = [item for item, _ in waiting]
+            results = await call_actor(self._server, method, items, timeout_s=self._call_s, actor_name="server")
         except Exception as error:  # noqa: BLE001  it is raised where each result is awaited
-            for _, result in asked:
+            for _, result in waiting:
                 if not result.done():
                     result.set_exception(error)
             return
-        for number, (_, result) in enumerate(asked):
+        for index, (_, result) in enumerate(waiting):
             if not result.done():
-                result.set_result(None if found is None else found[number])
+                result.set_result(None if results is None else results[index])
 
 
 @remote_methods
@@ -141,12 +141,12 @@ class EnvironmentHost:
         self._environments = settings.build()
         self._call_s = call_s
         self._acts: dict[tuple[TrajectoryId, int], asyncio.Task[None]] = {}
-        """Those under way, by trajectory and epoch."""
+        """Running env steps, by trajectory and epoch."""
         self._keys: dict[TrajectoryId, EpisodeKey] = {}
-        """The episodes that are open."""
+        """Open episodes."""
         self._done: list[EnvStepOutcome] = []
         self._error: Exception | None = None
-        """Of ours or of the job: no environment's."""
+        """An error of staleflow or of the job, not of an environment."""
         self._changed = asyncio.Event()
 
     async def check(self) -> None:
@@ -154,16 +154,16 @@ class EnvironmentHost:
         await self._environments.check()
 
     async def act(self, server: Any, items: tuple[ActItem, ...]) -> None:
-        """Have environments answer the turns that trajectories ended with. Those under way already go on."""
-        ask = _Asked(server, self._call_s)
+        """Start env steps for the turns that trajectories ended with. Steps that already run go on."""
+        ask = ServerBatcher(server, self._call_s)
         for item in items:
-            place = item.trajectory, item.epoch
-            if place not in self._acts:
-                self._acts[place] = asyncio.create_task(self._act(ask, item))
+            key = item.trajectory, item.epoch
+            if key not in self._acts:
+                self._acts[key] = asyncio.create_task(self._act(ask, item))
 
     async def outcomes(self, timeout_s: float) -> list[EnvStepOutcome]:
-        """Wait up to `timeout_s` for acts to end; returns their outcomes. Raises ConfigError if what an environment
-        says cannot be given to the model."""
+        """Wait up to `timeout_s` for env steps to end, and return their outcomes. Raises ConfigError if an observation
+        cannot be rendered for the model."""
         if not self._done and self._error is None:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -175,11 +175,11 @@ class EnvironmentHost:
         return done
 
     async def dismiss(self, trajectories: tuple[TrajectoryId, ...]) -> None:
-        """Close the environments of trajectories; steps under way are cancelled, and tell no outcome."""
-        gone = set(trajectories)
-        for place in [place for place in self._acts if place[0] in gone]:
-            self._acts.pop(place).cancel()
-        self._environments.cancel([self._keys.pop(t) for t in gone if t in self._keys])
+        """Close the environments of trajectories. Running steps are cancelled and have no outcome."""
+        removed = set(trajectories)
+        for key in [key for key in self._acts if key[0] in removed]:
+            self._acts.pop(key).cancel()
+        self._environments.cancel([self._keys.pop(t) for t in removed if t in self._keys])
 
     async def close(self) -> None:
         for task in self._acts.values():
@@ -187,7 +187,7 @@ class EnvironmentHost:
         self._acts.clear()
         await self._environments.close()
 
-    async def _act(self, ask: _Asked, item: ActItem) -> None:
+    async def _act(self, ask: ServerBatcher, item: ActItem) -> None:
         try:
             outcome = await self._outcome(ask, item)
         except ActorLost:  # nobody else is called
@@ -200,10 +200,10 @@ class EnvironmentHost:
             self._done.append(outcome)
             self._changed.set()
 
-    async def _outcome(self, ask: _Asked, item: ActItem) -> EnvStepOutcome | None:
-        """Do an act as far as it is not done yet; None if nobody waits for it any more."""
+    async def _outcome(self, ask: ServerBatcher, item: ActItem) -> EnvStepOutcome | None:
+        """Do an env step as far as it is not done yet. None if nobody waits for it any more."""
         trajectory, epoch = item.trajectory, item.epoch
-        state, done = await self._looked(ask, item)
+        state, done = await self._check_server(ask, item)
         if state is None or done is not None:
             return done
         key = EpisodeKey(task=state.task, held_out=state.held_out, member=state.member, attempt=state.attempt)
@@ -213,12 +213,12 @@ class EnvironmentHost:
             turn = TurnItem(trajectory, state.tokens, epoch, state.turns[-1] if state.turns else "")
             newest = await ask("newest_turns", turn)
             if newest is None:  # it is another host's by now, so the agent is told nothing
-                return (await self._looked(ask, item))[1]
+                return (await self._check_server(ask, item))[1]
         cut = item.cut or state.full
         answer = await self._environments.act(key, state.record, state.turns, cut=cut, newest=newest)
         took_s = answer.seconds + answer.waited_s
         if not answer.ended:
-            said = ObservationItem(
+            observation = ObservationItem(
                 trajectory=trajectory,
                 tokens=state.tokens,
                 epoch=epoch,
@@ -226,35 +226,44 @@ class EnvironmentHost:
                 seconds=answer.seconds,
                 replayed=answer.replayed,
             )
-            taken: ObservationReceipt = await ask("give", said)
-            if not taken.problem:
-                return EnvStepOutcome(trajectory=trajectory, epoch=epoch, tokens=taken.tokens, seconds=took_s)
-            if taken.problem == "late":
-                return (await self._looked(ask, item))[1]
-            if taken.problem == "full":
+            receipt: ObservationReceipt = await ask("add_observations", observation)
+            if not receipt.problem:
+                return EnvStepOutcome(trajectory=trajectory, epoch=epoch, tokens=receipt.tokens, seconds=took_s)
+            if receipt.problem == "late":
+                return (await self._check_server(ask, item))[1]
+            if receipt.problem == "full":
                 answer = await self._environments.end(key, state.record)
                 took_s += answer.seconds + answer.waited_s
             else:
                 self._environments.cancel([key])
-                answer = Answer(ended=True, error=taken.why or DIFFERS)
+                answer = Answer(ended=True, error=receipt.why or DIFFERS)
         self._keys.pop(trajectory, None)
         if answer.error:
             if not await ask("restart", (trajectory, state.tokens, epoch)):
-                return (await self._looked(ask, item))[1]
+                return (await self._check_server(ask, item))[1]
             return EnvStepOutcome(trajectory=trajectory, epoch=epoch, failed=answer.error)
         score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
-        held: ScoredResponse | None = await ask("rewarded", RewardItem(trajectory, state.tokens, epoch, score))
-        if held is None:
-            return (await self._looked(ask, item))[1]
+        recorded: ScoredResponse | None = await ask(
+            "record_rewards", RewardItem(trajectory, state.tokens, epoch, score)
+        )
+        if recorded is None:
+            return (await self._check_server(ask, item))[1]
         return EnvStepOutcome(
-            trajectory=trajectory, epoch=epoch, ended=True, reward=held.reward, error=held.error, seconds=took_s
+            trajectory=trajectory,
+            epoch=epoch,
+            ended=True,
+            reward=recorded.reward,
+            error=recorded.error,
+            seconds=took_s,
         )
 
-    async def _looked(self, ask: _Asked, item: ActItem) -> tuple[EpisodeState | None, EnvStepOutcome | None]:
-        """The state of an act's trajectory, None if it is no longer live; and the act's outcome, if it has one: this
-        host's of an earlier request, or that of another, which was taken for lost and was heard first."""
+    async def _check_server(
+        self, ask: ServerBatcher, item: ActItem
+    ) -> tuple[EpisodeState | None, EnvStepOutcome | None]:
+        """Return the state of a trajectory, None if it is no longer live, and the outcome of its env step, if it has
+        one: of an earlier request, or of another host that was taken for lost and answered first."""
         trajectory, epoch = item.trajectory, item.epoch
-        state: EpisodeState | None = await ask("episodes", (trajectory, epoch))
+        state: EpisodeState | None = await ask("episode_states", (trajectory, epoch))
         if state is None:
             return None, None
         if (score := state.score) is not None:

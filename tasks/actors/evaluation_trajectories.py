@@ -19,7 +19,7 @@ from staleflow.tasks.sources.reward_process import ScoredResponse
 
 
 class EvaluationTrajectories:
-    """Those of one run. Changes `flight` by entries, which it returns to be written."""
+    """Evaluation trajectories of one run. Returns the spool entries to write."""
 
     def __init__(self, flight: InFlightState, tasks: TaskCache) -> None:
         self._flight = flight
@@ -28,31 +28,32 @@ class EvaluationTrajectories:
     async def begin(
         self, routed: Iterable[TrajectoryId], now: float
     ) -> tuple[dict[TrajectoryId, EvaluationSampling], list[Entry]]:
-        """Have those of evaluations among these, with their prompts; returns how each is sampled."""
+        """Add those of `routed` that belong to an evaluation, with their prompts. Returns how each is sampled, and the
+        spool entries to write."""
         groups = {i: GroupId(i // self._flight.members) for i in routed if is_evaluation(i)}
         if not groups:
             return {}, []
-        asked = await self._tasks.evaluated(set(groups.values()))
+        items = await self._tasks.evaluated(set(groups.values()))
         entries = [
             GroupDrawn(group=group, prompt_tokens=np.asarray(item.tokens, np.int32), at_s=now)
-            for group, item in asked.items()
+            for group, item in items.items()
         ]
         begun: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]
-        return {i: EvaluationSampling.of(asked[group]) for i, group in groups.items()}, begun
+        return {i: EvaluationSampling.of(items[group]) for i, group in groups.items()}, begun
 
     async def max_new_tokens(self, groups: Iterable[GroupId]) -> dict[GroupId, int]:
-        """Most tokens of a response, for those of these groups that are of an evaluation."""
-        asked = {group for group in groups if is_evaluation(group)}
-        found = await self._tasks.evaluated(asked) if asked else {}
-        return {group: item.of.max_new_tokens for group, item in found.items()}
+        """Return the token limit of a response for each group that belongs to an evaluation."""
+        evaluated = {group for group in groups if is_evaluation(group)}
+        items = await self._tasks.evaluated(evaluated) if evaluated else {}
+        return {group: item.of.max_new_tokens for group, item in items.items()}
 
     def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
-        """What has become of the items that these groups answer."""
+        """Return the state of each group's response."""
         members = [TrajectoryId(group * self._flight.members) for group in groups]
         return [self._response(member) for member in members]
 
     def end(self, now: float) -> tuple[set[GroupId], list[Entry]]:
-        """Drop all of them; returns their groups."""
+        """Drop all evaluation trajectories. Returns their groups, and the spool entries to write."""
         groups = {t.group for t in self._flight.live.values() if is_evaluation(t.id)}
         entry = EvaluationEnded(at_s=now)
         self._tasks.forget(groups)

@@ -1,16 +1,16 @@
 """The parameter server: one actor per host that makes published versions available to the host's instances.
 
 On the trainer's host the file already exists. Other hosts fetch it in pieces from a host that has it, or is itself
-about to have it: what has arrived is handed on before the rest. Invariants:
+about to have it: pieces are served as they arrive. Invariants:
 
-- A version's file appears by rename, whole; instances that ask meanwhile wait for the same fetch.
-- Each piece is asked for again only if its source failed: a version's bytes are read once a host that fetches it.
-- A source that is gone, silent, slow, without the version, or that hands on too few bytes is left for the next one,
-  with all that has arrived kept. Only when none is left the fetch fails, and the error names the sources.
+- A version's file appears complete, by rename; instances that need it meanwhile wait for the same fetch.
+- Each host reads each piece once. It retries a piece only after a source failed.
+- A source that is gone, silent, slow, without the version, or that sends too few bytes is left for the next one; what
+  has arrived is kept. Only when none is left the fetch fails, and the error names the sources.
 - No more than PIECES_AT_ONCE pieces are in memory, whatever a version's size.
-- A host that has an older version fetches what has changed since (stores/weights/weight_delta.py), if that is less. It
-  hands on these deltas as it does versions, and what it makes of them once its fingerprint is the published one. If
-  anything fails, it fetches the version itself.
+- A host that has an older version fetches the deltas since then (stores/weights/weight_delta.py), if they are smaller.
+  It serves these deltas as it does versions, and serves the rebuilt version once its fingerprint is the published one.
+  If anything fails, it fetches the complete version.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.partial_file import PIECE_BYTES, PartialFile, Piece
 from staleflow.stores.weights.weight_delta import DeltaFile
 from staleflow.stores.weights.weight_folder import WeightFolder
-from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 
 logger = logging.getLogger(__name__)
 
 PIECES_AT_ONCE = 4
-"""Pieces asked for at once: while one is written, others are on their way."""
+"""Pieces requested at once: while one is written, others are on their way."""
 SILENT_S = 10.0
-"""Seconds in which a source has to hand on a piece; then it counts as too slow, and another is asked."""
+"""Seconds in which a source must send a piece; after that the next source is tried."""
 WAIT_S = 2.0
-"""Seconds that a call waits for what is on its way, before it answers how far that has come."""
+"""Seconds that a call waits for a fetch before it returns the progress."""
 AGAIN_S = 0.5
-"""Seconds between two rounds through all sources, when none of them has handed on anything."""
+"""Seconds between two rounds through all sources, when none of them has sent anything."""
 
 
 class Source(NamedTuple):
@@ -51,28 +51,28 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchProgress:
-    """How far a version has come to a host. path: of its file; empty until all of it is there."""
+    """Progress of fetching a version to a host. path: of its file; empty until it is complete."""
 
     path: str
     num_bytes: int
     without_delta: str = ""
-    """Why this host has to fetch a version whole though there are deltas to it; told once for each version."""
+    """Why this host fetches the complete version although there are deltas to it; reported once for each version."""
 
 
 class WeightsFile(NamedTuple):
-    """A file of a version: what has changed since the version before, or the version itself."""
+    """A file of a version: the complete version, or its delta to the version before."""
 
     version: PolicyVersion
     delta: bool = False
 
 
 class SourceFailed(Exception):
-    """A source could not hand on a piece."""
+    """A source could not send a piece."""
 
 
 @remote_methods
 class ParameterServer:
-    """The parameter server's Dask actor. Safe to ask twice."""
+    """The parameter server's Dask actor. All methods are idempotent."""
 
     def __init__(self, folder: str, call_s: float, piece_bytes: int = PIECE_BYTES) -> None:
         """call_s: seconds without a piece from any source after which a fetch fails."""
@@ -82,7 +82,7 @@ class ParameterServer:
         self._fetching: dict[PolicyVersion, asyncio.Task[None]] = {}
         self._incoming: dict[WeightsFile, PartialFile] = {}
         self._expected: set[WeightsFile] = set()
-        """Files that come, or are made, once those before them are here."""
+        """Files that are fetched or rebuilt once those before them are here."""
         self._without_delta: dict[PolicyVersion, str] = {}
         self._rebuilding = asyncio.Lock()
         self._bytes_read = 0
@@ -95,11 +95,19 @@ class ParameterServer:
         deltas: tuple[DeltaFile, ...] = (),
         recorded: str = "",
     ) -> FetchProgress:
-        """Fetch `version`, of `num_bytes` bytes, from the first of `sources` that hands it on, unless it is here or on
-        its way. Answers after WAIT_S at most: call again until there is a path. deltas: of one version after the other
-        up to this one; with them it may be made of an older version that is here, if it then has the fingerprint
-        `recorded`. Raises TransferFailed, naming the sources, if all of them have failed; StoreError if it cannot be
-        written here."""
+        """Fetch a version, unless it is here or on its way. Returns after WAIT_S at most: call again until there is a
+        path.
+
+        Args:
+            num_bytes: of the complete version.
+            sources: servers to fetch from; the first that works is used.
+            deltas: of successive versions up to this one, from which it may be rebuilt on an older version here.
+            recorded: the fingerprint that a rebuilt version must have.
+
+        Raises:
+            TransferFailed: all sources have failed; the message names them.
+            StoreError: the version cannot be written here.
+        """
         path = self._folder.path(version)
         if not path.exists():
             fetching = self._fetching.get(version)
@@ -109,14 +117,16 @@ class ParameterServer:
                 fetching.add_done_callback(lambda done: self._forget(version, done))
             await asyncio.wait({fetching}, timeout=WAIT_S)
             if not fetching.done():
-                arrived = sum(one.bytes_arrived for item, one in self._incoming.items() if item.version == version)
+                arrived = sum(
+                    partial.bytes_arrived for item, partial in self._incoming.items() if item.version == version
+                )
                 return FetchProgress(path="", num_bytes=arrived)
             fetching.result()
         return FetchProgress(path=str(path), num_bytes=num_bytes, without_delta=self._without_delta.pop(version, ""))
 
     async def read_piece(self, version: PolicyVersion, offset: int, size: int, delta: bool = False) -> bytes | None:
-        """Read bytes of a version, or of its delta. None if it is on its way here and they have not arrived within
-        WAIT_S. Raises StoreError if it is not here, and does not begin to arrive either."""
+        """Read bytes of a version, or of its delta. None if they are on their way and have not arrived within WAIT_S.
+        Raises StoreError if the version is neither here nor on its way."""
         item = WeightsFile(version, delta)
         path = self._path(item)
         deadline = _now() + WAIT_S
@@ -137,12 +147,11 @@ class ParameterServer:
             return data
 
     async def bytes_read(self) -> int:
-        """Bytes that others have read here."""
+        """Return the number of bytes that other hosts have read here."""
         return self._bytes_read
 
     async def prune(self, used: tuple[PolicyVersion, ...], newest: PolicyVersion) -> None:
-        """Remove all versions except those in `used` and the newest here. newest: the one that was published last when
-        this was decided; it and later ones may be in use by now."""
+        """Remove all versions except those in `used`, and except `newest` and later ones: they may be in use by now."""
         later = [version for version in self._folder.versions() if version >= newest]
         await asyncio.to_thread(self._folder.prune, (*used, *later))  # freeing gigabytes takes a while
 
@@ -163,7 +172,7 @@ class ParameterServer:
         return self._folder.delta_path(item.version) if item.delta else self._folder.path(item.version)
 
     def _comes_whole(self, version: PolicyVersion) -> bool:
-        """Whether a version is here, or comes, without its delta."""
+        """Return True if the complete version is here or on its way, so that no delta will come."""
         return WeightsFile(version) in self._incoming or self._folder.path(version).exists()
 
     # -- fetching ------------------------------------------------------------------------------------------------
@@ -188,9 +197,9 @@ class ParameterServer:
             await self._fetch_from_any(sources, WeightsFile(version), incoming)
 
     def _base(self, version: PolicyVersion, num_bytes: int, deltas: tuple[DeltaFile, ...]) -> PolicyVersion | None:
-        """The newest version here from which it is less to fetch the deltas than all of `version`."""
+        """Return the newest version here whose deltas up to `version` are smaller than `version` itself."""
         first = deltas[0].version if deltas else version
-        older = [one for one in self._folder.versions() if first - 1 <= one < version]
+        older = [held_version for held_version in self._folder.versions() if first - 1 <= held_version < version]
         if not older or sum(delta.num_bytes for delta in deltas if delta.version > older[-1]) >= num_bytes:
             return None
         return older[-1]
@@ -203,7 +212,7 @@ class ParameterServer:
         sources: tuple[Source, ...],
         recorded: str,
     ) -> None:
-        """Fetch these deltas, and make `version` of `base`. Raises SourceFailed or StoreError."""
+        """Fetch deltas, and rebuild `version` from `base`. Raises SourceFailed or StoreError."""
         expected = {
             WeightsFile(version),
             *(WeightsFile(delta.version, delta=True) for delta in deltas),
@@ -224,7 +233,7 @@ class ParameterServer:
 
     @contextlib.contextmanager
     def _coming(self, item: WeightsFile, num_bytes: int) -> Iterator[PartialFile]:
-        """A file that is on its way here, of which is handed on what has arrived."""
+        """Receive a file, and serve its pieces to others as they arrive."""
         with self._folder.incoming(self._path(item), num_bytes, self._piece_bytes) as incoming:
             self._incoming[item] = incoming
             try:
@@ -233,8 +242,8 @@ class ParameterServer:
                 del self._incoming[item]
 
     async def _fetch_from_any(self, sources: tuple[Source, ...], item: WeightsFile, incoming: PartialFile) -> None:
-        """Fetch all that is missing from the sources in turn. Raises TransferFailed once none has handed on anything
-        for call_s seconds."""
+        """Fetch the missing pieces from the sources in turn. Raises TransferFailed once none has sent anything for
+        call_s seconds."""
         failures: dict[str, str] = {}
         arrived, arrived_s = 0, _now()
         while incoming.missing:
@@ -250,8 +259,7 @@ class ParameterServer:
             await asyncio.sleep(AGAIN_S)
 
     async def _round(self, sources: tuple[Source, ...], item: WeightsFile, incoming: PartialFile) -> dict[str, str]:
-        """Fetch what is missing from the sources, each once, until nothing is; returns why those that failed did, by
-        their names."""
+        """Fetch the missing pieces, trying each source once. Returns the errors of failed sources by their names."""
         failures: dict[str, str] = {}
         for source in sources:
             try:
@@ -263,11 +271,11 @@ class ParameterServer:
         return failures
 
     async def _fetch_from(self, source: Source, item: WeightsFile, incoming: PartialFile) -> None:
-        """Fetch all that is missing from one source. Raises SourceFailed; what has arrived by then is kept."""
-        wanted = iter(list(incoming.missing.values()))
+        """Fetch the missing pieces from one source. Raises SourceFailed; what has arrived by then is kept."""
+        needed = iter(list(incoming.missing.values()))
 
         async def fetch_some() -> None:
-            for piece in wanted:
+            for piece in needed:
                 data = await self._read(source, item, piece)
                 await asyncio.to_thread(incoming.write, piece, data)
 
@@ -286,10 +294,12 @@ class ParameterServer:
         try:
             data: bytes | None = None
             while data is None:
-                left_s = deadline - _now()
-                if left_s <= 0:
-                    raise SourceFailed(f"{source.name} has not come further for {self._silent_s:g} s")
-                data = await call(source.actor, "read_piece", *args, within_s=left_s + WAIT_S, who=source.name)
+                remaining_s = deadline - _now()
+                if remaining_s <= 0:
+                    raise SourceFailed(f"{source.name} has sent nothing for {self._silent_s:g} s")
+                data = await call_actor(
+                    source.actor, "read_piece", *args, timeout_s=remaining_s + WAIT_S, actor_name=source.name
+                )
         except (ActorLost, ActorFailed, StoreError) as error:
             raise SourceFailed(f"{source.name} does not hand it on: {error}") from error
         if len(data) != piece.size:

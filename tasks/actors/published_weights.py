@@ -1,4 +1,4 @@
-"""What an instance's weights and logprobs must agree with after a pull, and whether they do. Pure."""
+"""Checks an instance's weights and logprobs against the published version after a pull. Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class PublishedWeights:
     logprobs: tuple[float, ...]
     """The trainer's logprobs of probe[1:], nats."""
     limit: float
-    """The most that an instance's may differ on average, nats."""
+    """The largest mean difference that an instance may have, nats."""
 
     def check(self, instance: InstanceId, loaded: LoadResult) -> WeightCheck:
-        """Whether an instance may serve what it has loaded."""
+        """Check whether an instance may serve the weights that it has loaded."""
         drift = mean_difference(loaded.probe, self.logprobs)
         reasons = []
         if loaded.fingerprint != self.fingerprint:
@@ -46,11 +46,11 @@ class PublishedWeights:
         )
 
 
-def mean_difference(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Mean |difference| of two lists of logprobs, nats; 0 for empty ones.
+def mean_difference(first: tuple[float, ...], second: tuple[float, ...]) -> float:
+    """Return the mean |difference| of two lists of logprobs, in nats; 0 for empty lists.
 
     >>> mean_difference((-1.0, -2.0), (-1.5, -2.0))
     0.25
     """
-    pairs = list(zip(one, other, strict=True))
+    pairs = list(zip(first, second, strict=True))
     return sum(abs(a - b) for a, b in pairs) / max(1, len(pairs))

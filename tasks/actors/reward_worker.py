@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from staleflow.stores.trajectory import TrajectoryId
-from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.server_messages import RewardItem, ScoringItem
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
 
 
 @remote_methods
 class RewardWorker:
-    """One of several reward actors, each with a scoring process. Idempotent: the first score is the one that holds."""
+    """The reward worker's Dask actor, with a scoring process of its own. Idempotent: the first score counts."""
 
     def __init__(self, settings: ScoringSettings, call_s: float) -> None:
         self._scorer = Scorer(settings)
@@ -25,26 +25,28 @@ class RewardWorker:
         """Raise ConfigError if the reward function cannot be loaded."""
         await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.check)
 
-    async def answers(self) -> bool:
-        """Show that this process is there, also while it scores."""
+    async def ping(self) -> bool:
+        """Answer, also while responses are being scored."""
         return True
 
     async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
-        """Score the trajectories that are still live; the server gets the scores and their parts. Returns (trajectory,
-        reward, error) for each, as the server holds them."""
-        items: list[ScoringItem] = await call(
-            server, "scoring_items", trajectories, within_s=self._call_s, who="server"
+        """Score trajectories that are still live, and send the scores to the server. Returns (trajectory, reward,
+        error) of each, as the server recorded them."""
+        items: list[ScoringItem] = await call_actor(
+            server, "scoring_items", trajectories, timeout_s=self._call_s, actor_name="server"
         )
         scores = await self.score_texts([(item.text, item.record) for item in items])
         scored = [
             RewardItem(item.trajectory, item.tokens, item.epoch, score)
             for item, score in zip(items, scores, strict=True)
         ]
-        held = await call(server, "rewarded", scored, within_s=self._call_s, who="server")
-        return [(item.trajectory, score.reward, score.error) for item, score in zip(items, held, strict=True) if score]
+        recorded = await call_actor(server, "record_rewards", scored, timeout_s=self._call_s, actor_name="server")
+        return [
+            (item.trajectory, score.reward, score.error) for item, score in zip(items, recorded, strict=True) if score
+        ]
 
     async def score_texts(self, items: list[tuple[str, Any]]) -> list[ScoredResponse]:
-        """Score (response, record) pairs that belong to no trajectory, such as an evaluation's."""
+        """Score (response, record) pairs."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.score, items)
 
     async def close(self) -> None:

@@ -4,8 +4,8 @@ Invariants: a trajectory's tokens are with the trajectory server before the driv
 response that has ended is never continued, even if its instance was lost before the driver learned of the end; a
 request is never sampled under a version older than its Route command names, nor one of an evaluation under any other
 (checked here, not only decided elsewhere); no token leaves that was sampled under weights which were not checked.
-Every spool_s seconds the server is given the tokens of what is still running: if this process is lost, the others go on
-from there. Each delivery begins where the one before it ended.
+Every spool_s seconds the server gets the tokens of running requests: if this process is lost, other instances continue
+from there. Each delivery starts where the one before it ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from staleflow.stores.errors import ActorLost, ProtocolViolation, WeightsRefused
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_report import WeightCheck
-from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.draft_corpus import NewResponses
 from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.engines import engine_handover
@@ -30,12 +30,12 @@ from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.engines.engine_settings import EngineSettings
 
 LEARN_S = 1.0
-"""Seconds between two questions for other responses to draft from, while some are of use."""
+"""Seconds between two requests for other responses to draft from, while the engine drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteItem:
-    """A Route command as sent to an instance."""
+    """A Route command as a rollout instance receives it."""
 
     trajectory: TrajectoryId
     epoch: int
@@ -44,16 +44,16 @@ class RouteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutcome:
-    """The result of a request as reported to the driver: ids and lengths. error: empty if it was sampled."""
+    """The result of a request for the driver: ids and lengths. error: empty if it was sampled."""
 
     trajectory: TrajectoryId
     epoch: int
     tokens: int
     error: str = ""
     drafted_tokens: int = 0
-    """Drafted tokens that were verified for it."""
+    """Drafted tokens that were verified."""
     accepted_tokens: int = 0
-    """Those that were sampled too."""
+    """Drafted tokens that were accepted."""
 
 
 @remote_methods
@@ -69,60 +69,66 @@ class RolloutInstance:
         turn_tokens: int,
         call_s: float,
         spool_s: float,
-        acts: bool = False,
+        has_environments: bool = False,
         drafts: bool = False,
         run: str = "",
         resumed: bool = False,
     ):
-        """max_new_tokens, turn_tokens: most tokens of a response, and of one of its turns. spool_s: seconds between two
-        deliveries of running responses' tokens; 0 for none. acts: whether environments answer turns. drafts: whether
-        the engine is told of other responses that the server knows, to draft from them. run: the run's folder; with it,
-        the engine outlives this actor, should that be dropped without being closed. resumed: whether such an engine may
-        be here."""
+        """Build the engine, or take over the engine of an actor that was lost.
+
+        Args:
+            max_new_tokens: token limit of a response.
+            turn_tokens: token limit of one turn.
+            spool_s: seconds between two deliveries of running responses' tokens; 0 for none.
+            has_environments: whether environment steps follow turns, so that the engine keeps their KV cache.
+            drafts: whether the engine gets other responses from the server, to draft from them.
+            run: the run's folder; with it, the engine outlives this actor if that is dropped without being closed.
+            resumed: whether such an engine may be here.
+        """
         self._instance = instance
         self._max_new_tokens = max_new_tokens
         self._turn_tokens = turn_tokens
         self._call_s = call_s
-        self._acts = acts
+        self._has_environments = has_environments
         self._drafts = drafts
-        self._told: frozenset[TrajectoryId] = frozenset()
-        """Other responses to the prompts of what runs, which the engine was told of."""
+        self._sent: frozenset[TrajectoryId] = frozenset()
+        """Other responses to the prompts of running requests that the engine has."""
         self._asked_s = 0.0
-        """When the server was last asked for them, on the loop's clock."""
-        held = engine_handover.take_over(run if resumed else "", engine_settings, instance)
-        self._took_over = held is not None
-        self._engine: Engine = held or build_engine(engine_settings, instance, threads)
+        """When they were last fetched from the server, on the loop's clock."""
+        handed_over = engine_handover.take_over(run if resumed else "", engine_settings, instance)
+        self._took_over = handed_over is not None
+        self._engine: Engine = handed_over or build_engine(engine_settings, instance, threads)
         if run:
             engine_handover.hold(run, engine_settings, self._engine, self)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._closed = False
         self._pulling: asyncio.Future[WeightCheck] | None = None
-        """The pull under way: what is sampled meanwhile is delivered once its weights are known to be right."""
+        """The running pull: tokens sampled meanwhile are delivered once the weights are checked."""
         self._refused = ""
-        """Why nothing is delivered any more; empty if it is."""
+        """Why no token is delivered any more; empty while tokens are."""
         self._undelivered: list[SampledTokens | Failed] = []
         self._stopped: list[SampledTokens] = []
-        """Interrupted, and not yet with the server."""
+        """Interrupted requests that are not yet with the server."""
         self._whole: list[SampledTokens] = []
-        """Routed here, and found to have ended already."""
+        """Requests that were routed here and had ended already."""
         self._spool_s = spool_s
         self._spooled_s: float | None = None
         """When running responses' tokens were last delivered, on the loop's clock."""
         self._delivered: dict[TrajectoryId, tuple[int, int]] = {}
-        """Of running responses: (epoch, tokens) that the server has."""
+        """(epoch, tokens) of running responses that the server has."""
         self._unreported: dict[TrajectoryId, int] = {}
-        """Tokens that the server has of them, where that has changed since the last report."""
+        """Tokens of running responses that the server has, where the number has changed since the last report."""
 
     async def took_over(self) -> bool:
-        """Whether its engine was another actor's before, and holds the weights of some version."""
+        """Return True if the engine was another actor's before, and so has weights loaded."""
         return self._took_over
 
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
-        """Start sampling trajectories from the tokens the server holds for them. Skips those that have ended; a
-        response that is whole already is answered as sampled."""
+        """Start sampling trajectories after the tokens that the server has of them. Trajectories that are no longer
+        live are skipped; a response that is complete is reported as sampled."""
         routed = tuple((i.trajectory, i.epoch) for i in items)
-        payloads = await call(server, "payloads", routed, within_s=self._call_s, who="server")
+        payloads = await call_actor(server, "payloads", routed, timeout_s=self._call_s, actor_name="server")
 
         def submit() -> list[SampledTokens]:
             requests, whole = [], []
@@ -156,7 +162,7 @@ class RolloutInstance:
                         stop=stop,
                         greedy=evaluated is not None and evaluated.greedy,
                         temperature=None if evaluated is None else evaluated.temperature,
-                        keep_kv=self._acts,
+                        keep_kv=self._has_environments,
                         version=item.version,
                     )
                 )
@@ -169,35 +175,35 @@ class RolloutInstance:
             await self._learn(server)
 
     async def interrupt(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[RequestOutcome]:
-        """Stop sampling trajectories and send the tokens they have to the server. If that fails, they are sent with the
-        next ones, or when this is asked again."""
+        """Stop sampling trajectories, and send their tokens to the server. If that fails, they are sent with the next
+        ones, or when this is called again."""
         self._stopped += await self._command(self._engine.interrupt, trajectories)
         outcomes = await self._deliver(server, self._stopped)
         self._stopped = []
         return outcomes
 
-    async def save(self, server: Any) -> None:
-        """Send the server the tokens that running trajectories have so far; they go on."""
+    async def flush(self, server: Any) -> None:
+        """Send the tokens of running trajectories to the server. Sampling goes on."""
         await self._spool(server)
 
     async def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
-        """Stop sampling trajectories and discard their tokens."""
+        """Stop sampling trajectories, and discard their tokens."""
         await self._command(self._engine.abort, trajectories)
 
     async def speculate(self, length: int) -> None:
-        """Draft up to so many tokens for a decode step of a request."""
+        """Set the draft length: the most drafted tokens of one decode step of a request."""
         await self._command(self._engine.speculate, length)
         self._asked_s = -math.inf  # what there is to draft from is asked for at once
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
-        """Logprobs of tokens[1:], nats, under the engine's present weights."""
-        found: tuple[float, ...] = await self._command(self._engine.logprobs, tokens)
-        return found
+        """Return the logprobs of tokens[1:], nats, under the engine's current weights."""
+        logprobs: tuple[float, ...] = await self._command(self._engine.logprobs, tokens)
+        return logprobs
 
     async def pull(self, published: PublishedWeights, path: str) -> WeightCheck:
-        """Load published weights, and check that the engine has them and computes what the trainer does. Until that is
-        known no token is delivered; if it is not so, none is ever again. Idempotent. Raises WeightsRefused if the
-        engine cannot take them."""
+        """Load published weights, and check that the engine has them and computes the trainer's logprobs. No token is
+        delivered until the check is done, and none ever again if it fails. Idempotent. Raises WeightsRefused if the
+        engine cannot load them."""
         pulling = self._pulling = asyncio.ensure_future(self._command(self._load, published, path))
         try:
             check: WeightCheck = await asyncio.shield(pulling)
@@ -222,7 +228,8 @@ class RolloutInstance:
         return check
 
     async def _may_deliver(self, timeout_s: float) -> bool:
-        """Whether what was sampled is known to be of the weights it counts as; waits up to `timeout_s` for a pull."""
+        """Return True if the weights under which tokens were sampled are checked. Waits up to `timeout_s` for a
+        pull."""
         if (pulling := self._pulling) is not None:
             await asyncio.wait({pulling}, timeout=timeout_s)
             if pulling.done() and self._pulling is pulling:
@@ -230,8 +237,8 @@ class RolloutInstance:
         return self._pulling is None and not self._refused
 
     async def next_events(self, server: Any, timeout_s: float) -> list[RequestOutcome]:
-        """Wait up to `timeout_s` for requests to end; returns their outcomes, with tokens already at the server. When
-        it is time to deliver the tokens of those that run, it does that and returns none."""
+        """Wait up to `timeout_s` for requests to end, and return their outcomes once the server has their tokens. If
+        the tokens of running requests are due, deliver those instead and return no outcome."""
         if not await self._may_deliver(timeout_s):
             await asyncio.sleep(timeout_s if self._refused else 0)
             return []
@@ -252,7 +259,7 @@ class RolloutInstance:
         return outcomes
 
     async def report(self) -> EngineLoad:
-        """The engine's current load, and what has become safe since the last report."""
+        """Return the engine's current load, and the tokens that reached the server since the last report."""
         load = await asyncio.to_thread(self._engine.load_statistics)  # it may wait for the engine's lock
         safe, self._unreported = tuple(self._unreported.items()), {}
         return dataclasses.replace(load, safe=safe)
@@ -271,7 +278,7 @@ class RolloutInstance:
         return 0 < self._spool_s <= now - self._spooled_s
 
     async def _spool(self, server: Any) -> None:
-        """Give the server the tokens of running responses so far."""
+        """Send the tokens of running responses to the server."""
         loop = asyncio.get_running_loop()
         self._spooled_s = loop.time()
         running: list[SampledTokens] = await loop.run_in_executor(self._waiting, self._engine.peek)
@@ -280,20 +287,20 @@ class RolloutInstance:
         self._unreported |= totals
 
     async def _learn(self, server: Any) -> None:
-        """Tell the engine of responses that others have sampled to the prompts of what it drafts for. A server that is
-        lost or late with them fails no command: drafts change nothing that is sampled."""
+        """Fetch responses to the prompts that the engine drafts for, and give them to it. A server that is lost or late
+        fails no command: drafts change nothing that is sampled."""
         self._asked_s = asyncio.get_running_loop().time()
         running: tuple[TrajectoryId, ...] = await asyncio.to_thread(self._engine.drafts_for)
         if not running:
             return
         try:
-            others: NewResponses = await call(
-                server, "other_responses", running, self._told, within_s=self._call_s, who="server"
+            others: NewResponses = await call_actor(
+                server, "other_responses", running, self._sent, timeout_s=self._call_s, actor_name="server"
             )
         except ActorLost:
             return
-        self._told = others.told
-        self._engine.learn(others.found)
+        self._sent = others.sent
+        self._engine.learn(others.responses)
 
     async def _deliver(
         self, server: Any, ended: list[SampledTokens] | list[SampledTokens | Failed]
@@ -317,16 +324,18 @@ class RolloutInstance:
         return outcomes
 
     async def _send(self, server: Any, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
-        """Deliver what the server does not have yet; returns the tokens it has of each trajectory that it still hears
-        of from here."""
+        """Send the tokens that the server does not have yet. Returns its number of tokens of each trajectory, but for
+        those that have ended or are routed elsewhere."""
         if not sampled:
             return {}
         if not await self._may_deliver(self._call_s):
             raise WeightsRefused(self._refused or f"{self._instance} is loading weights", self._instance)
 
         async def deliver(parts: list[SampledTokens]) -> dict[TrajectoryId, int]:
-            found: dict[TrajectoryId, int] = await call(server, "deliver", parts, within_s=self._call_s, who="server")
-            return found
+            totals: dict[TrajectoryId, int] = await call_actor(
+                server, "deliver", parts, timeout_s=self._call_s, actor_name="server"
+            )
+            return totals
 
         parts = [_after(s, self._delivered.get(s.trajectory)) for s in sampled]
         totals = await deliver(parts)
@@ -334,39 +343,40 @@ class RolloutInstance:
         return totals | await deliver(short) if short else totals  # it has less than it once said: all of it again
 
     async def _command(self, function: Any, *args: Any) -> Any:
-        """What a function returns in the thread of commands. Raises ActorLost if this actor is closed."""
+        """Run a function in the thread of commands. Raises ActorLost if this actor is closed."""
         if self._closed:
             raise ActorLost(f"{self._instance} is closed")
         return await asyncio.get_running_loop().run_in_executor(self._commands, function, *args)
 
 
 def _end(sampled: SampledTokens) -> int:
-    """Tokens of the response up to the last of these."""
+    """Return the number of tokens of the response up to the last sampled one."""
     return sampled.first + sum(len(s.tokens) for s in sampled.segments)
 
 
 def _not_finite(sampled: SampledTokens) -> str:
-    """One line on the first token whose logprob is infinite or NaN; empty if there is none."""
-    begin = sampled.first
+    """Return an error text for the first token whose logprob is infinite or NaN; empty if there is none."""
+    start = sampled.first
     for segment in sampled.segments:
-        if (at := segment.num_finite) < len(segment.tokens):
+        if (index := segment.num_finite) < len(segment.tokens):
             return (
-                f"token {begin + at} of the response has a logprob of {segment.logprobs[at]} under version "
+                f"token {start + index} of the response has a logprob of {segment.logprobs[index]} under version "
                 f"{segment.version} on {segment.instance}; every sampled token needs a finite one"
             )
-        begin += len(segment.tokens)
+        start += len(segment.tokens)
     return ""
 
 
 def _after(sampled: SampledTokens, delivered: tuple[int, int] | None) -> SampledTokens:
-    """The part of what was sampled that comes after what was delivered, (epoch, tokens), if that was of its epoch."""
+    """Drop the tokens that the server has. delivered: (epoch, tokens) of the latest delivery; one of another epoch does
+    not count."""
     if delivered is None or delivered[0] != sampled.epoch or delivered[1] <= sampled.first:
         return sampled
     skip = delivered[1] - sampled.first
-    left = []
+    segments = []
     for segment in sampled.segments:
         rest = segment.without(min(skip, len(segment.tokens)))
         skip -= len(segment.tokens) - len(rest.tokens)
         if len(rest.tokens):
-            left.append(rest)
-    return dataclasses.replace(sampled, first=min(delivered[1], _end(sampled)), segments=tuple(left))
+            segments.append(rest)
+    return dataclasses.replace(sampled, first=min(delivered[1], _end(sampled)), segments=tuple(segments))

@@ -1,4 +1,4 @@
-"""What the trajectory server and the driver, rollout instances and environment hosts tell each other."""
+"""Messages between the trajectory server and the driver, rollout instances and environment hosts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ class EvaluationSampling(NamedTuple):
 
     @classmethod
     def of(cls, item: EvaluationItem) -> EvaluationSampling:
-        """How an item is sampled."""
+        """Make the sampling settings of an evaluation item."""
         return cls(item.greedy, item.of.temperature, item.of.max_new_tokens)
 
 
 class EvaluatedResponse(NamedTuple):
-    """What has become of an item of an evaluation. score: None if it has none. versions: that its tokens were sampled
-    under."""
+    """The state of an evaluation's response. score: None if it has none yet. versions: of its tokens."""
 
     tokens: int
     versions: tuple[PolicyVersion, ...]
@@ -45,28 +44,28 @@ class EvaluatedResponse(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """What a live trajectory consists of so far."""
+    """The tokens of a live trajectory, and how its next ones are sampled."""
 
     prompt: tuple[int, ...]
     sampled: tuple[int, ...]
     finish: FinishReason
     """UNFINISHED if sampling goes on after `sampled`; else the turn has ended by itself."""
     in_turn: int
-    """How many of the last tokens belong to the present turn."""
+    """Number of the last tokens that belong to the current turn."""
     turn_tokens: int = 0
-    """Most tokens of the present turn, if its environment has said so; else 0."""
+    """The token limit of the current turn, if its environment sets one; else 0."""
     evaluated: EvaluationSampling | None = None
-    """How an evaluation wants it sampled; None for one that is to be trained on."""
+    """Sampling settings of an evaluation; None for a trajectory that is to be trained on."""
     context: tuple[int, ...] | None = None
-    """What the present turn is sampled after, with what there is of it; None: after all of the above."""
+    """The context of the current turn with its tokens so far, if the conversation branches; None: prompt + sampled."""
     stop: StopCriteria = NO_STOP
-    """What ends the present turn, if its environment has said so."""
+    """Stop criteria of the current turn that its environment sets."""
 
 
 def payload(
     t: Trajectory, turn_tokens: int, evaluated: EvaluationSampling | None, stop: StopCriteria = NO_STOP
 ) -> Payload:
-    """What a trajectory consists of so far."""
+    """Make the payload of a live trajectory."""
     prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
     context = tuple(t.context.tolist()) if t.branches else None
     return Payload(prompt, response, t.finish, t.num_in_turn, turn_tokens, evaluated, context, stop)
@@ -74,8 +73,8 @@ def payload(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationItem:
-    """What an environment says to the turn that ends a response of so many `tokens`, routed under `epoch`. replayed:
-    what it said to the first turns when it took them again."""
+    """An observation: the messages of an environment after the turn that ends a response at `tokens` tokens, routed
+    under `epoch`. replayed: its messages after the first turns, if it took them again."""
 
     trajectory: TrajectoryId
     tokens: int
@@ -96,7 +95,7 @@ class ScoringItem(NamedTuple):
 
 
 class RewardItem(NamedTuple):
-    """The reward of a response of so many `tokens`, routed under `epoch`."""
+    """The reward of a response of `tokens` tokens, routed under `epoch`."""
 
     trajectory: TrajectoryId
     tokens: int
@@ -106,8 +105,8 @@ class RewardItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState:
-    """What an environment host needs of a trajectory whose turn has ended. task, member, attempt, held_out: which
-    episode it is. turns: their texts, the newest last. tokens: of the response so far."""
+    """The state of an episode whose turn has ended, for its environment host. task, member, attempt, held_out: identify
+    the episode. turns: their texts, the newest last. tokens: of the response so far."""
 
     task: GroupId
     member: int
@@ -119,15 +118,15 @@ class EpisodeState:
     full: bool
     """No further turn fits: the episode ends with this one."""
     answered: bool
-    """The server has the answer to the newest turn already."""
+    """The server already has the observation after the newest turn."""
     restarted: bool
-    """The trajectory begins again since then."""
+    """The trajectory has been restarted since this routing."""
     score: ScoredResponse | None
     """The reward, if the episode has ended already."""
 
 
 class TurnItem(NamedTuple):
-    """The turn, of this text, that ends a response of so many `tokens`, routed under `epoch`."""
+    """A request for the turn, of this text, that ends a response at `tokens` tokens, routed under `epoch`."""
 
     trajectory: TrajectoryId
     tokens: int
@@ -136,19 +135,19 @@ class TurnItem(NamedTuple):
 
 
 class ObservationReceipt(NamedTuple):
-    """What has become of an environment's answer. tokens: of the response with it. problem: why it was not taken.
-    why: more of that, for people."""
+    """The server's reply to an observation. tokens: of the response with it. problem: why it was refused. why: the same
+    in words."""
 
     tokens: int
     problem: Literal["", "full", "differs", "late", "not rendered"] = ""
-    """late: the turn is not waiting for it any more."""
+    """late: the turn does not wait for an observation any more."""
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverableWork:
-    """What a run that goes on finds. ledger: of the store's last record. groups: what is in flight as of that record,
-    without what later versions have sampled; empty for a run of an earlier version, which kept none of it."""
+    """In-flight work that a resumed run can recover. ledger: of the store's last record. groups: in flight as of that
+    record, without tokens of later versions."""
 
     ledger: LedgerState
     groups: tuple[GroupInFlight, ...]
@@ -156,8 +155,8 @@ class RecoverableWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredWork:
-    """What a run that goes on has taken up. responses, tokens: those that are kept. again: number of responses that had
-    been begun and start again."""
+    """In-flight work that a resumed run has recovered. responses, tokens: recovered. again: number of responses that
+    had been started and are sampled anew."""
 
     ledger: LedgerState
     responses: int = 0

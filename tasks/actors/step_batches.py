@@ -25,9 +25,9 @@ class StepBatch:
 
 
 class StepBatches:
-    """The batches of steps that are trained or wait for their commit, each made when it is first asked for.
+    """The batches of steps that are trained or wait for their commit, each made when it is first needed.
 
-    flight: has what each step has taken. stored: has the rows of steps that are stored; its thread computes
+    flight: the trajectories that each step consumed. stored: the rows of stored steps; its thread computes
     fingerprints."""
 
     def __init__(self, flight: InFlightState, stored: StoreThread, settings: ServerSettings) -> None:
@@ -38,7 +38,7 @@ class StepBatches:
         self._again_step = -1
 
     def batch(self, step: int) -> StepBatch:
-        """The batch of a step that has taken trajectories."""
+        """Return the batch of a step in flight."""
         if step not in self._made:
             settings, group_size = self._settings, self._settings.group_size
             rows = consumed_rows(step, self._flight.batches[step], group_size, settings.advantage, settings.overlong)
@@ -48,28 +48,29 @@ class StepBatches:
             self._made[step] = StepBatch(rows=rows, fingerprint=fingerprint, metrics=metrics)
         return self._made[step]
 
-    async def part(self, step: int, first: int) -> BatchMessage:
-        """Rows from row `first` on, as many as fit into a message; of a step that is stored if it has taken none."""
+    async def part(self, step: int, start: int) -> BatchMessage:
+        """Return rows of a step from row `start` on, as many as fit into a message. A step that is not in flight is
+        read from the store."""
         if step in self._flight.batches:
-            return await _part_of(self.batch(step).rows, first)
-        if step != self._again_step or not first:
+            return await _part_of(self.batch(step).rows, start)
+        if step != self._again_step or not start:
             self._again, self._again_step = await self._stored.consumed(step), step
-        part = await _part_of(self._again, first)
-        if not part.rest:
+        message = await _part_of(self._again, start)
+        if not message.rest:
             self._again, self._again_step = [], -1
-        return part
+        return message
 
     def forget(self, step: int) -> None:
         """Drop the batch of a step that is stored."""
         self._made.pop(step, None)
 
     def forget_all(self) -> None:
-        """Drop what was made, since the steps have not happened."""
+        """Drop all batches: the steps are undone."""
         self._made.clear()
 
 
-async def _part_of(rows: list[Ended], first: int) -> BatchMessage:
-    """As many rows from row `first` on as fit into a message; packed beside the event loop."""
-    last = part_end(rows, first)
-    packed = await asyncio.to_thread(RowArrays.of, rows[first:last])
-    return BatchMessage(packed=packed, rest=len(rows) - last)
+async def _part_of(rows: list[Ended], start: int) -> BatchMessage:
+    """Pack rows from row `start` on, as many as fit into a message, beside the event loop."""
+    stop = part_end(rows, start)
+    packed = await asyncio.to_thread(RowArrays.of, rows[start:stop])
+    return BatchMessage(packed=packed, rest=len(rows) - stop)

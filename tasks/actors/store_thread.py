@@ -27,16 +27,16 @@ before an attempt fails, if the bucket is busy or resets connections, and not at
 
 
 async def while_bucket_fails(attempt: Callable[[], Awaitable[T]], within_s: float, failed: Callable[[str], None]) -> T:
-    """Make attempts until one does not fail by the store's bucket. failed: called with the cause of each failure.
-    Raises StoreError with the cause if the bucket fails for `within_s` seconds."""
+    """Retry an operation while the store's bucket fails. failed: called with the cause of each failure. Raises
+    StoreError with the cause if the bucket fails for `within_s` seconds."""
     now_s = asyncio.get_running_loop().time
-    begin_s, pause_s = now_s(), FIRST_PAUSE_S
+    started_s, pause_s = now_s(), FIRST_PAUSE_S
     while True:
         try:
             return await attempt()
         except StoreUnavailable as error:
             failed(str(error))
-            if now_s() - begin_s + pause_s > within_s:
+            if now_s() - started_s + pause_s > within_s:
                 raise StoreError(
                     f"{error}; tried again for {within_s:g} s (deadlines.commit_s); what was stored before is whole: "
                     "check the bucket and its credentials, and resume the run"
@@ -46,25 +46,26 @@ async def while_bucket_fails(attempt: Callable[[], Awaitable[T]], within_s: floa
 
 
 class StoreThread:
-    """One store's. commit_s: seconds for which a request is tried again while the bucket fails."""
+    """Runs the operations of one store in one thread. commit_s: seconds for which one is retried while the bucket
+    fails."""
 
     def __init__(self, store: VersionedStore, commit_s: float) -> None:
         self._store = store
         self._commit_s = commit_s
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="store")
         self.outage = ""
-        """Why the bucket did not take the latest request; empty if it did."""
+        """Why the bucket refused the latest request; empty if it did not."""
 
     async def commit(self, record: StepRecord, rows: Sequence[Ended]) -> None:
-        """Have a commit stored. Raises StoreError."""
+        """Store a commit. Raises StoreError."""
         await self._done(lambda: self._store.commit(record, rows))
 
     async def consumed(self, step: int) -> list[Ended]:
-        """The rows that a stored step consumed, in its order. Raises StoreError."""
+        """Return the rows that a stored step consumed, in its order. Raises StoreError."""
         return await self._done(lambda: list(self._store.ended(step)))
 
     def close(self) -> None:
-        """Wait until nothing is stored any more."""
+        """Wait for running operations, and end the thread."""
         self.executor.shutdown(wait=True)
 
     async def _done(self, request: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""The tasks of the groups that a run draws, or evaluates the model on: their prompts and records, from their source."""
+"""The tasks of a run's groups, trained on or evaluated: their prompts and records."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ T = TypeVar("T")
 
 
 class DrawnPrompt(NamedTuple):
-    """A prompt as it is sampled from. tokens: [tokens] its ids; row: see Task."""
+    """An encoded prompt. tokens: [tokens] int32 token ids. row: its dataset row; see Task."""
 
     tokens: IntArray
     row: int
 
 
 class TaskCache:
-    """Draws the tasks of groups from a source, in a thread of its own, and keeps the records of live ones for their
-    verifier."""
+    """Draws tasks from their source in a thread of its own, and keeps the records of live groups for the verifier."""
 
     def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
         self._prompts = prompts
@@ -35,39 +34,39 @@ class TaskCache:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._records: dict[GroupId, Record] = {}
 
-    async def draw(self, first: int, num_groups: int) -> list[DrawnPrompt]:
-        """The prompts of groups `first`, first + 1, ..."""
+    async def draw(self, start: int, num_groups: int) -> list[DrawnPrompt]:
+        """Return the prompts of groups `start`, start + 1, ..."""
 
         def encode() -> list[tuple[Record, DrawnPrompt]]:
-            tasks = self._prompts.tasks(range(first, first + num_groups))
+            tasks = self._prompts.tasks(range(start, start + num_groups))
             return [(task.record, self._encoded(task)) for task in tasks]
 
         drawn = await self._in_thread(encode)
-        self._records |= {GroupId(group): record for group, (record, _) in enumerate(drawn, first)}
+        self._records |= {GroupId(group): record for group, (record, _) in enumerate(drawn, start)}
         return [prompt for _, prompt in drawn]
 
     async def records(self, groups: Iterable[GroupId]) -> dict[GroupId, Record]:
-        """The records of groups: of those drawn by an earlier process, from the source again."""
-        asked = set(groups)
-        found = {group: self._records[group] for group in asked if group in self._records}
-        if unknown := sorted(asked - set(found)):
-            drawn = await self._in_thread(lambda: self._recalled(unknown))
+        """Return the records of groups. Those that an earlier process drew come from the source again."""
+        needed = set(groups)
+        records = {group: self._records[group] for group in needed if group in self._records}
+        if missing := sorted(needed - set(records)):
+            drawn = await self._in_thread(lambda: self._recalled(missing))
             self._records |= drawn
-            found |= drawn
-        return found
+            records |= drawn
+        return records
 
     async def items(self) -> list[ItemView]:
-        """What each evaluation asks for."""
+        """Return the items of each evaluation: one per response to sample."""
         return await self._in_thread(self._items.views)
 
     async def evaluated(self, groups: Iterable[GroupId]) -> dict[GroupId, EvaluationItem]:
-        """The items that these groups of evaluations answer."""
+        """Return the evaluation item of each group."""
         return await self._in_thread(lambda: {group: self._items.item(group) for group in groups})
 
     def _recalled(self, groups: Sequence[GroupId]) -> dict[GroupId, Record]:
         drawn = [group for group in groups if not is_evaluation(group)]
-        found = {group: task.record for group, task in zip(drawn, self._prompts.tasks(drawn), strict=True)}
-        return found | {group: self._items.item(group).record for group in groups if is_evaluation(group)}
+        records = {group: task.record for group, task in zip(drawn, self._prompts.tasks(drawn), strict=True)}
+        return records | {group: self._items.item(group).record for group in groups if is_evaluation(group)}
 
     def forget(self, groups: Iterable[GroupId]) -> None:
         """Drop the records of groups that have ended."""
@@ -75,7 +74,8 @@ class TaskCache:
             self._records.pop(group, None)
 
     async def held_out(self, count: int) -> list[HeldOut]:
-        """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
+        """Return the first `count` held-out prompts without duplicates; fewer if some are equal or the source has
+        fewer."""
 
         def encode() -> list[HeldOut]:
             return [HeldOut(tokens=self._prompts.encode(t), record=t.record) for t in self._prompts.held_out(count)]
@@ -83,7 +83,7 @@ class TaskCache:
         return await self._in_thread(encode)
 
     def prompt(self, group: GroupId) -> DrawnPrompt:
-        """A group's prompt."""
+        """Return a group's prompt."""
         return self._encoded(self._prompts.task(group))
 
     def _encoded(self, task: Task) -> DrawnPrompt:

@@ -1,6 +1,6 @@
 """The trainer: an actor that runs training steps and publishes each version's weights.
 
-It may be the leading one of several processes (trainer_rank.py). Whoever calls it knows of no difference.
+It may be rank 0 of several processes (trainer_rank.py); callers need not know.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.stores.weights.weight_hash import matches
-from staleflow.tasks.actors.actor_calls import call, remote_methods
+from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.trainer_rank import DistributedPolicy
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.training.microbatches import BatchMessage, Row
@@ -30,7 +30,7 @@ from staleflow.tasks.training.policy import Policy, PolicySettings
 logger = logging.getLogger(__name__)
 
 SAVED_S = 5.0
-"""Seconds that a trainer which is closed waits for a resume point that is being written: less than it has to answer."""
+"""Seconds that `close` waits for a resume point that is being written: less than the deadline of the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class PublishedStep:
     num_bytes: int = 0
     """Size of the published file."""
     delta_bytes: int = 0
-    """Size of the file beside it with what has changed since the version before; 0 if there is none."""
+    """Size of the delta to the version before; 0 if there is none."""
     as_recorded: bool = True
-    """Whether these are the weights whose fingerprint was recorded for this version."""
+    """Whether the weights have the fingerprint that was recorded for this version."""
 
 
 @remote_methods
@@ -66,9 +66,15 @@ class Trainer:
         ranks: int = 1,
         deltas: bool = False,
     ) -> None:
-        """points: folder of the run's resume points, one every `point_every` steps, 0 for none. ranks: processes of the
-        group; with more than one, `lead` has to be called first. deltas: whether what has changed since the version
-        before is published with each."""
+        """Build the policy, unless there are several ranks.
+
+        Args:
+            folder: of published weights.
+            points: folder of the run's resume points.
+            point_every: steps between two resume points; 0 for none.
+            ranks: number of trainer processes; with more than one, `form_group` must be called first.
+            deltas: whether to publish with each version its delta to the version before.
+        """
         engine_handover.close_orphans()
         self._call_s = call_s
         self._settings, self._threads, self._ranks, self._deltas = settings, threads, ranks, deltas
@@ -82,19 +88,22 @@ class Trainer:
         if point_every:
             self._points.claim()
         self._saving: asyncio.Task[None] | None = None
-        """The resume point that is being written, or has been; what has gone wrong with it is told once."""
+        """The latest resume point, written or being written. Its error is raised once."""
         self._version = PolicyVersion(0)
 
-    async def lead(self, host: str, *others: Any) -> None:
-        """Form the group with its further ranks, in the order of their numbers. host: this process's, as they reach
-        it."""
+    async def form_group(self, host: str, *others: Any) -> None:
+        """Connect with the other ranks, in the order of their numbers. host: this process's address for them."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         args = (self._settings, self._threads, host, others, loop, context)
         self._joined = await self._in_thread(DistributedPolicy, *args)
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
-        """Publish the base model as version 0, or a later version from its resume point. probe: tokens whose logprobs
-        are published with every version. recorded: the version's fingerprint when it was first published, if known."""
+        """Publish the base model as version 0, or a later version from its resume point.
+
+        Args:
+            probe: tokens whose logprobs are published with every version.
+            recorded: the version's fingerprint when it was first published; empty if unknown.
+        """
         self._probe = probe
         if version:
             await self._in_thread(self._policy.load_state, self._points.path(version))
@@ -107,9 +116,10 @@ class Trainer:
     async def train(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> PublishedStep:
-        """Run training step `step` on these trajectories and publish version step + 1. versions: the trajectories'
-        v_traj. The resume point is written while the next steps are trained, one at a time: a step that is to have one
-        waits until the one before is there. What keeps a point from being written fails the next call."""
+        """Run training step `step` on trajectories, and publish version step + 1. versions: the trajectories' v_traj.
+
+        Resume points are written while the next steps are trained, one at a time: a step that has one waits until the
+        one before is written. An error in writing it is raised by the next call."""
         begin = time.monotonic()
         rows = await self._batch(server, step, trajectories, versions)
         fetched = time.monotonic()
@@ -124,12 +134,12 @@ class Trainer:
         return result
 
     async def version(self) -> PolicyVersion:
-        """The version that was published last. Answers while a step is being trained, too."""
+        """Return the version that was published last, also while a step is being trained."""
         return self._version
 
     async def save_checkpoint(self, folder: str, version: PolicyVersion | None = None) -> bool:
-        """Save published weights in the format of `from_pretrained`, in the type they have there. version: by default
-        the one published last; steps may be trained since. False if it is not here."""
+        """Save a checkpoint of published weights for `from_pretrained`, in their dtype. version: by default the latest.
+        Returns False if that version is not here."""
         path = self._folder.path(self._version if version is None else version)
         await self._saved()
         if not path.is_file():
@@ -154,15 +164,15 @@ class Trainer:
     async def _batch(
         self, server: Any, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> list[Row]:
-        """Fetch a step's rows, message by message; each has deadlines.call_s."""
+        """Fetch a step's rows, message by message; each call has deadlines.call_s."""
         rows: list[Row] = []
         rest = 1
         while rest:
-            part: BatchMessage = await call(
-                server, "batch", step, trajectories, versions, len(rows), within_s=self._call_s, who="server"
+            message: BatchMessage = await call_actor(
+                server, "batch", step, trajectories, versions, len(rows), timeout_s=self._call_s, actor_name="server"
             )
-            rows += part.packed.rows()
-            rest = part.rest
+            rows += message.packed.rows()
+            rest = message.rest
         return rows
 
     def _train(self, step: int, rows: list[Row], fetch_s: float) -> PublishedStep:
@@ -174,13 +184,13 @@ class Trainer:
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> PublishedStep:
-        held = self._policy.published(lambda weights: self._folder.publish(version, weights, delta=self._deltas))
+        fingerprint = self._policy.published(lambda weights: self._folder.publish(version, weights, delta=self._deltas))
         path = self._folder.path(version)
         self._version = version
         return PublishedStep(
             version=version,
             metrics=dict(metrics),
-            fingerprint=held,
+            fingerprint=fingerprint,
             path=str(path),
             num_bytes=path.stat().st_size,
             delta_bytes=self._folder.size(self._folder.delta_path(version)),
@@ -188,14 +198,14 @@ class Trainer:
         )
 
     def _begin_point(self, version: PolicyVersion) -> ExitStack:
-        """Begin to write a resume point. It is there once what is returned has been left in good order."""
+        """Begin to write a resume point. It exists once the returned context has been left without an error."""
         with ExitStack() as stack:
             part = stack.enter_context(self._points.writing(version, sharded=self._ranks > 1))
             self._policy.begin_save(part)
             return stack.pop_all()
 
     async def _end_point(self, begun: Future[ExitStack]) -> None:
-        """Wait until a point is written, in a thread that trains nothing."""
+        """Finish writing a resume point, in a thread beside the one that trains."""
 
         def end(point: ExitStack) -> None:
             with point:
@@ -205,13 +215,13 @@ class Trainer:
         await asyncio.get_running_loop().run_in_executor(self._saver, end, point)
 
     async def _saved(self) -> None:
-        """Wait until the latest resume point is written; raises, once, what kept it from being written."""
+        """Wait until the latest resume point is written. Raises its error, once."""
         saving, self._saving = self._saving, None
         if saving is not None:
             await saving
 
     async def _end_saving(self) -> None:
-        """Give the latest resume point a moment to be written. Nobody asks for its failure any more: it is logged."""
+        """Wait up to SAVED_S for the latest resume point. Its error is logged, as nobody else would see it."""
         saving, self._saving = self._saving, None
         if saving is None:
             return

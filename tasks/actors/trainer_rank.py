@@ -1,12 +1,12 @@
-"""The trainer's further processes, and how the leading one has all of them do the same.
+"""The trainer's other ranks, and how rank 0 calls the policy on all of them.
 
 Invariants:
 - Every method of the policy is called on all ranks, one after another: each call ends on all of them before the next
-  begins. So whatever they do together, they do in the same order.
-- What fails on one rank is raised by the leading one, which does not wait for the others: they may wait for that one,
-  for ever. The group is of no use afterwards.
-- A rank that is lost is told as lost. The others' connections to it break at the same moment; that is told only if
-  everybody is still there after SETTLE_S.
+  begins. So collective operations are in the same order on all ranks.
+- An error of one rank is raised by rank 0, which does not wait for the others: they may wait for the failed rank
+  forever. The group cannot be used afterwards.
+- A lost rank is reported as lost. The other ranks' connections to it break at the same moment; broken connections are
+  reported only if all ranks answer after SETTLE_S.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from staleflow.stores.errors import ActorLost
-from staleflow.tasks.actors.actor_calls import LOOK_S, call, remote_methods
+from staleflow.tasks.actors.actor_calls import PROBE_S, call_actor, remote_methods
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import Policy, PolicySettings
@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SETTLE_S = 3 * LOOK_S
-"""Seconds after a failure within which it shows that another rank is gone: it is looked every LOOK_S, which takes as
-long again if nothing answers."""
+SETTLE_S = 3 * PROBE_S
+"""Seconds after a failure within which the loss of another rank shows: ranks are probed every PROBE_S, and a probe
+takes as long again if nothing answers."""
 LONGEST_S = 7 * 86400.0
-"""Seconds that a rank may take for anything. The driver's deadlines for the leading one end what takes too long; this
-only ends calls that nobody waits for any more."""
-CONNECTION = (
+"""Timeout of a call to a rank, in seconds. The driver's deadlines for rank 0 end what takes too long; this only ends
+calls that nobody waits for any more."""
+CONNECTION_ERRORS = (
     "gloo/transport", "connectFullMesh", "TCPStore", "DistNetworkError", "DistStoreError", "ncclRemoteError",
     "ncclSystemError", "NCCL communicator was aborted", "collective operation timeout",
 )  # fmt: skip
-"""One of these is in the message of every error of torch's by which ranks notice that they have lost each other."""
-OWN = ("out of memory", "No space left", "Duplicate GPU", "gloo/transport/tcp/device")
-"""What one of these is in besides would happen again to ranks that are placed anew."""
+"""Each error of torch by which ranks notice a lost connection has one of these in its message."""
+LOCAL_ERRORS = ("out of memory", "No space left", "Duplicate GPU", "gloo/transport/tcp/device")
+"""Errors that also contain one of these would recur on other workers."""
 
 
-def unused(weights: Weights) -> None:
-    """What a rank that does not lead makes of weights."""
+def discard(weights: Weights) -> None:
+    """Ignore gathered weights: only rank 0 uses them."""
 
 
 @remote_methods
 class TrainerRank:
-    """The Dask actor of a trainer's process that does not lead: does what the leading one does."""
+    """The Dask actor of a trainer rank other than 0: calls the policy as rank 0 does."""
 
     def __init__(self, settings: PolicySettings, threads: int) -> None:
         engine_handover.close_orphans()
@@ -62,14 +62,14 @@ class TrainerRank:
         self._policy: Policy | None = None
 
     async def join(self, rank: Rank) -> None:
-        """Build the policy, as one rank of the group. Returns when all ranks have."""
+        """Build the policy as one rank of the group. Returns when all ranks have."""
         self._policy = await self._in_thread(self._settings.build, self._threads, rank)
 
-    async def follow(self, method: str, *args: Any) -> None:
-        """Call a method of the policy. What it returns is the leading rank's to use."""
+    async def call_policy(self, method: str, *args: Any) -> None:
+        """Call a method of the policy. Only rank 0 uses its result."""
         await self._in_thread(getattr(self._policy, method), *args)
 
-    async def present(self) -> None:
+    async def ping(self) -> None:
         """Answer, also while a step is being trained."""
 
     async def close(self) -> None:
@@ -82,90 +82,99 @@ class TrainerRank:
 
 
 class DistributedPolicy:
-    """The policy that a group of ranks has together, as the leading one uses it: from one thread, not its loop's."""
+    """The policy of a group of ranks, for rank 0. Used from one thread, which is not the event loop's."""
 
     def __init__(
         self,
         settings: PolicySettings,
         threads: int,
         host: str,
-        others: Sequence[Any],
+        peers: Sequence[Any],
         loop: asyncio.AbstractEventLoop,
         context: contextvars.Context,
     ) -> None:
-        """Form the group. host: this process's, as the others reach it. others: the further ranks, to be asked on
-        `loop`. context: of an actor's method, by which `call` knows that an actor asks. Raises ActorLost, and what
-        fails on any rank."""
-        self._others: Mapping[str, Any] = {rank_name(i): actor for i, actor in enumerate(others, start=1)}
+        """Form the group.
+
+        Args:
+            host: this process's address for the other ranks.
+            peers: the other ranks, called from `loop`.
+            context: of an actor's method, by which `call_actor` knows that an actor calls.
+
+        Raises:
+            ActorLost: a rank is lost. Errors of any rank are raised too.
+        """
+        self._peers: Mapping[str, Any] = {rank_name(i): actor for i, actor in enumerate(peers, start=1)}
         self._loop, self._context = loop, context
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rank")
         with listening() as listener:
-            place = Rank(count=len(others) + 1, host=host, port=listener.getsockname()[1])
-            lead = replace(place, listener=listener.fileno())
-            asked = [
-                self._asked(name, "join", replace(place, number=number))
-                for number, name in enumerate(self._others, start=1)
+            member = Rank(count=len(peers) + 1, host=host, port=listener.getsockname()[1])
+            lead = replace(member, listener=listener.fileno())
+            pending = [
+                self._call_peer(name, "join", replace(member, number=index))
+                for index, name in enumerate(self._peers, start=1)
             ]
-            self._policy: Policy = self._result(self._executor.submit(settings.build, threads, lead), asked)
+            self._policy: Policy = self._result(self._executor.submit(settings.build, threads, lead), pending)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
-        """Train on rows, which the other ranks are sent by the policy itself."""
-        asked = [self._asked(name, "follow", "step", step, ()) for name in self._others]
-        metrics: dict[str, float] = self._result(self._executor.submit(self._policy.step, step, rows), asked)
+        """Run a training step on all ranks. The policy itself sends rows to the other ranks."""
+        pending = [self._call_peer(name, "call_policy", "step", step, ()) for name in self._peers]
+        metrics: dict[str, float] = self._result(self._executor.submit(self._policy.step, step, rows), pending)
         return metrics
 
     def published(self, use: Callable[[Weights], T]) -> T:
-        asked = [self._asked(name, "follow", "published", unused) for name in self._others]
-        made: T = self._result(self._executor.submit(self._policy.published, use), asked)
-        return made
+        pending = [self._call_peer(name, "call_policy", "published", discard) for name in self._peers]
+        result: T = self._result(self._executor.submit(self._policy.published, use), pending)
+        return result
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        logprobs: tuple[float, ...] = self._together("probe", tokens)
+        logprobs: tuple[float, ...] = self._call_all("probe", tokens)
         return logprobs
 
     def save(self, folder: Path, published: Path) -> None:
         self._policy.save(folder, published)
 
     def begin_save(self, path: Path) -> None:
-        self._together("begin_save", path)
+        self._call_all("begin_save", path)
 
     def end_save(self) -> None:
-        """The leading rank's part ends once all have written theirs, or one of them has failed."""
+        """Finish saving: rank 0's part ends once all ranks have written theirs, or one has failed."""
         try:
             self._policy.end_save()
         except Exception as error:
-            raise _cause(error, [self._asked(name, "present") for name in self._others]) from error
+            raise _cause(error, [self._call_peer(name, "ping") for name in self._peers]) from error
 
     def load_state(self, path: Path) -> None:
-        self._together("load_state", path)
+        self._call_all("load_state", path)
 
     def close(self) -> None:
-        """Leave the group; the other ranks do so when they are closed."""
+        """Leave the group. The other ranks leave when they are closed."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._policy.close()
 
-    def _together(self, method: str, *args: Any) -> Any:
-        asked = [self._asked(name, "follow", method, *args) for name in self._others]
-        return self._result(self._executor.submit(getattr(self._policy, method), *args), asked)
+    def _call_all(self, method: str, *args: Any) -> Any:
+        pending = [self._call_peer(name, "call_policy", method, *args) for name in self._peers]
+        return self._result(self._executor.submit(getattr(self._policy, method), *args), pending)
 
-    def _asked(self, name: str, method: str, *args: Any) -> Future[None]:
-        asking: Coroutine[Any, Any, None] = call(self._others[name], method, *args, within_s=LONGEST_S, who=name)
-        return self._context.run(asyncio.run_coroutine_threadsafe, asking, self._loop)
+    def _call_peer(self, name: str, method: str, *args: Any) -> Future[None]:
+        calling: Coroutine[Any, Any, None] = call_actor(
+            self._peers[name], method, *args, timeout_s=LONGEST_S, actor_name=name
+        )
+        return self._context.run(asyncio.run_coroutine_threadsafe, calling, self._loop)
 
-    def _result(self, own: Future[Any], asked: Sequence[Future[None]]) -> Any:
-        """What this rank's part of the work gives, once all have done theirs."""
-        ended, _ = wait((own, *asked), return_when=FIRST_EXCEPTION)
-        for one in ended:
-            if (error := one.exception()) is not None:
-                raise _cause(error, asked)
-        return own.result()
+    def _result(self, local: Future[Any], pending: Sequence[Future[None]]) -> Any:
+        """Return this rank's result once all ranks are done. local: this rank's call. pending: the others'."""
+        done, _ = wait((local, *pending), return_when=FIRST_EXCEPTION)
+        for future in done:
+            if (error := future.exception()) is not None:
+                raise _cause(error, pending)
+        return local.result()
 
 
-def _cause(error: BaseException, asked: Sequence[Future[None]]) -> BaseException:
-    """Why a rank has failed with `error`: the loss of another, if there is one."""
+def _cause(error: BaseException, pending: Sequence[Future[None]]) -> BaseException:
+    """Return the cause of a rank's `error`: the loss of another rank, if one is lost."""
     with contextlib.suppress(TimeoutError):
-        for one in as_completed(asked, timeout=SETTLE_S):
-            if isinstance(lost := one.exception(), ActorLost):
+        for future in as_completed(pending, timeout=SETTLE_S):
+            if isinstance(lost := future.exception(), ActorLost):
                 return lost
     if not isinstance(error, ActorLost) and is_lost_rank_error(error):
         return ActorLost(f"the trainer's ranks have lost each other: {error}", rank_name(0))
@@ -173,6 +182,6 @@ def _cause(error: BaseException, asked: Sequence[Future[None]]) -> BaseException
 
 
 def is_lost_rank_error(error: BaseException) -> bool:
-    """Whether an error says that another rank does not answer, rather than what went wrong on this one."""
-    said = f"{type(error).__name__}: {error}"
-    return any(mark in said for mark in CONNECTION) and not any(mark in said for mark in OWN)
+    """Return True if an error says that another rank does not answer, rather than that this one failed."""
+    text = f"{type(error).__name__}: {error}"
+    return any(mark in text for mark in CONNECTION_ERRORS) and not any(mark in text for mark in LOCAL_ERRORS)

@@ -6,8 +6,8 @@ the spool have a thread each, and texts are decoded and batches packed beside th
 
 Invariants:
 - What was acknowledged survives this process: each change is an entry of the spool (stores/in_flight/spool.py), and the
-  call that brought it is answered once the entry is written. A server made of the same settings with `resumed` begins
-  with the store and the spool, and so has all of it again, under the epochs it was delivered in.
+  call that brought it is answered once the entry is written. A server made with the same settings and `resumed` reads
+  the store and the spool, and so recovers all in-flight work, under the epochs in which it was delivered.
 - Calls may be repeated: draws are numbered, deliveries name the position of their first token, batches and commits
   their step.
 """
@@ -75,8 +75,8 @@ from staleflow.tasks.training.batches import check_batch
 from staleflow.tasks.training.microbatches import BatchMessage
 
 SWITCH_S = 0.0005
-"""Seconds after which a thread lets another run, a tenth of Python's own: while the thread of commits computes, calls
-that instances wait for are answered at once."""
+"""Python's switch interval here, a tenth of the default: calls of instances are answered at once while the thread of
+commits computes."""
 
 
 @remote_methods
@@ -84,7 +84,7 @@ class TrajectoryServer:
     """The trajectory server's Dask actor."""
 
     stores: ClassVar[type[VersionedStore]] = VersionedStore
-    """What opens and creates the store."""
+    """Opens and creates the store."""
 
     def __init__(self, settings: ServerSettings, start_s: float) -> None:
         sys.setswitchinterval(SWITCH_S)
@@ -116,7 +116,7 @@ class TrajectoryServer:
     # -- a stored run --------------------------------------------------------------------------------------------
 
     def _recover(self, records: Sequence[StepRecord]) -> None:
-        """Have again what was in flight when the server before this one ended."""
+        """Recover the work that was in flight when the server before this one ended."""
         if records:
             self._last_record = records[-1]
         ledger = self._last_ledger
@@ -129,43 +129,43 @@ class TrajectoryServer:
         in_flight |= {t.group for t in self._flight.set_aside()}
         self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
 
-    async def found(self) -> RecoverableWork:
-        """What a run that is resumed after the store's last record could take up. Changes nothing."""
+    async def recoverable(self) -> RecoverableWork:
+        """Return the in-flight work that a resumed run can recover after the store's last record. Changes nothing."""
         return RecoverableWork(ledger=self._last_ledger, groups=self._flight.after(self._resumed(())).summary_counts())
 
     async def resume(self, again: tuple[TrajectoryId, ...]) -> RecoveredWork:
-        """Go on after the store's last record with what is in flight, but for the tokens of `again`. Returns
-        the ledger state after that. Idempotent."""
-        alive = [t for t in self._flight.live.values() if not is_evaluation(t.id)]
-        begun = {t.id for t in alive if t.timings.routed_s or t.segments}
+        """Recover in-flight work after the store's last record. `again`: trajectories that are sampled anew from their
+        prompts. Idempotent."""
+        live = [t for t in self._flight.live.values() if not is_evaluation(t.id)]
+        begun = {t.id for t in live if t.timings.routed_s or t.segments}
         begun |= {t.id for t in self._flight.set_aside()}
         resumed = self._resumed(again)
         self._flight.apply(resumed)
         self._batches.forget_all()
         if not await self._writing.append([resumed]):
-            # What this run has undone must never be taken for its own by a later one.
+            # A later run must never recover what this run has undone.
             await self._writing.clear()
-        kept = [t for t in self._flight.live.values() if t.segments]
-        taken = RecoveredWork(
+        recovered = [t for t in self._flight.live.values() if t.segments]
+        work = RecoveredWork(
             ledger=self._last_ledger,
-            responses=len(kept),
-            tokens=sum(t.num_tokens for t in kept),
-            again=len(begun) - len(begun & {t.id for t in kept}),
+            responses=len(recovered),
+            tokens=sum(t.num_tokens for t in recovered),
+            again=len(begun) - len(begun & {t.id for t in recovered}),
         )
         if not self._flight.live:  # nothing of an evaluation is live by now
-            return taken
+            return work
         ledger = replace(
             self._last_ledger,
             num_started=self._flight.num_drawn * self._settings.members_started,
             live=id_ranges(self._flight.live),
         )
         if ledger != self._last_ledger:
-            metrics = {"taken_up": taken.responses, "taken_up_tokens": taken.tokens, "started_again": taken.again}
+            metrics = {"taken_up": work.responses, "taken_up_tokens": work.tokens, "started_again": work.again}
             record = StepRecord(
                 kind="resume", step=ledger.next_step, ledger=ledger, metrics={k: float(v) for k, v in metrics.items()}
             )
             await self._commit(record, [])
-        return replace(taken, ledger=ledger)
+        return replace(work, ledger=ledger)
 
     def _resumed(self, again: tuple[TrajectoryId, ...]) -> FlightResumed:
         return FlightResumed(version=PolicyVersion(self._last_ledger.next_step), again=again, at_s=self._now())
@@ -173,7 +173,7 @@ class TrajectoryServer:
     # -- prompts -------------------------------------------------------------------------------------------------
 
     async def draw(self, first: int, num_groups: int) -> list[DrawnGroup]:
-        """Draw groups `first`, first + 1, ... from the task source; returns their ids and lengths."""
+        """Draw the prompts of groups `first`, first + 1, ... Returns their lengths."""
         prompts = await self._tasks.draw(first, num_groups)
         now = self._now()
         drawn = [
@@ -184,62 +184,65 @@ class TrajectoryServer:
         return [DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens)) for entry in drawn]
 
     async def held_out(self, count: int) -> list[HeldOut]:
-        """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer."""
+        """Return the first `count` held-out prompts without duplicates; fewer if some are equal or the source has
+        fewer."""
         return await self._tasks.held_out(count)
 
     async def evaluation_items(self) -> list[ItemView]:
-        """What each evaluation of the run asks for."""
+        """Return the items of each evaluation: one per response to sample."""
         return await self._tasks.items()
 
     async def evaluated(self, groups: list[GroupId]) -> list[EvaluatedResponse]:
-        """What has become of an evaluation's items."""
+        """Return the state of an evaluation's responses."""
         return self._evaluated.responses(groups)
 
     async def end_evaluation(self) -> None:
-        """Drop all that was sampled for evaluations. Idempotent."""
+        """Drop all trajectories of evaluations. Idempotent."""
         groups, entries = self._evaluated.end(self._now())
         await self._writing.append(entries)
         await self._writing.stored(-1, groups)
 
     async def keep_time(self, elapsed_s: float) -> None:
-        """The present moment on the run's clock, which begins when all actors are ready."""
+        """Set the run's clock, which starts when all actors are ready, to `elapsed_s`."""
         self._epoch = time.monotonic() - elapsed_s
 
     async def held_out_notice(self) -> str:
-        """One line on training prompts found to be held out so far; empty if there were none."""
+        """Return a line on training prompts that turned out to be held out; empty if there are none so far."""
         return self._prompts.held_out_notice
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
     async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
-        """The payloads of trajectories that are still live. routed: (trajectory, epoch) of each routing; what instances
-        of earlier epochs deliver is ignored from now on."""
-        asked, begun = await self._evaluated.begin((member for member, _ in routed), self._now())
+        """Return the payloads of routed trajectories that are still live. routed: (trajectory, epoch) of each routing;
+        deliveries of earlier epochs are ignored from now on."""
+        evaluated, begun = await self._evaluated.begin((member for member, _ in routed), self._now())
         await self._writing.append(begun)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.source.is_agent_source:
             live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
             records = await self._tasks.records(t.group for t in live if not t.has_env_steps)
-        alive = tuple((member, epoch) for member, epoch in routed if member in self._flight.live)
-        entry = TrajectoriesRouted(routed=alive, at_s=self._now())
+        live_routed = tuple((member, epoch) for member, epoch in routed if member in self._flight.live)
+        entry = TrajectoriesRouted(routed=live_routed, at_s=self._now())
         changed = self._flight.apply(entry)
-        found = {}
-        for member, _ in alive:
+        payloads = {}
+        for member, _ in live_routed:
             t = self._flight.live[member]
-            most, stop = self._flight.turn_tokens.get(member, 0), self._flight.stops.get(member, NO_STOP)
+            max_turn_tokens, stop = self._flight.turn_tokens.get(member, 0), self._flight.stops.get(member, NO_STOP)
             if not t.has_env_steps and t.group in records:
-                first = directions_of(records[t.group])
-                most, stop = first.max_tokens, first.stop
-            found[member] = payload(t, most, asked.get(member), stop)
+                params = directions_of(records[t.group])
+                max_turn_tokens, stop = params.max_tokens, params.stop
+            payloads[member] = payload(t, max_turn_tokens, evaluated.get(member), stop)
         await self._writing.append([entry] if changed else [])
-        return found
+        return payloads
 
     async def deliver(self, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
-        """Add tokens that an instance sampled; returns each trajectory's total. Ignores ended trajectories, what an
-        instance delivers after its trajectory was routed anew, tokens that are there already, those that would leave a
-        gap, and deliveries with a logprob that is not finite; the total of these two is less than was delivered."""
+        """Add sampled tokens. Returns each trajectory's total.
+
+        Ignored are: ended trajectories, deliveries of an earlier epoch, tokens that are here already, deliveries that
+        would leave a gap, and those with a logprob that is not finite. For the last two the total is less than was
+        delivered."""
         now = self._now()
-        taken: list[Entry] = []
+        accepted: list[Entry] = []
         totals = {}
         for item in sampled:
             entry = TokensDelivered(
@@ -252,39 +255,41 @@ class TrajectoryServer:
                 attempt=self._flight.attempt(item.trajectory),
             )
             if self._flight.apply(entry):
-                taken.append(entry)
+                accepted.append(entry)
             if self._flight.hears(item.trajectory, item.epoch):
                 totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
-        await self._writing.append(taken)
+        await self._writing.append(accepted)
         return totals
 
-    async def other_responses(self, running: tuple[TrajectoryId, ...], told: frozenset[TrajectoryId]) -> NewResponses:
-        """Other responses to the prompts of running trajectories, for drafts. told: those that the asker has."""
-        return self._known.others(running, told)
+    async def other_responses(self, running: tuple[TrajectoryId, ...], sent: frozenset[TrajectoryId]) -> NewResponses:
+        """Return responses to the prompts of running trajectories, to draft from. sent: those that the instance has."""
+        return self._known.others(running, sent)
 
-    async def episodes(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
-        """The states of trajectories whose turns have ended. asked: each with the epoch of that routing. None of those
-        that are no longer live."""
-        found = [self._flight.live.get(trajectory) for trajectory, _ in asked]
-        records = await self._tasks.records(t.group for t in found if t is not None)
-        most = await self._evaluated.max_new_tokens(t.group for t in found if t is not None)
-        texts = await asyncio.to_thread(lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in found])
+    async def episode_states(self, requested: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
+        """Return the episode states of trajectories whose turns have ended; None where one is no longer live.
+        requested: (trajectory, epoch of its routing) of each."""
+        trajectories = [self._flight.live.get(trajectory) for trajectory, _ in requested]
+        records = await self._tasks.records(t.group for t in trajectories if t is not None)
+        max_new_tokens = await self._evaluated.max_new_tokens(t.group for t in trajectories if t is not None)
+        texts = await asyncio.to_thread(
+            lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in trajectories]
+        )
         return [
-            None if t is None else self._episode(t, epoch, tuple(said), records[t.group], most.get(t.group))
-            for t, (_, epoch), said in zip(found, asked, texts, strict=True)
+            None if t is None else self._episode(t, epoch, tuple(turns), records[t.group], max_new_tokens.get(t.group))
+            for t, (_, epoch), turns in zip(trajectories, requested, texts, strict=True)
         ]
 
-    async def newest_turns(self, asked: list[TurnItem]) -> list[SampledTurn | None]:
-        """The newest turns of trajectories, as they are stored; None where that is another turn than the one asked for,
-        or one that has been answered."""
-        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in asked]
-        found = [(self._flight.live[i.trajectory] if a else None, i.text) for i, a in zip(asked, awaited, strict=True)]
-        return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in found])
+    async def newest_turns(self, items: list[TurnItem]) -> list[SampledTurn | None]:
+        """Return the newest turns of trajectories, with the tokens and logprobs that are stored. None where another
+        turn has followed, or its observation."""
+        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in items]
+        turns = [(self._flight.live[i.trajectory] if a else None, i.text) for i, a in zip(items, awaited, strict=True)]
+        return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in turns])
 
     def _episode(
-        self, t: Trajectory, epoch: int, turns: tuple[str, ...], record: Record, most: int | None
+        self, t: Trajectory, epoch: int, turns: tuple[str, ...], record: Record, max_new_tokens: int | None
     ) -> EpisodeState:
-        """most: tokens of its response, if not the run's."""
+        """Make an episode's state. max_new_tokens: token limit of its response, if it is not the run's."""
         return EpisodeState(
             task=t.group,
             member=t.id % self._settings.members_started,
@@ -293,75 +298,78 @@ class TrajectoryServer:
             turns=turns,
             tokens=t.num_tokens,
             held_out=is_evaluation(t.id),
-            full=t.num_tokens >= (most or self._settings.prompts.max_new_tokens),
+            full=t.num_tokens >= (max_new_tokens or self._settings.prompts.max_new_tokens),
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
             restarted=not self._flight.hears(t.id, epoch),
             score=self._score(t.id),
         )
 
-    async def give(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
-        """Add environments' answers to the turns that they answer. One is not taken if nothing could be sampled after
-        it, or if its environment, set back, has spoken otherwise than before."""
-        longest = await self._evaluated.max_new_tokens(GroupId(i.trajectory // self._flight.members) for i in said)
-        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in said]
-        found = [self._flight.live[i.trajectory] if a else None for i, a in zip(said, awaited, strict=True)]
-        most = self._settings.prompts.max_new_tokens
-        given = await asyncio.to_thread(
+    async def add_observations(self, items: list[ObservationItem]) -> list[ObservationReceipt]:
+        """Add observations after the turns that they belong to. One is refused if nothing could be sampled after it, or
+        if its environment took earlier turns again and answered otherwise than before."""
+        max_new_tokens = await self._evaluated.max_new_tokens(
+            GroupId(i.trajectory // self._flight.members) for i in items
+        )
+        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in items]
+        trajectories = [self._flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]
+        default = self._settings.prompts.max_new_tokens
+        encoded = await asyncio.to_thread(
             lambda: [
-                self._answers.to_give(t, item, longest.get(t.group, most)) if t else None
-                for t, item in zip(found, said, strict=True)
+                self._answers.encode(t, item, max_new_tokens.get(t.group, default)) if t else None
+                for t, item in zip(trajectories, items, strict=True)
             ]
         )
-        taken: list[Entry] = []
-        bridged: list[ObservationReceipt] = []
-        for item, answer in zip(said, given, strict=True):
-            if answer is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
-                bridged.append(ObservationReceipt(item.tokens, "late"))
-            elif isinstance(answer, str):
-                bridged.append(ObservationReceipt(item.tokens, answer))
-            elif isinstance(answer, RenderError):
-                bridged.append(ObservationReceipt(item.tokens, "not rendered", answer.why))
+        accepted: list[Entry] = []
+        receipts: list[ObservationReceipt] = []
+        for item, result in zip(items, encoded, strict=True):
+            if result is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
+                receipts.append(ObservationReceipt(item.tokens, "late"))
+            elif isinstance(result, str):
+                receipts.append(ObservationReceipt(item.tokens, result))
+            elif isinstance(result, RenderError):
+                receipts.append(ObservationReceipt(item.tokens, "not rendered", result.why))
             else:
-                entry = answer_entry(item, answer, self._flight.attempt(item.trajectory), self._now())
+                entry = answer_entry(item, result, self._flight.attempt(item.trajectory), self._now())
                 if self._flight.apply(entry):
-                    taken.append(entry)
-                bridged.append(ObservationReceipt(item.tokens + len(answer.tokens)))
-        await self._writing.append(taken)
-        return bridged
+                    accepted.append(entry)
+                receipts.append(ObservationReceipt(item.tokens + len(result.tokens)))
+        await self._writing.append(accepted)
+        return receipts
 
     async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
-        """Drop all but the prompts of trajectories whose environments have failed. failed: (trajectory, tokens of its
-        response, epoch of its last routing). One that has gone on since then is not touched; returns which were."""
-        taken: list[Entry] = []
-        told: list[bool] = []
+        """Restart trajectories whose environments have failed: drop all their tokens but the prompts. failed:
+        (trajectory, tokens of its response, epoch of its last routing). Returns which were restarted: not those that
+        have changed since."""
+        accepted: list[Entry] = []
+        restarted: list[bool] = []
         for trajectory, tokens, epoch in failed:
             entry = EpisodeRestarted(
                 trajectory=trajectory, tokens=tokens, epoch=epoch, attempt=self._flight.attempt(trajectory)
             )
-            told.append(self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry))
-            if told[-1]:
-                taken.append(entry)
-        await self._writing.append(taken)
-        return told
+            restarted.append(self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry))
+            if restarted[-1]:
+                accepted.append(entry)
+        await self._writing.append(accepted)
+        return restarted
 
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
-        """What is to be scored of each trajectory that is still live."""
-        alive = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
-        places = [(t.num_tokens, self._flight.epoch(t.id)) for t in alive]
-        known = await self._tasks.records(t.group for t in alive)
-        records = [known[t.group] for t in alive]
-        texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in alive))
+        """Return the texts to be scored of trajectories that are still live."""
+        live = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
+        states = [(t.num_tokens, self._flight.epoch(t.id)) for t in live]
+        by_group = await self._tasks.records(t.group for t in live)
+        records = [by_group[t.group] for t in live]
+        texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in live))
         return [
-            ScoringItem(t.id, *place, text, record)
-            for t, place, text, record in zip(alive, places, texts, records, strict=True)
+            ScoringItem(t.id, *state, text, record)
+            for t, state, text, record in zip(live, states, texts, records, strict=True)
         ]
 
-    async def rewarded(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
-        """Record the rewards of trajectories that are still live and have just the tokens that were scored. Returns
-        the reward that each has now, which is the first that it got; None if it has none."""
+    async def record_rewards(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
+        """Record the rewards of live trajectories that still have the tokens that were scored. Returns the reward that
+        each has now, which is the first that was recorded; None if it has none."""
         now = self._now()
-        taken: list[Entry] = []
-        held: list[ScoredResponse | None] = []
+        accepted: list[Entry] = []
+        rewards: list[ScoredResponse | None] = []
         for item in scored:
             entry = RewardDelivered(
                 trajectory=item.trajectory,
@@ -373,13 +381,13 @@ class TrajectoryServer:
                 attempt=self._flight.attempt(item.trajectory),
             )
             if self._flight.awaits(item.trajectory, item.tokens, item.epoch) and self._flight.apply(entry):
-                taken.append(entry)
-            held.append(self._score(item.trajectory))
-        await self._writing.append(taken)
-        return held
+                accepted.append(entry)
+            rewards.append(self._score(item.trajectory))
+        await self._writing.append(accepted)
+        return rewards
 
     def _score(self, trajectory: TrajectoryId) -> ScoredResponse | None:
-        """The reward of a trajectory that is live and has one."""
+        """Return the reward of a live trajectory; None if it has none."""
         t = self._flight.live.get(trajectory)
         if t is None or trajectory not in self._flight.scored:
             return None
@@ -388,37 +396,39 @@ class TrajectoryServer:
     async def batch(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], first: int
     ) -> BatchMessage:
-        """Rows of training step `step` from row `first` on, group by group, as many as fit into a message; from now on
-        all of them count as consumed.
+        """Return rows of training step `step` from row `first` on, as many as fit into a message. All trajectories of
+        the step count as consumed from now on.
 
-        trajectories: none for a step that was trained before and is asked for again, stored or not. versions: each
-        trajectory's v_traj, as decided by the ledger.
+        Args:
+            trajectories: group by group; empty for a step that is requested again, stored or not.
+            versions: each trajectory's v_traj, as decided by the ledger.
         """
         written = None
         if trajectories and step not in self._flight.batches:
-            asked, settings = [self._flight.live[t] for t in trajectories], self._settings
-            check_batch(step, asked, settings.group_size, settings.max_error_share, settings.reward)
+            members, settings = [self._flight.live[t] for t in trajectories], self._settings
+            check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
             taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)
             self._flight.apply(taken)
             written = self._writing.append([taken])
-        part = await self._batches.part(step, first)
+        message = await self._batches.part(step, first)
         if written is not None:
             await written
-        return part
+        return message
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
-        """Remove trajectories that ended without being trained on; the next commit stores them with their v_traj."""
+        """End trajectories that are not trained on. The next commit stores them with their v_traj."""
         if self._flight.apply(entry := TrajectoriesRetired(endings=endings, versions=versions)):
             await self._writing.append([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
-        """Commit a step: what it consumed and what ended since the last commit. Returns metrics of the batch.
+        """Commit a step: the rows that it consumed and those that ended since the last commit. Returns metrics of the
+        batch.
 
         Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit. While
         the store's bucket fails, the commit is tried again for deadlines.commit_s. Raises StoreError.
         """
         begin = time.monotonic()
-        if record.repeats(last := self._last_record):  # it is asked for again, by one that did not hear of it
+        if record.repeats(last := self._last_record):  # requested again by a caller that did not get the reply
             return {"commit_s": 0.0, **(last.metrics if last else {})}
         step = record.step if record.kind == "step" else None
         batch = None if step is None else self._batches.batch(step)
@@ -435,7 +445,7 @@ class TrajectoryServer:
         return metrics | {"commit_s": time.monotonic() - begin}
 
     async def outage(self) -> str:
-        """Why the store's bucket does not take a commit that is tried again; empty if none is."""
+        """Return why the store's bucket refuses a commit that is being retried; empty if none is."""
         return self._storing.outage
 
     async def close(self) -> None:
@@ -466,5 +476,5 @@ class TrajectoryServer:
         return self._last_record.ledger
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
-        """Decode responses; takes up to a microsecond a token, so not on the event loop."""
+        """Decode responses. Takes up to a microsecond a token, so not on the event loop."""
         return [self._prompts.text(r) for r in responses]

@@ -148,7 +148,9 @@ def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thous
             await server.payloads(tuple((i, 1) for i in ids))
             await server.deliver([response_of(i) for i in ids])
             items = await server.scoring_items(tuple(ids))
-            await server.rewarded([RewardItem(*item[:3], ScoredResponse(reward=float(item[0] % 2))) for item in items])
+            await server.record_rewards(
+                [RewardItem(*item[:3], ScoredResponse(reward=float(item[0] % 2))) for item in items]
+            )
             dropped = ids[-20:]
             await server.batch(step, tuple(ids[:-20]), (PolicyVersion(step),) * (len(ids) - 20), 0)
             endings = tuple(

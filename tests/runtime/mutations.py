@@ -261,7 +261,7 @@ MUTATIONS = (
         name="idle_rank_unseen",
         module="restoring",
         breaks="the loss of a trainer's rank that nobody calls is noticed",
-        old='                *(self._actors.ask(rank, "present", deadline="silent_s") for rank in self._ranks),\n',
+        old='                *(self._actors.ask(rank, "ping", deadline="silent_s") for rank in self._ranks),\n',
         new="",
         check=check(on_restoring.test_the_loss_of_an_idle_rank_is_noticed),
     ),

@@ -112,7 +112,7 @@ def test_a_host_that_never_answers_is_replaced(body: Body) -> None:
 
 
 def test_a_lost_trajectory_server_is_restored_under_acting_episodes(body: Body) -> None:
-    run = body.run(*AGENTS, faults=[Fault(actor="server", method="give", nth=3, dies="after")])
+    run = body.run(*AGENTS, faults=[Fault(actor="server", method="add_observations", nth=3, dies="after")])
     run.check()
     assert "server is gone" in run.outcomes.losses[0]
 

@@ -211,7 +211,7 @@ def test_the_store_has_the_times_of_the_runs_clock(body: Body, monkeypatch: pyte
     faults = [Fault(actor="trainer", method="publish_initial", late_s=20.0)]
     if lost:
         faults += [
-            Fault(actor="server", method="rewarded", nth=4, dies="before"),
+            Fault(actor="server", method="record_rewards", nth=4, dies="before"),
             Fault(actor="server", method="__init__", nth=2, late_s=5.0),
         ]
     run = body.run(faults=faults)

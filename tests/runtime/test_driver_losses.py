@@ -338,7 +338,7 @@ def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: py
 # -- the trajectory server or a connection is lost ------------------------------------------------------------------
 
 
-ASKED_BY_OTHERS = ["payloads", "deliver", "scoring_items", "rewarded", "batch"]
+ASKED_BY_OTHERS = ["payloads", "deliver", "scoring_items", "record_rewards", "batch"]
 """Methods of the server that instances, the reward worker and the trainer call."""
 
 

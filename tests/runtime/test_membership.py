@@ -99,7 +99,7 @@ def test_a_run_whose_cluster_is_lost_ends_as_soon_as_it_places_anything(body: Bo
     assert isinstance(run.raised(), ClusterLost)
     run.check_kept()
     lost_s = float(run.outcomes.losses[0].partition(" ")[0])
-    last_s = max(c.at_s for c in run.workers.calls if c.method not in ("close", "save")) - run.workers.calls[0].at_s
+    last_s = max(c.at_s for c in run.workers.calls if c.method not in ("close", "flush")) - run.workers.calls[0].at_s
     assert last_s < lost_s + 5.0
 
 

@@ -217,7 +217,7 @@ def test_a_group_of_ranks_trains_like_one(body: Body) -> None:
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("name", ["trainer", "trainer-1", "trainer-2"])
 def test_the_loss_of_any_rank_while_it_trains_is_that_of_the_group(body: Body, name: str, moment: Any) -> None:
-    method = "train" if name == "trainer" else "follow"
+    method = "train" if name == "trainer" else "call_policy"
     run = body.run(*RANKS, faults=[Fault(actor=name, method=method, nth=3, dies=moment)])
     check_group_restored(run)
     assert f": {name} is gone" in run.outcomes.losses[0]
@@ -255,9 +255,9 @@ def test_the_loss_of_an_idle_rank_is_noticed(body: Body) -> None:
     assert float(run.outcomes.losses[0].partition(" ")[0]) < sampled_s, "before there was anything to train on"
 
 
-@pytest.mark.parametrize("method", ["__init__", "join", "follow"])
+@pytest.mark.parametrize("method", ["__init__", "join", "call_policy"])
 def test_a_rank_that_is_lost_while_its_group_is_restored_is_placed_once_more(body: Body, method: str) -> None:
-    nth = {"__init__": 2, "join": 2, "follow": 3}[method]
+    nth = {"__init__": 2, "join": 2, "call_policy": 3}[method]
     run = body.run(*RANKS, faults=[dies(nth=2), dies_rank(method, nth)])
     run.check()
     assert len(run.outcomes.losses) == 2
@@ -270,7 +270,9 @@ def dies_rank(method: str, nth: int) -> Fault:
 
 def test_ranks_that_are_lost_again_and_again_end_the_run(body: Body) -> None:
     """Whichever of them: they are one role."""
-    faults = [Fault(actor=f"trainer-{1 + nth % 2}", method="follow", nth=3 + nth, dies="before") for nth in range(9)]
+    faults = [
+        Fault(actor=f"trainer-{1 + nth % 2}", method="call_policy", nth=3 + nth, dies="before") for nth in range(9)
+    ]
     run = body.run(*RANKS, faults=faults)
     assert str(run.raised()).startswith("trainer was lost 4 times within an hour, last: trainer-")
     run.check_kept()
@@ -279,7 +281,7 @@ def test_ranks_that_are_lost_again_and_again_end_the_run(body: Body) -> None:
 def test_an_error_of_a_ranks_own_ends_the_run(body: Body) -> None:
     """A GPU without memory would be without it again."""
     failed = ActorFailed("RuntimeError: CUDA out of memory")
-    run = body.run(*RANKS, faults=[Fault(actor="trainer-1", method="follow", nth=3, error=failed)])
+    run = body.run(*RANKS, faults=[Fault(actor="trainer-1", method="call_policy", nth=3, error=failed)])
     assert str(run.raised()) == "trainer-1 failed: RuntimeError: CUDA out of memory"
     run.check_kept()
 
@@ -292,7 +294,7 @@ SHAPES = {
     "payloads": LONG,
     "deliver": (*LONG, *MOVES),
     "scoring_items": LONG,
-    "rewarded": LONG,
+    "record_rewards": LONG,
     "batch": LONG,
     "retire": (*LONG, "batch.extra_groups=1", "batch.extra_members=1"),
     "commit": LONG,

@@ -244,7 +244,14 @@ class Table:
         self._server = server(self._plan, self._folder)
         self._instances = [
             RolloutInstance(
-                WatchedSettings(engine=e), InstanceId(f"i{n}"), 1, MAX_TOKENS, TURN_TOKENS, 30.0, 0.0, acts=True
+                WatchedSettings(engine=e),
+                InstanceId(f"i{n}"),
+                1,
+                MAX_TOKENS,
+                TURN_TOKENS,
+                30.0,
+                0.0,
+                has_environments=True,
             )
             for n, e in enumerate(self._engines)
         ]
@@ -330,7 +337,7 @@ class Table:
 
     async def _save(self, episode: Episode, number: int) -> None:
         await self._run(episode, number)
-        await self._instances[episode.on].save(self._server)
+        await self._instances[episode.on].flush(self._server)
         self.counts["deliveries within turns"] += episode.state == "RUNNING"
 
     async def _fail(self, episode: Episode, number: int) -> None:
@@ -350,7 +357,7 @@ class Table:
         if episode.state == "DONE":
             return
         item = RewardItem(episode.id, len(episode.response), episode.epoch, ScoredResponse(reward=0.5))
-        (held,) = await self._server.rewarded([item])
+        (held,) = await self._server.record_rewards([item])
         assert held == ScoredResponse(reward=0.5)
         await self._instances[episode.on].abort((episode.id,))
         self._check(episode)
@@ -392,7 +399,7 @@ class Table:
             trajectory=episode.id, tokens=len(episode.response), epoch=episode.epoch, messages=(message,), seconds=0.5,
             replayed=(),
         )  # fmt: skip
-        (taken,) = await self._server.give([said])
+        (taken,) = await self._server.add_observations([said])
         if taken.problem:
             assert taken.problem == "full" and len(episode.response) + number >= MAX_TOKENS
             await self._end(episode, number)

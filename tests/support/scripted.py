@@ -28,7 +28,7 @@ from staleflow.stores.trajectory import Ended, FinishReason, InstanceId, PolicyV
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_delta import DeltaFile
 from staleflow.stores.weights.weight_report import WeightReport
-from staleflow.tasks.actors.actor_calls import call
+from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.parameter_server import WAIT_S, FetchProgress, ParameterServer, Source
 from staleflow.tasks.actors.reward_worker import RewardWorker
@@ -421,18 +421,18 @@ class PlayedTrainer:
         self._ranks = ranks
         self._others: tuple[Any, ...] = ()
 
-    async def lead(self, host: str, *others: Any) -> None:
+    async def form_group(self, host: str, *others: Any) -> None:
         assert len(others) == self._ranks - 1
         self._others = others
         for number, other in enumerate(others, start=1):
             rank = Rank(number=number, count=self._ranks, host=host, port=1)
-            await call(other, "join", rank, within_s=LONGEST_S, who=rank_name(number))
+            await call_actor(other, "join", rank, timeout_s=LONGEST_S, actor_name=rank_name(number))
 
     async def _follow(self, method: str) -> None:
         """What the other ranks do meanwhile; the group is lost with any of them."""
         assert len(self._others) == self._ranks - 1, "the group is not there yet"
         asked = [
-            call(other, "follow", method, within_s=LONGEST_S, who=rank_name(number))
+            call_actor(other, "call_policy", method, timeout_s=LONGEST_S, actor_name=rank_name(number))
             for number, other in enumerate(self._others, start=1)
         ]
         await asyncio.gather(*asked)
@@ -452,7 +452,9 @@ class PlayedTrainer:
         while not parts or parts[-1].rest:
             first = sum(len(part.packed.lengths) for part in parts)
             parts.append(
-                await call(server, "batch", step, trajectories, versions, first, within_s=self._call_s, who="server")
+                await call_actor(
+                    server, "batch", step, trajectories, versions, first, timeout_s=self._call_s, actor_name="server"
+                )
             )
         arrays = [array for part in parts for array in dataclasses.astuple(part.packed)]
         digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
@@ -514,10 +516,10 @@ class PlayedTrainerRank:
     async def join(self, rank: Rank) -> None:
         self._rank = rank
 
-    async def follow(self, method: str, *args: Any) -> None:
+    async def call_policy(self, method: str, *args: Any) -> None:
         assert self._rank is not None
 
-    async def present(self) -> None:
+    async def ping(self) -> None:
         """Answer."""
 
     async def close(self) -> None:
@@ -541,7 +543,7 @@ class PlayedParameterServer:
     ) -> FetchProgress:
         if version not in self._here:
             name, actor = sources[0]
-            await call(actor, "read_piece", version, 0, 1, within_s=self._call_s, who=name)
+            await call_actor(actor, "read_piece", version, 0, 1, timeout_s=self._call_s, actor_name=name)
             self._here.add(version)
         return FetchProgress(path=self._world.path(version), num_bytes=num_bytes)
 

@@ -83,7 +83,7 @@ class Scene:
 
     async def reward(self, *trajectories: TrajectoryId) -> None:
         await self.sample(*trajectories)
-        await self.server.rewarded([RewardItem(t, 9, 1, ScoredResponse(reward=1.0)) for t in trajectories])
+        await self.server.record_rewards([RewardItem(t, 9, 1, ScoredResponse(reward=1.0)) for t in trajectories])
 
     async def take(self) -> None:
         """Have both trajectories of a group in the batch of step 0."""
@@ -137,11 +137,11 @@ WRITES: dict[str, tuple[Step, Step]] = {
     "draw": (nothing, lambda scene: scene.server.draw(2, 1)),
     "payloads": (nothing, lambda scene: scene.server.payloads(((ZERO, 1),))),
     "deliver": (nothing, lambda scene: scene.server.deliver([sampled(ZERO)])),
-    "give": (zero_sampled, lambda scene: scene.server.give([SAID])),
+    "add_observations": (zero_sampled, lambda scene: scene.server.add_observations([SAID])),
     "restart": (zero_sampled, lambda scene: scene.server.restart([(ZERO, 9, 1)])),
-    "rewarded": (
+    "record_rewards": (
         zero_sampled,
-        lambda scene: scene.server.rewarded([RewardItem(ZERO, 9, 1, ScoredResponse(reward=0.5))]),
+        lambda scene: scene.server.record_rewards([RewardItem(ZERO, 9, 1, ScoredResponse(reward=0.5))]),
     ),
     "batch": (
         lambda scene: scene.reward(ZERO, ONE),
@@ -156,14 +156,14 @@ WRITES: dict[str, tuple[Step, Step]] = {
 
 READS: dict[str, Step] = {
     "outage": lambda scene: scene.server.outage(),
-    "found": lambda scene: scene.server.found(),
+    "recoverable": lambda scene: scene.server.recoverable(),
     "held_out": lambda scene: scene.server.held_out(1),
     "evaluation_items": lambda scene: scene.server.evaluation_items(),
     "evaluated": lambda scene: scene.server.evaluated([GroupId(0)]),
     "keep_time": lambda scene: scene.server.keep_time(1.0),
     "held_out_notice": lambda scene: scene.server.held_out_notice(),
     "other_responses": lambda scene: scene.server.other_responses((ZERO,), frozenset()),
-    "episodes": lambda scene: scene.server.episodes([(ZERO, 1)]),
+    "episode_states": lambda scene: scene.server.episode_states([(ZERO, 1)]),
     "newest_turns": lambda scene: scene.server.newest_turns([TurnItem(ZERO, 9, 1, "")]),
     "scoring_items": lambda scene: scene.server.scoring_items((ZERO,)),
 }
@@ -241,7 +241,7 @@ def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_that_fail
             patch.setattr(server._store, "commit", fail)
             with pytest.raises(ActorFailed, match="No space left"):
                 await server.commit(record_of_step())
-        assert (await server.found()).ledger.next_step == 0
+        assert (await server.recoverable()).ledger.next_step == 0
         await server.commit(record_of_step())
         (stored,) = server._store.steps()
         assert (stored.step, stored.num_rows) == (0, 2)

@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster, get_worker
 
 from staleflow.stores.errors import ActorFailed, ActorLost, StoreError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
-from staleflow.tasks.actors.actor_calls import RemoteActor, call, remote_methods
+from staleflow.tasks.actors.actor_calls import RemoteActor, call_actor, remote_methods
 from staleflow.tasks.engines.base import SampledTokens
 
 
@@ -40,7 +40,7 @@ def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int) -> N
 
         async def calling() -> None:
             while True:
-                await call(actor, "answer", within_s=60.0, who="it")
+                await call_actor(actor, "answer", timeout_s=60.0, actor_name="it")
                 actor.may_answer.clear()
 
         task = asyncio.ensure_future(calling())
@@ -61,7 +61,7 @@ def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int) -> N
 
 def test_an_answer_after_the_deadline_is_a_loss_that_names_the_knob() -> None:
     async def whole() -> None:
-        await call(Waiting(), "answer", within_s=0.01, who="rollout-0", limit="deadlines.call_s")
+        await call_actor(Waiting(), "answer", timeout_s=0.01, actor_name="rollout-0", limit="deadlines.call_s")
 
     with pytest.raises(ActorLost, match=r"^rollout-0 did not answer within 0.01 s \(deadlines.call_s\)$"):
         asyncio.run(whole())
@@ -69,7 +69,7 @@ def test_an_answer_after_the_deadline_is_a_loss_that_names_the_knob() -> None:
 
 def test_an_error_of_the_method_itself_is_passed_on() -> None:
     async def whole() -> None:
-        await call(Waiting(), "refuse", within_s=60.0, who="server")
+        await call_actor(Waiting(), "refuse", timeout_s=60.0, actor_name="server")
 
     with pytest.raises(StoreError, match="the disk is full"):
         asyncio.run(whole())
@@ -109,11 +109,11 @@ def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None
                 [SampledTokens(trajectory=TrajectoryId(3), epoch=1, first=0, segments=(), finish=FinishReason.STOP)],
                 {"a": (1.5,)},
             )
-            assert await call(actor, "take", *sent, within_s=30.0, who="it") == sent
-            assert await call(actor, "read", 5, within_s=30.0, who="it") == b"xxxxx"
-            assert await call(actor, "take", within_s=30.0, who="it") == ()
+            assert await call_actor(actor, "take", *sent, timeout_s=30.0, actor_name="it") == sent
+            assert await call_actor(actor, "read", 5, timeout_s=30.0, actor_name="it") == b"xxxxx"
+            assert await call_actor(actor, "take", timeout_s=30.0, actor_name="it") == ()
             with pytest.raises(ActorFailed, match=r"^it failed: RuntimeError: no memory$"):
-                await call(actor, "fail", within_s=30.0, who="it")
+                await call_actor(actor, "fail", timeout_s=30.0, actor_name="it")
 
     asyncio.run(whole())
 
@@ -132,7 +132,7 @@ def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel_the_c
         if within_actor:
             await Relaying().relay(other, "wait")
         else:
-            await call(other, "wait", within_s=60.0, who="other")
+            await call_actor(other, "wait", timeout_s=60.0, actor_name="other")
 
     with pytest.raises(ActorLost, match=r"^other is gone: the call was cancelled$"):
         asyncio.run(whole())
@@ -149,7 +149,7 @@ class Relaying:
         await asyncio.sleep(60.0)
 
     async def relay(self, other: Any, method: str, *args: Any) -> Any:
-        return await call(other, method, *args, within_s=60.0, who="other")
+        return await call_actor(other, method, *args, timeout_s=60.0, actor_name="other")
 
     async def is_client(self) -> bool:
         return get_worker()._client is not None
@@ -167,8 +167,8 @@ def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
             one = await client.submit(Relaying, actor=True, workers=[here], key="one")
             held = client.submit(Relaying, actor=True, workers=[there], key="other")
             other = await held
-            process = await call(one, "relay", other, "process", within_s=30.0, who="one")
-            calls = [asyncio.ensure_future(call(one, "relay", other, "wait", within_s=30.0, who="one"))]
+            process = await call_actor(one, "relay", other, "process", timeout_s=30.0, actor_name="one")
+            calls = [asyncio.ensure_future(call_actor(one, "relay", other, "wait", timeout_s=30.0, actor_name="one"))]
             await asyncio.sleep(0.5)
             os.kill(process, signal.SIGKILL)
             for pause_s in (0.0, 3.0, 0.0):  # while it was called; once everybody knows of its end; again
@@ -176,7 +176,9 @@ def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
                 async with asyncio.timeout(10.0):
                     with pytest.raises(ActorLost, match=r"^other is gone"):
                         await calls.pop()
-                calls.append(asyncio.ensure_future(call(one, "relay", other, "wait", within_s=30.0, who="one")))
+                calls.append(
+                    asyncio.ensure_future(call_actor(one, "relay", other, "wait", timeout_s=30.0, actor_name="one"))
+                )
             calls.pop().cancel()
 
     asyncio.run(whole())
@@ -194,12 +196,14 @@ def test_an_actor_that_is_handed_on_is_called_without_the_scheduler() -> None:
             here, there = (w.worker_address for w in cluster.workers.values())
             one = await client.submit(Relaying, actor=True, workers=[here], key="one")
             other = await client.submit(Relaying, actor=True, workers=[there], key="other")
-            own = await call(one, "process", within_s=30.0, who="one")
-            assert await call(one, "relay", other, "process", within_s=30.0, who="one") != own
+            own = await call_actor(one, "process", timeout_s=30.0, actor_name="one")
+            assert await call_actor(one, "relay", other, "process", timeout_s=30.0, actor_name="one") != own
             # Handed on twice, it calls back.
-            assert await call(one, "relay", other, "relay", one, "process", within_s=30.0, who="one") == own
+            assert (
+                await call_actor(one, "relay", other, "relay", one, "process", timeout_s=30.0, actor_name="one") == own
+            )
             for actor in (one, other):
-                assert not await call(actor, "is_client", within_s=30.0, who="it")
+                assert not await call_actor(actor, "is_client", timeout_s=30.0, actor_name="it")
 
     asyncio.run(whole())
 
@@ -211,7 +215,7 @@ def calling_from_a_thread(other: Any) -> list[int]:
         data = b"x" * 100_000
         found = []
         for _ in range(20):
-            asked = (call(other, "take", data, within_s=60.0, who="other") for _ in range(20))
+            asked = (call_actor(other, "take", data, timeout_s=60.0, actor_name="other") for _ in range(20))
             found += [len(answer[0]) for answer in await asyncio.gather(*asked)]
         return found
 

@@ -54,8 +54,8 @@ class Server:
     rewards: dict[TrajectoryId, float] = field(default_factory=dict)
     fails: bool = False
 
-    async def episodes(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
-        self.calls.append(("episodes", len(asked)))
+    async def episode_states(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
+        self.calls.append(("episode_states", len(asked)))
         if self.fails:
             raise OSError("it is gone")
         none: dict[str, Any] = {"full": False, "answered": False, "restarted": False, "score": None}
@@ -66,12 +66,12 @@ class Server:
             for i, _ in asked
         ]
 
-    async def give(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
-        self.calls.append(("give", len(said)))
+    async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
+        self.calls.append(("add_observations", len(said)))
         return [ObservationReceipt(item.tokens + int(item.messages[0].content)) for item in said]
 
-    async def rewarded(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
-        self.calls.append(("rewarded", len(scored)))
+    async def record_rewards(self, scored: list[RewardItem]) -> list[ScoredResponse | None]:
+        self.calls.append(("record_rewards", len(scored)))
         self.rewards.update((item.trajectory, item.score.reward) for item in scored)
         return [item.score for item in scored]
 
@@ -100,7 +100,7 @@ def test_what_many_acts_ask_at_once_is_one_call_and_each_gets_its_own_answer() -
     assert all(one.tokens == 2 * i and not one.ended for i, one in found.items() if i % 2 == 0)
     assert server.rewards == {i: i for i in range(1, 90, 2)}
     assert all(one.ended and one.reward == i for i, one in found.items() if i % 2)
-    assert server.calls == [("episodes", 100), ("give", 45), ("rewarded", 45)]
+    assert server.calls == [("episode_states", 100), ("add_observations", 45), ("record_rewards", 45)]
 
 
 def test_a_dismissed_act_takes_nothing_from_the_others() -> None:

@@ -72,8 +72,8 @@ def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PRO
 
 def told(known: DraftCorpus, *running: int, told: frozenset[TrajectoryId] = NOTHING) -> dict[int, tuple[int, ...]]:
     answer = known.others([TrajectoryId(i) for i in running], told)
-    assert {i for found in answer.found for i, _ in found.responses} | told >= answer.told
-    return {int(i): tokens for found in answer.found for i, tokens in found.responses}
+    assert {i for found in answer.responses for i, _ in found.responses} | told >= answer.sent
+    return {int(i): tokens for found in answer.responses for i, tokens in found.responses}
 
 
 def test_finished_siblings_and_earlier_epochs_of_the_same_prompt_are_told() -> None:
@@ -90,11 +90,11 @@ def test_what_was_told_is_not_told_again_and_what_is_of_no_use_any_more_is_dropp
     held = flight(t1=(5, 6, 7))
     known = DraftCorpus(held, 1000)
     first = known.others([TrajectoryId(0)], NOTHING)
-    assert first.told == {1}
-    again = known.others([TrajectoryId(0)], first.told | {TrajectoryId(500)})
-    assert (again.found, again.told) == ([], {1})
+    assert first.sent == {1}
+    again = known.others([TrajectoryId(0)], first.sent | {TrajectoryId(500)})
+    assert (again.responses, again.sent) == ([], {1})
     deliver(held, 2, (5, 9), FinishReason.STOP)
-    assert told(known, 0, told=again.told) == {2: (5, 9)}
+    assert told(known, 0, told=again.sent) == {2: (5, 9)}
 
 
 def test_siblings_of_every_group_with_the_prompt_are_told() -> None:
@@ -110,8 +110,8 @@ def test_no_more_is_told_at_once_than_fits_into_an_answer(monkeypatch: pytest.Mo
     monkeypatch.setattr(draft_corpus, "AT_ONCE", 2)
     known = DraftCorpus(flight(t1=(5,), t2=(6,), t3=(7,)), 1000)
     first = known.others([TrajectoryId(0)], NOTHING)
-    assert len(first.told) == 2
-    assert told(known, 0, told=first.told).keys() == {1, 2, 3} - first.told
+    assert len(first.sent) == 2
+    assert told(known, 0, told=first.sent).keys() == {1, 2, 3} - first.sent
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -337,7 +337,7 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         await one.route(first, tuple(item(i, 1) for i in range(6)))
         assert len(await one.next_events(first, 5.0)) == 5
         scored = await first.scoring_items(tuple(TrajectoryId(i) for i in range(5)))
-        await first.rewarded([RewardItem(*i[:3], ScoredResponse(reward=float(i.trajectory))) for i in scored])
+        await first.record_rewards([RewardItem(*i[:3], ScoredResponse(reward=float(i.trajectory))) for i in scored])
         await asyncio.sleep(1.0)
         await one.next_events(first, 0.1)
         versions = (PolicyVersion(0), PolicyVersion(0))
@@ -452,7 +452,7 @@ def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
         scoring, _ = await asyncio.gather(server.scoring_items(ids), decoding.open())
         assert [(item.trajectory, item.text) for item in scoring] == [(i, text(response(i, 9))) for i in ids]
         monkeypatch.setattr(server._prompts, "text", text)
-        await server.rewarded([RewardItem(*item[:3], ScoredResponse(reward=1.0)) for item in scoring])
+        await server.record_rewards([RewardItem(*item[:3], ScoredResponse(reward=1.0)) for item in scoring])
         part, _ = await asyncio.gather(server.batch(0, ids, (PolicyVersion(0),) * 2, 0), packing.open())
         assert (len(part.packed.rows()), part.rest) == (2, 0)
         await server.close()

@@ -170,8 +170,8 @@ class MeanwhileSomethingElse:
     def __init__(self, scene: Scene, meanwhile: Meanwhile) -> None:
         self._scene, self._meanwhile = scene, meanwhile
 
-    async def episodes(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
-        found = await self._scene.server.episodes(asked)
+    async def episode_states(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
+        found = await self._scene.server.episode_states(asked)
         meanwhile, self._meanwhile = self._meanwhile, nothing
         await meanwhile(self._scene)
         return found
@@ -215,10 +215,10 @@ def test_a_reward_worker_that_scores_again_tells_the_reward_that_is_held(tmp_pat
         await scene.turn(3)
         (asked,) = await scene.server.scoring_items((ID,))
         first, second = ScoredResponse(reward=0.5), ScoredResponse(reward=0.75)
-        assert await scene.server.rewarded([RewardItem(ID, asked.tokens, asked.epoch, first)]) == [first]
-        assert await scene.server.rewarded([RewardItem(ID, asked.tokens, asked.epoch, second)]) == [first]
+        assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.epoch, first)]) == [first]
+        assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.epoch, second)]) == [first]
         assert scene.reward == 0.5
         other = RewardItem(TrajectoryId(1), 1, 0, first)
-        assert await scene.server.rewarded([other]) == [None], "it has no such tokens"
+        assert await scene.server.record_rewards([other]) == [None], "it has no such tokens"
 
     virtual_time.run(scenario())

@@ -163,7 +163,7 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
         )
         t = replace(t, spans=(*t.spans, segment), finish=FinishReason.STOP)
         if len(t.spans) == 1:
-            given = answers(found).to_give(t, said(t, TurnParams(), Message("user", "two")), 1000)
+            given = answers(found).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
             assert isinstance(given, ObservationTokens)
             assert given.after is None
             t = replace(t, spans=(*t.spans, Given(role="user", tokens=np.asarray(given.tokens, np.int32))))
@@ -173,12 +173,12 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
 def test_a_branch_after_a_turn_has_the_bridge_that_the_turn_had(tmp_path: Path) -> None:
     found = prompts(tmp_path)
     t = after_two_turns(found)
-    given = answers(found).to_give(t, said(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
+    given = answers(found).encode(t, said(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
     assert isinstance(given, ObservationTokens)
     assert given.tokens == t.spans[1].tokens.tolist()
     assert given.after == len(t.prompt_tokens) + 2
-    went_on = answers(found).to_give(t, said(t, TurnParams(after_turn=2), Message("user", "two")), 1000)
-    assert went_on == answers(found).to_give(t, said(t, TurnParams(), Message("user", "two")), 1000)
+    went_on = answers(found).encode(t, said(t, TurnParams(after_turn=2), Message("user", "two")), 1000)
+    assert went_on == answers(found).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
 
 
 def test_a_conversation_that_is_rendered_anew_keeps_what_it_has_in_common(tmp_path: Path) -> None:
@@ -186,19 +186,19 @@ def test_a_conversation_that_is_rendered_anew_keeps_what_it_has_in_common(tmp_pa
     t = after_two_turns(found)
     anew = TurnParams(after_turn=0)
     other = [Message("user", "one"), Message("assistant", "never said"), Message("user", "two")]
-    given = answers(found).to_give(t, said(t, anew, *other), 1000)
+    given = answers(found).encode(t, said(t, anew, *other), 1000)
     assert isinstance(given, ObservationTokens)
     assert given.after is not None
     ids = list(found.encode(task(*other)))
     assert [*whole(t)[: given.after], *given.tokens] == ids
     assert given.after >= len(t.prompt_tokens)
     # The prompt once more, and the token ids of all so far and more.
-    assert answers(found).to_give(t, said(t, anew, Message("user", "one")), 1000) == ([], len(t.prompt_tokens))
+    assert answers(found).encode(t, said(t, anew, Message("user", "one")), 1000) == ([], len(t.prompt_tokens))
     ids = [*whole(t)[:-1], 7, 8]
-    assert answers(found).to_give(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7, 8], len(ids) - 2)
+    assert answers(found).encode(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7, 8], len(ids) - 2)
     ids = [*whole(t), 7]
-    assert answers(found).to_give(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
-    assert answers(found).to_give(t, said(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
+    assert answers(found).encode(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
+    assert answers(found).encode(t, said(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
 
 
 NO_SYSTEM_LATER = (
@@ -213,7 +213,7 @@ def test_messages_of_an_agent_that_the_template_refuses_concern_its_episode_alon
     found = prompts(tmp_path, template=NO_SYSTEM_LATER)
     t = after_two_turns(found)
     anew = said(t, TurnParams(after_turn=0), Message("user", "x"), Message("system", "be brief"))
-    given = answers(found).to_give(t, anew, 1000)
+    given = answers(found).encode(t, anew, 1000)
     assert isinstance(given, RenderError)
     assert "the chat template fails on messages of user, system: " in given.why
     assert "system comes first" in given.why
@@ -223,7 +223,7 @@ def test_a_conversation_of_no_tokens_concerns_its_episode_alone(tmp_path: Path) 
     """A model has nothing to go on from."""
     found = prompts(tmp_path, chat=False)
     t = after_two_turns(found)
-    given = answers(found).to_give(t, said(t, TurnParams(after_turn=0), Message("user", "")), 1000)
+    given = answers(found).encode(t, said(t, TurnParams(after_turn=0), Message("user", "")), 1000)
     assert given == RenderError("the request's conversation has no tokens; send a message with a text")
 
 

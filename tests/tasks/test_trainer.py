@@ -21,7 +21,7 @@ from staleflow.stores.weights import resume_points
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_hash import Weights as Weighed
 from staleflow.stores.weights.weight_hash import fingerprint
-from staleflow.tasks.actors.actor_calls import call
+from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from staleflow.tasks.training.microbatches import BatchMessage, Row, RowArrays
@@ -404,7 +404,7 @@ def test_an_actors_own_error_is_told_as_what_it_is(tmp_path: Path, error: Except
     async def whole() -> None:
         actor = trainer(tmp_path, Weights(error=error))
         try:
-            await call(actor, "train", Server(), 0, (), (), within_s=60.0, who="trainer")
+            await call_actor(actor, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
         finally:
             await actor.close()
 

@@ -16,7 +16,7 @@ from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_hash import Weights
 from staleflow.tasks.actors import trainer_rank
-from staleflow.tasks.actors.actor_calls import call
+from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors.trainer_rank import TrainerRank
 from staleflow.tasks.training.emulated_trainer import EmulatedTraining
@@ -96,7 +96,7 @@ def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
 
     async def whole() -> None:
         lead, others = actors(tmp_path, group, 3)
-        await lead.lead("localhost", *others)
+        await lead.form_group("localhost", *others)
         initial = await lead.publish_initial((1, 2), PolicyVersion(0), "")
         assert initial.probe == (0.5,)
         trained = await lead.train(Server(), 0, (), ())
@@ -126,7 +126,7 @@ class Lost:
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         async def asked(*args: Any) -> Any:
-            if method == "follow":
+            if method == "call_policy":
                 self.left -= 1
                 if self.left < 0:
                     await asyncio.sleep(0.5)
@@ -146,10 +146,10 @@ def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path
 
     async def whole() -> None:
         lead, others = actors(tmp_path, group, 3)
-        await lead.lead("localhost", others[0], Lost(others[1], 1))
+        await lead.form_group("localhost", others[0], Lost(others[1], 1))
         await lead.publish_initial((), PolicyVersion(0), "")
         with pytest.raises(ActorLost, match="trainer-2 is gone: connection closed"):
-            await call(lead, "train", Server(), 0, (), (), within_s=60.0, who="trainer")
+            await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
         group.barrier.abort()
         for actor in (lead, *others):
             await actor.close()
@@ -213,10 +213,10 @@ def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
 
     async def whole() -> None:
         lead, others = actors(tmp_path, group, 2)
-        await lead.lead("localhost", *others)
+        await lead.form_group("localhost", *others)
         await lead.publish_initial((), PolicyVersion(0), "")
         with pytest.raises(ActorLost if error is CLOSED else ActorFailed, match=told):
-            await call(lead, "train", Server(), 0, (), (), within_s=60.0, who="trainer")
+            await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")
         group.barrier.abort()
         for actor in (lead, *others):
             await actor.close()
@@ -249,7 +249,7 @@ def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
 
         def __getattr__(self, method: str) -> Callable[..., Any]:
             async def asked(*args: Any) -> Any:
-                if gone and method == "present":
+                if gone and method == "ping":
                     raise OSError("connection closed")
                 return await getattr(self.actor, method)(*args)
 
@@ -257,11 +257,11 @@ def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
 
     async def whole() -> None:
         lead, others = actors(tmp_path, group, 2)
-        await lead.lead("localhost", Gone(others[0]))
+        await lead.form_group("localhost", Gone(others[0]))
         await lead.train(Server(), 0, (), ())
         said = "trainer-1 is gone: connection closed" if gone else "the trainer's ranks have lost each other"
         with pytest.raises(ActorLost, match=said):
-            await call(lead, "train", Server(), 1, (), (), within_s=60.0, who="trainer")
+            await call_actor(lead, "train", Server(), 1, (), (), timeout_s=60.0, actor_name="trainer")
         for actor in (lead, *others):
             await actor.close()
 
@@ -283,7 +283,7 @@ def test_emulated_ranks_go_on_from_their_resume_points(tmp_path: Path) -> None:
 
     async def whole() -> None:
         lead, others = actors(tmp_path, settings, 2)
-        await lead.lead("localhost", *others)
+        await lead.form_group("localhost", *others)
         trained = await lead.train(Server(), 4, (), ())
         await lead.save_checkpoint(str(tmp_path / "checkpoint"))
         for actor in (lead, *others):
@@ -292,7 +292,7 @@ def test_emulated_ranks_go_on_from_their_resume_points(tmp_path: Path) -> None:
         for ranks in (1, 2):
             lead, others = actors(tmp_path, settings, ranks)
             if ranks > 1:
-                await lead.lead("localhost", *others)
+                await lead.form_group("localhost", *others)
             again = await lead.publish_initial((), PolicyVersion(5), trained.fingerprint)
             assert again.as_recorded
             for actor in (lead, *others):
