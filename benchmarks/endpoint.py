@@ -209,7 +209,7 @@ def identity(model: str, quick: bool) -> None:
             if (so_far := ends.get(session)) is not None:
                 later += 1
                 other += before[: len(so_far)] != so_far
-                rendered = prompts.conversation([Message(m["role"], m["content"]) for m in messages])
+                rendered = prompts.render([Message(m["role"], m["content"]) for m in messages])
                 again += tuple(rendered) != before
             ends[session] = before + tokens
         print(f"turns told: {len(told)}; with the very ids and logprobs in the store: {sum(t in held for t in told)}")
@@ -356,9 +356,9 @@ async def _serve(load: Load) -> Measured:
     async def tell(session: Any) -> None:
         ids: tuple[int, ...] = tuple(range(200))
         for _ in range(load.turns):
-            await session.asked
+            await session.next_messages
             await asyncio.sleep(load.policy_s)
-            turn = SampledTurn(before=ids, tokens=(5,) * TOKENS, logprobs=(-0.5,) * TOKENS, text=SAYS)
+            turn = SampledTurn(prompt_tokens=ids, tokens=(5,) * TOKENS, logprobs=(-0.5,) * TOKENS, text=SAYS)
             ids = (*ids, *turn.tokens, 6)
             session.answer(turn)
 

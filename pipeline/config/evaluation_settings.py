@@ -22,7 +22,7 @@ class EvaluationSetConfig:
         "task",
         "what scores it: task (the verifier of its source), math_verify, path/to/file.py:name, or module:name",
         choices=reward_names(),
-        own=True,
+        user_code=True,
     )
     prompts: int = knob(100, "prompts, the first of its source; duplicates are left out", low=1)
     samples: int = knob(1, "responses sampled per prompt", low=0, high=1000)

@@ -59,12 +59,12 @@ def _value(hint: Any, spec: Knob, default: Any) -> dict[str, Any]:
     if kind == "array":
         item = TYPES[typing.get_args(hint)[0]]
         items: dict[str, Any] = {"type": item}
-        if spec.own:
+        if spec.user_code:
             items = {"anyOf": _or_own(item, spec)}
         elif spec.choices:
             items["enum"] = list(spec.choices)
         return schema | {"type": kind, "items": items}
-    if spec.choices and spec.own:
+    if spec.choices and spec.user_code:
         return schema | {"anyOf": _or_own(kind, spec)}
     schema["type"] = kind
     if spec.choices:

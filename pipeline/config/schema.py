@@ -85,7 +85,7 @@ class RewardConfig:
         "task",
         "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name",
         choices=reward_names(),
-        own=True,
+        user_code=True,
     )
     parts: dict[str, RewardPart] = knob(
         {}, "in place of function: functions by name, each with a weight; the reward is their weighted sum"

@@ -218,7 +218,7 @@ class Tracking:
             try:
                 self._trackers.append(make(str(run_dir), job))
             except (Exception, SystemExit) as error:  # user code
-                reason = f"{type(error).__name__}: {user_code.said(error)}"
+                reason = f"{type(error).__name__}: {user_code.error_text(error)}"
                 raise ConfigError(f"tracking.tracker = {named!r}: cannot be constructed: {reason}") from error
             user_files.require_tracker(self._trackers[-1], named)
         self._next, self._next_evaluation = first, evaluations

@@ -102,7 +102,7 @@ class SimulatedEnvironments:
         group, member = divmod(abs(trajectory), self._members)
         cut = command.cut or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
         attempt = self._failures[trajectory]
-        answer = self._episodes.answer(group, member, episode.turns, attempt=attempt, cut=cut)
+        answer = self._episodes.answer(group, member, episode.turns, attempt=attempt, truncated=cut)
         episode.turns += 1
         allowed_s = min(limits.step_timeout_s, limits.episode_timeout_s - episode.spent_s)
         if answer.seconds > allowed_s:

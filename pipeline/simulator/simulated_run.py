@@ -338,7 +338,7 @@ class SimulatedRun:
             self._workload.prompt_tokens(group),
             tokens,
             turns,
-            given=self._given.pop(command.trajectory, 0),
+            num_env_tokens=self._given.pop(command.trajectory, 0),
         )
 
     def _environment_told(self, event: Answered) -> None:

@@ -18,7 +18,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.cost_model import Numbers, StepCosts
 from staleflow.tasks.settings.knobs import knob, parameter
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
-from staleflow.tasks.settings.user_code import said
+from staleflow.tasks.settings.user_code import error_text
 
 BoolArray = npt.NDArray[np.bool_]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -95,7 +95,7 @@ class UserRouting(UserCode, Routing):
         try:
             return call()
         except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(f"{self._where}: {method} raised {type(error).__name__}: {said(error)}") from error
+            raise ConfigError(f"{self._where}: {method} raised {type(error).__name__}: {error_text(error)}") from error
 
 
 def _read_only(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

@@ -29,7 +29,7 @@ from staleflow.tasks.actors.server_messages import (
     RewardItem,
     TurnItem,
 )
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
@@ -80,11 +80,11 @@ class Environments(Protocol):
         record: Record,
         turns: tuple[str, ...],
         *,
-        cut: bool,
+        truncated: bool,
         newest: SampledTurn | None = None,
-    ) -> Answer: ...
+    ) -> HostedStepResult: ...
 
-    async def end(self, key: EpisodeKey, record: Record) -> Answer: ...
+    async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult: ...
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None: ...
 
@@ -214,8 +214,8 @@ class EnvironmentHost:
             newest = await ask("newest_turns", turn)
             if newest is None:  # it is another host's by now, so the agent is told nothing
                 return (await self._check_server(ask, item))[1]
-        cut = item.cut or state.full
-        answer = await self._environments.act(key, state.record, state.turns, cut=cut, newest=newest)
+        truncated = item.cut or state.full
+        answer = await self._environments.act(key, state.record, state.turns, truncated=truncated, newest=newest)
         took_s = answer.seconds + answer.waited_s
         if not answer.ended:
             observation = ObservationItem(
@@ -236,7 +236,7 @@ class EnvironmentHost:
                 took_s += answer.seconds + answer.waited_s
             else:
                 self._environments.cancel([key])
-                answer = Answer(ended=True, error=receipt.why or DIFFERS)
+                answer = HostedStepResult(ended=True, error=receipt.why or DIFFERS)
         self._keys.pop(trajectory, None)
         if answer.error:
             if not await ask("restart", (trajectory, state.tokens, epoch)):

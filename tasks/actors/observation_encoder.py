@@ -14,7 +14,7 @@ from staleflow.stores.trajectory import FinishReason, Segment, Trajectory
 from staleflow.tasks.actors.server_messages import ObservationItem
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.rendering.turn_params import role_of, split
+from staleflow.tasks.rendering.turn_params import role_of, split_params
 from staleflow.tasks.sources.prompts import Prompts
 
 
@@ -58,21 +58,21 @@ class ObservationEncoder:
         try:
             encoded = self._encode_messages(t, item.messages)
         except ConfigError as error:
-            if split(item.messages)[0].after_turn is None:
+            if split_params(item.messages)[0].after_turn is None:
                 raise
             return RenderError(str(error))
         return "full" if item.tokens + len(encoded.tokens) >= max_new_tokens else encoded
 
     def _encode_messages(self, t: Trajectory, messages: tuple[Message, ...]) -> ObservationTokens:
         """Encode the messages that follow a trajectory's newest turn."""
-        after_turn = split(messages)[0].after_turn
+        after_turn = split_params(messages)[0].after_turn
         if after_turn is None or after_turn == len(t.turns):
             return ObservationTokens(self._bridge(t, messages))
         sequence = np.concatenate([t.prompt_tokens, t.response_tokens])
         if after_turn:
             earlier = replace(t, spans=t.spans[: _turn_end(t, after_turn)])
             return ObservationTokens(self._bridge(earlier, messages), len(t.prompt_tokens) + earlier.num_tokens)
-        ids = np.asarray(self._prompts.conversation(messages), np.int32)
+        ids = np.asarray(self._prompts.render(messages), np.int32)
         if not len(ids):
             raise ConfigError("the request's conversation has no tokens; send a message with a text")
         num_shared, after = longest_shared_prefix(t.branches, sequence, ids)
@@ -82,7 +82,7 @@ class ObservationEncoder:
         """Return the token ids between a trajectory's newest turn and the next one."""
         context = t.context.tolist()
         middle = len(context) - t.num_in_turn
-        return self._prompts.given(context[:middle], context[middle:], messages, len(t.turns))
+        return self._prompts.bridge_tokens(context[:middle], context[middle:], messages, len(t.turns))
 
     def _same_observations(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
         """Return True if a trajectory's first observations are these."""
@@ -96,7 +96,7 @@ class ObservationEncoder:
 
 def answer_entry(item: ObservationItem, encoded: ObservationTokens, attempt: int, at_s: float) -> AnswerGiven:
     """Make the spool entry of an observation. attempt: the attempt of the trajectory's episode."""
-    directions = split(item.messages)[0]
+    directions = split_params(item.messages)[0]
     return AnswerGiven(
         trajectory=item.trajectory,
         first=item.tokens,
@@ -117,11 +117,11 @@ def newest_turn(t: Trajectory, text: str) -> SampledTurn:
     context = tuple(t.context.tolist())
     middle = len(context) - t.num_in_turn
     return SampledTurn(
-        before=context[:middle],
+        prompt_tokens=context[:middle],
         tokens=context[middle:],
         logprobs=tuple(t.logprobs[len(t.response_tokens) - t.num_in_turn :].tolist()),
         text=text,
-        cut=t.finish is FinishReason.LENGTH,
+        truncated=t.finish is FinishReason.LENGTH,
     )
 
 

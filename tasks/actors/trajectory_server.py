@@ -67,7 +67,7 @@ from staleflow.tasks.actors.task_cache import TaskCache
 from staleflow.tasks.engines.base import SampledTokens
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
-from staleflow.tasks.rendering.turn_params import directions_of
+from staleflow.tasks.rendering.turn_params import params_of
 from staleflow.tasks.sources.evaluation_items import ItemView
 from staleflow.tasks.sources.prompts import HeldOut, Prompts
 from staleflow.tasks.sources.reward_process import ScoredResponse
@@ -229,7 +229,7 @@ class TrajectoryServer:
             t = self._flight.live[member]
             max_turn_tokens, stop = self._flight.turn_tokens.get(member, 0), self._flight.stops.get(member, NO_STOP)
             if not t.has_env_steps and t.group in records:
-                params = directions_of(records[t.group])
+                params = params_of(records[t.group])
                 max_turn_tokens, stop = params.max_tokens, params.stop
             payloads[member] = payload(t, max_turn_tokens, evaluated.get(member), stop)
         await self._writing.append([entry] if changed else [])

@@ -232,15 +232,15 @@ class SimulatedBatch:
         tokens: int,
         turns: Sequence[Turn],
         *,
-        given: int = 0,
+        num_env_tokens: int = 0,
     ) -> None:
-        """Start or continue a response that has `tokens` already. given: the last ones of these, if no instance has
-        computed them yet: an environment's answer. Call `advance(now)` before every command."""
-        turn, left, done = 0, turns[0].tokens, tokens
-        while done >= left and turn < len(turns) - 1:  # a tool that was waited for has answered meanwhile
-            done -= left + turns[turn].tool_tokens
+        """Start or continue a response that has `tokens` already. num_env_tokens: the last ones of these, if no
+        instance has computed them yet: an environment's answer. Call `advance(now)` before every command."""
+        turn, remaining, done = 0, turns[0].tokens, tokens
+        while done >= remaining and turn < len(turns) - 1:  # a tool that was waited for has answered meanwhile
+            done -= remaining + turns[turn].tool_tokens
             turn += 1
-            left = turns[turn].tokens
+            remaining = turns[turn].tokens
         context = prompt_tokens + tokens + max(0, -done)
         request = Decoding(
             trajectory=trajectory,
@@ -249,14 +249,14 @@ class SimulatedBatch:
             tokens=tokens + max(0, -done),
             turns=turns,
             turn=turn,
-            left=max(1, left - max(0, done)),
+            left=max(1, remaining - max(0, done)),
             to_prefill=context,
         )
         self._to_boundary(now)
         if not tokens:
             self._forget(trajectory)  # an episode that begins again
-        self.work.reprefilled += prompt_tokens + tokens - given if tokens else 0
-        self.work.prefilled += given + max(0, -done) if tokens else prompt_tokens
+        self.work.reprefilled += prompt_tokens + tokens - num_env_tokens if tokens else 0
+        self.work.prefilled += num_env_tokens + max(0, -done) if tokens else prompt_tokens
         self._waiting.append(request)
         self._settle()
 
@@ -385,8 +385,8 @@ class SimulatedBatch:
                 self.work.prefilled += answer
                 self._waiting.appendleft(request)
         while self._waiting and len(self._decoding) < self._max_running:
-            held = self._kv + self._kv_in_tool + self._waiting[0].kv_tokens + len(self._decoding) + 1
-            if held > self._kv_capacity and self._decoding:
+            needed = self._kv + self._kv_in_tool + self._waiting[0].kv_tokens + len(self._decoding) + 1
+            if needed > self._kv_capacity and self._decoding:
                 break
             self._admit(self._waiting.popleft())
 
@@ -461,7 +461,7 @@ def _stopped(request: Decoding) -> Stopped:
     return Stopped(epoch=request.epoch, tokens=request.tokens, drafts=request.drafts)
 
 
-def _still_valid(held: dict[int, Decoding], scheduled: tuple[float, int, Decoding]) -> bool:
-    """Whether a scheduled event is still valid: its request has not left `held` since it was scheduled."""
+def _still_valid(requests: dict[int, Decoding], scheduled: tuple[float, int, Decoding]) -> bool:
+    """Whether a scheduled event is still valid: its request has not left `requests` since it was scheduled."""
     request = scheduled[2]
-    return held.get(request.trajectory) is request and request.ticket == scheduled[1]
+    return requests.get(request.trajectory) is request and request.ticket == scheduled[1]

@@ -189,7 +189,7 @@ class DraftingCosts:
     def _of(self, running: int) -> CostModel:
         """The model of an instance that runs so many."""
         row = min(running, len(self._gained) - 1)
-        found = self._models.get(row)
-        if found is None:
-            found = self._models[row] = self._cost.verifying(float(self._drafted[row]), float(self._gained[row]))
-        return found
+        model = self._models.get(row)
+        if model is None:
+            model = self._models[row] = self._cost.verifying(float(self._drafted[row]), float(self._gained[row]))
+        return model

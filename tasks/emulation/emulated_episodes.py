@@ -54,13 +54,15 @@ class EmulatedEpisodes:
         self._workload = workload
         self._faults = faults or StepFaults()
 
-    def answer(self, group: int, member: int, turn: int, *, attempt: int = 0, cut: bool = False) -> EmulatedAnswer:
-        """The answer to a turn, of which the first is 0. attempt: how often the episode began before. cut: the turn was
-        stopped, and ends the episode."""
+    def answer(
+        self, group: int, member: int, turn: int, *, attempt: int = 0, truncated: bool = False
+    ) -> EmulatedAnswer:
+        """The answer to a turn, of which the first is 0. attempt: how often the episode began before. truncated: the
+        turn was stopped, and ends the episode."""
         turns = self._workload.turns(group, member)
-        last = cut or turn >= len(turns) - 1
+        last = truncated or turn >= len(turns) - 1
         seconds, tokens = (0.0, 0) if last else (self._seconds(group, member, attempt, turn), turns[turn].tool_tokens)
-        fails, hangs = (False, False) if cut else self._faults.drawn(group, member, attempt, turn)
+        fails, hangs = (False, False) if truncated else self._faults.drawn(group, member, attempt, turn)
         if hangs:
             return EmulatedAnswer(seconds=math.inf, tokens=0, ended=False)
         if fails:

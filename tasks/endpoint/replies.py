@@ -32,28 +32,28 @@ def reply_of(id: str, number: int, created_s: int, turn: SampledTurn, request: C
     """What a turn says: its text up to a stop string, and the calls of tools in it, if the request has any."""
     content, calls = turn.text, tuple[CalledFunction, ...]()
     if (stop := find_stop(content, request.stop.strings)) is not None:
-        content = content[: stop[1] if request.with_stop else stop[0]]
+        content = content[: stop[1] if request.include_stop else stop[0]]
     if request.calls_tools:
-        content, calls = called(content)
+        content, calls = parse_tool_calls(content)
     message = ChatMessage(role="assistant", content=content, calls=calls)
-    finish = "length" if turn.cut else "tool_calls" if calls else "stop"
+    finish = "length" if turn.truncated else "tool_calls" if calls else "stop"
     return TurnReply(id=id, number=number, created_s=created_s, turn=turn, message=message, finish=finish)
 
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def called(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
+def parse_tool_calls(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
     """What a text says, and the calls of tools in it, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. A text
     with a call that cannot be read stays as it is: nothing is guessed.
 
-    >>> called('Now. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    >>> parse_tool_calls('Now. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Now.', (CalledFunction(name='add', arguments='{"a": 1}'),))
     """
     calls = []
-    for found in _CALL.findall(text):
+    for body in _CALL.findall(text):
         try:
-            call = json.loads(found)
+            call = json.loads(body)
         except (ValueError, RecursionError):
             return text, ()
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -69,7 +69,7 @@ def called(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
 
 
 def render_tool_calls(message: ChatMessage) -> str:
-    """The text of a message, with the calls in it as `called` reads them."""
+    """The text of a message, with the calls in it as `parse_tool_calls` reads them."""
     calls = (
         f'<tool_call>{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}</tool_call>'
         for call in message.calls
@@ -86,14 +86,14 @@ def completion(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
         "finish_reason": reply.finish,
         "logprobs": {"content": _logprobs(turn)} if request.with_logprobs or request.with_ids else None,
     }
-    found = _head(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
+    reply_body = _head(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
     if request.with_ids:
         choice["token_ids"] = list(turn.tokens)
-        found["prompt_token_ids"] = list(turn.before)
-    return found
+        reply_body["prompt_token_ids"] = list(turn.prompt_tokens)
+    return reply_body
 
 
-def generated(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
+def generate_reply(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
     """The answer of /inference/v1/generate."""
     turn = reply.turn
     choice = {
@@ -103,7 +103,7 @@ def generated(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
         "finish_reason": reply.finish,
     }
     head = {"request_id": reply.id} | _head(request, reply, "generate")
-    return head | {"prompt_token_ids": list(turn.before), "choices": [choice], "usage": _usage(turn)}
+    return head | {"prompt_token_ids": list(turn.prompt_tokens), "choices": [choice], "usage": _usage(turn)}
 
 
 def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
@@ -126,7 +126,7 @@ def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
         more["logprobs"] = {"content": _logprobs(turn)}
     if request.with_ids:
         more["token_ids"] = list(turn.tokens)
-        head["prompt_token_ids"] = list(turn.before)
+        head["prompt_token_ids"] = list(turn.prompt_tokens)
     yield event({}, reply.finish, **more)
     if request.with_usage:
         yield _event({**head, "choices": [], "usage": _usage(turn)})
@@ -141,7 +141,7 @@ def refusal(refused: RequestError) -> dict[str, Any]:
 
 def _head(request: ChatRequest, reply: TurnReply, kind: str) -> dict[str, Any]:
     head: dict[str, Any] = {"id": reply.id, "object": kind, "created": reply.created_s, "model": request.model}
-    return head | ({"overridden": dict(request.changed)} if request.changed else {})
+    return head | ({"overridden": dict(request.overridden)} if request.overridden else {})
 
 
 def _content(reply: TurnReply) -> str | None:
@@ -168,7 +168,7 @@ def _logprobs(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _usage(turn: SampledTurn) -> dict[str, int]:
-    prompt, sampled = len(turn.before), len(turn.tokens)
+    prompt, sampled = len(turn.prompt_tokens), len(turn.tokens)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

@@ -118,7 +118,7 @@ class ChatRequest:
     tools: str = ""
     max_tokens: int = 0
     stop: StopCriteria = NO_STOP
-    with_stop: bool = False
+    include_stop: bool = False
     calls_tools: bool = True
     stream: bool = False
     with_usage: bool = False
@@ -126,10 +126,10 @@ class ChatRequest:
     with_ids: bool = False
     auxiliary: bool = False
     num_bytes: int = 0
-    changed: Mapping[str, Any] = field(default_factory=dict)
+    overridden: Mapping[str, Any] = field(default_factory=dict)
     temperature: float | None = None
 
-    def directions(
+    def turn_params(
         self, *, first: bool, ids: tuple[int, ...] | None = None, after_turn: int | None = None
     ) -> TurnParams:
         """What the model's side is told beside messages. first: it is told the definitions of tools. ids: those given
@@ -152,12 +152,12 @@ def shown_message(message: ChatMessage) -> Message:
 def read_json(body: bytes) -> Mapping[str, Any]:
     """A body as a JSON object. Raises Refused."""
     try:
-        found = json.loads(body)
+        parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON: {_short(str(error))}") from error
-    if not isinstance(found, dict):
-        raise RequestError(400, f"the body must be a JSON object, not {_short(found)}")
-    return found
+    if not isinstance(parsed, dict):
+        raise RequestError(400, f"the body must be a JSON object, not {_short(parsed)}")
+    return parsed
 
 
 def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
@@ -183,12 +183,12 @@ def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: Sampling
     auxiliary = _flag(left, AUXILIARY)
     max_tokens = _max_tokens(left, ("max_completion_tokens", "max_tokens"))
     stop, with_stop = _stop(left), _flag(left, "include_stop_str_in_output")
-    own_temperature, changed = _sampling(left, temperature, sampling)
+    own_temperature, overridden = _sampling(left, temperature, sampling)
     _check_rest(left)
     return ChatRequest(
-        model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, with_stop=with_stop,
+        model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, include_stop=with_stop,
         calls_tools=choice != "none" and bool(tools), stream=stream, with_usage=bool(options.get("include_usage")),
-        with_logprobs=with_logprobs, with_ids=with_ids, auxiliary=auxiliary, changed=changed,
+        with_logprobs=with_logprobs, with_ids=with_ids, auxiliary=auxiliary, overridden=overridden,
         temperature=own_temperature,
     )  # fmt: skip
 
@@ -216,11 +216,11 @@ def read_generate(body: Mapping[str, Any], *, temperature: float, sampling: Samp
         if inner.pop(name, None) is not None and name == "allowed_token_ids":
             raise RequestError(400, "sampling_params.allowed_token_ids: the policy may sample every token")
     max_tokens, stop = _max_tokens(inner, ("max_tokens",)), _stop(inner, "sampling_params.")
-    own_temperature, changed = _sampling(inner, temperature, sampling)
+    own_temperature, overridden = _sampling(inner, temperature, sampling)
     _check_rest(inner, "sampling_params.")
     return ChatRequest(
         model=model, token_ids=tuple(ids), max_tokens=max_tokens, stop=stop, with_logprobs=True, with_ids=True,
-        changed=changed, calls_tools=False, auxiliary=auxiliary, temperature=own_temperature,
+        overridden=overridden, calls_tools=False, auxiliary=auxiliary, temperature=own_temperature,
     )  # fmt: skip
 
 
@@ -236,10 +236,10 @@ def _messages(value: Any) -> tuple[ChatMessage, ...]:
         raise RequestError(400, f"messages must be a list of at least one message, not {_short(value)}")
     if len(value) > MOST_MESSAGES:
         raise RequestError(400, f"messages: {len(value)} of them; at most {MOST_MESSAGES} are read")
-    found = tuple(_message(one, f"messages[{number}]") for number, one in enumerate(value))
-    if found[-1].role == "assistant":
+    messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
+    if messages[-1].role == "assistant":
         raise RequestError(400, "messages end with one of the assistant; the last one must be what the model answers")
-    return found
+    return messages
 
 
 def _message(value: Any, where: str) -> ChatMessage:
@@ -295,14 +295,14 @@ def _tools(value: Any) -> str:
 
 def _max_tokens(left: dict[str, Any], names: tuple[str, ...]) -> int:
     """Most tokens of the turn; 0 without a limit."""
-    most = 0
+    limit = 0
     for name in names:
         value = left.pop(name, None)
         if value is not None:
             if not _is_whole(value) or value < 1:
                 raise RequestError(400, f"{name} must be a whole number of at least 1, not {_short(value)}")
-            most = min(most or value, value)
-    return most
+            limit = min(limit or value, value)
+    return limit
 
 
 def _stop(left: dict[str, Any], where: str = "") -> StopCriteria:
@@ -311,10 +311,10 @@ def _stop(left: dict[str, Any], where: str = "") -> StopCriteria:
     strings = [] if strings is None else [strings] if isinstance(strings, str) else strings
     if not isinstance(strings, list) or len(strings) > MOST_STOPS:
         raise RequestError(400, f"{where}stop must be a text or a list of at most {MOST_STOPS}, not {_short(strings)}")
-    for one in strings:
-        if not isinstance(one, str) or not 0 < len(one) <= LONGEST_STOP or not _is_unicode(one):
+    for string in strings:
+        if not isinstance(string, str) or not 0 < len(string) <= LONGEST_STOP or not _is_unicode(string):
             raise RequestError(
-                400, f"{where}stop: each must be a text of 1 to {LONGEST_STOP} characters, not {_short(one)}"
+                400, f"{where}stop: each must be a text of 1 to {LONGEST_STOP} characters, not {_short(string)}"
             )
     ids = [] if ids is None else ids
     if not isinstance(ids, list) or len(ids) > MOST_STOP_IDS or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
@@ -345,39 +345,41 @@ def _sampling(left: dict[str, Any], temperature: float, rule: SamplingRule) -> t
     requested = left.pop("temperature", None)
     if requested is not None and (not _is_number(requested) or not 0 <= requested <= MAX_TEMPERATURE):
         raise RequestError(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_short(requested)}")
-    changed: dict[str, Any] = {}
+    overridden: dict[str, Any] = {}
     if requested is not None and float(requested) != temperature and rule is not SamplingRule.OBEY:
-        changed["temperature"] = temperature
+        overridden["temperature"] = temperature
     greedy = rule is SamplingRule.OBEY and requested == 0
     for name, neutral in NEUTRAL.items():
         value = left.pop(name, None)
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+        if value is None or any(
+            value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral
+        ):
             continue
         if not (_is_number(value) or isinstance(value, (dict, list, bool))):
             raise RequestError(400, f"{name} must be a number, not {_short(value)}")
         if not (greedy and name in NEUTRAL_IF_GREEDY):
-            changed[name] = neutral[0] if neutral else None
-    if changed and rule is SamplingRule.OBEY:
+            overridden[name] = neutral[0] if neutral else None
+    if overridden and rule is SamplingRule.OBEY:
         raise RequestError(
             400,
-            f"{', '.join(changed)}: a served policy samples by temperature alone; leave "
-            f"{'it' if len(changed) == 1 else 'them'} out, or use temperature = 0, which needs none of top_p, top_k, "
-            "min_p and seed",
+            f"{', '.join(overridden)}: a served policy samples by temperature alone; leave "
+            f"{'it' if len(overridden) == 1 else 'them'} out, or use temperature = 0, which needs none of top_p, "
+            "top_k, min_p and seed",
             "sampling_refused",
         )
-    if changed and rule is SamplingRule.REFUSE:
+    if overridden and rule is SamplingRule.REFUSE:
         raise RequestError(
             400,
-            f"{', '.join(changed)}: the job samples with {_told(changed)}; logprobs under others would not be "
+            f"{', '.join(overridden)}: the job samples with {_told(overridden)}; logprobs under others would not be "
             'the policy\'s; leave them out, or set endpoint.sampling = "override"',
             "sampling_refused",
         )
     obeyed = rule is SamplingRule.OBEY and requested is not None
-    return (float(requested) if obeyed else None), changed
+    return (float(requested) if obeyed else None), overridden
 
 
-def _told(changed: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {'unset' if value is None else value}" for name, value in changed.items())
+def _told(overridden: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {'unset' if value is None else value}" for name, value in overridden.items())
 
 
 def _flag(left: dict[str, Any], name: str) -> bool:
@@ -399,7 +401,7 @@ def _text(value: Any, name: str) -> str:
 
 def _is_unicode(text: str) -> bool:
     """Whether a model could say it: it has no surrogates, and not the sign for what is no text."""
-    return "\ufffd" not in text and not any("\ud800" <= one <= "\udfff" for one in text)
+    return "\ufffd" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _is_whole(value: Any) -> bool:

@@ -58,19 +58,21 @@ class ServedPolicy:
             return self
         raise RequestError(401, "this is not the key that the server was started with", "invalid_api_key")
 
-    def is_another(self, id: str, found: object) -> bool:
+    def is_another(self, id: str, session: object) -> bool:
         """There is no other session."""
         return False
 
     async def ask(self, request: ChatRequest) -> TurnReply:
         """An answer to a request. Raises Refused."""
-        before = self._encoded(request)
-        if not before:
+        prompt_tokens = self._encoded(request)
+        if not prompt_tokens:
             raise RequestError(400, "the messages make no tokens: there is nothing to answer", "invalid_value")
-        most = min(request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._room - len(before))
-        if most < 1:
-            why = f"the prompt has {len(before)} tokens; it must have fewer than {self._room}"
-            raise RequestError(400, why, "context_length_exceeded")
+        max_tokens = min(
+            request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._room - len(prompt_tokens)
+        )
+        if max_tokens < 1:
+            reason = f"the prompt has {len(prompt_tokens)} tokens; it must have fewer than {self._room}"
+            raise RequestError(400, reason, "context_length_exceeded")
         if request.temperature:
             self._temperatures.add(request.temperature)
         if len(self._temperatures) > MAX_TEMPERATURES:
@@ -88,29 +90,29 @@ class ServedPolicy:
         sampled = Request(
             trajectory=TrajectoryId(number),
             epoch=0,
-            tokens=before,
-            max_new_tokens=most,
+            tokens=prompt_tokens,
+            max_new_tokens=max_tokens,
             stop=request.stop,
             greedy=request.temperature == 0,
             temperature=request.temperature or None,
         )
         try:
             self._engine.submit([sampled])
-            found = await answer
+            outcome = await answer
         except asyncio.CancelledError:
             self._engine.abort([TrajectoryId(number)])
             raise
         finally:
             del self._waiting[number]
-        if isinstance(found, Failed):
+        if isinstance(outcome, Failed):
             raise RequestError(503, "the engine failed on this request; try again", "engine_failed", 1.0)
-        tokens = tuple(int(t) for s in found.segments for t in s.tokens)
+        tokens = tuple(int(t) for s in outcome.segments for t in s.tokens)
         turn = SampledTurn(
-            before=before,
+            prompt_tokens=prompt_tokens,
             tokens=tokens,
-            logprobs=tuple(float(x) for s in found.segments for x in s.logprobs),
+            logprobs=tuple(float(x) for s in outcome.segments for x in s.logprobs),
             text=self._texts.text(tokens),
-            cut=found.finish is FinishReason.LENGTH,
+            truncated=outcome.finish is FinishReason.LENGTH,
         )
         return reply_of(f"chatcmpl-{number}", number, int(time.time()), turn, request)
 
@@ -129,10 +131,10 @@ class ServedPolicy:
                 return self._texts.chat_ids(messages, request.tools)
         except ConfigError as error:
             raise RequestError(400, str(error)) from error
-        said = [
+        texts = [
             m.content if i == 0 or m.role == "assistant" else self._given(m.content) for i, m in enumerate(messages)
         ]
-        return self._texts.ids("".join(said))
+        return self._texts.ids("".join(texts))
 
     def _given(self, text: str) -> str:
         return self._template.replace("{observation}", text)

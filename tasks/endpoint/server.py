@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.connections import timed_protocol
 from staleflow.tasks.endpoint.endpoint_metrics import EndpointMetrics
-from staleflow.tasks.endpoint.replies import TurnReply, chunks, completion, generated, refusal
+from staleflow.tasks.endpoint.replies import TurnReply, chunks, completion, generate_reply, refusal
 from staleflow.tasks.endpoint.requests import (
     AUXILIARY_HEADER,
     ChatRequest,
@@ -70,7 +70,7 @@ class SessionLookup(Protocol):
 
     def find(self, key: str) -> TurnSource: ...
 
-    def is_another(self, id: str, found: Any) -> bool: ...
+    def is_another(self, id: str, session: Any) -> bool: ...
 
 
 class EndpointServer:
@@ -182,7 +182,7 @@ class EndpointServer:
     def _described(self) -> dict[str, Any]:
         return {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "staleflow"}
 
-    def _answering(self, read: Read, told: Callable[[ChatRequest, TurnReply], Response]) -> Any:
+    def _answering(self, read: Read, to_response: Callable[[ChatRequest, TurnReply], Response]) -> Any:
         async def answer(request: Request) -> Response:
             # A session has one turn to wait for, and waits for it; whoever else waits is refused beyond the limit.
             with self._place(waits=self._served is None):
@@ -190,15 +190,15 @@ class EndpointServer:
                 with _Pending(session, self._settings.config.max_session_kib) as pending:
                     async with self._bodies:
                         body = await self._body(request, pending)
-                        asked = read(read_json(body), temperature=self._settings.temperature, sampling=self._sampling)
+                        parsed = read(read_json(body), temperature=self._settings.temperature, sampling=self._sampling)
                     auxiliary = request.headers.get(AUXILIARY_HEADER, "").lower() in ("1", "true")
-                    asked = replace(asked, num_bytes=len(body), auxiliary=asked.auxiliary or auxiliary)
+                    parsed = replace(parsed, num_bytes=len(body), auxiliary=parsed.auxiliary or auxiliary)
                     del body
-                    self._check_ids(asked)
+                    self._check_ids(parsed)
                     begin = time.monotonic()
-                    reply = await _unless_gone(request, session.ask(asked))
+                    reply = await _unless_gone(request, session.ask(parsed))
                 self._counts.answered(time.monotonic() - begin, len(reply.turn.tokens))
-                return told(asked, reply)
+                return to_response(parsed, reply)
 
         return answer
 
@@ -210,9 +210,9 @@ class EndpointServer:
 
     def _session(self, request: Request) -> TurnSource:
         """The session of a request, by its key. Raises Refused."""
-        given = request.headers.get("authorization", "")
+        header = request.headers.get("authorization", "")
         named = request.headers.get("x-session-id", "")
-        key = request.path_params.get("key") or given.removeprefix("Bearer ").strip() or named
+        key = request.path_params.get("key") or header.removeprefix("Bearer ").strip() or named
         if not key:
             raise RequestError(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
         keys = self._keys
@@ -224,21 +224,21 @@ class EndpointServer:
     async def _body(self, request: Request, pending: _Pending) -> bytes:
         """A request's body, within the limits of its size and of its time. Raises Refused."""
         config = self._settings.config
-        most = config.max_body_kib * 1024
+        max_bytes = config.max_body_kib * 1024
         too_long = RequestError(
             413, f"the body is longer than endpoint.max_body_kib = {config.max_body_kib}", "too_long"
         )
         length = int(request.headers.get("content-length") or 0)
-        if length > most:
+        if length > max_bytes:
             raise too_long
         pending.check(length)
         body = bytearray()
         try:
             async with asyncio.timeout(config.body_s):
-                async for part in request.stream():
-                    pending.add(len(part))
-                    body += part
-                    if len(body) > most:
+                async for chunk in request.stream():
+                    pending.add(len(chunk))
+                    body += chunk
+                    if len(body) > max_bytes:
                         raise too_long
         except TimeoutError as error:
             raise RequestError(
@@ -254,9 +254,9 @@ class EndpointServer:
         Refused if there is none."""
         if self._stopping:
             raise _stopping()
-        most = self._settings.config.max_requests
-        if self._in_flight >= most and not waits:
-            raise RequestError(429, f"endpoint.max_requests = {most} are in flight; try again", "too_many", RETRY_S)
+        limit = self._settings.config.max_requests
+        if self._in_flight >= limit and not waits:
+            raise RequestError(429, f"endpoint.max_requests = {limit} are in flight; try again", "too_many", RETRY_S)
         self._in_flight += 1
         try:
             yield
@@ -375,7 +375,7 @@ def _told(request: ChatRequest, reply: TurnReply) -> Response:
 
 
 def _generated(request: ChatRequest, reply: TurnReply) -> Response:
-    return _json(generated(request, reply))
+    return _json(generate_reply(request, reply))
 
 
 def _json(value: dict[str, Any]) -> Response:
@@ -393,16 +393,16 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.
-        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind(address)
-            found.listen(1024)
+            sock.bind(address)
+            sock.listen(1024)
         except OSError:
-            found.close()
+            sock.close()
             raise
     except OSError as error:
         raise ConfigError(
             f"endpoint.host = {host!r}, endpoint.port = {port}: cannot be listened on: {error.strerror}"
         ) from error
-    return found
+    return sock

@@ -36,20 +36,20 @@ KEPT_CLOSED = 10_000
 """Closed sessions whose keys are remembered, and why they ended."""
 
 
-class _Waiting:
+class _PendingRequest:
     """A request that waits for its turn."""
 
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
         self.reply: asyncio.Future[TurnReply] = asyncio.get_running_loop().create_future()
-        self.reply.add_done_callback(_heard)
+        self.reply.add_done_callback(_consume_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answered:
+class _AnsweredTurn:
     """A turn that was told. said: the conversation with it; none of one in token ids."""
 
-    said: tuple[ChatMessage, ...]
+    messages: tuple[ChatMessage, ...]
     tools: str
 
 
@@ -60,7 +60,7 @@ class AgentSession:
         self.id = id
         self._secret = secret
         self._branches = branches
-        self._answered: list[_Answered] = []
+        self._turns: list[_AnsweredTurn] = []
         """All turns that were told, in order."""
         self._main = 0
         """The newest turn that is not auxiliary, from 1."""
@@ -68,11 +68,11 @@ class AgentSession:
         """All token ids of its context, and its own."""
         self._texts: dict[tuple[Any, ...], str] = {}
         """What the model said, by what messages of it are compared by."""
-        self._latest: _Waiting | None = None
+        self._latest: _PendingRequest | None = None
         """The latest request whose turn was asked for, answered or not."""
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_PendingRequest] = deque()
         """Requests that wait for the turns before theirs."""
-        self._asked: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
+        self._next_messages: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
         self._refused: RequestError | None = None
         """Why no further turn is sampled."""
         self.pending_bytes = 0
@@ -108,7 +108,7 @@ class AgentSession:
                 "the other",
                 "concurrent_request",
             )
-        waiting = _Waiting(request)
+        waiting = _PendingRequest(request)
         self._queue.append(waiting)
         self._ask_next()
         try:
@@ -132,7 +132,7 @@ class AgentSession:
                 waiting.reply.set_exception(refused)
                 continue
             self._latest = waiting
-            self._asked.set_result(new)
+            self._next_messages.set_result(new)
 
     def _new(self, request: ChatRequest) -> tuple[Message, ...]:
         """What a request says beyond what was said before, with directions. Raises Refused."""
@@ -140,15 +140,15 @@ class AgentSession:
             return self._first(request)
         if request.auxiliary:
             return self._branch(request)
-        if why := self._difference(request):
+        if reason := self._difference(request):
             if self._branches:
                 return self._branch(request)
-            raise _changed(why)
-        if self._main < len(self._answered):
+            raise _changed(reason)
+        if self._main < len(self._turns):
             return self._branch(request)
         ids = None if request.token_ids is None else request.token_ids[len(self._ids) :]
-        messages = request.messages[len(self._answered[self._main - 1].said) :]
-        return request.directions(first=False, ids=ids).before([shown_message(message) for message in messages])
+        messages = request.messages[len(self._turns[self._main - 1].messages) :]
+        return request.turn_params(first=False, ids=ids).prepend_to([shown_message(message) for message in messages])
 
     def _first(self, request: ChatRequest) -> tuple[Message, ...]:
         """What a session's first request says. Raises Refused."""
@@ -161,32 +161,32 @@ class AgentSession:
             )
         if any(message.calls for message in request.messages):
             raise _changed("messages have calls of tools, and nothing was sampled here yet")
-        directions = request.directions(first=True, ids=request.token_ids)
-        return directions.before([shown_message(message) for message in request.messages])
+        directions = request.turn_params(first=True, ids=request.token_ids)
+        return directions.prepend_to([shown_message(message) for message in request.messages])
 
     def _difference(self, request: ChatRequest) -> str:
         """Why a request does not go on from the newest turn that is not auxiliary; empty if it does."""
-        main = self._answered[self._main - 1]
+        main = self._turns[self._main - 1]
         if request.token_ids is not None:
             if request.token_ids[: len(self._ids)] == self._ids:
                 return ""
             pairs = enumerate(zip(self._ids, request.token_ids, strict=False))
-            at = next((i for i, (a, b) in pairs if a != b), min(len(self._ids), len(request.token_ids)))
-            return f"token_ids differ from the {len(self._ids)} so far from position {at} on"
-        if not main.said:
+            position = next((i for i, (a, b) in pairs if a != b), min(len(self._ids), len(request.token_ids)))
+            return f"token_ids differ from the {len(self._ids)} so far from position {position} on"
+        if not main.messages:
             return "this session began with token_ids"
         if request.tools != main.tools:
             return "tools are other ones than before"
-        for number, (before, now) in enumerate(zip(main.said, request.messages, strict=False)):
+        for index, (before, now) in enumerate(zip(main.messages, request.messages, strict=False)):
             if before.canonical != now.canonical:
-                return f"messages[{number}], of role {now.role}, is not what it was"
-        new = request.messages[len(main.said) :]
+                return f"messages[{index}], of role {now.role}, is not what it was"
+        new = request.messages[len(main.messages) :]
         if not new:
-            said, given = len(main.said), len(request.messages)
-            return f"{given} messages, where {said} were said already and one must follow"
-        for number, message in enumerate(new, len(main.said)):
+            num_known, num_sent = len(main.messages), len(request.messages)
+            return f"{num_sent} messages, where {num_known} were said already and one must follow"
+        for index, message in enumerate(new, len(main.messages)):
             if message.role == "assistant":
-                return f"messages[{number}] is the assistant's, and was not sampled here"
+                return f"messages[{index}] is the assistant's, and was not sampled here"
         return ""
 
     def _branch(self, request: ChatRequest) -> tuple[Message, ...]:
@@ -194,21 +194,21 @@ class AgentSession:
         all that it says, if it agrees with none: then it is rendered anew, and the branch begins where its token ids
         are others than those that were there."""
         if request.token_ids is not None:
-            return request.directions(first=False, ids=request.token_ids, after_turn=0).before(())
-        said = [message.canonical for message in request.messages]
+            return request.turn_params(first=False, ids=request.token_ids, after_turn=0).prepend_to(())
+        canonical = [message.canonical for message in request.messages]
         best = (0, 0)
-        for number, one in enumerate(self._answered, 1):
-            new = request.messages[len(one.said) :]
-            if not one.said or not new or one.tools != request.tools or any(m.role == "assistant" for m in new):
+        for index, turn in enumerate(self._turns, 1):
+            new = request.messages[len(turn.messages) :]
+            if not turn.messages or not new or turn.tools != request.tools or any(m.role == "assistant" for m in new):
                 continue
-            if said[: len(one.said)] == [message.canonical for message in one.said]:
-                best = max(best, (len(one.said), number))
-        count, number = best
-        if number:
-            directions = request.directions(first=False, after_turn=number)
-            return directions.before([shown_message(message) for message in request.messages[count:]])
-        directions = request.directions(first=True, after_turn=0)
-        return directions.before([self._shown_again(message) for message in request.messages])
+            if canonical[: len(turn.messages)] == [message.canonical for message in turn.messages]:
+                best = max(best, (len(turn.messages), index))
+        count, index = best
+        if index:
+            directions = request.turn_params(first=False, after_turn=index)
+            return directions.prepend_to([shown_message(message) for message in request.messages[count:]])
+        directions = request.turn_params(first=True, after_turn=0)
+        return directions.prepend_to([self._shown_again(message) for message in request.messages])
 
     def _shown_again(self, message: ChatMessage) -> Message:
         """A message of a conversation that is rendered anew: what the model said as it said it."""
@@ -218,23 +218,23 @@ class AgentSession:
     # -- the episode's side --------------------------------------------------------------------------------------
 
     @property
-    def asked(self) -> asyncio.Future[tuple[Message, ...]]:
+    def next_messages(self) -> asyncio.Future[tuple[Message, ...]]:
         """What the agent says next, with directions."""
-        return self._asked
+        return self._next_messages
 
     def answer(self, turn: SampledTurn) -> None:
         """Tell the agent the turn that it waits for."""
         waiting = self._latest
-        assert waiting is not None and self._asked.done(), "an answer to nothing"
-        request, number = waiting.request, len(self._answered)
+        assert waiting is not None and self._next_messages.done(), "an answer to nothing"
+        request, number = waiting.request, len(self._turns)
         reply = reply_of(f"chatcmpl-{self.id}-{number}", number, int(time.time()), turn, request)
-        said = (*request.messages, reply.message) if request.token_ids is None else ()
-        self._answered.append(_Answered(said=said, tools=request.tools))
+        messages = (*request.messages, reply.message) if request.token_ids is None else ()
+        self._turns.append(_AnsweredTurn(messages=messages, tools=request.tools))
         self._texts[reply.message.canonical] = turn.text
         if not request.auxiliary:
-            self._main = len(self._answered)
-            self._ids = (*turn.before, *turn.tokens)
-        self._asked = asyncio.get_running_loop().create_future()
+            self._main = len(self._turns)
+            self._ids = (*turn.prompt_tokens, *turn.tokens)
+        self._next_messages = asyncio.get_running_loop().create_future()
         waiting.reply.set_result(reply)
         self._ask_next()
 
@@ -302,9 +302,9 @@ class Sessions:
             401, "no session has this key; use the one that the agent was started with", "invalid_api_key"
         )
 
-    def is_another(self, id: str, found: AgentSession) -> bool:
+    def is_another(self, id: str, session: AgentSession) -> bool:
         """Whether an id is that of another open session than the one that was found."""
-        return id.partition(".")[0] in self._open and id.partition(".")[0] != found.id
+        return id.partition(".")[0] in self._open and id.partition(".")[0] != session.id
 
 
 def _changed(why: str) -> RequestError:
@@ -326,11 +326,11 @@ def _same(first: ChatRequest, second: ChatRequest) -> bool:
     return asks(first) == asks(second)
 
 
-def _failed(waiting: _Waiting) -> bool:
+def _failed(waiting: _PendingRequest) -> bool:
     return waiting.reply.done() and waiting.reply.exception() is not None
 
 
-def _heard(reply: asyncio.Future[TurnReply]) -> None:
+def _consume_error(reply: asyncio.Future[TurnReply]) -> None:
     """Read the error of a reply that nobody may wait for any longer, so that nothing is logged."""
     if not reply.cancelled():
         reply.exception()

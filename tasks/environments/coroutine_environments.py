@@ -13,9 +13,9 @@ from staleflow.tasks.environments.episode import (
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
-    ended,
-    observed,
-    told,
+    error_line,
+    final_result,
+    parse_observation,
 )
 from staleflow.tasks.rendering.task_source import Message, Prompt
 
@@ -52,18 +52,18 @@ class Session:
             raise RuntimeError("ask is called while another call of it waits; ask one thing after the other")
         alone = len(messages) == 1 and isinstance(messages[0], str)
         named = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
-        prompt = observed(messages[0] if alone else named, "what ask is given")
+        prompt = parse_observation(messages[0] if alone else named, "what ask is given")
         self._answered = asyncio.get_running_loop().create_future()
         self._asked.set_result(prompt)
         return await self._answered
 
-    def _answer(self, text: str, *, cut: bool) -> None:
+    def _answer(self, text: str, *, truncated: bool) -> None:
         """Let the waiting `ask` return, or raise EpisodeTruncated."""
         answered = self._answered
         assert answered is not None
         self._asked = asyncio.get_running_loop().create_future()
         self._answered = None
-        if cut:
+        if truncated:
             answered.set_exception(EpisodeTruncated(text))
         else:
             answered.set_result(text)
@@ -105,12 +105,12 @@ class CoroutineEpisode:
             raise EpisodeFailed("play returned before it asked the model for anything; call session.ask first")
         return first
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         assert self._session is not None
-        self._session._answer(text, cut=cut)
+        self._session._answer(text, truncated=truncated)
         next_ = await self._until_asked()
-        if not isinstance(next_, EnvStepResult) and (cut or last):
-            self._session._answer("", cut=True)
+        if not isinstance(next_, EnvStepResult) and (truncated or last):
+            self._session._answer("", truncated=True)
             next_ = await self._until_asked()
             if not isinstance(next_, EnvStepResult):
                 raise EpisodeFailed("play asked again after EpisodeTruncated; return a reward then, or do not catch it")
@@ -119,30 +119,30 @@ class CoroutineEpisode:
         return EnvStepResult(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
 
     async def close(self) -> None:
-        self.abandon()
+        self.kill()
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         if self._playing is not None:
             self._playing.cancel()
 
     async def _until_asked(self) -> Prompt | EnvStepResult:
         """What the coroutine asks next, or its end. Raises EpisodeFailed."""
         assert self._session is not None and self._playing is not None
-        asked = self._session._asked
-        await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        request = self._session._asked
+        await asyncio.wait({request, self._playing}, return_when=asyncio.FIRST_COMPLETED)
         if not self._playing.done():
-            return asked.result()
+            return request.result()
         if self._playing.cancelled():
             raise EpisodeFailed("play was cancelled")
         error = self._playing.exception()
         if isinstance(error, EpisodeTruncated):
-            return ended(self._session.reward, what="session.reward")
+            return final_result(self._session.reward, label="session.reward")
         if isinstance(error, EpisodeFailed):
             raise error
         if error is not None:
-            raise EpisodeFailed(f"play raised: {told(error, line=True)}") from error
+            raise EpisodeFailed(f"play raised: {error_line(error, line=True)}") from error
         result = self._playing.result()
-        return ended(result, what="what play returned")
+        return final_result(result, label="what play returned")
 
 
 async def _guarded(play: Play, session: Session, task: AgentTask) -> Any:
@@ -150,4 +150,4 @@ async def _guarded(play: Play, session: Session, task: AgentTask) -> Any:
     try:
         return await play(session, task)
     except SystemExit as error:
-        raise EpisodeFailed(f"play raised: {told(error, line=True)}") from error
+        raise EpisodeFailed(f"play raised: {error_line(error, line=True)}") from error

@@ -27,7 +27,7 @@ class EnvironmentConfig:
         "tools that the model may call before it answers a task of a single turn; the first turn that calls none is "
         "scored",
         choices=TOOL_NAMES,
-        own=True,
+        user_code=True,
     )
     tool_timeout_s: float = knob(
         5.0, "seconds for all tool calls of one turn; the model is told of those that took longer", above=0

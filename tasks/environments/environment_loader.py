@@ -30,10 +30,10 @@ def traits_of(source: str, key: str) -> EnvironmentTraits:
     if (kind := kind_of(source)) is not None:
         kind.check_installed(f"{key} = {source!r}")
         return EnvironmentTraits(repeatable=kind.repeatable, blocking=kind.blocking)
-    found = user_code.load(source, key)
-    is_async = inspect.iscoroutinefunction(getattr(found, "step", found))
+    loaded = user_code.load(source, key)
+    is_async = inspect.iscoroutinefunction(getattr(loaded, "step", loaded))
     return EnvironmentTraits(
-        repeatable=bool(getattr(found, "repeatable", False)), blocking=bool(getattr(found, "blocking", not is_async))
+        repeatable=bool(getattr(loaded, "repeatable", False)), blocking=bool(getattr(loaded, "blocking", not is_async))
     )
 
 
@@ -55,18 +55,18 @@ def open_environment(
     if kind is not None:
         rows = (_rows(options, where),) if kind.plays_rows else ()
         return GymEnvironment(kind.open(name, options, where, *rows, where=where))
-    found = user_code.load(source, key)
-    if not has_turns(found):
+    loaded = user_code.load(source, key)
+    if not has_turns(loaded):
         raise ConfigError(
             f"{where}: an environment is a class with reset and step, or an async def play(session, task)"
         )
-    if not isinstance(found, type):
-        if not _accepts(found, "session", "task"):
+    if not isinstance(loaded, type):
+        if not _accepts(loaded, "session", "task"):
             raise ConfigError(f"{where}: must take (session, task)")
-        return CoroutineEnvironment(found, dict(options))
-    if not _accepts(found, **options):
-        raise ConfigError(f"{where}: {found.__name__}() does not take task.options = {dict(options)}")
-    return GymEnvironment(functools.partial(found, **options))
+        return CoroutineEnvironment(loaded, dict(options))
+    if not _accepts(loaded, **options):
+        raise ConfigError(f"{where}: {loaded.__name__}() does not take task.options = {dict(options)}")
+    return GymEnvironment(functools.partial(loaded, **options))
 
 
 def _rows(options: Mapping[str, Any], where: str) -> Any:

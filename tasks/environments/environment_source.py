@@ -52,7 +52,7 @@ class EnvironmentSource:
             raise ConfigError(f"{self._where}: {which}: {why}") from error
         return Task(prompt=prompt, record=record_of(start, prompt), seed=start.seed)
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> EnvironmentSource:
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> EnvironmentSource:
         return self
 
     def score(self, answer: str, record: Record) -> float:

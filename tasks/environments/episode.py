@@ -52,15 +52,16 @@ class Episode(Protocol):
         """Create and reset the environment; returns its first observation."""
         ...
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
-        """Take a turn. cut: the turn was cut short, so the episode ends here. last: no further turn can be taken."""
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
+        """Take a turn. truncated: the turn was cut short, so the episode ends here. last: no further turn can be
+        taken."""
         ...
 
     async def close(self) -> None:
         """Release what the environment holds, after its end."""
         ...
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """Stop at once, in the middle of a step too, and wait for nothing."""
         ...
 
@@ -73,16 +74,16 @@ class Environment(Protocol):
         ...
 
 
-def observed(value: object, what: str) -> Prompt:
+def parse_observation(value: object, label: str) -> Prompt:
     """An observation as a text or messages, of plain texts: a class of numpy or of the user's own could not be loaded
-    by the process that receives it. what: it is, for the message. Raises EpisodeFailed."""
+    by the process that receives it. label: it is, for the message. Raises EpisodeFailed."""
     try:
-        found = prompt_of(value)
-        if isinstance(found, str):
-            return _plain(found)
-        return tuple(Message(_plain(message.role), _plain(message.content)) for message in found)
+        observation = prompt_of(value)
+        if isinstance(observation, str):
+            return _plain(observation)
+        return tuple(Message(_plain(message.role), _plain(message.content)) for message in observation)
     except ValueError as error:
-        raise EpisodeFailed(f"{what} {error}") from error
+        raise EpisodeFailed(f"{label} {error}") from error
 
 
 def _plain(text: str) -> str:
@@ -95,22 +96,22 @@ def _plain(text: str) -> str:
         raise ValueError(f"is no Unicode text: {error.reason} at character {error.start}") from error
 
 
-def given(value: object, what: str) -> tuple[Message, ...]:
+def observation_messages(value: object, label: str) -> tuple[Message, ...]:
     """An observation as messages to be given to the model. Raises EpisodeFailed."""
-    found = observed(value, what)
-    return (Message(OBSERVED, found),) if isinstance(found, str) else found
+    observation = parse_observation(value, label)
+    return (Message(OBSERVED, observation),) if isinstance(observation, str) else observation
 
 
-def ended(reward: object, parts: object = None, *, what: str = "the reward") -> EnvStepResult:
+def final_result(reward: object, parts: object = None, *, label: str = "the reward") -> EnvStepResult:
     """The end of an episode with this reward, and its parts by name. Raises EpisodeFailed if it is no number."""
     try:
         number, named = parse_reward(reward if parts is None else (reward, parts))
     except InvalidReward as refused:
-        raise EpisodeFailed(str(refused).replace("the reward", what, 1)) from refused
+        raise EpisodeFailed(str(refused).replace("the reward", label, 1)) from refused
     return EnvStepResult(ended=True, reward=number, parts=named)
 
 
-def told(error: BaseException, *, line: bool = False) -> str:
+def error_line(error: BaseException, *, line: bool = False) -> str:
     """An error of an environment, on one line. line: with the line of the user's code that it comes from."""
     text = printable(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
     where = user_code.line_of(error) if line else ""

@@ -26,7 +26,7 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_loader import open_environment
-from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, told
+from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_line
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 HEADER = struct.Struct("<I")
@@ -245,24 +245,24 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
     loop = asyncio.get_running_loop()
     episode: Episode | None = None
     while True:
-        what, *given = await receive(connection)
+        method, *args = await receive(connection)
         result: Any = None
         problem = ""
         try:
-            if what == BEGIN:
+            if method == BEGIN:
                 if episode is not None:
                     await episode.close()
-                episode = environment.episode(given[0])
+                episode = environment.episode(args[0])
                 result = await episode.begin()
-            elif episode is not None and what == STEP:
-                text, cut, last = given
-                result = await episode.step(text, cut=cut, last=last)
-            elif episode is not None and what == CLOSE:
+            elif episode is not None and method == STEP:
+                text, truncated, last = args
+                result = await episode.step(text, truncated=truncated, last=last)
+            elif episode is not None and method == CLOSE:
                 await episode.close()
         except EpisodeFailed as failed:
             problem = str(failed)
         except MemoryError as error:
-            problem = told(error, line=True)
+            problem = error_line(error, line=True)
         await loop.sock_sendall(connection, packed((result, problem)))
 
 

@@ -199,18 +199,18 @@ class ForkedEpisode:
         prompt: Prompt = await self._asked(BEGIN, self._start)
         return prompt
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
-        said: EnvStepResult = await self._asked(STEP, text, cut, last)
-        return said
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
+        result: EnvStepResult = await self._asked(STEP, text, truncated, last)
+        return result
 
     async def close(self) -> None:
         if self._connection is not None:
             try:
                 await self._asked(CLOSE)
             finally:
-                self.abandon()
+                self.kill()
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -268,8 +268,8 @@ class Resetter:
                 self._end(number, connection)
         if problem:
             raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
-        found: Prompt = prompt
-        return found
+        observation: Prompt = prompt
+        return observation
 
     def close(self) -> None:
         """Stop the processes; they are started again when needed."""

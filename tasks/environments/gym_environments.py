@@ -11,10 +11,10 @@ from staleflow.tasks.environments.episode import (
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
-    ended,
-    given,
-    observed,
-    told,
+    error_line,
+    final_result,
+    observation_messages,
+    parse_observation,
 )
 from staleflow.tasks.rendering.task_source import Prompt
 
@@ -46,11 +46,11 @@ class GymEpisode:
         result = await self._called("reset raised", self._game.reset, seed=self._start.seed, **with_options)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
             raise EpisodeFailed(f"reset must return (observation, info), not {_short(result)}")
-        return observed(result[0], "the first observation")
+        return parse_observation(result[0], "the first observation")
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
-        if cut:
-            return ended(self._reward)
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
+        if truncated:
+            return final_result(self._reward)
         self._num_steps += 1
         at = f"step {self._num_steps}"
         result = await self._called(f"{at} raised", self._game.step, text)
@@ -58,18 +58,18 @@ class GymEpisode:
             raise EpisodeFailed(
                 f"{at} must return (observation, reward, terminated, truncated, info), not {_short(result)}"
             )
-        observation, reward, terminated, truncated, info = result
-        self._reward += ended(reward, what=f"the reward of {at}").reward
-        if terminated or truncated or last:
-            return ended(self._reward, info.get("parts"), what=f"the reward of {at}")
-        return EnvStepResult(messages=given(observation, f"the observation of {at}"))
+        observation, reward, terminated, env_truncated, info = result
+        self._reward += final_result(reward, label=f"the reward of {at}").reward
+        if terminated or env_truncated or last:
+            return final_result(self._reward, info.get("parts"), label=f"the reward of {at}")
+        return EnvStepResult(messages=observation_messages(observation, f"the observation of {at}"))
 
     async def close(self) -> None:
         close = getattr(self._game, "close", None)
         if callable(close):
             await self._called("close raised", close)
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """Nothing is left to stop: a plain method has returned, a coroutine is cancelled with what awaits it."""
 
     async def _called(self, failed: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class GymEpisode:
             result = outside_event_loop(lambda: function(*args, **kwargs))
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
-            raise EpisodeFailed(f"{failed}: {told(error, line=True)}") from error
+            raise EpisodeFailed(f"{failed}: {error_line(error, line=True)}") from error
 
 
 def outside_event_loop(function: Callable[[], Any]) -> Any:

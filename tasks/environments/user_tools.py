@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart, told
+from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart, error_line
 from staleflow.tasks.environments.gym_environments import outside_event_loop
 from staleflow.tasks.rendering.task_source import Message, Prompt
 from staleflow.tasks.settings import user_code
 
 TOOLS_KEY = "environment.tools"
 """The key of a job file that names tools."""
-GIVEN_BACK = "tool"
+TOOL_ROLE = "tool"
 """Role of what a tool gives back."""
 LONGEST_RESULT = 20_000
 """Characters of a result that are given back."""
@@ -63,7 +63,7 @@ def _parameters(function: Callable[..., Any], where: str) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:  # whatever a user's hints raise when they are read
-        raise ConfigError(f"{where}: its type hints cannot be read: {told(error)}") from error
+        raise ConfigError(f"{where}: its type hints cannot be read: {error_line(error)}") from error
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -95,9 +95,9 @@ def _schema(hint: Any) -> dict[str, Any] | None:
         return {"type": KINDS[origin]}
     if origin is typing.Literal:
         return {"enum": list(inner)}
-    of = [_schema(one) for one in inner]
-    known = [schema for schema in of if schema is not None]
-    if len(known) < len(of):
+    schemas = [_schema(argument) for argument in inner]
+    known = [schema for schema in schemas if schema is not None]
+    if len(known) < len(schemas):
         return None
     if origin in (types.UnionType, typing.Union):
         return {"anyOf": known}
@@ -108,7 +108,7 @@ def _schema(hint: Any) -> dict[str, Any] | None:
     return None
 
 
-def fault(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+def argument_error(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
     """What is wrong with the arguments of a call, for whoever wrote it; empty if they fit their schema."""
     properties: Mapping[str, Any] = parameters["properties"]
     known = ", ".join(properties) or "none"
@@ -122,9 +122,9 @@ def fault(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if "anyOf" in schema:
-        return any(_fits(value, one) for one in schema["anyOf"])
+        return any(_fits(value, option) for option in schema["anyOf"])
     if "enum" in schema:
-        return any(value == one and type(value) is type(one) for one in schema["enum"])
+        return any(value == option and type(value) is type(option) for option in schema["enum"])
     match schema.get("type"):
         case None:
             return True
@@ -146,7 +146,7 @@ def _words(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(map(_words, schema["anyOf"]))
     if "enum" in schema:
-        return f"one of {', '.join(json.dumps(one) for one in schema['enum'])}"
+        return f"one of {', '.join(json.dumps(value) for value in schema['enum'])}"
     words = {"string": "a text", "integer": "a whole number", "number": "a number", "boolean": "true or false",
              "array": "a list", "object": "an object", "null": "null"}  # fmt: skip
     return words.get(schema.get("type", ""), "anything") + (f" of {_words(i)}" if (i := schema.get("items")) else "")
@@ -190,7 +190,7 @@ class _Call:
     async def begin(self) -> Prompt:
         return ""
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         arguments: dict[str, Any] = json.loads(text)
         try:
             if inspect.iscoroutinefunction(self._tool.function):
@@ -198,13 +198,13 @@ class _Call:
             else:
                 result = outside_event_loop(lambda: self._tool.function(**arguments))
         except (Exception, SystemExit) as error:
-            raise EpisodeFailed(told(error)) from error
-        return EnvStepResult(messages=(Message(GIVEN_BACK, _text(result)),))
+            raise EpisodeFailed(error_line(error)) from error
+        return EnvStepResult(messages=(Message(TOOL_ROLE, _text(result)),))
 
     async def close(self) -> None:
         """There is nothing to release."""
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """The process ends with the call."""
 
 
@@ -213,6 +213,6 @@ def _text(result: Any) -> str:
     try:
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise EpisodeFailed(f"it returned what JSON cannot say: {told(error)}") from error
+        raise EpisodeFailed(f"it returned what JSON cannot say: {error_line(error)}") from error
     text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # halves of characters, which no tokenizer reads
     return text if len(text) <= LONGEST_RESULT else f"{text[:LONGEST_RESULT]}... ({len(text)} characters)"

@@ -29,7 +29,14 @@ from staleflow.tasks.endpoint.requests import RequestError
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession
 from staleflow.tasks.environments.coroutine_environments import AgentTask
-from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart, ended, observed, told
+from staleflow.tasks.environments.episode import (
+    EnvStepResult,
+    EpisodeFailed,
+    EpisodeStart,
+    error_line,
+    final_result,
+    parse_observation,
+)
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, Run
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Prompt
@@ -50,18 +57,18 @@ def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent
     """The agent that a job names `agent:NAME`. where: in the job, for messages. Raises ConfigError."""
     if name == COMMAND:
         return _program(options, where)
-    found = user_code.load(name, where.partition(" = ")[0])
+    loaded = user_code.load(name, where.partition(" = ")[0])
     try:
-        inspect.signature(found).bind("", "", None)
+        inspect.signature(loaded).bind("", "", None)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: an agent takes (base_url, key, task): {error}") from error
-    if inspect.iscoroutinefunction(found):
+    if inspect.iscoroutinefunction(loaded):
         return LoadedAgent(
-            run=lambda told: found(*told), blocking=bool(getattr(found, "blocking", False)), options=options
+            run=lambda args: loaded(*args), blocking=bool(getattr(loaded, "blocking", False)), options=options
         )
 
-    async def run(told: AgentArgs) -> Any:
-        return await _in_thread(lambda: found(*told))
+    async def run(args: AgentArgs) -> Any:
+        return await _in_thread(lambda: loaded(*args))
 
     return LoadedAgent(run=run, blocking=True, options=options)
 
@@ -100,15 +107,15 @@ def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
         raise ConfigError(f'{where}: task.options.command must be a list of texts, such as ["python", "agent.py"]')
     rest = {name: value for name, value in options.items() if name != "command"}
 
-    async def run(told: AgentArgs) -> Any:
-        return await _run_program(command, told)
+    async def run(args: AgentArgs) -> Any:
+        return await _run_program(command, args)
 
     return LoadedAgent(run=run, blocking=True, options=rest)
 
 
-async def _run_program(command: Sequence[str], given: AgentArgs) -> Any:
+async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
     """The reward that a program prints last. Raises EpisodeFailed."""
-    base_url, key, task = given
+    base_url, key, task = args
     about = {"index": task.index, "held_out": task.held_out, "seed": task.seed, "options": dict(task.options)}
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "STALEFLOW_TASK": json.dumps(about)}
     pipe = asyncio.subprocess.PIPE
@@ -130,8 +137,8 @@ async def _run_program(command: Sequence[str], given: AgentArgs) -> Any:
     finally:
         _end_group(process.pid)
     if status:
-        why = f": {complained[-1]}" if complained else ""
-        raise EpisodeFailed(f"the agent's command ended with exit code {status}{why}")
+        detail = f": {complained[-1]}" if complained else ""
+        raise EpisodeFailed(f"the agent's command ended with exit code {status}{detail}")
     if not printed:
         raise EpisodeFailed("the agent's command printed nothing; its last line must be the reward")
     return _printed_reward(printed[-1])
@@ -145,32 +152,32 @@ def _end_group(leader: int) -> None:
 
 async def _last_lines(stream: asyncio.StreamReader) -> list[str]:
     """The last lines of a stream that are not empty, once it has ended."""
-    kept: deque[str] = deque(maxlen=LAST_LINES)
+    lines: deque[str] = deque(maxlen=LAST_LINES)
     while True:
         try:
             line = await stream.readline()
         except ValueError:  # too long; what was read of it is dropped
             continue
         if not line:
-            return list(kept)
+            return list(lines)
         if text := " ".join(line.decode("utf-8", "replace").split()):
-            kept.append(text)
+            lines.append(text)
 
 
 def _printed_reward(line: str) -> Any:
     """A number, or a number and its parts by name. Raises EpisodeFailed."""
     try:
-        found = json.loads(line)
+        parsed = json.loads(line)
     except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
-        return found.get("reward"), found.get("parts") or {}
-    if not isinstance(found, (int, float)):
+        parsed = None
+    if isinstance(parsed, dict):
+        return parsed.get("reward"), parsed.get("parts") or {}
+    if not isinstance(parsed, (int, float)):
         raise EpisodeFailed(
             f'the last line that the agent printed must be its reward, a number or {{"reward": ..., "parts": ...}}, '
             f"not {line[:80]!r}"
         )
-    return found
+    return parsed
 
 
 def task_of(start: EpisodeStart, options: Mapping[str, Any]) -> AgentTask:
@@ -210,39 +217,39 @@ class AgentEpisode:
         except ConfigError as error:
             raise EpisodeFailed(str(error)) from error
         session = self._session = self._server.sessions.open()
-        given = (self._server.base_url, session.key, task_of(self._start, self._agent.options))
-        self._running = asyncio.ensure_future(_guarded(self._agent.run, given))
+        args = (self._server.base_url, session.key, task_of(self._start, self._agent.options))
+        self._running = asyncio.ensure_future(_guarded(self._agent.run, args))
         first = await self._until_asked()
         if isinstance(first, EnvStepResult):
             raise EpisodeFailed("the agent ended before it asked the model for anything")
         return first
 
-    def hear(self, turn: SampledTurn) -> None:
+    def set_turn(self, turn: SampledTurn) -> None:
         """Take note of the turn that the next step is about."""
         self._turn = turn
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         session = self._session
         assert session is not None
         if self._turn is not None:
             turn, self._turn = self._turn, None
             session.answer(turn)
-        elif not cut:
+        elif not truncated:
             raise EpisodeFailed("the agent cannot be told a turn without its token ids")
-        if cut or last:
+        if truncated or last:
             self._cut = True
-            limit = "rollout.max_new_tokens" if cut else "environment.max_turns"
+            limit = "rollout.max_new_tokens" if truncated else "environment.max_turns"
             session.refuse(RequestError(400, f"the episode is at its limit, {limit}", "context_length_exceeded"))
             assert self._running is not None
             await asyncio.wait({self._running})
             return self._end()
-        said = await self._until_asked()
-        return said if isinstance(said, EnvStepResult) else EnvStepResult(messages=said)
+        request = await self._until_asked()
+        return request if isinstance(request, EnvStepResult) else EnvStepResult(messages=request)
 
     async def close(self) -> None:
-        self.abandon()
+        self.kill()
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         if self._session is not None:
             self._server.sessions.close(self._session)
         if self._running is not None:
@@ -251,14 +258,14 @@ class AgentEpisode:
     async def _until_asked(self) -> tuple[Message, ...] | EnvStepResult:
         """What the agent asks next, or its end. Raises EpisodeFailed."""
         assert self._session is not None and self._running is not None
-        asked = self._session.asked
-        await asyncio.wait({asked, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        pending = self._session.next_messages
+        await asyncio.wait({pending, self._running}, return_when=asyncio.FIRST_COMPLETED)
         if self._running.done():
             return self._end()
-        messages = asked.result()
-        found = observed([message._asdict() for message in messages], "what the agent said")
-        assert not isinstance(found, str)
-        return found
+        messages = pending.result()
+        observation = parse_observation([message._asdict() for message in messages], "what the agent said")
+        assert not isinstance(observation, str)
+        return observation
 
     def _end(self) -> EnvStepResult:
         """The reward of an agent that has ended. Raises EpisodeFailed."""
@@ -271,8 +278,8 @@ class AgentEpisode:
         if isinstance(error, EpisodeFailed):
             raise error
         if error is not None:
-            raise EpisodeFailed(f"the agent raised: {told(error, line=True)}") from error
-        return ended(self._running.result(), what="what the agent returned")
+            raise EpisodeFailed(f"the agent raised: {error_line(error, line=True)}") from error
+        return final_result(self._running.result(), label="what the agent returned")
 
 
 class ForkedAgents:
@@ -294,26 +301,26 @@ class ForkedAgentEpisode:
     async def begin(self) -> Prompt:
         return ""
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         base_url, key = json.loads(text)
         try:
             reward = await _guarded(self._agent.run, (base_url, key, task_of(self._start, self._agent.options)))
         except EpisodeFailed:
             raise
         except Exception as error:
-            raise EpisodeFailed(f"the agent raised: {told(error, line=True)}") from error
-        return ended(reward, what="what the agent returned")
+            raise EpisodeFailed(f"the agent raised: {error_line(error, line=True)}") from error
+        return final_result(reward, label="what the agent returned")
 
     async def close(self) -> None:
         """Its process ends it."""
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """Its process ends it."""
 
 
-async def _guarded(run: Run, given: AgentArgs) -> Any:
+async def _guarded(run: Run, args: AgentArgs) -> Any:
     """What an agent returns. SystemExit would end the event loop that it runs on, with everything else there."""
     try:
-        return await run(given)
+        return await run(args)
     except SystemExit as error:
-        raise EpisodeFailed(f"the agent raised: {told(error, line=True)}") from error
+        raise EpisodeFailed(f"the agent raised: {error_line(error, line=True)}") from error

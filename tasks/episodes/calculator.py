@@ -89,8 +89,8 @@ def _power(a: Number, b: Number) -> Number:
         if abs(a) > 1 and (abs(a).bit_length() - 1) * b > MOST_BITS:
             raise OverflowError
         return int(a**b)
-    found: Number = a**b
-    return found
+    result: Number = a**b
+    return result
 
 
 def _rounded(a: Number, digits: Number = 0) -> Number:

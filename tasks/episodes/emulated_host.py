@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from staleflow.tasks.emulation.emulated_episodes import EmulatedEpisodes
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Record
 
@@ -33,7 +33,7 @@ class EmulatedEnvironments:
     def __init__(self, settings: EmulatedHostSettings) -> None:
         self._settings = settings
         self._episodes = settings.episodes
-        self._places = asyncio.Semaphore(settings.limits.concurrency)
+        self._slots = asyncio.Semaphore(settings.limits.concurrency)
 
     needs_token_ids = False
 
@@ -46,30 +46,32 @@ class EmulatedEnvironments:
         record: Record,
         turns: Sequence[str],
         *,
-        cut: bool,
+        truncated: bool,
         newest: SampledTurn | None = None,
-    ) -> Answer:
-        found = self._episodes.answer(abs(key.task), key.member, len(turns) - 1, attempt=key.attempt, cut=cut)
+    ) -> HostedStepResult:
+        step = self._episodes.answer(
+            abs(key.task), key.member, len(turns) - 1, attempt=key.attempt, truncated=truncated
+        )
         limit_s, scale = self._settings.limits.step_timeout_s, self._settings.time_scale
         clock = asyncio.get_running_loop().time
         asked_s = clock()
-        async with self._places:
+        async with self._slots:
             waited_s = (clock() - asked_s) * scale
-            await asyncio.sleep(min(found.seconds, limit_s) / scale)
-        if found.seconds > limit_s:
-            late = "is never answered" if math.isinf(found.seconds) else f"takes {found.seconds:g} s"
+            await asyncio.sleep(min(step.seconds, limit_s) / scale)
+        if step.seconds > limit_s:
+            late = "is never answered" if math.isinf(step.seconds) else f"takes {step.seconds:g} s"
             error = f"step {len(turns)} {late}, environment.step_timeout_s = {limit_s:g} s"
-            return Answer(ended=True, error=error, seconds=limit_s, waited_s=waited_s)
-        if found.error:
-            return Answer(ended=True, error=found.error, seconds=found.seconds, waited_s=waited_s)
-        messages = () if found.ended else (Message("tool", str(found.tokens)),)
-        return Answer(
-            messages=messages, ended=found.ended, reward=found.reward, seconds=found.seconds, waited_s=waited_s
+            return HostedStepResult(ended=True, error=error, seconds=limit_s, waited_s=waited_s)
+        if step.error:
+            return HostedStepResult(ended=True, error=step.error, seconds=step.seconds, waited_s=waited_s)
+        messages = () if step.ended else (Message("tool", str(step.tokens)),)
+        return HostedStepResult(
+            messages=messages, ended=step.ended, reward=step.reward, seconds=step.seconds, waited_s=waited_s
         )
 
-    async def end(self, key: EpisodeKey, record: Record) -> Answer:
-        found = self._episodes.answer(abs(key.task), key.member, 0, attempt=key.attempt, cut=True)
-        return Answer(ended=True, reward=found.reward)
+    async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
+        step = self._episodes.answer(abs(key.task), key.member, 0, attempt=key.attempt, truncated=True)
+        return HostedStepResult(ended=True, reward=step.reward)
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
         """Nothing is held."""

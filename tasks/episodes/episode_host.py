@@ -23,13 +23,13 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.environments.environment_loader import open_environment, traits_of
-from staleflow.tasks.environments.episode import OBSERVED, EnvStepResult, Episode, EpisodeFailed, start_of, told
+from staleflow.tasks.environments.episode import OBSERVED, EnvStepResult, Episode, EpisodeFailed, error_line, start_of
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
-from staleflow.tasks.environments.user_tools import GIVEN_BACK
+from staleflow.tasks.environments.user_tools import TOOL_ROLE
 from staleflow.tasks.episodes.agents import AgentEpisode
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import Tool, ToolEpisode, check_tools, tools_of
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Prompt, Record, prompt_of
@@ -60,7 +60,7 @@ class EpisodeSettings:
         """Roles of what is said to the model after its turns, as far as that is known beforehand."""
         if self.needs_token_ids:
             return ()
-        return (OBSERVED,) if self.scoring is None else (GIVEN_BACK,)
+        return (OBSERVED,) if self.scoring is None else (TOOL_ROLE,)
 
     @property
     def needs_token_ids(self) -> bool:
@@ -84,17 +84,17 @@ class EpisodeMaker:
 
 
 @dataclass(slots=True)
-class _Held:
+class HostedEpisode:
     """An episode of this host."""
 
     turns: tuple[str, ...]
-    answer: asyncio.Task[Answer] = field(init=False)
+    answer: asyncio.Task[HostedStepResult] = field(init=False)
     """To the last of the turns."""
     episode: Episode | None = None
     num_taken: int = 0
     """Turns that the environment has taken."""
     spent_s: float = 0.0
-    said: list[tuple[Message, ...]] = field(default_factory=list)
+    observations: list[tuple[Message, ...]] = field(default_factory=list)
     programs: ChildPrograms = field(default_factory=ChildPrograms)
     """That the environment has started, if it is on this event loop."""
 
@@ -105,9 +105,9 @@ class EpisodeHost:
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
         self._limits = settings.limits
-        self._held: dict[EpisodeKey, _Held] = {}
-        self._ended: dict[EpisodeKey, tuple[tuple[str, ...], Answer]] = {}
-        self._places = asyncio.Semaphore(settings.limits.concurrency)
+        self._hosted: dict[EpisodeKey, HostedEpisode] = {}
+        self._ended: dict[EpisodeKey, tuple[tuple[str, ...], HostedStepResult]] = {}
+        self._slots = asyncio.Semaphore(settings.limits.concurrency)
         self._kinds: dict[bool, EpisodeMaker] = {}
         self._making = threading.Lock()
         self._closing: set[asyncio.Task[None]] = set()
@@ -140,7 +140,7 @@ class EpisodeHost:
                 except EpisodeFailed as error:
                     raise ConfigError(f"{where}: {error}") from error
                 finally:
-                    episode.abandon()
+                    episode.kill()
                     programs.close()
             if begun[0] != begun[1]:
                 raise ConfigError(f"{where}: {_UNLIKE}")
@@ -155,42 +155,46 @@ class EpisodeHost:
         record: Record,
         turns: Sequence[str],
         *,
-        cut: bool,
+        truncated: bool,
         newest: SampledTurn | None = None,
-    ) -> Answer:
+    ) -> HostedStepResult:
         """Let the environment take the last of the model's `turns`, and answer. Never raises for what goes wrong in the
         environment.
 
         key, record: the episode, and its task's. turns: the texts of all turns so far. If this host does not have the
-        episode, or has it with other turns, a repeatable environment takes the earlier ones again. cut: the last turn
-        was cut short, so the episode ends with the reward so far. newest: the last turn, for episodes that hear of ids.
-        """
-        asked = tuple(turns)
-        if not asked:
+        episode, or has it with other turns, a repeatable environment takes the earlier ones again. truncated: the last
+        turn was cut short, so the episode ends with the reward so far. newest: the last turn, for episodes that hear of
+        ids."""
+        requested = tuple(turns)
+        if not requested:
             return _failed("an action is needed: the model has taken no turn yet")
-        if (found := self._ended.get(key)) is not None:
-            if found[0] == asked:
-                return found[1]
-            if found[0] == asked[: len(found[0])]:
-                return _failed(f"the episode ended with turn {len(found[0])}; it cannot take another one")
+        if (last := self._ended.get(key)) is not None:
+            if last[0] == requested:
+                return last[1]
+            if last[0] == requested[: len(last[0])]:
+                return _failed(f"the episode ended with turn {len(last[0])}; it cannot take another one")
             del self._ended[key]
-        held = self._held.get(key)
-        if held is not None and held.turns != asked[: len(held.turns)]:
+        hosted = self._hosted.get(key)
+        if hosted is not None and hosted.turns != requested[: len(hosted.turns)]:
             self.cancel([key])
-            held = None
-        if held is None:
-            if len(asked) > 1 and not (await asyncio.to_thread(self._kind, key.held_out)).repeatable:
+            hosted = None
+        if hosted is None:
+            if len(requested) > 1 and not (await asyncio.to_thread(self._kind, key.held_out)).repeatable:
                 error = "this host does not have the episode, and its environment cannot be set back; start it again"
                 return replace(_failed(error), lost=True)
-            held = self._held.get(key)  # it may have been asked for meanwhile
-        if held is None:
-            held = self._held[key] = _Held(asked)
-            held.answer = asyncio.ensure_future(self._advance(key, record, held, None, asked, cut=cut, newest=newest))
-        elif held.turns != asked:
-            held.turns = asked
-            before = held.answer
-            held.answer = asyncio.ensure_future(self._advance(key, record, held, before, asked, cut=cut, newest=newest))
-        answer = held.answer
+            hosted = self._hosted.get(key)  # it may have been asked for meanwhile
+        if hosted is None:
+            hosted = self._hosted[key] = HostedEpisode(requested)
+            hosted.answer = asyncio.ensure_future(
+                self._advance(key, record, hosted, None, requested, truncated=truncated, newest=newest)
+            )
+        elif hosted.turns != requested:
+            hosted.turns = requested
+            before = hosted.answer
+            hosted.answer = asyncio.ensure_future(
+                self._advance(key, record, hosted, before, requested, truncated=truncated, newest=newest)
+            )
+        answer = hosted.answer
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -198,43 +202,45 @@ class EpisodeHost:
                 return _failed("the episode was cancelled")
             raise
 
-    async def end(self, key: EpisodeKey, record: Record) -> Answer:
+    async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
         """End an episode whose environment has answered, but whose model has no room for another turn: with the reward
         so far."""
-        held = self._held.get(key)
-        if held is None:
+        hosted = self._hosted.get(key)
+        if hosted is None:
             return self._ended[key][1] if key in self._ended else _failed("the episode was cancelled")
-        held.answer = asyncio.ensure_future(self._stop(key, record, held, held.answer))
-        return await asyncio.shield(held.answer)
+        hosted.answer = asyncio.ensure_future(self._stop(key, record, hosted, hosted.answer))
+        return await asyncio.shield(hosted.answer)
 
-    async def _stop(self, key: EpisodeKey, record: Record, held: _Held, before: asyncio.Task[Answer]) -> Answer:
-        await asyncio.wait({before})
-        spent_s, waited_s, asked_s = held.spent_s, 0.0, time.monotonic()
+    async def _stop(
+        self, key: EpisodeKey, record: Record, hosted: HostedEpisode, previous: asyncio.Task[HostedStepResult]
+    ) -> HostedStepResult:
+        await asyncio.wait({previous})
+        spent_s, waited_s, asked_s = hosted.spent_s, 0.0, time.monotonic()
         try:
-            async with self._places:
+            async with self._slots:
                 waited_s = time.monotonic() - asked_s
-                answer = await self._step(key, record, held, held.turns[-1], held.num_taken, cut=True)
+                answer = await self._step(key, record, hosted, hosted.turns[-1], hosted.num_taken, truncated=True)
         except EpisodeFailed as error:
             answer = _failed(str(error))
-        answer = replace(answer, seconds=held.spent_s - spent_s, waited_s=waited_s)
-        self._end(key, held, held.turns, answer)
+        answer = replace(answer, seconds=hosted.spent_s - spent_s, waited_s=waited_s)
+        self._end(key, hosted, hosted.turns, answer)
         return answer
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
         """Forget episodes. Steps that run are cancelled, environments that block are abandoned; nothing is awaited."""
         for key in keys:
             self._ended.pop(key, None)
-            held = self._held.pop(key, None)
-            if held is not None:
-                held.answer.cancel()
-                if held.episode is not None:
-                    held.episode.abandon()
-                held.programs.close()
+            hosted = self._hosted.pop(key, None)
+            if hosted is not None:
+                hosted.answer.cancel()
+                if hosted.episode is not None:
+                    hosted.episode.kill()
+                hosted.programs.close()
 
     async def close(self) -> None:
         """End all episodes. Agents that wait for a turn are told to try again before their keys are void."""
         self._endpoint.refuse()
-        self.cancel(list(self._held))
+        self.cancel(list(self._hosted))
         for task in list(self._closing):
             task.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -248,82 +254,88 @@ class EpisodeHost:
         self,
         key: EpisodeKey,
         record: Record,
-        held: _Held,
-        before: asyncio.Task[Answer] | None,
+        hosted: HostedEpisode,
+        previous: asyncio.Task[HostedStepResult] | None,
         turns: tuple[str, ...],
         *,
-        cut: bool,
+        truncated: bool,
         newest: SampledTurn | None,
-    ) -> Answer:
-        """Take the turns that the environment has not taken yet. before: a request that must be answered first."""
-        if before is not None:
-            await asyncio.wait({before})
-        spent_s, waited_s, asked_s = held.spent_s, 0.0, time.monotonic()
-        first = held.num_taken
+    ) -> HostedStepResult:
+        """Take the turns that the environment has not taken yet. previous: a request that must be answered first."""
+        if previous is not None:
+            await asyncio.wait({previous})
+        spent_s, waited_s, asked_s = hosted.spent_s, 0.0, time.monotonic()
+        first = hosted.num_taken
         try:
-            async with self._places:
+            async with self._slots:
                 waited_s = time.monotonic() - asked_s
-                if held.episode is None:
-                    await self._begin(key, record, held)
-                answer = Answer()
+                if hosted.episode is None:
+                    await self._begin(key, record, hosted)
+                answer = HostedStepResult()
                 for number, text in enumerate(turns[first:], first + 1):
                     if answer.ended:
                         raise EpisodeFailed(f"it ended with turn {number - 1}; it cannot take another one")
                     is_newest = number == len(turns)
-                    if is_newest and newest is not None and isinstance(held.episode, AgentEpisode):
-                        held.episode.hear(newest)
-                    answer = await self._step(key, record, held, text, number, cut=cut and is_newest)
+                    if is_newest and newest is not None and isinstance(hosted.episode, AgentEpisode):
+                        hosted.episode.set_turn(newest)
+                    answer = await self._step(key, record, hosted, text, number, truncated=truncated and is_newest)
                     if not is_newest:
-                        held.said.append(answer.messages)
+                        hosted.observations.append(answer.messages)
         except EpisodeFailed as error:
             answer = _failed(str(error))
-        answer = replace(answer, seconds=held.spent_s - spent_s, waited_s=waited_s, replayed=tuple(held.said))
-        held.said = []
+        answer = replace(
+            answer, seconds=hosted.spent_s - spent_s, waited_s=waited_s, replayed=tuple(hosted.observations)
+        )
+        hosted.observations = []
         if answer.ended:
-            self._end(key, held, turns, answer)
+            self._end(key, hosted, turns, answer)
         return answer
 
-    async def _begin(self, key: EpisodeKey, record: Record, held: _Held) -> None:
+    async def _begin(self, key: EpisodeKey, record: Record, hosted: HostedEpisode) -> None:
         try:
             kind = await asyncio.to_thread(self._kind, key.held_out)
-            held.episode = kind.make(record)
+            hosted.episode = kind.make(record)
         except (ConfigError, KeyError) as error:
-            raise EpisodeFailed(f"the environment cannot be made: {told(error)}") from error
-        prompt = await self._timed(held, held.episode.begin(), "reset")
+            raise EpisodeFailed(f"the environment cannot be made: {error_line(error)}") from error
+        prompt = await self._timed(hosted, hosted.episode.begin(), "reset")
         if prompt != prompt_of(record["prompt"]):
             raise EpisodeFailed(_UNLIKE)
 
-    async def _step(self, key: EpisodeKey, record: Record, held: _Held, text: str, number: int, *, cut: bool) -> Answer:
-        assert held.episode is not None
+    async def _step(
+        self, key: EpisodeKey, record: Record, hosted: HostedEpisode, text: str, number: int, *, truncated: bool
+    ) -> HostedStepResult:
+        assert hosted.episode is not None
         last = number >= self._limits.max_turns
-        said: EnvStepResult = await self._timed(held, held.episode.step(text, cut=cut, last=last), f"step {number}")
-        held.num_taken = number
-        if said.answer is not None:
-            return await self._scored(key, said.answer, record)
-        return Answer(messages=said.messages, ended=said.ended, reward=said.reward, parts=said.parts)
+        result: EnvStepResult = await self._timed(
+            hosted, hosted.episode.step(text, truncated=truncated, last=last), f"step {number}"
+        )
+        hosted.num_taken = number
+        if result.answer is not None:
+            return await self._scored(key, result.answer, record)
+        return HostedStepResult(messages=result.messages, ended=result.ended, reward=result.reward, parts=result.parts)
 
-    async def _scored(self, key: EpisodeKey, answer: str, record: Record) -> Answer:
+    async def _scored(self, key: EpisodeKey, answer: str, record: Record) -> HostedStepResult:
         """The end of an episode whose last turn is scored, within reward.timeout_s."""
         score = self._kind(key.held_out).score
         assert score is not None
         try:
             scored = await asyncio.get_running_loop().run_in_executor(self._scoring, score, answer, record)
         except RuntimeError as error:  # it is closed
-            raise EpisodeFailed(told(error)) from error
-        return Answer(ended=True, reward=scored.reward, parts=scored.parts, error=scored.error)
+            raise EpisodeFailed(error_line(error)) from error
+        return HostedStepResult(ended=True, reward=scored.reward, parts=scored.parts, error=scored.error)
 
-    async def _timed(self, held: _Held, request: Coroutine[Any, Any, T], what: str) -> T:
+    async def _timed(self, hosted: HostedEpisode, request: Coroutine[Any, Any, T], label: str) -> T:
         """The result of a request, within the limits of a step and of the episode. Raises EpisodeFailed."""
-        left_s = self._limits.episode_timeout_s - held.spent_s
-        knob = "step_timeout_s" if self._limits.step_timeout_s <= left_s else "episode_timeout_s"
+        remaining_s = self._limits.episode_timeout_s - hosted.spent_s
+        knob = "step_timeout_s" if self._limits.step_timeout_s <= remaining_s else "episode_timeout_s"
         begin = time.monotonic()
         try:
-            with held.programs.owning():
-                return await self._within(request, min(self._limits.step_timeout_s, left_s), what, knob)
+            with hosted.programs.owning():
+                return await self._within(request, min(self._limits.step_timeout_s, remaining_s), label, knob)
         finally:
-            held.spent_s += time.monotonic() - begin
+            hosted.spent_s += time.monotonic() - begin
 
-    async def _within(self, request: Coroutine[Any, Any, T], limit_s: float, what: str, knob: str) -> T:
+    async def _within(self, request: Coroutine[Any, Any, T], limit_s: float, label: str, knob: str) -> T:
         """The result of a request. It is cancelled after `limit_s`, but not waited for: it may ignore that. Raises
         EpisodeFailed."""
         task = asyncio.ensure_future(request)
@@ -335,35 +347,35 @@ class EpisodeHost:
             task.add_done_callback(_heard)
         if not task.done():
             limit = getattr(self._limits, knob)
-            raise EpisodeFailed(f"{what} took longer than environment.{knob} = {limit:g} s")
+            raise EpisodeFailed(f"{label} took longer than environment.{knob} = {limit:g} s")
         if task.cancelled():
-            raise EpisodeFailed(f"{what} was cancelled from within")
+            raise EpisodeFailed(f"{label} was cancelled from within")
         try:
             return task.result()
         except EpisodeFailed:
             raise
         except Exception as error:
-            raise EpisodeFailed(f"{what} raised: {told(error, line=True)}") from error
+            raise EpisodeFailed(f"{label} raised: {error_line(error, line=True)}") from error
 
-    def _end(self, key: EpisodeKey, held: _Held, turns: tuple[str, ...], answer: Answer) -> None:
+    def _end(self, key: EpisodeKey, hosted: HostedEpisode, turns: tuple[str, ...], answer: HostedStepResult) -> None:
         """Keep an episode's last answer, and release its environment in the background."""
-        self._held.pop(key, None)
+        self._hosted.pop(key, None)
         self._ended[key] = (turns, answer)
         while len(self._ended) > KEPT_ENDED:
             del self._ended[next(iter(self._ended))]
-        if held.episode is not None:
-            closing = asyncio.ensure_future(self._release(held, held.episode, gently=not answer.error))
+        if hosted.episode is not None:
+            closing = asyncio.ensure_future(self._release(hosted, hosted.episode, gently=not answer.error))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _release(self, held: _Held, episode: Episode, *, gently: bool) -> None:
+    async def _release(self, hosted: HostedEpisode, episode: Episode, *, gently: bool) -> None:
         try:
             if gently:
                 with contextlib.suppress(EpisodeFailed):
                     await self._within(episode.close(), self._limits.step_timeout_s, "close", "step_timeout_s")
         finally:
-            episode.abandon()
-            held.programs.close()
+            episode.kill()
+            hosted.programs.close()
 
     def _kind(self, held_out: bool) -> EpisodeMaker:
         """How episodes are made; held-out ones may be of another environment. Raises ConfigError."""
@@ -372,7 +384,7 @@ class EpisodeHost:
         with self._making:
             if other not in self._kinds:
                 self._kinds[other] = (
-                    environment_kind(self._settings, other, self._endpoint)
+                    environment_maker(self._settings, other, self._endpoint)
                     if scoring is None
                     else tool_episodes(scoring, self._limits)
                 )
@@ -384,7 +396,7 @@ _UNLIKE = (
 )
 
 
-def environment_kind(settings: EpisodeSettings, other: bool, endpoint: EndpointServer) -> EpisodeMaker:
+def environment_maker(settings: EpisodeSettings, other: bool, endpoint: EndpointServer) -> EpisodeMaker:
     """Episodes of an environment, isolated as the job says. other: that of held-out tasks. endpoint: of agents. Raises
     ConfigError."""
     source = settings.source
@@ -422,14 +434,14 @@ def agent_episodes(
     def make(record: Record) -> Episode:
         start = start_of(record)
 
-        async def run(told: AgentArgs) -> Any:
+        async def run(args: AgentArgs) -> Any:
             episode = ForkedEpisode(forks, start)
             try:
                 await episode.begin()
-                said = await episode.step(json.dumps(told[:2]), cut=False, last=False)
+                result = await episode.step(json.dumps(args[:2]), truncated=False, last=False)
             finally:
-                episode.abandon()
-            return said.reward, dict(said.parts)
+                episode.kill()
+            return result.reward, dict(result.parts)
 
         return AgentEpisode(endpoint, start, replace(agent, run=run))
 
@@ -457,8 +469,8 @@ def tool_episodes(scoring: ScoringSettings, limits: EnvironmentConfig) -> Episod
     )
 
 
-def _failed(error: str) -> Answer:
-    return Answer(ended=True, error=" ".join(printable(error, LONGEST_FAILURE).split()))
+def _failed(error: str) -> HostedStepResult:
+    return HostedStepResult(ended=True, error=" ".join(printable(error, LONGEST_FAILURE).split()))
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.episode import told
+from staleflow.tasks.environments.episode import error_line
 
 MOST_NUMBERS = 100
 """Numbers of an observation or action that are written out; a picture has more."""
@@ -22,22 +22,24 @@ def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[],
     arguments of the environment. where: its name in the job file. Raises ConfigError."""
     import gymnasium
 
-    given = dict(options)
-    rules = str(given.pop("rules", ""))
+    arguments = dict(options)
+    rules = str(arguments.pop("rules", ""))
     try:
-        if "render_mode" not in given and "ansi" in _render_modes(gymnasium.spec(name)):
-            given["render_mode"] = "ansi"
-        trial = gymnasium.make(name, **given)
+        if "render_mode" not in arguments and "ansi" in _render_modes(gymnasium.spec(name)):
+            arguments["render_mode"] = "ansi"
+        trial = gymnasium.make(name, **arguments)
     except Exception as error:  # gymnasium and what it loads raise many kinds
-        raise ConfigError(f"{where}: cannot be made with task.options = {dict(options)}: {told(error)}") from error
+        raise ConfigError(
+            f"{where}: cannot be made with task.options = {dict(options)}: {error_line(error)}"
+        ) from error
     try:
-        for what, space in (("observations", trial.observation_space), ("actions", trial.action_space)):
-            drawn = what == "observations" and trial.render_mode == "ansi"
-            if not drawn and (why := _why_no_text(space, actions=what == "actions")):
-                raise ConfigError(f"{where}: its {what} cannot be written as text: {why}")
+        for label, space in (("observations", trial.observation_space), ("actions", trial.action_space)):
+            drawn = label == "observations" and trial.render_mode == "ansi"
+            if not drawn and (why := _why_no_text(space, actions=label == "actions")):
+                raise ConfigError(f"{where}: its {label} cannot be written as text: {why}")
     finally:
         trial.close()
-    return lambda: GymnasiumGame(gymnasium.make(name, **given), rules or f"{name}. {_how(trial.action_space)}")
+    return lambda: GymnasiumGame(gymnasium.make(name, **arguments), rules or f"{name}. {_how(trial.action_space)}")
 
 
 def _render_modes(spec: Any) -> list[str]:
@@ -101,7 +103,7 @@ def action_of(space: Any, text: str) -> Any:
     if kind == "Text":
         chosen: Any = text.strip()
     else:
-        numbers = [float(found) for found in re.findall(NUMBER, text)]
+        numbers = [float(number) for number in re.findall(NUMBER, text)]
         size = 1 if kind == "Discrete" else math.prod(space.shape)
         if len(numbers) < size:
             raise ValueError("too few numbers")
@@ -143,5 +145,5 @@ def _why_no_text(space: Any, *, actions: bool) -> str:
         return "" if count <= MOST_NUMBERS else f"{kind} of {count} numbers; at most {MOST_NUMBERS} are written out"
     if kind in ("Dict", "Tuple") and not actions:
         below = space.spaces.values() if kind == "Dict" else space.spaces
-        return next((why for one in below if (why := _why_no_text(one, actions=actions))), "")
+        return next((reason for subspace in below if (reason := _why_no_text(subspace, actions=actions))), "")
     return f"a space of kind {kind}"

@@ -18,7 +18,7 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.server import QuietServer
-from staleflow.tasks.environments.episode import EpisodeFailed, told
+from staleflow.tasks.environments.episode import EpisodeFailed, error_line
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, check_options
 
 OPTIONS = {"reset": (dict,), "system": (str,), "field": (str,)}
@@ -55,14 +55,14 @@ class OpenEnvironment:
         try:
             self._app = importlib.import_module(module).app
         except Exception as error:
-            raise ConfigError(f"{self._where}: no app in {module}: {told(error)}") from error
+            raise ConfigError(f"{self._where}: no app in {module}: {error_line(error)}") from error
 
-    async def run(self, given: AgentArgs) -> float:
+    async def run(self, args: AgentArgs) -> float:
         """One episode, to the sum of its steps' rewards. Raises EpisodeFailed, ConfigError."""
         from openai import AsyncOpenAI, BadRequestError
         from openenv import GenericEnvClient
 
-        base_url, key, task = given
+        base_url, key, task = args
         self.prepare()
         reward = 0.0
         async with (
@@ -82,10 +82,10 @@ class OpenEnvironment:
                     if error.code != "context_length_exceeded":
                         raise
                     break
-                said = answer.choices[0].message.content or ""
-                messages.append({"role": "assistant", "content": said})
+                text = answer.choices[0].message.content or ""
+                messages.append({"role": "assistant", "content": text})
                 try:
-                    result = await environment.step(action_of(said, schema))
+                    result = await environment.step(action_of(text, schema))
                 except BadAction:
                     break
                 except RuntimeError as error:
@@ -128,24 +128,24 @@ class OpenEnvironment:
                 serving.cancel()
 
 
-def action_of(said: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """What the model says as an action. Raises BadAction.
 
     >>> action_of("go", {"required": ["message"]})
     {'message': 'go'}
     """
     try:
-        found = json.loads(said)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
-        found = said.strip()
-    if isinstance(found, dict):
-        return found
+        parsed = text.strip()
+    if isinstance(parsed, dict):
+        return parsed
     required = schema.get("required", ())
     if len(required) != 1:
         raise BadAction(f"an action has the fields {', '.join(required)}; say a JSON object with them")
     (name,) = required
     texts = schema.get("properties", {}).get(name, {}).get("type", "string") == "string"
-    return {name: said.strip() if texts else found}
+    return {name: text.strip() if texts else parsed}
 
 
 async def _action_schema(url: str) -> Mapping[str, Any]:
@@ -155,5 +155,5 @@ async def _action_schema(url: str) -> Mapping[str, Any]:
     async with httpx.AsyncClient(timeout=START_S) as http:
         answer = await http.get(f"{url}/schema")
         answer.raise_for_status()
-        found: Mapping[str, Any] = answer.json()["action"]
-        return found
+        schema: Mapping[str, Any] = answer.json()["action"]
+        return schema

@@ -57,8 +57,8 @@ def hide_files(libc: Any) -> None:
     rules = libc.syscall(CREATE_RULESET, struct.pack("<Q", rights), 8, 0)
     if rules < 0:
         return
-    own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib"}
-    for folder in (*own, "/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo"):
+    stdlib = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), f"{sys.base_prefix}/lib"}
+    for folder in (*stdlib, "/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo"):
         try:
             descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
         except OSError:
@@ -71,7 +71,7 @@ def hide_files(libc: Any) -> None:
 
 
 def limit(cpu_seconds: int, memory_bytes: int) -> None:
-    for what, most in (
+    for resource_kind, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, 0),
@@ -79,7 +79,7 @@ def limit(cpu_seconds: int, memory_bytes: int) -> None:
         (resource.RLIMIT_NOFILE, MOST_FILES),
         (resource.RLIMIT_NPROC, MOST_PROCESSES),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(resource_kind, (value, value))
 
 
 def refuse(event: str, arguments: tuple[Any, ...]) -> None:

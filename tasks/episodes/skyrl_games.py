@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.episode import told
+from staleflow.tasks.environments.episode import error_line
 from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.sources.dataset_rows import Rows, RowSource
 
@@ -32,7 +32,7 @@ def open_game(name: str, options: Mapping[str, Any], where: str, data: Rows) -> 
     try:
         make().reset(0, {"index": 0, "held_out": False})
     except Exception as error:  # an environment may raise anything
-        raise ConfigError(f"{where}: cannot be made with its first row: {told(error)}") from error
+        raise ConfigError(f"{where}: cannot be made with its first row: {error_line(error)}") from error
     return make
 
 
@@ -47,9 +47,9 @@ class SkyRLGame:
         row = self._rows.task(options["index"], held_out=options["held_out"]).record
         self._env = self._make(dict(row))
         prompt = row["prompt"]
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        first, _ = self._env.init(asked)
-        return prompt if first == asked else first, {}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        first, _ = self._env.init(messages)
+        return prompt if first == messages else first, {}
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         result = self._env.step(action)

@@ -20,7 +20,7 @@ class EpisodeKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HostedStepResult:
     """What an environment says to a model's turn."""
 
     messages: tuple[Message, ...] = ()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.episode import told
+from staleflow.tasks.environments.episode import error_line
 
 RAW = "-raw"
 """Ending of the name of a game without wrappers, which gives only what is new, instead of all that was said so far."""
@@ -35,11 +35,13 @@ def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[],
     try:
         game = make()
     except Exception as error:  # a game may raise anything
-        raise ConfigError(f"{where}: cannot be made with task.options = {dict(options)}: {told(error)}") from error
+        raise ConfigError(
+            f"{where}: cannot be made with task.options = {dict(options)}: {error_line(error)}"
+        ) from error
     try:
         game.reset(0)
     except Exception as error:
-        raise ConfigError(f"{where}: cannot be played by one player: {told(error)}; {OTHERS}") from error
+        raise ConfigError(f"{where}: cannot be played by one player: {error_line(error)}; {OTHERS}") from error
     if not game.has_one_player:
         raise ConfigError(f"{where}: is a game of several players; {OTHERS}")
     return make
@@ -73,8 +75,8 @@ class TextArenaGame:
         """What the game has said since the player's last action, without repeating that."""
         from textarena import ObservationType
 
-        _, said = self._game.get_observation()
-        if isinstance(said, str):
-            return said
+        _, observation = self._game.get_observation()
+        if isinstance(observation, str):
+            return observation
         # Some games mix up the fields where they repeat an action: the kind is in another place then.
-        return "\n".join(entry[1] for entry in said if ObservationType.PLAYER_ACTION not in entry)
+        return "\n".join(entry[1] for entry in observation if ObservationType.PLAYER_ACTION not in entry)

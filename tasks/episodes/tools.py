@@ -17,9 +17,9 @@ from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, E
 from staleflow.tasks.environments.fork_server import ForkSettings
 from staleflow.tasks.environments.forked_episodes import ForkedEpisode, ForkServer
 from staleflow.tasks.environments.user_tools import (
-    GIVEN_BACK,
+    TOOL_ROLE,
     TOOLS_KEY,
-    fault,
+    argument_error,
     load_tool,
     only_argument,
     read_argument,
@@ -94,12 +94,12 @@ def tools_of(limits: EnvironmentConfig) -> dict[str, Tool]:
 
 def _own(named: str, limits: EnvironmentConfig) -> tuple[str, Tool]:
     """A user's tool, and its name. Raises ConfigError."""
-    found = load_tool(named)
+    loaded = load_tool(named)
     server = ForkServer(ForkSettings(source=named, options={}, key=TOOLS_KEY, memory_mib=limits.memory_mib))
-    return found.name, Tool(
-        description=found.description,
-        parameters=found.parameters,
-        argument=only_argument(found.parameters),
+    return loaded.name, Tool(
+        description=loaded.description,
+        parameters=loaded.parameters,
+        argument=only_argument(loaded.parameters),
         run=functools.partial(_call, server),
         server=server,
     )
@@ -111,14 +111,14 @@ async def _call(server: ForkServer, arguments: str, left_s: float, limits: Envir
     try:
         async with asyncio.timeout(left_s):
             await episode.begin()
-            said = await episode.step(arguments, cut=False, last=False)
+            result = await episode.step(arguments, truncated=False, last=False)
     except TimeoutError:
         return f"error: stopped after {left_s:.3g} s"
     except EpisodeFailed as failed:
         return f"error: {failed}"
     finally:
-        episode.abandon()
-    return said.messages[0].content
+        episode.kill()
+    return result.messages[0].content
 
 
 def described(limits: EnvironmentConfig) -> str:
@@ -142,11 +142,11 @@ async def check_tools(tools: Mapping[str, Tool], limits: EnvironmentConfig) -> N
             await asyncio.to_thread(tool.server.start)
             continue
         argument, expected = tool.trial
-        found = await tool.run(argument, limits.step_timeout_s, limits)
-        if found != expected:
+        output = await tool.run(argument, limits.step_timeout_s, limits)
+        if output != expected:
             raise ConfigError(
                 f"environment.tools: {name} does not work on this machine: "
-                f"{argument} gave {' '.join(found.split())!r}; raise environment.memory_mib, or remove it"
+                f"{argument} gave {' '.join(output.split())!r}; raise environment.memory_mib, or remove it"
             )
 
 
@@ -169,10 +169,10 @@ def tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
     ['1 + 1']
     """
     tags = "|".join(map(re.escape, ("tool_call", *tools)))
-    found = []
+    calls = []
     for tag, text in re.findall(rf"<({tags})>(.*?)(?:</\1>|\Z)", turn, re.DOTALL):
-        found.append(_json_call(text, tools) if tag == "tool_call" else _tagged_call(tag, text, tools[tag]))
-    return found
+        calls.append(_json_call(text, tools) if tag == "tool_call" else _tagged_call(tag, text, tools[tag]))
+    return calls
 
 
 def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
@@ -189,7 +189,7 @@ def _tagged_call(name: str, text: str, tool: Tool) -> ToolCall:
 
 
 def _own_call(name: str, arguments: Mapping[str, Any], tool: Tool, *, tagged: bool = False) -> ToolCall:
-    if problem := fault(arguments, tool.parameters):
+    if problem := argument_error(arguments, tool.parameters):
         return ToolCall(name=name, problem=f"{name}: {problem}", tagged=tagged)
     return ToolCall(name=name, text=json.dumps(arguments), tagged=tagged)
 
@@ -218,7 +218,7 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
 
 class ToolEpisode:
     """An episode of a task with a verifier: turns that call tools are given the results, and the first one that calls
-    none is the answer, to be scored. So is a turn that is cut, or the last one that may be taken."""
+    none is the answer, to be scored. So is a turn that is truncated, or the last one that may be taken."""
 
     def __init__(self, record: Record, tools: Mapping[str, Tool], limits: EnvironmentConfig) -> None:
         self._record, self._tools, self._limits = record, tools, limits
@@ -226,8 +226,8 @@ class ToolEpisode:
     async def begin(self) -> Prompt:
         return prompt_of(self._record["prompt"])
 
-    async def step(self, text: str, *, cut: bool, last: bool) -> EnvStepResult:
-        calls = [] if cut or last else tool_calls(text, self._tools)
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
+        calls = [] if truncated or last else tool_calls(text, self._tools)
         if not calls:
             return EnvStepResult(ended=True, answer=text)
         end = time.monotonic() + self._limits.tool_timeout_s
@@ -242,7 +242,7 @@ class ToolEpisode:
             result = (
                 f"error: {problem}" if problem else await self._tools[call.name].run(call.text, left_s, self._limits)
             )
-            results.append(Message(GIVEN_BACK, f"<result>{result}</result>" if call.tagged else result))
+            results.append(Message(TOOL_ROLE, f"<result>{result}</result>" if call.tagged else result))
             if number >= MOST_CALLS:
                 break
         return EnvStepResult(messages=tuple(results))
@@ -250,5 +250,5 @@ class ToolEpisode:
     async def close(self) -> None:
         """There is nothing to release."""
 
-    def abandon(self) -> None:
+    def kill(self) -> None:
         """The step that runs is cancelled by whoever waits for it, and what it started ends with it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import AgentTask
-from staleflow.tasks.environments.episode import EpisodeFailed, told
+from staleflow.tasks.environments.episode import EpisodeFailed, error_line
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, check_options
 
 OPTIONS = {"env": (dict,), "renderer": (str, dict), "tokenizer": (str,), "held_out_tasks": (int,)}
@@ -51,33 +51,33 @@ class Taskset:
             self._load()
         except Exception as error:
             self._env = None
-            raise ConfigError(f"{self._where}: {told(error)}") from error
+            raise ConfigError(f"{self._where}: {error_line(error)}") from error
 
     def _load(self) -> None:
         from verifiers.v1.configs.agent import AgentConfig
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
-        given = dict(self._options.get("env", {}))
-        declared = env_config_type(self._name, given.get("id", "")).model_fields
+        config = dict(self._options.get("env", {}))
+        declared = env_config_type(self._name, config.get("id", "")).model_fields
         for role in (name for name, field in declared.items() if isinstance(field.default, AgentConfig)):
-            given[role] = {**ROLE, **given.get(role, {})}
-        given["taskset"] = {**given.get("taskset", {}), "id": self._name}
+            config[role] = {**ROLE, **config.get(role, {})}
+        config["taskset"] = {**config.get("taskset", {}), "id": self._name}
         tokenizer = self._options.get("tokenizer")
         self._client = TrainClientConfig(
             api_key_var=NO_KEY, renderer=self._options.get("renderer"), renderer_model_name=tokenizer
         )
-        self._env = load_environment(resolve_env_config(given))
+        self._env = load_environment(resolve_env_config(config))
         if self._env.taskset.bounded:
             self._tasks = tuple(self._env.taskset)
             if not self._tasks:
                 raise ValueError("the taskset has no tasks")
 
-    async def run(self, given: AgentArgs) -> tuple[float, dict[str, float]]:
+    async def run(self, args: AgentArgs) -> tuple[float, dict[str, float]]:
         """One episode, to its reward and the reward's parts. Raises EpisodeFailed, ConfigError."""
         from verifiers.v1.clients import ModelContext
 
-        base_url, key, task = given
+        base_url, key, task = args
         self.prepare()
         url = base_url.removesuffix("/v1") + f"/session/{key}/v1"
         context = ModelContext(model="policy", client=self._client.model_copy(update={"base_url": url}))
@@ -85,8 +85,8 @@ class Taskset:
             episode = await self._env.run_episode(self._task(task), context)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            why = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error is told"
-            raise EpisodeFailed(f"the taskset's episode failed: {' '.join(why.split())[:500]}")
+            detail = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error is told"
+            raise EpisodeFailed(f"the taskset's episode failed: {' '.join(detail.split())[:500]}")
         rewards = [(name, r.value) for trace in episode.traces for name, r in trace.rewards.items() if r is not None]
         parts: dict[str, float] = {}
         for name, value in rewards:

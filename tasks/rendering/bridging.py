@@ -53,8 +53,8 @@ class PlainBridge:
         """Every role may follow."""
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        found = [self._template.replace("{observation}", message.content) for message in messages]
-        return list(self._texts.ids("".join(found)))
+        texts = [self._template.replace("{observation}", message.content) for message in messages]
+        return list(self._texts.ids("".join(texts)))
 
 
 class TemplateBridge:
@@ -83,9 +83,9 @@ class TemplateBridge:
         """The text after an assistant's message that says so, if these follow. Raises ConfigError."""
         while any(says in message.content for message in messages):
             says += "q"
-        found = self._texts.chat_text([Message("user", ASKS), Message("assistant", says), *messages])
-        _, said, after = found.partition(says)
-        if not said:
+        text = self._texts.chat_text([Message("user", ASKS), Message("assistant", says), *messages])
+        _, answer, after = text.partition(says)
+        if not answer:
             raise ConfigError(f"{_WHOSE} leaves out what the assistant says in earlier turns; {_REMEDY}")
         return after
 
@@ -112,10 +112,10 @@ class TemplateBridge:
         head = self._texts.chat_text([Message("user", ASKS)])
         for says in (SAYS, THOUGHT + SAYS):
             messages = [Message("user", ASKS), Message("assistant", says), Message(role, "Zq hears")]
-            whole = self._texts.chat_text(messages)
-            if whole.startswith(head + says):
+            text = self._texts.chat_text(messages)
+            if text.startswith(head + says):
                 continue
-            if says != SAYS and "Zq thinks" not in whole:
+            if says != SAYS and "Zq thinks" not in text:
                 why = f"drops the <think> parts of earlier turns when a message of role {role} follows"
             else:
                 why = f"renders earlier turns in another way when a message of role {role} follows"
@@ -140,17 +140,17 @@ class RendererBridge:
                 self._otherwise.check([role])
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        found = self._bridged(before, turn, messages)
-        return self._otherwise.ids(before, turn, messages, number) if found is None else found
+        bridged = self._bridged(before, turn, messages)
+        return self._otherwise.ids(before, turn, messages, number) if bridged is None else bridged
 
     def _bridged(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
         """The tokens after the turn; None if the package declines, or would change what was sampled."""
         named = [{"role": "user" if m.role in OBSERVED else m.role, "content": m.content} for m in messages]
         try:
-            found = self._renderer.bridge_to_next_turn(list(before), list(turn), named)
+            rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), named)
         except Exception:  # noqa: BLE001  the package raises many kinds for messages that a family has no place for
             return None
         past = [*before, *turn]
-        if found is None or list(found.token_ids[: len(past)]) != past:
+        if rendered is None or list(rendered.token_ids[: len(past)]) != past:
             return None
-        return list(found.token_ids[len(past) :])
+        return list(rendered.token_ids[len(past) :])

@@ -13,7 +13,7 @@ import numpy as np
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.model_renderers import known_renderer
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.settings.user_code import said
+from staleflow.tasks.settings.user_code import error_text
 
 LOOK_BACK = 8
 """Preceding tokens decoded with each token: alone it may lack its leading space, or be an incomplete character."""
@@ -61,7 +61,9 @@ class ChatTokenizer:
         try:
             return self.ids(text)
         except Exception as error:  # such as a half of a character that the template has put in
-            raise ConfigError(f"task.chat = true: what the chat template says is no tokens: {said(error)}") from error
+            raise ConfigError(
+                f"task.chat = true: what the chat template says is no tokens: {error_text(error)}"
+            ) from error
 
     def chat_text(self, messages: Sequence[Message], tools: str = "") -> str:
         """That conversation as text. Raises ConfigError if the template fails."""
@@ -79,7 +81,7 @@ class ChatTokenizer:
             except Exception as error:  # a model's template may raise anything
                 roles = ", ".join(message.role for message in messages)
                 raise ConfigError(
-                    f"task.chat = true: the chat template fails on messages of {roles}: {said(error)}"
+                    f"task.chat = true: the chat template fails on messages of {roles}: {error_text(error)}"
                 ) from error
 
     def is_special(self, token: int) -> bool:
@@ -143,12 +145,12 @@ def file_texts(folder: Path) -> FileTexts | None:
 
 def pieces(texts: Detokenizer, tokens: Sequence[int]) -> list[str]:
     """The part of the decoded text that each token adds; a character of several tokens belongs to the last of them."""
-    found = []
+    parts = []
     for i in range(len(tokens)):
         begin = max(0, i - LOOK_BACK)
         before = texts.text(tokens[begin:i], special=True)
         until = texts.text(tokens[begin : i + 1], special=True)
         # An incomplete character decodes to U+FFFD; it is attributed to the token that completes it.
-        whole = before.rstrip("\ufffd")
-        found.append("" if until.endswith("\ufffd") else until[len(whole) :])
-    return found
+        complete = before.rstrip("\ufffd")
+        parts.append("" if until.endswith("\ufffd") else until[len(complete) :])
+    return parts

@@ -32,8 +32,8 @@ class FileTokenizer:
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         if self._fast is None:
-            found: dict[str, list[int]] = self._loaded()(text, add_special_tokens=add_special_tokens)
-            return found
+            encoding: dict[str, list[int]] = self._loaded()(text, add_special_tokens=add_special_tokens)
+            return encoding
         return {"input_ids": self._fast.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
@@ -44,8 +44,8 @@ class FileTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options.pop("tokenize", None)
-        found = render_jinja_template([list(messages)], chat_template=template, **options, **_special(self._folder))
-        return str(found[0][0])
+        rendered = render_jinja_template([list(messages)], chat_template=template, **options, **_special(self._folder))
+        return str(rendered[0][0])
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
         if self._fast is None:
@@ -56,11 +56,11 @@ class FileTokenizer:
     def unknown_id(self) -> int:
         """The id of the token that stands for what the vocabulary lacks; -1 if it lacks nothing."""
         if self._fast is None:
-            found = self._loaded().unk_token_id
+            token_id = self._loaded().unk_token_id
         else:
             name = getattr(self._fast.model, "unk_token", None)
-            found = None if name is None else self._fast.token_to_id(name)
-        return -1 if found is None else int(found)
+            token_id = None if name is None else self._fast.token_to_id(name)
+        return -1 if token_id is None else int(token_id)
 
     def __len__(self) -> int:
         """Size of the vocabulary."""
@@ -82,12 +82,12 @@ def chat_template(folder: Path) -> str | None:
     try:
         if (folder / TEMPLATE).is_file():
             return (folder / TEMPLATE).read_text("utf-8")
-        found = json.loads((folder / CONFIG).read_text("utf-8")).get("chat_template")
+        template = json.loads((folder / CONFIG).read_text("utf-8")).get("chat_template")
     except (OSError, ValueError, AttributeError):
         return None
-    if any(folder.glob("*chat_template*")) or not isinstance(found, str | None):
+    if any(folder.glob("*chat_template*")) or not isinstance(template, str | None):
         return None  # several templates, or one in a file of another form
-    return found or ""
+    return template or ""
 
 
 def _special(folder: Path) -> dict[str, str]:

@@ -48,10 +48,10 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
 def described(error: BaseException) -> str:
     """What a user's function raised, as one line that names the line of its file."""
     frames = traceback.extract_tb(error.__traceback__)
-    found = next((f for f in frames if not _ours(f.filename)), None)
+    frame = next((f for f in frames if not _ours(f.filename)), None)
     # The file of a function that was pickled by value is not known.
-    where = "" if found is None else found.name if found.filename == PICKLED else Path(found.filename).name
-    line = "" if found is None else f" ({where}, line {found.lineno})"
+    where = "" if frame is None else frame.name if frame.filename == PICKLED else Path(frame.filename).name
+    line = "" if frame is None else f" ({where}, line {frame.lineno})"
     return f"{type(error).__name__}: {error}{line}"
 
 
@@ -90,8 +90,8 @@ def _name(value: object) -> str:
     return name
 
 
-def _number(value: Any, what: str) -> float:
-    problem = f"{what} is {_short(value)}; it must be a number"
+def _number(value: Any, label: str) -> float:
+    problem = f"{label} is {_short(value)}; it must be a number"
     if isinstance(value, (str, bytes, bytearray)):  # which float() would read
         raise InvalidReward(problem)
     try:
@@ -99,7 +99,7 @@ def _number(value: Any, what: str) -> float:
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidReward(problem) from error
     if not math.isfinite(number) or abs(number) > LARGEST:
-        raise InvalidReward(f"{what} is {number}; it must be a finite number")
+        raise InvalidReward(f"{label} is {number}; it must be a finite number")
     return number
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """A turn of the model. before: all token ids that it was sampled after. tokens, logprobs: its own, float32 logprobs
-    under the policy that sampled them, nats. text: of the tokens, without special ones. cut: a limit of tokens ended
+    """A turn of the model. prompt_tokens: all token ids before it. tokens, logprobs: its own, float32 logprobs under
+    the policy that sampled them, nats. text: of the tokens, without special ones. truncated: a limit of tokens ended
     it."""
 
-    before: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str
-    cut: bool = False
+    truncated: bool = False

@@ -94,7 +94,7 @@ class TaskSource(Protocol):
         """Training or held-out prompt `index`. Pure: the same index gives the same task, also with concurrent draws."""
         ...
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> TaskSource:
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> TaskSource:
         """The same source without the first `num_held_out` held-out prompts among the training prompts. Depends only
         on the sources and that number. Generated prompts keep their indices; a file's later rows move up. evaluation:
         the source of the held-out prompts; by default this one."""
@@ -120,31 +120,33 @@ SLOW_S = 0.05
 """Seconds from which on drawing a prompt takes long."""
 
 
-def drawn(source: TaskSource, indices: Sequence[int], *, held_out: bool = False, at_once: int = 1) -> list[Task]:
+def draw_tasks(
+    source: TaskSource, indices: Sequence[int], *, held_out: bool = False, concurrency: int = 1
+) -> list[Task]:
     """The prompts with these indices. at_once: how many are drawn side by side, once one of them has taken long: those
     of environments need a process each then, which costs more than a quick reset."""
-    found: list[Task] = []
-    begin = time.monotonic()
-    while len(found) < len(indices) and (at_once == 1 or time.monotonic() - begin < SLOW_S):
-        begin = time.monotonic()
-        found.append(source.task(indices[len(found)], held_out=held_out))
-    if rest := indices[len(found) :]:
-        with ThreadPoolExecutor(min(at_once, len(rest)), thread_name_prefix="draw") as threads:
-            found += threads.map(lambda index: source.task(index, held_out=held_out), rest)
-    return found
+    tasks: list[Task] = []
+    started_s = time.monotonic()
+    while len(tasks) < len(indices) and (concurrency == 1 or time.monotonic() - started_s < SLOW_S):
+        started_s = time.monotonic()
+        tasks.append(source.task(indices[len(tasks)], held_out=held_out))
+    if remaining := indices[len(tasks) :]:
+        with ThreadPoolExecutor(min(concurrency, len(remaining)), thread_name_prefix="draw") as threads:
+            tasks += threads.map(lambda index: source.task(index, held_out=held_out), remaining)
+    return tasks
 
 
-def distinct_held_out(source: TaskSource, count: int, at_once: int = 1) -> list[Task]:
+def distinct_held_out(source: TaskSource, count: int, concurrency: int = 1) -> list[Task]:
     """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer. at_once:
-    see `drawn`."""
+    see `draw_tasks`."""
     at_most = count if source.num_held_out is None else min(count, source.num_held_out)
-    found: dict[tuple[Prompt, int | None], Task] = {}
-    for task in drawn(source, range(at_most), held_out=True, at_once=at_once):
-        found.setdefault(task.identity, task)
-    return list(found.values())
+    by_identity: dict[tuple[Prompt, int | None], Task] = {}
+    for task in draw_tasks(source, range(at_most), held_out=True, concurrency=concurrency):
+        by_identity.setdefault(task.identity, task)
+    return list(by_identity.values())
 
 
-def set_apart(evaluation: TaskSource, num_held_out: int) -> frozenset[Prompt]:
+def held_out_prompts(evaluation: TaskSource, num_held_out: int) -> frozenset[Prompt]:
     """Held-out prompts that must not be trained on: of a data set all, however many are evaluated; of generated
     prompts the first `num_held_out`."""
     count = num_held_out if evaluation.num_held_out is None else evaluation.num_held_out

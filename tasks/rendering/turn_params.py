@@ -34,20 +34,20 @@ class TurnParams:
     auxiliary: bool = False
     stop: StopCriteria = NO_STOP
 
-    def before(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+    def prepend_to(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """The messages, with a first one that says this, if there is anything to say.
 
-        >>> split(TurnParams(tools="[]").before([Message("user", "hi")]))[0].tools
+        >>> split_params(TurnParams(tools="[]").prepend_to([Message("user", "hi")]))[0].tools
         '[]'
         """
         if self == NONE:
             return tuple(messages)
-        said = {
+        fields = {
             name: value
             for name, value in asdict(self).items()
             if name in ALWAYS or getattr(self, name) != getattr(NONE, name)
         }
-        return (Message(ROLE, json.dumps(said, sort_keys=True)), *messages)
+        return (Message(ROLE, json.dumps(fields, sort_keys=True)), *messages)
 
 
 ALWAYS = ("tools", "token_ids", "max_tokens")
@@ -55,26 +55,26 @@ ALWAYS = ("tools", "token_ids", "max_tokens")
 NONE = TurnParams()
 
 
-def split(prompt: Prompt) -> tuple[TurnParams, Prompt]:
+def split_params(prompt: Prompt) -> tuple[TurnParams, Prompt]:
     """The directions of a prompt or of what was said, and what the model is shown."""
     if isinstance(prompt, str) or not prompt or prompt[0].role != ROLE:
         return NONE, prompt
-    found: dict[str, Any] = json.loads(prompt[0].content)
-    ids, stop = found.pop("token_ids"), found.pop("stop", {})
+    fields: dict[str, Any] = json.loads(prompt[0].content)
+    ids, stop = fields.pop("token_ids"), fields.pop("stop", {})
     return TurnParams(
         token_ids=None if ids is None else tuple(ids),
         stop=StopCriteria(**{name: tuple(values) for name, values in stop.items()}),
-        **found,
+        **fields,
     ), prompt[1:]
 
 
-def directions_of(record: Record) -> TurnParams:
+def params_of(record: Record) -> TurnParams:
     """The directions of a record's prompt."""
     prompt = record.get("prompt")
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     if not isinstance(first, Mapping) or first.get("role") != ROLE:
         return NONE
-    return split((Message(ROLE, str(first.get("content"))),))[0]
+    return split_params((Message(ROLE, str(first.get("content"))),))[0]
 
 
 def role_of(messages: Sequence[Message]) -> str:

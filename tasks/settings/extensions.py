@@ -37,7 +37,7 @@ def load(group: str, name: str) -> Any:
     except (Exception, SystemExit) as error:  # code of the package
         raise ConfigError(
             f"{group}: {name!r} of the package {package_of(point)} cannot be loaded: {type(error).__name__}: "
-            f"{user_code.said(error)}; update or uninstall that package"
+            f"{user_code.error_text(error)}; update or uninstall that package"
         ) from error
 
 

@@ -41,7 +41,7 @@ class Knob:
     """Meaning and limits of a field, or of each item of a list. low <= value <= high, value > above, or one of
     `choices`.
 
-    own: it may also name user code, file.py:NAME or module:NAME.
+    user_code: it may also name user code, file.py:NAME or module:NAME.
     """
 
     doc: str
@@ -49,7 +49,7 @@ class Knob:
     high: float | None = None
     above: float | None = None
     choices: tuple[str, ...] = ()
-    own: bool = False
+    user_code: bool = False
 
     @property
     def limits(self) -> str:
@@ -59,12 +59,12 @@ class Knob:
         bounds = ((">", self.above), (">=", self.low), ("<=", self.high))
         return ", ".join(f"{sign} {_number(bound)}" for sign, bound in bounds if bound is not None)
 
-    def fault(self, value: object) -> str:
+    def error(self, value: object) -> str:
         """What is wrong with a value of the right type, worded to follow its key; empty if it is within the limits."""
         if isinstance(value, list):
-            return next((f": each {fault}" for item in value if (fault := self.fault(item))), "")
-        if self.choices and value not in self.choices and not (self.own and names_user_code(value)):
-            return unknown_choice(value, self.choices, own=self.own)
+            return next((f": each {error}" for item in value if (error := self.error(item))), "")
+        if self.choices and value not in self.choices and not (self.user_code and names_user_code(value)):
+            return unknown_choice(value, self.choices, user_code=self.user_code)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             if isinstance(value, int) and abs(value) > LARGEST:
                 return f"= {shown(value)} is out of range; it must be at most {LARGEST}, in 64 bits"
@@ -97,12 +97,12 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
 
 
-def unknown_choice(value: object, choices: Sequence[str], *, own: bool) -> str:
+def unknown_choice(value: object, choices: Sequence[str], *, user_code: bool) -> str:
     """What is wrong with a value that is none of the choices, worded to follow its key."""
     near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    user_code = ", or your own, file.py:NAME" if own else ""
-    return f"must be one of {', '.join(choices)}{user_code}, not {shown(value)}{hint}"
+    or_own = ", or your own, file.py:NAME" if user_code else ""
+    return f"must be one of {', '.join(choices)}{or_own}, not {shown(value)}{hint}"
 
 
 def names_user_code(value: object) -> bool:
@@ -118,11 +118,11 @@ def knob(
     default: Number, doc: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> Number: ...
 @overload
-def knob(default: str, doc: str, *, choices: Sequence[str] = (), own: bool = False) -> str: ...
+def knob(default: str, doc: str, *, choices: Sequence[str] = (), user_code: bool = False) -> str: ...
 @overload
 def knob(default: dict[str, T], doc: str) -> dict[str, T]: ...
 @overload
-def knob(default: list[T], doc: str, *, choices: Sequence[str] = (), own: bool = False) -> list[T]: ...
+def knob(default: list[T], doc: str, *, choices: Sequence[str] = (), user_code: bool = False) -> list[T]: ...
 def knob(
     default: object,
     doc: str,
@@ -131,12 +131,12 @@ def knob(
     high: float | None = None,
     above: float | None = None,
     choices: Sequence[str] = (),
-    own: bool = False,
+    user_code: bool = False,
 ) -> object:
     """A dataclass field with its meaning and limits. Raises ValueError if the default violates them."""
-    spec = Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), own=own)
-    if fault := spec.fault(default):
-        raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {fault}")
+    spec = Knob(doc=doc, low=low, high=high, above=above, choices=tuple(choices), user_code=user_code)
+    if error := spec.error(default):
+        raise ValueError(f"a knob's default breaks its own limits ({spec.doc!r}): {error}")
     metadata = {METADATA: spec}
     if isinstance(default, (dict, list)):
         kept = copy.copy(default)
@@ -223,8 +223,8 @@ def all_keys(cls: type[Any], prefix: str) -> Iterator[str]:
 
 def entry_type(hint: Any) -> type[Any] | None:
     """The dataclass of a table of named tables, dict[str, X]; None for any other type."""
-    found = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
-    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+    value_type = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+    return value_type if isinstance(value_type, type) and dataclasses.is_dataclass(value_type) else None
 
 
 def _entries(tree: object, where: str) -> Mapping[str, Any]:
@@ -242,7 +242,7 @@ def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
         value = float(value)
     elif kind is float and isinstance(value, int) and not isinstance(value, bool):
-        raise ConfigError(f"{where} {spec.fault(value)}")
+        raise ConfigError(f"{where} {spec.error(value)}")
     if isinstance(value, Mapping) and kind is dict:
         refuse_large(value, where)
     if (
@@ -254,8 +254,8 @@ def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
     if kind is list:
         (each,) = typing.get_args(hint)
         return [_checked(item, each, spec, f"{where}: each") for item in value]
-    if fault := spec.fault(value):
-        raise ConfigError(f"{where} {fault}")
+    if error := spec.error(value):
+        raise ConfigError(f"{where} {error}")
     return value
 
 

@@ -82,7 +82,7 @@ C = TypeVar("C", bound=type[Any])
 
 
 class Registry(Generic[T]):
-    """Entries of one kind that a job file may select by name. what: the kind, for messages. key: in the job file.
+    """Entries of one kind that a job file may select by name. label: of the kind, for messages. key: in the job file.
     contract: base class of every entry; user code must have its members that are abstract or have no value.
 
     user_code: the class of entries that user code stands behind; None if it is not allowed.
@@ -90,13 +90,13 @@ class Registry(Generic[T]):
 
     def __init__(
         self,
-        what: str,
+        label: str,
         key: str,
         contract: type[Any],  # type[T] would refuse an abstract class
         *,
         user_code: type[UserCode] | None = None,
     ) -> None:
-        self.what = what
+        self.label = label
         self.key = key
         self.contract = contract
         self.user_code = user_code
@@ -115,11 +115,11 @@ class Registry(Generic[T]):
 
         def add(entry: C) -> C:
             if name in self._entries:
-                raise ValueError(f"{self.what} {name!r} is registered already: {self._entries[name]}")
+                raise ValueError(f"{self.label} {name!r} is registered already: {self._entries[name]}")
             if not issubclass(entry, self.contract) or "__dataclass_fields__" not in vars(entry):
-                raise TypeError(f"{self.what} {name!r} must be a dataclass derived from {self.contract.__name__}")
+                raise TypeError(f"{self.label} {name!r} must be a dataclass derived from {self.contract.__name__}")
             if missing := self.missing(entry):
-                raise TypeError(f"{self.what} {name!r} lacks {', '.join(missing)}")
+                raise TypeError(f"{self.label} {name!r} lacks {', '.join(missing)}")
             entry.name = name
             self._entries[name] = entry
             return entry
@@ -129,7 +129,7 @@ class Registry(Generic[T]):
     def find(self, name: str) -> type[T]:
         """The class registered as `name`. Raises ValueError, listing the registered names."""
         if name not in self._entries:
-            raise ValueError(f"no {self.what} {name!r}; choose from {', '.join(self.names)}")
+            raise ValueError(f"no {self.label} {name!r}; choose from {', '.join(self.names)}")
         return self._entries[name]
 
     def with_knob(self, knob: str) -> list[str]:
@@ -171,7 +171,7 @@ class Registry(Generic[T]):
             raise
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(
-                f"{where}: cannot be constructed: {type(error).__name__}: {user_code.said(error)}"
+                f"{where}: cannot be constructed: {type(error).__name__}: {user_code.error_text(error)}"
             ) from error
         if missing := self.missing(made):
             raise ConfigError(f"{where}: it lacks {', '.join(missing)}; docs/extending.md has an example")
@@ -212,12 +212,12 @@ class Choice(Knob):
         """Whether all entries share knobs, which a name in place of the table would reset."""
         return bool(keys_of(self.registry.contract))
 
-    def fault(self, value: object) -> str:
+    def error(self, value: object) -> str:
         """What is wrong with a name, worded to follow its key."""
-        registry, own = self.registry, self.registry.user_code is not None
-        if isinstance(value, str) and (value in registry or (own and names_user_code(value))):
+        registry, user_code = self.registry, self.registry.user_code is not None
+        if isinstance(value, str) and (value in registry or (user_code and names_user_code(value))):
             return ""
-        return unknown_choice(value, registry.names, own=own)
+        return unknown_choice(value, registry.names, user_code=user_code)
 
     def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
         """The entry that a name or a table with `name` selects, with its knobs. Raises ConfigError."""
@@ -227,11 +227,11 @@ class Choice(Knob):
             remedy = f"; set {key}.name" if isinstance(value, str) else ""
             raise ConfigError(f"{where}: {key} must be {expected}, not {shown(value)}{remedy}")
         name, knobs = table.get("name", self.default), {k: v for k, v in table.items() if k != "name"}
-        if fault := self.fault(name):
-            raise ConfigError(f"{where}: {key if table is not value else f'{key}.name'} {fault}")
+        if error := self.error(name):
+            raise ConfigError(f"{where}: {key if table is not value else f'{key}.name'} {error}")
         if name not in self.registry:
             refuse_large(knobs, f"{where}: {key}")
-            return self.registry.user_code(name=name, knobs=knobs)  # type: ignore[misc]  # `fault` has checked
+            return self.registry.user_code(name=name, knobs=knobs)  # type: ignore[misc]  # `error` has checked
         entry = self.registry.find(name)
         for knob in knobs:
             if knob not in keys_of(entry):
@@ -245,7 +245,7 @@ class Choice(Knob):
             return f"a knob of {', '.join(others)}; {key}.name is {name}, which has {', '.join(known) or 'none'}"
         near = difflib.get_close_matches(knob, ("name", *known), n=1)
         hint = f"did you mean {key}.{near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
-        return f"the {registry.what} {name} has no such knob; {hint}"
+        return f"the {registry.label} {name} has no such knob; {hint}"
 
     def keys(self, key: str) -> Iterator[str]:
         yield f"{key}.name"

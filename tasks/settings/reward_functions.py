@@ -41,7 +41,7 @@ def reward_names() -> tuple[str, ...]:
 
 def reward_fault(name: str) -> str:
     """What is wrong with the name of a reward, worded to follow its key; empty if nothing is. Loads nothing."""
-    return Knob(doc="", choices=reward_names(), own=True).fault(name)
+    return Knob(doc="", choices=reward_names(), user_code=True).error(name)
 
 
 def load_reward(name: str, key: str) -> Callable[..., Any]:

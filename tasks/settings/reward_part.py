@@ -12,5 +12,5 @@ from staleflow.tasks.settings.reward_functions import reward_names
 class RewardPart:
     """One function of a weighted sum."""
 
-    function: str = knob("task", "as reward.function", choices=reward_names(), own=True)
+    function: str = knob("task", "as reward.function", choices=reward_names(), user_code=True)
     weight: float = knob(1.0, "factor of its result in the reward; may be negative")

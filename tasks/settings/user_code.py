@@ -29,16 +29,18 @@ def load(named: str, key: str, kind: str = "function") -> Any:
     try:
         module = _of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"{key} = {named!r}: cannot be loaded: {said(error)}") from error
+        raise ConfigError(f"{key} = {named!r}: cannot be loaded: {error_text(error)}") from error
     except (Exception, SystemExit) as error:  # user code
-        raise ConfigError(f"{key} = {named!r}: cannot be loaded: {type(error).__name__}: {said(error)}") from error
-    found = getattr(module, name, None)
-    if not callable(found) or (kind == "class" and not isinstance(found, type)):
+        raise ConfigError(
+            f"{key} = {named!r}: cannot be loaded: {type(error).__name__}: {error_text(error)}"
+        ) from error
+    loaded = getattr(module, name, None)
+    if not callable(loaded) or (kind == "class" and not isinstance(loaded, type)):
         near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if _own(v, module)], n=1, cutoff=0.3)
         raise ConfigError(
             f"{key} = {named!r}: {where} has no {kind} {name}{f'; did you mean {near[0]}?' if near else ''}"
         )
-    return found
+    return loaded
 
 
 def _own(value: object, module: ModuleType) -> bool:
@@ -46,7 +48,7 @@ def _own(value: object, module: ModuleType) -> bool:
     return callable(value) and getattr(value, "__module__", "") == module.__name__
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The message of an error in user code, on one line."""
     return " ".join(str(error).split())
 

@@ -17,9 +17,9 @@ from staleflow.tasks.rendering.task_source import (
     Record,
     Task,
     TaskSource,
+    held_out_prompts,
     prompt_of,
     require_text,
-    set_apart,
 )
 from staleflow.tasks.settings.dataset_columns import Columns
 
@@ -152,31 +152,31 @@ class DatasetRows:
         for messages. Raises ConfigError."""
         import datasets
 
-        given = dict(options)
-        split = given.pop("split", None)
+        arguments = dict(options)
+        split = arguments.pop("split", None)
         folder = Path(name).expanduser()
         if name.startswith((".", "/", "~")) and not folder.exists():
             raise ConfigError(f"{where}: no such folder")
         saved = any((folder / file).is_file() for file in SAVED)
-        if saved and given:
-            raise ConfigError(f"{where}: a saved folder has no option {', '.join(given)}, only split")
+        if saved and arguments:
+            raise ConfigError(f"{where}: a saved folder has no option {', '.join(arguments)}, only split")
         datasets.disable_progress_bars()  # they would be drawn across the live view
         try:
-            found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(name, **given)
-            if isinstance(found, Mapping):
-                chosen = split or (SPLIT if SPLIT in found else next(iter(found)))
-                if chosen not in found:
-                    raise ConfigError(f"{where}: no split {chosen!r}; set the option split to {' or '.join(found)}")
-                found = found[chosen]
+            dataset = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(name, **arguments)
+            if isinstance(dataset, Mapping):
+                chosen = split or (SPLIT if SPLIT in dataset else next(iter(dataset)))
+                if chosen not in dataset:
+                    raise ConfigError(f"{where}: no split {chosen!r}; set the option split to {' or '.join(dataset)}")
+                dataset = dataset[chosen]
         except ConfigError:
             raise
         except Exception as error:  # the package raises many kinds, those of the hub and of arrow too
             raise ConfigError(f"{where}: cannot be loaded: {type(error).__name__}: {_first_line(error)}") from error
-        if not hasattr(found, "__len__"):
+        if not hasattr(dataset, "__len__"):
             raise ConfigError(f"{where}: prompts are numbered, and a streamed data set is not; remove option streaming")
         self._name = name
-        self._dataset = found
-        self.names = tuple(found.column_names)
+        self._dataset = dataset
+        self.names = tuple(dataset.column_names)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -203,10 +203,10 @@ class RowSource:
         a prompt or an answer."""
         count = len(rows)
         self._rows, self._columns, self._where = rows, columns, where
-        held = {Use.BOTH: max(1, int(count * HELD_OUT_SHARE)), Use.TRAINING: 0, Use.EVALUATION: count}[use]
-        self._held = range(count - held, count)
-        self._train: Sequence[int] = range(count - held)
-        self.num_held_out = held
+        num_held_out = {Use.BOTH: max(1, int(count * HELD_OUT_SHARE)), Use.TRAINING: 0, Use.EVALUATION: count}[use]
+        self._held_out_rows = range(count - num_held_out, count)
+        self._train: Sequence[int] = range(count - num_held_out)
+        self.num_held_out = num_held_out
         self.held_out_notice = ""
         if count:  # all rows are checked before anything is computed
             collections.deque(self._prompts(), maxlen=0)
@@ -216,7 +216,7 @@ class RowSource:
             raise ConfigError(f"{where}: {count} rows; {needed}")
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        chosen = self._held if held_out else self._train
+        chosen = self._held_out_rows if held_out else self._train
         number = chosen[index % len(chosen)]
         row = self._rows[number]
         prompt = _at(row, self._columns.prompt)
@@ -225,8 +225,8 @@ class RowSource:
             named["answer"] = _at(row, self._columns.answer)
         return Task(prompt=require_text(prompt_of(prompt)), record={**row, **named}, row=number)
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
-        prompts = set_apart(evaluation or self, num_held_out)
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
+        prompts = held_out_prompts(evaluation or self, num_held_out)
         repeated = {row for row, prompt in enumerate(self._prompts()) if prompt in prompts}.intersection(self._train)
         if not repeated:
             return self
@@ -266,7 +266,7 @@ class RowSource:
         head = name if name in self._rows.names else name.partition(".")[0]
         values = self._rows.column(head) if head in self._rows.names else [MISSING]
         for index, value in enumerate(values):
-            if (found := _at({head: value}, name)) is MISSING:
+            if (field := _at({head: value}, name)) is MISSING:
                 if name in self._rows.names:
                     raise ConfigError(
                         f"{self._rows.place(index)}: no {name!r}, which other rows have; add it to this one"
@@ -275,7 +275,7 @@ class RowSource:
                     f"{self._rows.place(index)}: no {name!r}; set task.columns.{key}, to one of "
                     f"{nearest(name, self._rows.names)}"
                 )
-            yield found
+            yield field
 
 
 def _at(record: Record, name: str) -> Any:

@@ -58,7 +58,7 @@ class EvaluationItems:
         """The items, set by set. Raises ConfigError."""
         with self._finding:
             if self._items is None:
-                self._items = [item for one in self._sets for item in self._of(one)]
+                self._items = [item for eval_set in self._sets for item in self._of(eval_set)]
             return self._items
 
     def views(self) -> list[ItemView]:
@@ -70,19 +70,19 @@ class EvaluationItems:
         items = self.all()
         return items[(-1 - group) % len(items)]
 
-    def _of(self, one: EvaluationSet) -> list[EvaluationItem]:
-        numbers = [*range(one.samples), *([GREEDY] if one.greedy else [])]
+    def _of(self, eval_set: EvaluationSet) -> list[EvaluationItem]:
+        numbers = [*range(eval_set.samples), *([GREEDY] if eval_set.greedy else [])]
         return [
-            EvaluationItem(of=one, prompt=number, sample=sample, tokens=self._prompts.encode(task), record=record)
-            for number, task in enumerate(self._tasks(one))
-            for record in (task.record if one.main else EvaluationRecord.named(one.name, task.record),)
+            EvaluationItem(of=eval_set, prompt=number, sample=sample, tokens=self._prompts.encode(task), record=record)
+            for number, task in enumerate(self._tasks(eval_set))
+            for record in (task.record if eval_set.main else EvaluationRecord.named(eval_set.name, task.record),)
             for sample in numbers
         ]
 
-    def _tasks(self, one: EvaluationSet) -> list[Task]:
-        if not one.source:
-            return self._prompts.held_out(one.prompts)
-        return distinct_held_out(one.build(), one.prompts)
+    def _tasks(self, eval_set: EvaluationSet) -> list[Task]:
+        if not eval_set.source:
+            return self._prompts.held_out(eval_set.prompts)
+        return distinct_held_out(eval_set.build(), eval_set.prompts)
 
 
 def group_of(evaluation: int, item: int, num_items: int) -> GroupId:

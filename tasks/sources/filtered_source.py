@@ -58,8 +58,8 @@ class FilteredSource:
         longer = f"{self._num_replaced} of {self._num_drawn} prompts drawn were {self._unfit.notice}"
         return "; ".join(filter(None, (self._source.held_out_notice, longer if self._num_replaced else "")))
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> FilteredSource:
-        return FilteredSource(self._source.apart(num_held_out, evaluation), self._fits, self._unfit)
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> FilteredSource:
+        return FilteredSource(self._source.excluding_held_out(num_held_out, evaluation), self._fits, self._unfit)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         """Prompt `index`, or the one that replaces it. Raises ConfigError if none is found that fits."""

@@ -18,11 +18,11 @@ from staleflow.tasks.rendering.task_source import (
     Task,
     TaskSource,
     distinct_held_out,
-    drawn,
-    set_apart,
+    draw_tasks,
+    held_out_prompts,
     shown_prompt,
 )
-from staleflow.tasks.rendering.turn_params import split
+from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.filtered_source import EVALUATED, FilteredSource
 from staleflow.tasks.sources.task_sources import SourceSettings
@@ -85,11 +85,13 @@ class Prompts(Protocol):
 
     def text(self, tokens: Sequence[int]) -> str: ...
 
-    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+    def bridge_tokens(
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
+    ) -> list[int]:
         """The token ids between two turns: what closes the first, messages, and what opens the next; see Bridge.ids."""
         ...
 
-    def conversation(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a whole conversation, up to where the next turn begins."""
         ...
 
@@ -119,13 +121,15 @@ class EmulatedPrompts:
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
 
-    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
+    def bridge_tokens(
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
+    ) -> list[int]:
         """As many meaningless tokens as the messages say."""
         count = sum(int(message.content) for message in messages)
         return [int(t) for t in words(0, len(before) + len(turn), count)]
 
-    def conversation(self, messages: Sequence[Message]) -> list[int]:
-        return self.given((), (), messages, 0)
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        return self.bridge_tokens((), (), messages, 0)
 
 
 class TokenizedPrompts:
@@ -138,10 +142,15 @@ class TokenizedPrompts:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
         source = settings.source.build()
-        self._at_once = settings.source.at_once
-        self._source: TaskSource = source if settings.held_out is None else source.apart(settings.held_out)
-        if apart := frozenset(p for one in settings.sets if one.source for p in set_apart(one.build(), one.prompts)):
-            self._source = FilteredSource(self._source, lambda task: task.prompt not in apart, EVALUATED)
+        self._at_once = settings.source.concurrency
+        self._source: TaskSource = source if settings.held_out is None else source.excluding_held_out(settings.held_out)
+        if excluding_held_out := frozenset(
+            p
+            for eval_set in settings.sets
+            if eval_set.source
+            for p in held_out_prompts(eval_set.build(), eval_set.prompts)
+        ):
+            self._source = FilteredSource(self._source, lambda task: task.prompt not in excluding_held_out, EVALUATED)
         if settings.longest is not None:
             self._source = FilteredSource(self._source, self._fits)
         self._texts = texts or tokenizer_texts(settings.tokenizer)
@@ -171,7 +180,7 @@ class TokenizedPrompts:
         return ids
 
     def _ids(self, task: Task) -> tuple[int, ...]:
-        directions, prompt = split(task.prompt)
+        directions, prompt = split_params(task.prompt)
         template = self._settings.template
         if directions.token_ids is not None:
             return directions.token_ids
@@ -210,7 +219,7 @@ class TokenizedPrompts:
 
     def tasks(self, indices: Sequence[int]) -> list[Task]:
         """Training prompts, drawn side by side where drawing one is waiting."""
-        tasks = drawn(self._source, indices, at_once=self._at_once)
+        tasks = draw_tasks(self._source, indices, concurrency=self._at_once)
         return [t if t.row >= 0 else replace(t, row=index) for t, index in zip(tasks, indices, strict=True)]
 
     def held_out(self, count: int) -> list[Task]:
@@ -225,21 +234,25 @@ class TokenizedPrompts:
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
 
-    def given(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        directions, shown = split(tuple(messages))
+    def bridge_tokens(
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
+    ) -> list[int]:
+        directions, shown = split_params(tuple(messages))
         if directions.token_ids is not None:
             return list(directions.token_ids)
         return self.bridge.ids(before, turn, [m for m in shown if isinstance(m, Message)], number)
 
-    def conversation(self, messages: Sequence[Message]) -> list[int]:
-        directions, shown = split(tuple(messages))
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        directions, shown = split_params(tuple(messages))
         if directions.token_ids is not None:
             return list(directions.token_ids)
-        said = [m for m in shown if isinstance(m, Message)]
+        shown_messages = [m for m in shown if isinstance(m, Message)]
         if self._settings.chat:
-            if self._settings.system and said[0].role != "system":
-                said.insert(0, Message("system", self._settings.system))
-            return list(self._texts.chat_ids(said, directions.tools))
+            if self._settings.system and shown_messages[0].role != "system":
+                shown_messages.insert(0, Message("system", self._settings.system))
+            return list(self._texts.chat_ids(shown_messages, directions.tools))
         around = {"assistant": "{observation}"}
-        texts = (around.get(m.role, self._settings.observation).replace("{observation}", m.content) for m in said)
+        texts = (
+            around.get(m.role, self._settings.observation).replace("{observation}", m.content) for m in shown_messages
+        )
         return list(self._texts.ids("".join(texts)))

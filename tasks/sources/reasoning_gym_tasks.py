@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.task_source import Prompt, Record, Task, TaskSource, set_apart
+from staleflow.tasks.rendering.task_source import Prompt, Record, Task, TaskSource, held_out_prompts
 
 REDRAWS = 10_000
 """Draws for one training prompt before the whole source counts as held out. If only one prompt in a hundred is not held
@@ -56,18 +56,18 @@ class ReasoningGym:
             self._num_redrawn += 1
             tries = range(REDRAWS)
             others = (self._at(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
-            found = next((t for t in others if t.prompt not in self._apart), None)
-            if found is None:
+            replacement = next((t for t in others if t.prompt not in self._apart), None)
+            if replacement is None:
                 raise ConfigError(
                     f"task.source = reasoning_gym:{self._name}: {REDRAWS} draws gave only prompts that are held out; "
                     f"lower task.eval_prompts = {self._num_apart}, or set task.options that allow more distinct prompts"
                 )
-            task = found
+            task = replacement
         return task
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> ReasoningGym:
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> ReasoningGym:
         other = copy.copy(self)
-        other._num_apart, other._apart = num_held_out, set_apart(evaluation or self, num_held_out)
+        other._num_apart, other._apart = num_held_out, held_out_prompts(evaluation or self, num_held_out)
         other._num_drawn = other._num_redrawn = 0
         return other
 

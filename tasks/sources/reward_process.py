@@ -209,9 +209,9 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     try:
         source = settings.source.build()
         rewards = {"": make_reward(settings.function, source, settings.parts)}
-        for one in settings.sets:
-            of = one.build() if one.source else source
-            rewards[one.name] = make_reward(one.reward, of, key=f"evaluation.sets.{one.name}.reward")
+        for eval_set in settings.sets:
+            of = eval_set.build() if eval_set.source else source
+            rewards[eval_set.name] = make_reward(eval_set.reward, of, key=f"evaluation.sets.{eval_set.name}.reward")
     except ConfigError as error:
         _write(answers, str(error))
         return

@@ -21,9 +21,9 @@ from staleflow.tasks.rendering.task_source import (
     Reward,
     Task,
     TaskSource,
+    held_out_prompts,
     prompt_of,
     require_text,
-    set_apart,
 )
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
@@ -77,9 +77,9 @@ class UserSource:
             self._num_both += task.prompt in self._apart
         return task
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> UserSource:
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> UserSource:
         other = copy.copy(self)
-        other._apart = set_apart(evaluation or self, num_held_out)
+        other._apart = held_out_prompts(evaluation or self, num_held_out)
         other._num_drawn = other._num_both = 0
         return other
 
@@ -99,7 +99,7 @@ class EmulatedSource:
     num_held_out = None
     held_out_notice = ""
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> EmulatedSource:
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> EmulatedSource:
         return self
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
@@ -118,9 +118,9 @@ class EvaluationRecord(dict[str, Any]):
     @classmethod
     def named(cls, name: str, record: Record) -> EvaluationRecord:
         """The record of an evaluation set."""
-        found = cls(record)
-        found.of = name
-        return found
+        labelled = cls(record)
+        labelled.of = name
+        return labelled
 
 
 class SplitSource:
@@ -135,9 +135,9 @@ class SplitSource:
         task = self._evaluation.task(index, held_out=True)
         return replace(task, record=EvaluationRecord(task.record))
 
-    def apart(self, num_held_out: int, evaluation: TaskSource | None = None) -> SplitSource:
+    def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> SplitSource:
         of = evaluation or self._evaluation
-        return SplitSource(self._training.apart(num_held_out, of), self._evaluation)
+        return SplitSource(self._training.excluding_held_out(num_held_out, of), self._evaluation)
 
     @property
     def num_held_out(self) -> int | None:
@@ -172,7 +172,7 @@ class SourceSettings:
         return is_agent(self.source)
 
     @property
-    def at_once(self) -> int:
+    def concurrency(self) -> int:
         """How many tasks are drawn side by side: drawing those of environments is waiting for their resets. Raises
         ConfigError."""
         plays = self.source != "emulated" and is_environment(self.source, "task.source")

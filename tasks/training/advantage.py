@@ -17,7 +17,7 @@ import numpy.typing as npt
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.reward_signal import has_signal
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
-from staleflow.tasks.settings.user_code import load, said
+from staleflow.tasks.settings.user_code import error_text, load
 
 EPS = 1e-6
 """Added to a standard deviation that is divided by, as in the published implementations."""
@@ -80,7 +80,7 @@ class UserAdvantage(UserCode, Advantage):
         try:
             own = np.asarray(function(rewards.copy(), valid.copy()), np.float64)
         except (Exception, SystemExit) as error:  # user code
-            raise ConfigError(f"{where}: raised {type(error).__name__}: {said(error)}") from error
+            raise ConfigError(f"{where}: raised {type(error).__name__}: {error_text(error)}") from error
         if own.shape != rewards.shape or not np.isfinite(own[valid]).all():
             wrong = f"shape {own.shape}" if own.shape != rewards.shape else "a number that is not finite"
             raise ConfigError(f"{where}: gave {wrong}; it must give {rewards.shape} finite numbers")

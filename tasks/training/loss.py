@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
-from staleflow.tasks.settings.user_code import said
+from staleflow.tasks.settings.user_code import error_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,7 +116,7 @@ class UserLoss(UserCode, Loss):
             result = self.code.token_loss(*([tokens] if whole else parts))
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(
-                f"{LOSSES.key} = {self.name!r}: token_loss raised {type(error).__name__}: {said(error)}"
+                f"{LOSSES.key} = {self.name!r}: token_loss raised {type(error).__name__}: {error_text(error)}"
             ) from error
         for part in ("loss", "clipped"):
             tensor = getattr(result, part, None)

@@ -90,7 +90,7 @@ def test_environments_answer_what_the_workload_says() -> None:
     assert [a.ended for a in answers] == [False] * (len(turns) - 1) + [True]
     assert [(a.seconds, a.tokens) for a in answers] == [(t.tool_s, t.tool_tokens) for t in turns]
     assert answers[-1].reward == workload.reward(2, 1)
-    assert episodes.answer(2, 1, 0, cut=True).ended
+    assert episodes.answer(2, 1, 0, truncated=True).ended
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
@@ -185,7 +185,7 @@ def test_a_later_turn_prefills_what_is_new_while_the_cache_holds_the_rest() -> N
     instance.submit(0.0, 0, 1, 10, 0, (Turn(20),))
     (first,) = instance.advance(1e3)
     assert (instance.kv_tokens, instance.kept_tokens) == (0, 30)
-    instance.submit(first.at_s, 0, 2, 10, 25, (Turn(40),), given=5)
+    instance.submit(first.at_s, 0, 2, 10, 25, (Turn(40),), num_env_tokens=5)
     (second,) = instance.advance(1e3)
     assert second.at_s - first.at_s == pytest.approx(COST.prefill * 5 + COST.decode_s(1, 35, 15))
     work = instance.work
@@ -197,12 +197,12 @@ def test_a_later_turn_prefills_what_is_new_while_the_cache_holds_the_rest() -> N
     instance.submit(third.at_s, 2, 1, 30, 0, (Turn(15),))
     (fourth,) = instance.advance(1e3)
     assert instance.kept_tokens == 20 + 45
-    instance.submit(fourth.at_s, 1, 2, 10, 12, (Turn(14),), given=2)
+    instance.submit(fourth.at_s, 1, 2, 10, 12, (Turn(14),), num_env_tokens=2)
     instance.advance(1e3)
     assert (work.cached, work.reprefilled) == (50, 0)
     instance.load(1e3, 1.0)
     assert instance.kept_tokens == 0
-    instance.submit(1e4, 0, 3, 10, 45, (Turn(50),), given=5)
+    instance.submit(1e4, 0, 3, 10, 45, (Turn(50),), num_env_tokens=5)
     instance.advance(1e5)
     assert (work.cached, work.reprefilled) == (50, 50)
 

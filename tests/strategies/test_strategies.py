@@ -283,7 +283,7 @@ def test_unknown_names_say_what_there_is() -> None:
         (FILTERING, "keep_all, no_signal"),
         (STRAGGLERS, "wait, truncate"),
     ):
-        with pytest.raises(ValueError, match=f"no {registry.what} 'x'; choose from {names}$"):
+        with pytest.raises(ValueError, match=f"no {registry.label} 'x'; choose from {names}$"):
             registry.find("x")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.task_source import Task
 from staleflow.tasks.sources.task_sources import SourceSettings
 
@@ -250,13 +250,13 @@ def running(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
 
 
-async def acted(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> Answer:
-    return await episodes.act(EpisodeKey(**{"task": 0, **key}), of.record, turns, cut=cut)
+async def acted(episodes: EpisodeHost, of: Task, *turns: str, cut: bool = False, **key: Any) -> HostedStepResult:
+    return await episodes.act(EpisodeKey(**{"task": 0, **key}), of.record, turns, truncated=cut)
 
 
-async def played(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: Any) -> list[Answer]:
+async def played(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: Any) -> list[HostedStepResult]:
     """The answers to these turns, until the episode ends."""
-    answers: list[Answer] = []
+    answers: list[HostedStepResult] = []
     for number in range(1, len(turns) + 1):
         answers.append(await acted(episodes, of, *turns[:number], **key))
         if answers[-1].ended:
@@ -264,7 +264,7 @@ async def played(episodes: EpisodeHost, of: Task, turns: Sequence[str], **key: A
     return answers
 
 
-def said(answers: Sequence[Answer]) -> list[Any]:
+def said(answers: Sequence[HostedStepResult]) -> list[Any]:
     return [(a.messages, a.ended, a.reward, dict(a.parts), a.error) for a in answers]
 
 

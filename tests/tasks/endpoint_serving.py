@@ -22,7 +22,7 @@ LOGPROBS = tuple(np.asarray([-0.1, -1.7e-3], np.float32).tolist())
 
 
 def turn(text: str, before: tuple[int, ...] = (1, 2, 3), **more: Any) -> SampledTurn:
-    return SampledTurn(before=before, tokens=(7, 8), logprobs=LOGPROBS, text=text, **more)
+    return SampledTurn(prompt_tokens=before, tokens=(7, 8), logprobs=LOGPROBS, text=text, **more)
 
 
 def running(work: Coroutine[Any, Any, None]) -> None:

@@ -26,7 +26,7 @@ def sampled(before: Sequence[int], count: int, text: str) -> SampledTurn:
     rng = np.random.default_rng(len(before))
     logprobs = np.log(rng.random(count).astype(np.float32))
     return SampledTurn(
-        before=tuple(before),
+        prompt_tokens=tuple(before),
         tokens=tuple(int(t) for t in rng.integers(0, 200, count)),
         logprobs=tuple(logprobs.tolist()),
         text=text,
@@ -81,7 +81,7 @@ def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
                     answer = await client.chat.completions.create(
                         model="m", messages=messages, tools=TOOLS, extra_body={"return_token_ids": True}
                     )
-                    assert tuple(answer.prompt_token_ids) == told[-1].before
+                    assert tuple(answer.prompt_token_ids) == told[-1].prompt_tokens
                     assert tuple(answer.choices[0].token_ids) == told[-1].tokens
                     found = np.asarray([x.logprob for x in answer.choices[0].logprobs.content], np.float32)
                     assert found.tobytes() == np.asarray(told[-1].logprobs, np.float32).tobytes()

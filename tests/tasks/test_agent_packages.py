@@ -18,10 +18,10 @@ from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.openenv_agents import BadAction, action_of
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Task
-from staleflow.tasks.rendering.turn_params import split
+from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.settings.source_kinds import SourceType, open_source
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.tasks.chat_models import chat_tokenizer
@@ -41,11 +41,12 @@ def running(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(limited())
 
 
-async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]) -> list[Answer]:
+async def played(episodes: EpisodeHost, task: Task, turns: Sequence[SampledTurn]) -> list[HostedStepResult]:
     texts = [turn.text for turn in turns]
     key = EpisodeKey(task=0, member=0)
     return [
-        await episodes.act(key, task.record, texts[: n + 1], cut=False, newest=turn) for n, turn in enumerate(turns)
+        await episodes.act(key, task.record, texts[: n + 1], truncated=False, newest=turn)
+        for n, turn in enumerate(turns)
     ]
 
 
@@ -99,12 +100,12 @@ def test_an_environment_of_openenv_is_played_through_its_own_server(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(room), *sys.path]))
     made = settings("openenv:echo_room", {"field": "echoed_message"})
     task = made.source.build().task(0)
-    assert [m.content for m in split(task.prompt)[1]] == ["Echo Room environment ready!"]
+    assert [m.content for m in split_params(task.prompt)[1]] == ["Echo Room environment ready!"]
 
     async def work() -> None:
         episodes = EpisodeHost(made)
         turns = [
-            SampledTurn(before=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
+            SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
             for n, text in enumerate(["four", '{"message": "123456"}', "x" * 50])
         ]
         answers = await played(episodes, task, turns)
@@ -136,12 +137,12 @@ def test_a_server_of_openenv_that_runs_is_played_by_its_url(room_url: str) -> No
     pytest.importorskip("openai")
     made = settings(f"openenv:{room_url}", {"field": "echoed_message", "system": "Say much."}, max_turns=2)
     task = made.source.build().task(0)
-    assert [m.content for m in split(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
+    assert [m.content for m in split_params(task.prompt)[1]] == ["Say much.", "Echo Room environment ready!"]
 
     async def work() -> None:
         episodes = EpisodeHost(made)
         turns = [
-            SampledTurn(before=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
+            SampledTurn(prompt_tokens=(1,) * (1 + 2 * n), tokens=(2,), logprobs=(-0.5,), text=text)
             for n, text in enumerate(["four", "sixsix"])
         ]
         answers = await played(episodes, task, turns)
@@ -173,7 +174,7 @@ def test_openenv_finds_nothing_fatal_in_an_episode_of_its_own_environment(room_u
             findings = [*document["validation"], *row["validation"]]
             assert not [finding for finding in findings if "[FATAL" in finding], findings
             assert document["trainable"] and row["role"] == "agent"
-            assert row["input_ids"] == [*told[-1].before, *told[-1].tokens]
+            assert row["input_ids"] == [*told[-1].prompt_tokens, *told[-1].tokens]
             assert row["n_trainable"] == sum(len(turn.tokens) for turn in told)
             assert [turn["sampled_logprobs"] for turn in document["turns"]] == [list(turn.logprobs) for turn in told]
 
@@ -213,7 +214,7 @@ def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
         memory_mib=0,
     )
     task = made.source.build().task(0)
-    directions, shown = split(task.prompt)
+    directions, shown = split_params(task.prompt)
     assert not shown
     prompt = directions.token_ids
     assert prompt is not None
@@ -221,14 +222,14 @@ def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
 
     async def work() -> None:
         episodes = EpisodeHost(made)
-        before, turns, answers = tuple(prompt), list[SampledTurn](), list[Answer]()
+        before, turns, answers = tuple(prompt), list[SampledTurn](), list[HostedStepResult]()
         for text in ("[1 1 1 1]", "[2 2 2 2]"):
             ids = (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)
-            turns.append(SampledTurn(before=before, tokens=ids, logprobs=(-0.5,) * len(ids), text=text))
+            turns.append(SampledTurn(prompt_tokens=before, tokens=ids, logprobs=(-0.5,) * len(ids), text=text))
             answers = await played(episodes, task, turns)
             assert answers[-1].error == ""
             if not answers[-1].ended:
-                given = split(answers[-1].messages)[0].token_ids
+                given = split_params(answers[-1].messages)[0].token_ids
                 assert given
                 before = (*before, *ids, *given)
         assert [a.ended for a in answers] == [False, True]

@@ -18,10 +18,10 @@ from staleflow.tasks.environments.coroutine_environments import AgentTask
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.agents import load_agent
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Task
-from staleflow.tasks.rendering.turn_params import directions_of, split
+from staleflow.tasks.rendering.turn_params import params_of, split_params
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
 
@@ -192,14 +192,14 @@ def running(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(limited())
 
 
-async def acted(episodes: EpisodeHost, task: Task, *turns: str, member: int = 0, **more: Any) -> Answer:
+async def acted(episodes: EpisodeHost, task: Task, *turns: str, member: int = 0, **more: Any) -> HostedStepResult:
     """Have an agent told the last of these turns."""
-    newest = SampledTurn(before=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
+    newest = SampledTurn(prompt_tokens=(1,) * (2 * len(turns) - 1), tokens=(2,), logprobs=(-0.5,), text=turns[-1])
     key = EpisodeKey(task=int(task.record["index"]), member=member)
-    return await episodes.act(key, task.record, turns, cut=more.pop("cut", False), newest=newest, **more)
+    return await episodes.act(key, task.record, turns, truncated=more.pop("cut", False), newest=newest, **more)
 
 
-async def played(episodes: EpisodeHost, task: Task, turns: Sequence[str], **more: Any) -> list[Answer]:
+async def played(episodes: EpisodeHost, task: Task, turns: Sequence[str], **more: Any) -> list[HostedStepResult]:
     return [await acted(episodes, task, *turns[: number + 1], **more) for number in range(len(turns))]
 
 
@@ -280,10 +280,10 @@ def test_an_agent_that_rewrites_its_past_begins_a_branch(agents: Path) -> None:
     async def work() -> None:
         episodes = EpisodeHost(made)
         first, then = await played(episodes, task, ["rewrite", "a"])
-        directions, shown = split(first.messages)
+        directions, shown = split_params(first.messages)
         assert (directions.after_turn, shown) == (0, (Message("user", "something else"),))
         # The agent goes on from the turn before its branch.
-        assert (split(then.messages)[0].after_turn, then.ended) == (1, False)
+        assert (split_params(then.messages)[0].after_turn, then.ended) == (1, False)
         await episodes.close()
 
     running(work())
@@ -314,12 +314,12 @@ def test_an_agent_that_says_nothing_or_never_the_same_is_refused(agents: Path) -
 def test_limits_of_turns_come_with_what_is_said(agents: Path) -> None:
     made = settings(f"agent:{agents}:limited")
     task = made.source.build().task(0)
-    assert directions_of(task.record).max_tokens == 3
+    assert params_of(task.record).max_tokens == 3
 
     async def work() -> None:
         episodes = EpisodeHost(made)
         answer = await acted(episodes, task, "a")
-        directions, shown = split(answer.messages)
+        directions, shown = split_params(answer.messages)
         assert (directions.max_tokens, shown) == (5, (Message("user", "second"),))
         assert (await acted(episodes, task, "a", "b")).reward == 1.0
         await episodes.close()
@@ -453,5 +453,5 @@ def test_an_episode_that_is_cancelled_ends_its_agent_and_its_key(agents: Path) -
 
 
 def test_directions_are_read_back_from_records() -> None:
-    assert directions_of({"prompt": "a text"}) == split("a text")[0]
-    assert directions_of({"prompt": [{"role": "user", "content": "x"}]}) == split("a text")[0]
+    assert params_of({"prompt": "a text"}) == split_params("a text")[0]
+    assert params_of({"prompt": [{"role": "user", "content": "x"}]}) == split_params("a text")[0]

@@ -10,9 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
-from staleflow.tasks.endpoint.replies import called
+from staleflow.tasks.endpoint.replies import parse_tool_calls
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.rendering.turn_params import split
+from staleflow.tasks.rendering.turn_params import split_params
 from tests.tasks.endpoint_serving import CHAT, GENERATE, HELLO, LOGPROBS, answered, chat, keyed, running, serving, turn
 
 
@@ -21,7 +21,7 @@ def test_a_conversation_is_answered_with_the_very_ids_and_logprobs() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
             telling = asyncio.ensure_future(
-                answered(session, turn("hi"), turn("so so", before=(1, 2, 3, 7, 8, 4), cut=True))
+                answered(session, turn("hi"), turn("so so", before=(1, 2, 3, 7, 8, 4), truncated=True))
             )
             first = await chat(client, session, HELLO, logprobs=True, return_token_ids=True, top_logprobs=0)
             assert first.status_code == 200
@@ -56,7 +56,7 @@ def test_a_request_sent_again_waits_for_the_same_turn_and_gets_it() -> None:
             assert await answered(session, turn("hi")) == [(Message("user", "hello"),)]
             found = [(await one).json() for one in asking]
             assert found[0] == found[1] == found[2] == (await chat(client, session, HELLO)).json()
-            assert not session.asked.done()
+            assert not session.next_messages.done()
 
     running(work())
 
@@ -93,8 +93,8 @@ def test_calls_of_tools_are_read_from_what_the_model_says(stream: bool) -> None:
             second = await chat(client, session, [*past, result], tools=tools)
             assert second.json()["choices"][0]["message"] == {"role": "assistant", "content": "3"}
             first_said, then = await telling
-            assert json.loads(split(first_said)[0].tools) == tools
-            assert split(first_said)[1] == (Message("user", "hello"),)
+            assert json.loads(split_params(first_said)[0].tools) == tools
+            assert split_params(first_said)[1] == (Message("user", "hello"),)
             assert then == (Message("tool", "3"),)
 
     running(work())
@@ -102,8 +102,8 @@ def test_calls_of_tools_are_read_from_what_the_model_says(stream: bool) -> None:
 
 def test_what_is_no_call_stays_text() -> None:
     for text in ("<tool_call>{</tool_call>", '<tool_call>{"arguments": {}}</tool_call>', "<tool_call>" + "[" * 9999):
-        assert called(text) == (text, ())
-    assert called("none") == ("none", ())
+        assert parse_tool_calls(text) == (text, ())
+    assert parse_tool_calls("none") == ("none", ())
 
 
 def test_token_ids_in_give_token_ids_out_and_go_on_exactly() -> None:
@@ -125,7 +125,7 @@ def test_token_ids_in_give_token_ids_out_and_go_on_exactly() -> None:
             assert changed.status_code == 400
             assert "differ from the 5 so far from position 4 on" in changed.json()["error"]["message"]
             assert (await generate([1, 2, 3, 7, 8, 4])).status_code == 200
-            assert [split(said)[0].token_ids for said in await telling] == [(1, 2, 3), (4,)]
+            assert [split_params(said)[0].token_ids for said in await telling] == [(1, 2, 3), (4,)]
 
     running(work())
 
@@ -207,7 +207,7 @@ def test_a_changed_past_begins_a_branch_after_the_turn_that_it_agrees_with(name:
             assert (await chat(client, session, asked)).status_code == 200
             asked = [one | {"content": "ho!"} if one == HO else one for one in messages]
             assert (await chat(client, session, asked)).json()["choices"][0]["message"]["content"] == "so"
-            directions, shown = split((await telling)[-1])
+            directions, shown = split_params((await telling)[-1])
             assert directions.after_turn == (None if after < 0 else after)
             assert tuple(m._replace(content=m.content.strip()) for m in shown if isinstance(m, Message)) == told
 
@@ -223,7 +223,7 @@ def test_other_tools_and_other_token_ids_begin_a_branch_too() -> None:
             telling = asyncio.ensure_future(answered(session, turn("hi"), turn("ho")))
             await chat(client, session, HELLO)
             assert (await chat(client, session, [*HELLO, HI, ONE], tools=tools)).status_code == 200
-            directions, shown = split((await telling)[-1])
+            directions, shown = split_params((await telling)[-1])
             assert (directions.after_turn, json.loads(directions.tools)) == (0, tools)
             assert [m.content for m in shown if isinstance(m, Message)] == ["hello", "hi", "one"]
             session = server.sessions.open()
@@ -231,7 +231,7 @@ def test_other_tools_and_other_token_ids_begin_a_branch_too() -> None:
             for ids in ([1, 2, 3], [1, 2, 9], [1, 2, 3, 7, 8, 5]):
                 body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1}}
                 assert (await client.post(GENERATE, headers=keyed(session), json=body)).status_code == 200
-            found = [split(said)[0] for said in await telling]
+            found = [split_params(said)[0] for said in await telling]
             assert [(one.after_turn, one.token_ids) for one in found] == [
                 (None, (1, 2, 3)), (0, (1, 2, 9)), (None, (5,)),
             ]  # fmt: skip
@@ -258,7 +258,7 @@ def test_whoever_waits_for_the_turns_before_is_told_when_there_are_no_more() -> 
         async with serving() as (server, client):
             session = server.sessions.open()
             asked = [asyncio.ensure_future(chat(client, session, [one])) for one in (ONE, TWO)]
-            await session.asked
+            await session.next_messages
             while not session.waiting:
                 await asyncio.sleep(0.01)
             server.sessions.close(session, "it is over")
@@ -283,7 +283,7 @@ def test_what_comes_after_an_auxiliary_turn_goes_on_from_what_came_before_it(cha
             await client.post(CHAT, headers=headers, json={"model": "m", "messages": beside})
             await chat(client, session, [*HELLO, HI, ONE])
             await chat(client, session, [*HELLO, HI, ONE, HO, TWO])
-            found = [split(said)[0] for said in await telling]
+            found = [split_params(said)[0] for said in await telling]
             assert [(one.after_turn, one.auxiliary) for one in found] == [
                 (None, False), (1, True), (0, True), (1, False), (None, False),
             ]  # fmt: skip
@@ -338,7 +338,7 @@ def test_a_key_is_its_session_alone_and_void_when_that_ends() -> None:
             assert (await client.post(CHAT, json=body, headers={"X-Session-ID": mine.key})).status_code == 200
             await telling
             waiting = asyncio.ensure_future(chat(client, other, HELLO))
-            await other.asked
+            await other.next_messages
             server.sessions.close(other)
             assert (await waiting).status_code == 410
             void = await chat(client, other, HELLO)

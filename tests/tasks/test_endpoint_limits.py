@@ -22,7 +22,7 @@ class NeverAnswers:
     pending_bytes = 0
 
     def __init__(self) -> None:
-        self.asked, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.next_messages, self.cancelled = asyncio.Event(), asyncio.Event()
 
     def __len__(self) -> int:
         return 1
@@ -34,7 +34,7 @@ class NeverAnswers:
         return False
 
     async def ask(self, request: ChatRequest) -> TurnReply:
-        self.asked.set()
+        self.next_messages.set()
         try:
             return await asyncio.get_running_loop().create_future()
         finally:
@@ -80,7 +80,7 @@ def test_a_client_that_leaves_has_its_request_cancelled() -> None:
         await server.start()
         _, writer = await asyncio.open_connection(*address(server))
         writer.write(request("any"))
-        await policy.asked.wait()
+        await policy.next_messages.wait()
         writer.close()
         await policy.cancelled.wait()
         await server.stop()
@@ -94,14 +94,14 @@ def test_a_session_whose_client_left_gets_its_turn_when_it_asks_again() -> None:
             session = server.sessions.open()
             _, writer = await asyncio.open_connection(*address(server))
             writer.write(request(session.key))
-            await session.asked
+            await session.next_messages
             writer.close()
             while (await client.get("/v1/models", headers=keyed(session))).status_code == 429:
                 await asyncio.sleep(0.01)  # until the endpoint has noticed
             session.answer(turn("hi"))
             found = await chat(client, session, HELLO)
             assert found.json()["choices"][0]["message"]["content"] == "hi"
-            assert not session.asked.done()
+            assert not session.next_messages.done()
 
     running(work())
 
@@ -111,7 +111,7 @@ def test_more_sessions_than_requests_may_be_in_flight_wait_for_their_turns() -> 
         async with serving(max_requests=2) as (server, client):
             sessions = [server.sessions.open() for _ in range(9)]
             waiting = [asyncio.ensure_future(chat(client, session, HELLO)) for session in sessions]
-            await asyncio.gather(*(session.asked for session in sessions))
+            await asyncio.gather(*(session.next_messages for session in sessions))
             assert (await client.get("/v1/models", headers=keyed(sessions[0]))).status_code == 429
             assert (await client.get("/health")).status_code == 200
             assert "staleflow_endpoint_in_flight 9.0" in (await client.get("/metrics")).text
@@ -133,7 +133,7 @@ def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> 
                 waiting: list[asyncio.Task[httpx.Response]] = []
                 for messages in long:
                     asking = asyncio.ensure_future(chat(client, greedy, messages))
-                    while not asking.done() and greedy.waiting + greedy.asked.done() == len(waiting):
+                    while not asking.done() and greedy.waiting + greedy.next_messages.done() == len(waiting):
                         await asyncio.sleep(0)
                     if asking.done():
                         found = asking.result()
@@ -149,7 +149,7 @@ def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> 
             head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {greedy.key}\r\n"
             assert b" 429 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk)
             other = asyncio.ensure_future(chat(client, modest, [{"role": "user", "content": "x" * 50_000}]))
-            await modest.asked
+            await modest.next_messages
             modest.answer(turn("hi"))
             assert (await other).status_code == 200, "one alone may be larger"
             # Requests whose clients have gone wait on, and count on.
@@ -160,7 +160,7 @@ def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> 
                 await asyncio.sleep(0.01)
             assert (await chat(client, greedy, long[5])).status_code == 429
             for number in range(4):
-                await greedy.asked
+                await greedy.next_messages
                 greedy.answer(turn(str(number)))
             while greedy.pending_bytes:
                 await asyncio.sleep(0)
@@ -264,7 +264,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused_at_the_door() -> None:
             assert found.status_code == 400
             why = "token_ids has 300, where the model's vocabulary has 300 tokens"
             assert found.json()["error"]["message"] == why
-            assert not session.asked.done()
+            assert not session.next_messages.done()
         await server.stop()
 
     running(work())

@@ -82,7 +82,7 @@ def test_malformed_requests_get_a_line_each_and_disturb_nobody() -> None:
         async with serving() as (server, client):
             session, other = server.sessions.open(), server.sessions.open()
             waiting = asyncio.ensure_future(chat(client, other, HELLO))
-            await other.asked
+            await other.next_messages
             for path, body in MALFORMED:
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 found = await client.post(path, headers=keyed(session), content=content)
@@ -92,7 +92,7 @@ def test_malformed_requests_get_a_line_each_and_disturb_nobody() -> None:
                 assert "\n" not in message
                 assert len(message) < 300
                 assert "Traceback" not in found.text
-            assert not session.asked.done()
+            assert not session.next_messages.done()
             for method, path in (("GET", CHAT), ("DELETE", "/v1/models"), ("POST", "/v1/embeddings"), ("GET", "/")):
                 assert (await client.request(method, path)).status_code in (404, 405)
             other.answer(turn("hi"))
@@ -116,7 +116,7 @@ def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
             assert b" 408 " in await raw(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
             assert b" 400 " in await raw(server, b"nonsense\r\n\r\n")
             waiting = [asyncio.ensure_future(chat(client, one, HELLO)) for one in (session, other)]
-            await asyncio.gather(session.asked, other.asked)
+            await asyncio.gather(session.next_messages, other.next_messages)
             busy = await client.get("/v1/models", headers=keyed(session))
             assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
             for one in (session, other):
@@ -163,7 +163,7 @@ def test_a_late_request_to_an_ended_episode_is_told_that_it_has_ended() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
             waiting = asyncio.ensure_future(chat(client, session, HELLO))
-            await session.asked
+            await session.next_messages
             session.answer(turn("hi"))
             assert (await waiting).status_code == 200
             server.sessions.close(session)

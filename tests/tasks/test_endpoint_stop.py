@@ -18,7 +18,7 @@ from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_ch
 from staleflow.tasks.engines.stop_strings import StopCheck
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, FileTexts
 from staleflow.tasks.rendering.task_source import Message
-from staleflow.tasks.rendering.turn_params import TurnParams, split
+from staleflow.tasks.rendering.turn_params import TurnParams, split_params
 from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.endpoint_serving import GENERATE, HELLO, answered, chat, keyed, running, serving, turn
@@ -143,7 +143,7 @@ def test_stop_is_a_text_or_some_and_no_other_sampling_parameter() -> None:
     assert read(stop=None, stop_token_ids=None).stop == read(stop=[]).stop == NO_STOP
     assert read(stop="END").stop == StopCriteria(("END",))
     assert read(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
-    assert not read(stop="END", stop_token_ids=[3]).changed
+    assert not read(stop="END", stop_token_ids=[3]).overridden
     params = {"logprobs": 1, "stop_token_ids": [3, 5], "stop": ["END"], "include_stop_str_in_output": True}
     found = read_generate(
         {"model": "m", "token_ids": [1], "sampling_params": params}, temperature=1.0, sampling=SamplingRule.REFUSE
@@ -153,9 +153,11 @@ def test_stop_is_a_text_or_some_and_no_other_sampling_parameter() -> None:
 
 def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_the_turn() -> None:
     stop = StopCriteria(("\n\n", "é"), (5, 7))
-    said = read(stop=list(stop.strings), stop_token_ids=list(stop.token_ids)).directions(first=True).before([])
-    assert split(said)[0].stop == stop
-    assert "stop" not in read(max_tokens=3).directions(first=True).before([])[0].content, "prompts stay what they were"
+    said = read(stop=list(stop.strings), stop_token_ids=list(stop.token_ids)).turn_params(first=True).prepend_to([])
+    assert split_params(said)[0].stop == stop
+    assert "stop" not in read(max_tokens=3).turn_params(first=True).prepend_to([])[0].content, (
+        "prompts stay what they were"
+    )
 
     held = flight()
     held.apply(drawn(0))
@@ -216,8 +218,8 @@ def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
             assert (await chat(client, session, past, stop=stop)).status_code == 200
             first, then = await telling
             criteria = StopCriteria((stop,) if isinstance(stop, str) else tuple(stop))
-            assert [split(said)[0].stop for said in (first, then)] == [criteria, criteria]
-            assert split(then) == (TurnParams(stop=criteria), (Message("user", "more"),))
+            assert [split_params(said)[0].stop for said in (first, then)] == [criteria, criteria]
+            assert split_params(then) == (TurnParams(stop=criteria), (Message("user", "more"),))
 
     running(work())
 
@@ -266,7 +268,7 @@ def test_token_ids_are_told_whole_whatever_stopped_them() -> None:
             found = (await client.post(GENERATE, headers=keyed(session), json=body)).json()
             assert (found["choices"][0]["token_ids"], found["choices"][0]["finish_reason"]) == ([7, 8], "stop")
             (said,) = await telling
-            assert split(said)[0].stop == StopCriteria((";",), (9, 8))
+            assert split_params(said)[0].stop == StopCriteria((";",), (9, 8))
 
     running(work())
 
@@ -275,7 +277,7 @@ def test_a_turn_that_a_limit_cut_after_all_is_told_so() -> None:
     async def work() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn("hi", cut=True)))
+            telling = asyncio.ensure_future(answered(session, turn("hi", truncated=True)))
             found = (await chat(client, session, HELLO, stop=";")).json()["choices"][0]
             assert (found["message"]["content"], found["finish_reason"]) == ("hi", "length")
             await telling

@@ -10,7 +10,7 @@ from typing import Any
 from staleflow.stores.trajectory import GroupId, TrajectoryId
 from staleflow.tasks.actors.environment_host import ActItem, EnvironmentHost, EnvStepOutcome
 from staleflow.tasks.actors.server_messages import EpisodeState, ObservationItem, ObservationReceipt, RewardItem
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
@@ -34,12 +34,16 @@ class Environments:
         *,
         cut: bool,
         newest: SampledTurn | None = None,
-    ) -> Answer:
+    ) -> HostedStepResult:
         await asyncio.sleep(0)
-        return Answer(ended=True, reward=key.task) if key.task % 2 else Answer(messages=(Message("user", turns[-1]),))
+        return (
+            HostedStepResult(ended=True, reward=key.task)
+            if key.task % 2
+            else HostedStepResult(messages=(Message("user", turns[-1]),))
+        )
 
-    async def end(self, key: EpisodeKey, record: Record) -> Answer:
-        return Answer(ended=True)
+    async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
+        return HostedStepResult(ended=True)
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None: ...
 

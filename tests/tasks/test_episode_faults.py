@@ -19,7 +19,7 @@ from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, packed
 from staleflow.tasks.environments.forked_episodes import ForkServer
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
-from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, drawn
+from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, draw_tasks
 from tests.support.games import GAMES, acted, is_gone, played, running, settings, until_gone
 
 
@@ -243,12 +243,12 @@ def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp
     folder.mkdir()
     for number in range(4):
         (folder / str(number)).touch()  # for the first task of a source, which is reset when that is made
-    made = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_timeout_s=20, concurrency=4)
-    assert made.source.at_once == 4
+    made = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_s=20, concurrency=4)
+    assert made.source.concurrency == 4
     source = made.source.build()
     for held_out in (False, True):
         empty(folder)
-        tasks = drawn(source, range(8), held_out=held_out, at_once=4)
+        tasks = draw_tasks(source, range(8), held_out=held_out, concurrency=4)
         assert len({task.prompt for task in tasks}) == 8
         assert tasks[7] == source.task(7, held_out=held_out)
     empty(folder)

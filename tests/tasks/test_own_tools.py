@@ -14,7 +14,7 @@ from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.user_tools import LONGEST_RESULT, load_tool
 from staleflow.tasks.episodes.episode_host import EpisodeHost
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 
 FILE = '''
 import asyncio, os, time
@@ -98,13 +98,13 @@ def results(job: Path, *turns: str) -> list[list[str]]:
     """What is given back for each turn, each of another episode."""
     made = actor_settings.episode_settings(loading.load(job, ()))
 
-    async def work() -> list[Answer]:
+    async def work() -> list[HostedStepResult]:
         episodes = EpisodeHost(made)
         try:
             await episodes.check()
             record = made.source.build().task(0).record
             keys = [EpisodeKey(task=0, member=member) for member in range(len(turns))]
-            asked = [episodes.act(key, record, [turn], cut=False) for key, turn in zip(keys, turns, strict=True)]
+            asked = [episodes.act(key, record, [turn], truncated=False) for key, turn in zip(keys, turns, strict=True)]
             return list(await asyncio.gather(*asked))
         finally:
             await episodes.close()

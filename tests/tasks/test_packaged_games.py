@@ -13,7 +13,7 @@ import pytest
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.task_source import Task
 from staleflow.tasks.sources.task_sources import SourceSettings
 
@@ -24,20 +24,22 @@ def settings(source: str, **options: Any) -> EpisodeSettings:
     return EpisodeSettings(source=SourceSettings(source=source, options=options, seed=3, limits=LIMITS), limits=LIMITS)
 
 
-def played(made: EpisodeSettings, turns: Sequence[str], *, repeatable: bool = True) -> tuple[Task, list[Answer]]:
+def played(
+    made: EpisodeSettings, turns: Sequence[str], *, repeatable: bool = True
+) -> tuple[Task, list[HostedStepResult]]:
     """A task, and the answers to these turns; played again on another host, where the environment can be set back."""
     task = made.source.build().task(0)
 
-    async def work() -> list[Answer]:
+    async def work() -> list[HostedStepResult]:
         episodes, other = EpisodeHost(made), EpisodeHost(made)
         await episodes.check()
         key = EpisodeKey(task=0)
-        found: list[Answer] = []
+        found: list[HostedStepResult] = []
         for number in range(1, len(turns) + 1):
-            found.append(await episodes.act(key, task.record, turns[:number], cut=False))
+            found.append(await episodes.act(key, task.record, turns[:number], truncated=False))
             if found[-1].ended:
                 break
-        again = await other.act(key, task.record, turns[: len(found)], cut=False)
+        again = await other.act(key, task.record, turns[: len(found)], truncated=False)
         if repeatable:
             assert (again.messages, again.ended, again.reward) == (
                 found[-1].messages,

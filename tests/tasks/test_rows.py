@@ -67,10 +67,10 @@ def test_every_kind_gives_the_same_prompts_and_records(write: Write, tmp_path: P
 def test_repeated_prompts_are_kept_apart_in_every_kind(write: Write, tmp_path: Path) -> None:
     rows = [*ROWS[:2], ROWS[19], *ROWS[2:]]
     source = source_of(write(tmp_path, rows))
-    apart = source.apart(1)
-    assert prompts(apart, 18) == [f"{i} + {i}" for i in range(18)]
-    assert prompts(apart.apart(1), 18) == prompts(apart, 18)
-    assert apart.held_out_notice.startswith("1 of 21 rows of ")
+    excluding_held_out = source.excluding_held_out(1)
+    assert prompts(excluding_held_out, 18) == [f"{i} + {i}" for i in range(18)]
+    assert prompts(excluding_held_out.excluding_held_out(1), 18) == prompts(excluding_held_out, 18)
+    assert excluding_held_out.held_out_notice.startswith("1 of 21 rows of ")
 
 
 def test_a_missing_column_names_those_there_are(write: Write, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_prompts_may_be_messages(write: Write, tmp_path: Path) -> None:
     rows = [{"prompt": messages, "answer": "?"} for messages in [*MESSAGES, MESSAGES[3], *MESSAGES[:2]]]
     source = source_of(write(tmp_path, rows), Columns())
     assert source.task(0).prompt == (("system", "Add."), ("user", "0 + 0"))
-    assert source.apart(9).held_out_notice.startswith("1 of 7 rows of ")
+    assert source.excluding_held_out(9).held_out_notice.startswith("1 of 7 rows of ")
 
 
 @pytest.mark.parametrize(
@@ -139,12 +139,12 @@ def test_evaluation_prompts_come_from_their_own_source_whole(write: Write, tmp_p
     source = settings.build()
     assert prompts(source, 21) == [*(f"{i} + {i}" for i in range(20)), "0 + 0"]
     assert [t.prompt for t in distinct_held_out(source, 200)] == ["4 + 4", "new"]
-    apart = source.apart(1)
-    assert prompts(apart, 20) == [*(f"{i} + {i}" for i in range(20) if i != 4), "0 + 0"]
-    assert apart.held_out_notice.endswith("are not trained on: they repeat prompts of task.eval_source")
+    excluding_held_out = source.excluding_held_out(1)
+    assert prompts(excluding_held_out, 20) == [*(f"{i} + {i}" for i in range(20) if i != 4), "0 + 0"]
+    assert excluding_held_out.held_out_notice.endswith("are not trained on: they repeat prompts of task.eval_source")
     same = SourceSettings(source=evaluation, options={}, seed=0, columns=COLUMNS, evaluation=evaluation).build()
     with pytest.raises(ConfigError, match=r"each of the 3 training rows has the prompt of task\.eval_source"):
-        same.apart(0)
+        same.excluding_held_out(0)
 
 
 def test_generated_prompts_keep_apart_from_an_evaluation_set_which_has_its_own_verifier(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_generated_prompts_keep_apart_from_an_evaluation_set_which_has_its_own_v
     first = make_source("reasoning_gym:chain_sum", options, 4).task(0)
     evaluation = as_jsonl(tmp_path, [{"prompt": first.prompt, "answer": "seven"}])
     settings = SourceSettings(source="reasoning_gym:chain_sum", options=options, seed=4, evaluation=evaluation)
-    source = settings.build().apart(50)
+    source = settings.build().excluding_held_out(50)
     assert first.prompt not in prompts(source, 50)
     assert source.held_out_notice.endswith("of 50 prompts drawn for training were held out, and replaced")
     (held_out,) = distinct_held_out(source, 50)

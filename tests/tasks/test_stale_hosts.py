@@ -16,7 +16,7 @@ from staleflow.tasks.actors.environment_host import ActItem, EnvironmentHost, En
 from staleflow.tasks.actors.server_messages import EpisodeState, RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import SampledTokens
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
@@ -30,7 +30,7 @@ ID = TrajectoryId(0)
 class Says:
     """Environments that give one answer, after so many seconds."""
 
-    def __init__(self, answer: Answer, after_s: float = 0.0, *, needs_token_ids: bool = False) -> None:
+    def __init__(self, answer: HostedStepResult, after_s: float = 0.0, *, needs_token_ids: bool = False) -> None:
         self._answer, self._after_s, self.needs_token_ids = answer, after_s, needs_token_ids
         self.told: list[SampledTurn | None] = []
 
@@ -47,28 +47,28 @@ class Says:
         *,
         cut: bool,
         newest: SampledTurn | None = None,
-    ) -> Answer:
+    ) -> HostedStepResult:
         self.told.append(newest)
         await asyncio.sleep(self._after_s)
         return self._answer
 
-    async def end(self, key: EpisodeKey, record: Record) -> Answer:
-        return Answer(ended=True)
+    async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
+        return HostedStepResult(ended=True)
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None: ...
 
     async def close(self) -> None: ...
 
 
-def answer(tokens: int) -> Answer:
-    return Answer(messages=(Message("tool", str(tokens)),))
+def answer(tokens: int) -> HostedStepResult:
+    return HostedStepResult(messages=(Message("tool", str(tokens)),))
 
 
-def reward(score: float) -> Answer:
-    return Answer(ended=True, reward=score)
+def reward(score: float) -> HostedStepResult:
+    return HostedStepResult(ended=True, reward=score)
 
 
-FAILED = Answer(ended=True, error="it broke")
+FAILED = HostedStepResult(ended=True, error="it broke")
 
 
 class Scene:
@@ -140,7 +140,7 @@ async def rewarded(scene: Scene) -> None:
 @pytest.mark.parametrize(
     "meanwhile", [next_turn_of_equal_length, answered, answered_with_nothing, restarted_to_equal_length, rewarded]
 )
-def test_what_a_late_host_says_changes_nothing(tmp_path: Path, meanwhile: Meanwhile, late: Answer) -> None:
+def test_what_a_late_host_says_changes_nothing(tmp_path: Path, meanwhile: Meanwhile, late: HostedStepResult) -> None:
     async def scenario() -> None:
         config = Body(tmp_path).config("rollout.max_new_tokens=100")
         scene = Scene(server_class(World())(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0))

@@ -125,28 +125,31 @@ def test_no_held_out_prompt_is_drawn_for_training() -> None:
     source = ReasoningGym("chain_sum", {"min_terms": 2, "max_terms": 2, "max_digits": 1}, 4)
     held_out = {t.prompt for t in distinct_held_out(source, 110)}
     assert 60 < len(held_out) < 110
-    drawn, apart = prompts_of(source, 300), source.apart(110)
-    kept = prompts_of(apart, 300)
+    drawn, excluding_held_out = prompts_of(source, 300), source.excluding_held_out(110)
+    kept = prompts_of(excluding_held_out, 300)
     assert set(drawn) & held_out
     assert not set(kept) & held_out
     # All others keep their places, and each draw is a function of its index alone.
     assert [b for a, b in zip(drawn, kept, strict=True) if a not in held_out] == [d for d in drawn if d not in held_out]
-    again = source.apart(110)
+    again = source.excluding_held_out(110)
     assert [again.task(i).prompt for i in reversed(range(300))] == kept[::-1]
     replaced = sum(d in held_out for d in drawn)
-    assert apart.held_out_notice == f"{replaced} of 300 prompts drawn for training were held out, and replaced"
-    assert prompts_of(source.apart(0), 300) == drawn
+    assert (
+        excluding_held_out.held_out_notice
+        == f"{replaced} of 300 prompts drawn for training were held out, and replaced"
+    )
+    assert prompts_of(source.excluding_held_out(0), 300) == drawn
 
 
 def test_without_repeated_prompts_each_index_means_what_it_did() -> None:
     source = ReasoningGym("chain_sum", {"min_terms": 4, "min_digits": 4}, 4)
-    apart = source.apart(50)
-    assert prompts_of(apart, 100) == prompts_of(source, 100)
-    assert apart.held_out_notice == ""
+    excluding_held_out = source.excluding_held_out(50)
+    assert prompts_of(excluding_held_out, 100) == prompts_of(source, 100)
+    assert excluding_held_out.held_out_notice == ""
 
 
 def test_a_source_that_is_held_out_as_a_whole_is_one_line() -> None:
-    source = ReasoningGym("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, 4).apart(200)
+    source = ReasoningGym("chain_sum", {"min_terms": 1, "max_terms": 1, "max_digits": 1}, 4).excluding_held_out(200)
     with pytest.raises(ConfigError, match=r"draws gave only prompts that are held out; lower task\.eval_prompts = 200"):
         source.task(0)
 
@@ -164,15 +167,15 @@ def test_rows_with_a_held_out_prompt_are_not_trained_on(tmp_path: Path) -> None:
     rows = [f"p{i}" for i in range(17)]
     source = rows_of(write_rows(tmp_path / "data.jsonl", [*rows[:3], "same", *rows[3:], "other", "same"]))
     assert "same" in prompts_of(source, 18)
-    apart = source.apart(1)
-    assert prompts_of(apart, 36) == ["p0", "p1", "p2", *rows[3:], "p0", "p1", "p2", *rows[3:], "p0", "p1"]
-    assert "1 of 20 rows" in apart.held_out_notice
-    assert [t.prompt for t in distinct_held_out(apart, 200)] == ["other", "same"]
+    excluding_held_out = source.excluding_held_out(1)
+    assert prompts_of(excluding_held_out, 36) == ["p0", "p1", "p2", *rows[3:], "p0", "p1", "p2", *rows[3:], "p0", "p1"]
+    assert "1 of 20 rows" in excluding_held_out.held_out_notice
+    assert [t.prompt for t in distinct_held_out(excluding_held_out, 200)] == ["other", "same"]
     unique = rows_of(write_rows(tmp_path / "unique.jsonl", rows))
-    assert prompts_of(unique.apart(5), 40) == prompts_of(unique, 40)
-    assert unique.apart(5).held_out_notice == ""
+    assert prompts_of(unique.excluding_held_out(5), 40) == prompts_of(unique, 40)
+    assert unique.excluding_held_out(5).held_out_notice == ""
     with pytest.raises(ConfigError, match="each of the 9 training rows has the prompt of a held-out row"):
-        rows_of(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).apart(1)
+        rows_of(write_rows(tmp_path / "one.jsonl", ["same"] * 10)).excluding_held_out(1)
 
 
 def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> None:
@@ -181,7 +184,7 @@ def test_a_users_environment_that_mixes_them_up_is_counted(tmp_path: Path) -> No
         "    def record(self, index, held_out): return {'prompt': str(index % 9)}\n"
         "    def score(self, answer, record): return 0.0\n"
     )
-    source = make_source(f"{tmp_path}/mine.py:Few", {}, 0).apart(4)
+    source = make_source(f"{tmp_path}/mine.py:Few", {}, 0).excluding_held_out(4)
     assert prompts_of(source, 9) == [str(i) for i in range(9)]
     assert "4 of 9 prompts that were trained on are also held out" in source.held_out_notice
 

@@ -12,7 +12,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import ToolEpisode, tools_of
 from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer
 
@@ -32,13 +32,13 @@ def test_the_environments_of_the_page_are_played(name: str, heading: str, tmp_pa
     task = source.build().task(0)
     assert task.prompt == "Guess my number, from 1 to 20."
 
-    async def work() -> list[Answer]:
+    async def work() -> list[HostedStepResult]:
         episodes = EpisodeHost(EpisodeSettings(source=source, limits=EnvironmentConfig()))
         await episodes.check()
         low, high, turns, found = 1, 20, [], []
         while not found or not found[-1].ended:
             turns.append(str((low + high) // 2))
-            found.append(await episodes.act(EpisodeKey(task=0), task.record, turns, cut=False))
+            found.append(await episodes.act(EpisodeKey(task=0), task.record, turns, truncated=False))
             said = "".join(message.content for message in found[-1].messages)
             low, high = (int(turns[-1]) + 1, high) if said == "higher" else (low, int(turns[-1]) - 1)
         await episodes.close()
@@ -63,7 +63,7 @@ def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
     tools = tools_of(limits)
 
     async def answer(turn: str) -> list[str]:
-        said = await ToolEpisode({}, tools, limits).step(turn, cut=False, last=False)
+        said = await ToolEpisode({}, tools, limits).step(turn, truncated=False, last=False)
         return [message.content for message in said.messages]
 
     async def work() -> list[str]:

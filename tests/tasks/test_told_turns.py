@@ -28,7 +28,7 @@ from staleflow.tasks.actors.observation_encoder import ObservationEncoder, Obser
 from staleflow.tasks.actors.server_messages import ObservationItem, payload
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message, Task
-from staleflow.tasks.rendering.turn_params import TurnParams, role_of, split
+from staleflow.tasks.rendering.turn_params import TurnParams, role_of, split_params
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.stores.test_in_flight import drawn, flight, resumed, routed
@@ -64,7 +64,7 @@ def test_an_agent_is_told_the_stored_ids_and_logprobs_bit_for_bit(kinds: list[st
         finish=FinishReason.LENGTH,
     )  # fmt: skip
     told = newest_turn(t, "text")
-    assert [*told.before, *told.tokens] == [5, 6, *t.response_tokens.tolist()]
+    assert [*told.prepend_to, *told.tokens] == [5, 6, *t.response_tokens.tolist()]
     assert told.tokens == tuple(t.turns[-1].tolist())
     wire = json.loads(json.dumps(told.logprobs))
     assert np.asarray(wire, np.float32).tobytes() == t.logprobs[-len(told.tokens) :].tobytes()
@@ -85,17 +85,17 @@ def prompts(folder: Path, name: str = "smollm2", template: str = "", *, chat: bo
 
 
 def task(*messages: Message, directions: TurnParams | None = None) -> Task:
-    return Task(prompt=(directions or TurnParams()).before(messages), record={})
+    return Task(prompt=(directions or TurnParams()).prepend_to(messages), record={})
 
 
 def test_token_ids_of_an_agent_are_taken_as_they_are(tmp_path: Path) -> None:
     found = prompts(tmp_path)
     ids = (3, 200, 7)
     assert found.encode(task(directions=TurnParams(token_ids=ids))) == ids
-    said = TurnParams(token_ids=(9, 9), max_tokens=4).before(())
-    assert found.given([1], [2], said, 1) == [9, 9]
+    said = TurnParams(token_ids=(9, 9), max_tokens=4).prepend_to(())
+    assert found.bridge_tokens([1], [2], said, 1) == [9, 9]
     assert role_of(said) == "agent"
-    assert split(said)[0].max_tokens == 4
+    assert split_params(said)[0].max_tokens == 4
 
 
 def test_definitions_of_tools_are_rendered_by_the_template_or_refused(tmp_path: Path) -> None:
@@ -148,7 +148,12 @@ def whole(t: Trajectory) -> list[int]:
 
 def said(t: Trajectory, directions: TurnParams, *messages: Message) -> ObservationItem:
     return ObservationItem(
-        trajectory=t.id, tokens=t.num_tokens, epoch=1, messages=directions.before(messages), seconds=0.1, replayed=()
+        trajectory=t.id,
+        tokens=t.num_tokens,
+        epoch=1,
+        messages=directions.prepend_to(messages),
+        seconds=0.1,
+        replayed=(),
     )
 
 
@@ -230,13 +235,13 @@ def test_a_conversation_of_no_tokens_concerns_its_episode_alone(tmp_path: Path) 
 def test_without_a_template_a_conversation_is_its_texts(tmp_path: Path) -> None:
     found = prompts(tmp_path, chat=False)
     other = [Message("user", "the in"), Message("assistant", " a"), Message("user", " on")]
-    assert found.conversation(other) == list(found.encode(task(Message("user", "the in a on"))))
+    assert found.render(other) == list(found.encode(task(Message("user", "the in a on"))))
 
 
 def test_what_is_told_of_a_branch_is_its_own_context(tmp_path: Path) -> None:
     t = branching_row().trajectory
     told = newest_turn(t, "")
-    assert (told.before, told.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))
+    assert (told.prepend_to, told.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))
     sent = payload(t, 0, None)
     assert (sent.context, len(sent.sampled), sent.in_turn) == ((0, 1, 2, 3, 4, 5, 6, 15, 16, 17), 15, 2)
 

@@ -21,7 +21,7 @@ from staleflow.tasks.environments.environment_config import TOOL_NAMES
 from staleflow.tasks.episodes.calculator import calculate
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.sandbox import MOST_OUTPUT, _reaped, run_python
-from staleflow.tasks.episodes.step_results import Answer, EpisodeKey
+from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import MOST_CALLS, TOOLS, tool_calls
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.task_sources import EvaluationRecord
@@ -224,11 +224,13 @@ def settings(job: Path, *overrides: str) -> EpisodeSettings:
     return actor_settings.episode_settings(loading.load(job, overrides))
 
 
-async def answers(episodes: EpisodeHost, turns: Sequence[str], made: EpisodeSettings, **key: Any) -> list[Answer]:
+async def answers(
+    episodes: EpisodeHost, turns: Sequence[str], made: EpisodeSettings, **key: Any
+) -> list[HostedStepResult]:
     record = made.source.build().task(0).record
     of = EpisodeKey(task=0, **key)
     cut = [turn.endswith("...") for turn in turns]
-    return [await episodes.act(of, record, turns[: i + 1], cut=cut[i]) for i in range(len(turns))]
+    return [await episodes.act(of, record, turns[: i + 1], truncated=cut[i]) for i in range(len(turns))]
 
 
 def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
@@ -288,9 +290,9 @@ def test_an_evaluation_set_of_its_own_source_is_played_with_tools_and_scored_by_
     async def work() -> None:
         episodes = EpisodeHost(made)
         key = EpisodeKey(task=-1, held_out=True)
-        first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], cut=False)
+        first = await episodes.act(key, record, ["<calculator>2+2</calculator>"], truncated=False)
         assert first.messages == (Message("tool", "<result>4</result>"),)
-        last = await episodes.act(key, record, ["<calculator>2+2</calculator>", "so 4"], cut=False)
+        last = await episodes.act(key, record, ["<calculator>2+2</calculator>", "so 4"], truncated=False)
         assert (last.ended, last.reward, last.error) == (True, 0.5, "")
         await episodes.close()
 
