@@ -82,7 +82,7 @@ def test_finished_siblings_and_earlier_epochs_of_the_same_prompt_are_told() -> N
     known = DraftCorpus(held, 1000)
     known.add([stored(-80, (8, 9)), stored(-70, (8, 8), prompt=OTHER), stored(-60, ())])
     assert told(known, 0) == {1: (5, 6, 7), -80: (8, 9)}
-    assert [one.prompt for one in known.others([TrajectoryId(0), TrajectoryId(3)], NOTHING).found] == [PROMPT]
+    assert [one.prompt for one in known.others([TrajectoryId(0), TrajectoryId(3)], NOTHING).responses] == [PROMPT]
     assert told(known, 77) == {}
 
 

@@ -306,10 +306,10 @@ def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_held(tmp_
         await server.draw(0, 1)
         await one.route(server, (item(0, 1), item(1, 1)))
         await asyncio.sleep(0.25)
-        await one.save(server)
+        await one.flush(server)
         poisoned.add(0)
         await asyncio.sleep(0.25)
-        await one.save(server)
+        await one.flush(server)
         outcomes = {o.trajectory: o for o in await one.next_events(server, 5.0)}
         assert (outcomes[TrajectoryId(1)].tokens, outcomes[TrajectoryId(1)].error) == (20, "")
         assert (outcomes[TrajectoryId(0)].tokens, outcomes[TrajectoryId(0)].error) == (
