@@ -130,14 +130,14 @@ class EndpointServer:
                 while not server.started and not self._serving.done():
                     await asyncio.sleep(0.005)
 
-    def refuse(self) -> None:
+    def drain(self) -> None:
         """Answer no more: whoever waits, and whoever asks, is told to try again."""
         self._stopping = True
         self.sessions.refuse_all(_stopping())
 
     async def stop(self) -> None:
         """Answer no more, and listen no more."""
-        self.refuse()
+        self.drain()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=5.0)

@@ -1,4 +1,7 @@
-"""Episodes of coroutines: `async def play(session, task) -> reward`, which asks the model for each turn."""
+"""Episodes of coroutines: `async def play(session, task) -> reward`, which asks the model for each turn.
+
+Agents are coroutines too (tasks/episodes/agents.py); `AskingEpisode` is what both kinds share.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from staleflow.tasks.environments.episode import (
     OBSERVED,
@@ -18,6 +21,8 @@ from staleflow.tasks.environments.episode import (
     parse_observation,
 )
 from staleflow.tasks.rendering.task_source import Message, Prompt
+
+T = TypeVar("T")
 
 
 class EpisodeTruncated(Exception):
@@ -82,10 +87,60 @@ class CoroutineEnvironment:
         return CoroutineEpisode(self._play, self._options, start)
 
 
-class CoroutineEpisode:
-    """An episode of a coroutine."""
+class AskingEpisode:
+    """Base of episodes that are a running coroutine, which requests the model's turns and returns a reward.
+
+    runner: the coroutine, in messages.
+    """
+
+    runner: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._running: asyncio.Future[Any] | None = None
+
+    def _run(self, function: Callable[..., Awaitable[Any]], *args: Any) -> None:
+        """Start the coroutine function."""
+        self._running = asyncio.ensure_future(without_exit(self.runner, function, *args))
+
+    async def _next_request(self, request: asyncio.Future[T]) -> T | EnvStepResult:
+        """Wait for the coroutine's next request, or for its end. Raises EpisodeFailed."""
+        assert self._running is not None
+        await asyncio.wait({request, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        return self._end() if self._running.done() else request.result()
+
+    def _end(self) -> EnvStepResult:
+        """Return the reward of a coroutine that has ended. Raises EpisodeFailed."""
+        assert self._running is not None
+        if self._running.cancelled():
+            raise EpisodeFailed(f"{self.runner} was cancelled")
+        error = self._running.exception()
+        if error is None:
+            return final_result(self._running.result(), label=f"what {self.runner} returned")
+        if (result := self._result_after(error)) is not None:
+            return result
+        if isinstance(error, EpisodeFailed):
+            raise error
+        raise EpisodeFailed(f"{self.runner} raised: {error_line(error, line=True)}") from error
+
+    def _result_after(self, error: BaseException) -> EnvStepResult | None:
+        """Return the result of an episode whose coroutine raised an error that is no failure; None if it is one."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+
+
+class CoroutineEpisode(AskingEpisode):
+    """An episode of a user's coroutine."""
+
+    runner = "play"
 
     def __init__(self, play: Play, options: Mapping[str, Any], start: EpisodeStart) -> None:
+        super().__init__()
         self._play = play
         self._task = AgentTask(
             index=start.index,
@@ -95,12 +150,11 @@ class CoroutineEpisode:
             rng=random.Random(start.seed),
         )
         self._session: Session | None = None
-        self._playing: asyncio.Future[Any] | None = None
 
     async def begin(self) -> Prompt:
         self._session = Session()
-        self._playing = asyncio.ensure_future(_guarded(self._play, self._session, self._task))
-        first = await self._until_asked()
+        self._run(self._play, self._session, self._task)
+        first = await self._next_request(self._session._asked)
         if isinstance(first, EnvStepResult):
             raise EpisodeFailed("play returned before it asked the model for anything; call session.ask first")
         return first
@@ -108,46 +162,28 @@ class CoroutineEpisode:
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         assert self._session is not None
         self._session._answer(text, truncated=truncated)
-        next_ = await self._until_asked()
+        next_ = await self._next_request(self._session._asked)
         if not isinstance(next_, EnvStepResult) and (truncated or last):
             self._session._answer("", truncated=True)
-            next_ = await self._until_asked()
+            next_ = await self._next_request(self._session._asked)
             if not isinstance(next_, EnvStepResult):
                 raise EpisodeFailed("play asked again after EpisodeTruncated; return a reward then, or do not catch it")
         if isinstance(next_, EnvStepResult):
             return next_
         return EnvStepResult(messages=(Message(OBSERVED, next_),) if isinstance(next_, str) else next_)
 
-    async def close(self) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        if self._playing is not None:
-            self._playing.cancel()
-
-    async def _until_asked(self) -> Prompt | EnvStepResult:
-        """What the coroutine asks next, or its end. Raises EpisodeFailed."""
-        assert self._session is not None and self._playing is not None
-        request = self._session._asked
-        await asyncio.wait({request, self._playing}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._playing.done():
-            return request.result()
-        if self._playing.cancelled():
-            raise EpisodeFailed("play was cancelled")
-        error = self._playing.exception()
-        if isinstance(error, EpisodeTruncated):
-            return final_result(self._session.reward, label="session.reward")
-        if isinstance(error, EpisodeFailed):
-            raise error
-        if error is not None:
-            raise EpisodeFailed(f"play raised: {error_line(error, line=True)}") from error
-        result = self._playing.result()
-        return final_result(result, label="what play returned")
+    def _result_after(self, error: BaseException) -> EnvStepResult | None:
+        if not isinstance(error, EpisodeTruncated):
+            return None
+        assert self._session is not None
+        return final_result(self._session.reward, label="session.reward")
 
 
-async def _guarded(play: Play, session: Session, task: AgentTask) -> Any:
-    """The coroutine's result. SystemExit would end the event loop that it runs on, with everything else there."""
+async def without_exit(runner: str, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    """Return the result of a coroutine function. Raises EpisodeFailed in place of SystemExit, which would end the event
+    loop with all
+    other episodes on it."""
     try:
-        return await play(session, task)
+        return await function(*args)
     except SystemExit as error:
-        raise EpisodeFailed(f"play raised: {error_line(error, line=True)}") from error
+        raise EpisodeFailed(f"{runner} raised: {error_line(error, line=True)}") from error

@@ -27,9 +27,9 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_loader import open_environment
 from staleflow.tasks.environments.episode import Environment, Episode, EpisodeFailed, error_line
+from staleflow.tasks.environments.pickled_messages import HEADER, packed, read_exactly, read_message
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
-HEADER = struct.Struct("<I")
 ORDER = struct.Struct("<cq")
 """What the server is told: FORK or KILL, and an episode's number. With FORK comes the episode's socket."""
 FORK, KILL = b"f", b"k"
@@ -55,26 +55,9 @@ class ForkSettings:
     endpoint: EndpointSettings | None = None
 
 
-def packed(value: Any) -> bytes:
-    """A value as it is sent: its length and its pickle."""
-    data = pickle.dumps(value)
-    return HEADER.pack(len(data)) + data
-
-
-def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        chunk = connection.recv(size - len(data))
-        if not chunk:
-            raise EOFError("end of stream")
-        data += chunk
-    return data
-
-
 def read_value(connection: socket.socket) -> Any:
-    """The next value from a socket that blocks. Raises EOFError at its end, TimeoutError after its timeout."""
-    (size,) = HEADER.unpack(_read_exactly(connection, HEADER.size))
-    return pickle.loads(_read_exactly(connection, size))
+    """Read the next value from a socket that blocks. Raises EOFError at its end, TimeoutError after its timeout."""
+    return read_message(connection.recv)
 
 
 @dataclass(slots=True)
@@ -119,7 +102,7 @@ class Forking:
         if not data:
             return False
         if len(data) < ORDER.size:
-            data += _read_exactly(self.control, ORDER.size - len(data))
+            data += read_exactly(self.control.recv, ORDER.size - len(data))
         order, number = ORDER.unpack(data)
         if order == FORK:
             connection = socket.socket(fileno=descriptors[0])

@@ -28,10 +28,10 @@ from staleflow.tasks.environments.fork_server import (
     ORDER,
     STEP,
     ForkSettings,
-    packed,
     read_value,
     receive,
 )
+from staleflow.tasks.environments.pickled_messages import packed
 from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.task_source import Prompt
 

@@ -28,7 +28,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.endpoint.requests import RequestError
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession
-from staleflow.tasks.environments.coroutine_environments import AgentTask
+from staleflow.tasks.environments.coroutine_environments import AgentTask, AskingEpisode, without_exit
 from staleflow.tasks.environments.episode import (
     EnvStepResult,
     EpisodeFailed,
@@ -37,7 +37,7 @@ from staleflow.tasks.environments.episode import (
     final_result,
     parse_observation,
 )
-from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, Run
+from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Prompt
 from staleflow.tasks.settings import user_code
@@ -201,15 +201,17 @@ class AgentEnvironment:
         return AgentEpisode(self._server, start, self._agent)
 
 
-class AgentEpisode:
+class AgentEpisode(AskingEpisode):
     """An episode of an agent behind an endpoint."""
 
+    runner = "the agent"
+
     def __init__(self, server: EndpointServer, start: EpisodeStart, agent: LoadedAgent) -> None:
+        super().__init__()
         self._server, self._start, self._agent = server, start, agent
         self._session: AgentSession | None = None
-        self._running: asyncio.Future[Any] | None = None
         self._turn: SampledTurn | None = None
-        self._cut = False
+        self._limited = False
 
     async def begin(self) -> Prompt:
         try:
@@ -218,8 +220,8 @@ class AgentEpisode:
             raise EpisodeFailed(str(error)) from error
         session = self._session = self._server.sessions.open()
         args = (self._server.base_url, session.key, task_of(self._start, self._agent.options))
-        self._running = asyncio.ensure_future(_guarded(self._agent.run, args))
-        first = await self._until_asked()
+        self._run(self._agent.run, args)
+        first = await self._messages(session)
         if isinstance(first, EnvStepResult):
             raise EpisodeFailed("the agent ended before it asked the model for anything")
         return first
@@ -237,49 +239,31 @@ class AgentEpisode:
         elif not truncated:
             raise EpisodeFailed("the agent cannot be told a turn without its token ids")
         if truncated or last:
-            self._cut = True
+            self._limited = True
             limit = "rollout.max_new_tokens" if truncated else "environment.max_turns"
             session.refuse(RequestError(400, f"the episode is at its limit, {limit}", "context_length_exceeded"))
             assert self._running is not None
             await asyncio.wait({self._running})
             return self._end()
-        request = await self._until_asked()
+        request = await self._messages(session)
         return request if isinstance(request, EnvStepResult) else EnvStepResult(messages=request)
-
-    async def close(self) -> None:
-        self.kill()
 
     def kill(self) -> None:
         if self._session is not None:
             self._server.sessions.close(self._session)
-        if self._running is not None:
-            self._running.cancel()
+        super().kill()
 
-    async def _until_asked(self) -> tuple[Message, ...] | EnvStepResult:
-        """What the agent asks next, or its end. Raises EpisodeFailed."""
-        assert self._session is not None and self._running is not None
-        pending = self._session.next_messages
-        await asyncio.wait({pending, self._running}, return_when=asyncio.FIRST_COMPLETED)
-        if self._running.done():
-            return self._end()
-        messages = pending.result()
+    async def _messages(self, session: AgentSession) -> tuple[Message, ...] | EnvStepResult:
+        """Wait for the messages of the agent's next request, or for its end. Raises EpisodeFailed."""
+        messages = await self._next_request(session.next_messages)
+        if isinstance(messages, EnvStepResult):
+            return messages
         observation = parse_observation([message._asdict() for message in messages], "what the agent said")
         assert not isinstance(observation, str)
         return observation
 
-    def _end(self) -> EnvStepResult:
-        """The reward of an agent that has ended. Raises EpisodeFailed."""
-        assert self._running is not None
-        if self._running.cancelled():
-            raise EpisodeFailed("the agent was cancelled")
-        error = self._running.exception()
-        if error is not None and self._cut:
-            return EnvStepResult(ended=True)
-        if isinstance(error, EpisodeFailed):
-            raise error
-        if error is not None:
-            raise EpisodeFailed(f"the agent raised: {error_line(error, line=True)}") from error
-        return final_result(self._running.result(), label="what the agent returned")
+    def _result_after(self, error: BaseException) -> EnvStepResult | None:
+        return EnvStepResult(ended=True) if self._limited else None
 
 
 class ForkedAgents:
@@ -304,7 +288,8 @@ class ForkedAgentEpisode:
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
         base_url, key = json.loads(text)
         try:
-            reward = await _guarded(self._agent.run, (base_url, key, task_of(self._start, self._agent.options)))
+            args = (base_url, key, task_of(self._start, self._agent.options))
+            reward = await without_exit(AgentEpisode.runner, self._agent.run, args)
         except EpisodeFailed:
             raise
         except Exception as error:
@@ -316,11 +301,3 @@ class ForkedAgentEpisode:
 
     def kill(self) -> None:
         """Its process ends it."""
-
-
-async def _guarded(run: Run, args: AgentArgs) -> Any:
-    """What an agent returns. SystemExit would end the event loop that it runs on, with everything else there."""
-    try:
-        return await run(args)
-    except SystemExit as error:
-        raise EpisodeFailed(f"the agent raised: {error_line(error, line=True)}") from error

@@ -239,7 +239,7 @@ class EpisodeHost:
 
     async def close(self) -> None:
         """End all episodes. Agents that wait for a turn are told to try again before their keys are void."""
-        self._endpoint.refuse()
+        self._endpoint.drain()
         self.cancel(list(self._hosted))
         for task in list(self._closing):
             task.cancel()

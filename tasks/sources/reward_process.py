@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
-import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +21,7 @@ from typing import Any, BinaryIO
 
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.printable import printable
+from staleflow.tasks.environments.pickled_messages import packed, read_message
 from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.reward_values import InvalidReward, described, parse_reward
 from staleflow.tasks.settings.reward_part import RewardPart
@@ -35,7 +34,6 @@ START_S = 60.0
 AHEAD_BYTES = 16_384
 """Bytes of requests sent ahead, so that the process never waits for the next one. A quarter of what a pipe holds:
 writing them never blocks, so the writer always gets to read."""
-HEADER = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +103,7 @@ class Scorer:
     def _scored(self, items: Sequence[tuple[str, Any]]) -> list[ScoredResponse]:
         first = self._num_requests
         self._num_requests += len(items)
-        messages = [_packed((number, *item)) for number, item in enumerate(items, first)]
+        messages = [packed((number, *item)) for number, item in enumerate(items, first)]
         scores: list[ScoredResponse] = []
         sent = 0
         while len(scores) < len(messages):
@@ -173,34 +171,23 @@ class Scorer:
         return self._process
 
 
-def _packed(value: Any) -> bytes:
-    data = pickle.dumps(value)
-    return HEADER.pack(len(data)) + data
-
-
 def _write(pipe: Any, value: Any) -> None:
-    pipe.write(_packed(value))
+    pipe.write(packed(value))
     pipe.flush()
 
 
 def _read(pipe: Any, timeout_s: float | None) -> Any:
-    """Read one value. Raises TimeoutError after `timeout_s`, EOFError if the other side is gone."""
+    """Read one value from a pipe. Raises TimeoutError after `timeout_s`, EOFError if the other side is gone."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    (size,) = HEADER.unpack(_read_exactly(pipe, HEADER.size, deadline))
-    return pickle.loads(_read_exactly(pipe, size, deadline))
 
-
-def _read_exactly(pipe: Any, size: int, deadline: float | None) -> bytes:
-    data = b""
-    while len(data) < size:
+    def read(size: int) -> bytes:
         if deadline is not None and not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
             raise TimeoutError
-        # The raw read: a buffered one would take more than asked for, and select would not see the rest.
-        chunk = pipe.raw.read(size - len(data)) if hasattr(pipe, "raw") else pipe.read(size - len(data))
-        if not chunk:
-            raise EOFError("end of stream")
-        data += chunk
-    return data
+        # The raw read: a buffered one would take more than needed, and select would not see the rest.
+        chunk: bytes = (pipe.raw if hasattr(pipe, "raw") else pipe).read(size)
+        return chunk
+
+    return read_message(read)
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO) -> None:

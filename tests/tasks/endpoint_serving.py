@@ -52,7 +52,7 @@ async def answered(session: AgentSession, *turns: SampledTurn) -> list[tuple[Mes
     """Answer what a session asks, one turn after the other; returns what it said."""
     said = []
     for one in turns:
-        said.append(await session.asked)
+        said.append(await session.next_messages)
         session.answer(one)
     return said
 

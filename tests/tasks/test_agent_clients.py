@@ -44,7 +44,7 @@ async def serving(*texts: str) -> AsyncIterator[tuple[EndpointServer, AgentSessi
     async def tell() -> None:
         ids = [1, 2, 3]
         for text in texts:
-            await session.asked
+            await session.next_messages
             told.append(sampled(ids, 5 + len(text) % 7, text))
             ids = [*ids, *told[-1].tokens, 4, 5]
             session.answer(told[-1])

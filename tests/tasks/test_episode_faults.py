@@ -15,8 +15,9 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import EpisodeStart
-from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, packed, read_value
+from staleflow.tasks.environments.fork_server import BEGIN, ForkSettings, read_value
 from staleflow.tasks.environments.forked_episodes import ForkServer
+from staleflow.tasks.environments.pickled_messages import packed
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message, TaskSource, distinct_held_out, draw_tasks

@@ -1,0 +1,35 @@
+"""Messages between a process and its child: values, pickled, with their length before them."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+HEADER = struct.Struct("<I")
+"""Before each message: its length in bytes."""
+
+
+def packed(value: Any) -> bytes:
+    """Return a value as a message."""
+    data = pickle.dumps(value)
+    return HEADER.pack(len(data)) + data
+
+
+def read_message(read: Callable[[int], bytes]) -> Any:
+    """Read the next message. read: returns up to so many bytes, none at the end of the stream. Raises EOFError at the
+    end, and what `read` raises."""
+    (size,) = HEADER.unpack(read_exactly(read, HEADER.size))
+    return pickle.loads(read_exactly(read, size))
+
+
+def read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
+    """Read `size` bytes. Raises EOFError if the stream ends before."""
+    data = b""
+    while len(data) < size:
+        chunk = read(size - len(data))
+        if not chunk:
+            raise EOFError("end of stream")
+        data += chunk
+    return data
