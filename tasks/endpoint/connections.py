@@ -21,7 +21,7 @@ connection, and a client that is still writing would never read why."""
 
 
 def timed_protocol(head_s: float, most: int) -> type[H11Protocol]:
-    """A protocol of uvicorn's with these limits: seconds for a request's head, connections at once."""
+    """Make a uvicorn protocol with limits: seconds for a request's head, and connections at once."""
 
     class TimedProtocol(H11Protocol):
         """A connection whose requests' heads must arrive in time."""

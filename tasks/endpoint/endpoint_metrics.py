@@ -1,4 +1,4 @@
-"""Counts of an endpoint, as Prometheus reads them."""
+"""Metrics of an endpoint, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class EndpointMetrics:
-    """The counts of one endpoint."""
+    """The metrics of one endpoint."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -34,7 +34,7 @@ class EndpointMetrics:
         self._tokens.inc(tokens)
 
     def text(self, *, sessions: int, in_flight: int) -> str:
-        """All of them as text."""
+        """Return all metrics as text."""
         self._sessions.set(sessions)
         self._in_flight.set(in_flight)
         return generate_latest(self._registry).decode()

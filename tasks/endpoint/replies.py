@@ -18,7 +18,7 @@ PIECE = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnReply:
-    """A turn as it is told to an agent. number: of the turn in its episode, from 0. created_s: Unix time."""
+    """A turn as an agent receives it. number: of the turn in its episode, from 0. created_s: Unix time."""
 
     id: str
     number: int
@@ -29,7 +29,8 @@ class TurnReply:
 
 
 def reply_of(id: str, number: int, created_s: int, turn: SampledTurn, request: ChatRequest) -> TurnReply:
-    """What a turn says: its text up to a stop string, and the calls of tools in it, if the request has any."""
+    """Make the reply to a request: the turn's text up to a stop string, and the tool calls in it, if the request has
+    tools."""
     content, calls = turn.text, tuple[CalledFunction, ...]()
     if (stop := find_stop(content, request.stop.strings)) is not None:
         content = content[: stop[1] if request.include_stop else stop[0]]
@@ -44,8 +45,8 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def parse_tool_calls(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
-    """What a text says, and the calls of tools in it, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. A text
-    with a call that cannot be read stays as it is: nothing is guessed.
+    """Split a text into its content and its tool calls, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. A
+    text with a call that cannot be read stays as it is: nothing is guessed.
 
     >>> parse_tool_calls('Now. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     ('Now.', (CalledFunction(name='add', arguments='{"a": 1}'),))
@@ -69,7 +70,7 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
 
 
 def render_tool_calls(message: ChatMessage) -> str:
-    """The text of a message, with the calls in it as `parse_tool_calls` reads them."""
+    """Render a message with its tool calls as text, as `parse_tool_calls` reads it."""
     calls = (
         f'<tool_call>{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}</tool_call>'
         for call in message.calls
@@ -78,7 +79,7 @@ def render_tool_calls(message: ChatMessage) -> str:
 
 
 def completion(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
-    """The answer of /v1/chat/completions."""
+    """Make the body of a reply of /v1/chat/completions."""
     turn = reply.turn
     choice: dict[str, Any] = {
         "index": 0,
@@ -94,7 +95,7 @@ def completion(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
 
 
 def generate_reply(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
-    """The answer of /inference/v1/generate."""
+    """Make the body of a reply of /inference/v1/generate."""
     turn = reply.turn
     choice = {
         "index": 0,
@@ -107,7 +108,7 @@ def generate_reply(request: ChatRequest, reply: TurnReply) -> dict[str, Any]:
 
 
 def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
-    """The answer of /v1/chat/completions as a stream of server-sent events."""
+    """Yield a reply of /v1/chat/completions as server-sent events."""
     head = _head(request, reply, "chat.completion.chunk")
     turn = reply.turn
 
@@ -134,7 +135,7 @@ def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
 
 
 def refusal(refused: RequestError) -> dict[str, Any]:
-    """The answer to a request that is refused."""
+    """Make the body of the reply to a refused request."""
     kind = "invalid_request_error" if refused.status < 500 else "server_error"
     return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.code}}
 

@@ -63,7 +63,7 @@ AUXILIARY_HEADER = "x-auxiliary"
 
 
 class RequestError(Exception):
-    """A request that is not answered as it asks. retry_s: seconds after which it may be sent again; None: never."""
+    """Raised for a request that is refused. retry_s: seconds after which it may be sent again; None: never."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request", retry_s: float | None = None) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class CalledFunction:
 
     @property
     def canonical(self) -> tuple[str, str]:
-        """What two ways to write a call have in common."""
+        """The call in canonical form: equal for two ways to write the same call."""
         try:
             return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
         except (ValueError, RecursionError):
@@ -99,8 +99,7 @@ class ChatMessage:
 
     @property
     def canonical(self) -> tuple[Any, ...]:
-        """What a message and its like in a later request have in common: clients drop the white space around what the
-        model says, and write calls anew."""
+        """The message in canonical form: clients drop the white space around the model's text, and write calls anew."""
         content = self.content.strip() if self.role == "assistant" else self.content
         return self.role, content, tuple(call.canonical for call in self.calls)
 
@@ -108,9 +107,9 @@ class ChatMessage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A request for a turn, of messages or of token ids. stop: what ends the turn, beside the model's own ends.
-    with_stop: it is told with the stop string that ended it. auxiliary: of one that is not trained on. changed:
-    sampling parameters that are overridden, by name. temperature: to sample this turn at, 0 for greedy; None: the
-    engine's own. num_bytes: of its body."""
+    include_stop: the reply includes the stop string that ended the turn. auxiliary: of one that is not trained on.
+    changed: sampling parameters that are overridden, by name. temperature: to sample this turn at, 0 for greedy; None:
+    the engine's own. num_bytes: of its body."""
 
     model: str
     messages: tuple[ChatMessage, ...] = ()
@@ -132,8 +131,8 @@ class ChatRequest:
     def turn_params(
         self, *, first: bool, ids: tuple[int, ...] | None = None, after_turn: int | None = None
     ) -> TurnParams:
-        """What the model's side is told beside messages. first: it is told the definitions of tools. ids: those given
-        now. after_turn: see Directions."""
+        """Make the turn's parameters. first: include the definitions of tools. ids: token ids in place of messages.
+        after_turn: see TurnParams."""
         return TurnParams(
             tools=self.tools if first else "",
             token_ids=ids,
@@ -145,12 +144,12 @@ class ChatRequest:
 
 
 def shown_message(message: ChatMessage) -> Message:
-    """A message as the model is shown it."""
+    """Convert a request's message to the one that the model gets."""
     return Message("system" if message.role == "developer" else message.role, message.content)
 
 
 def read_json(body: bytes) -> Mapping[str, Any]:
-    """A body as a JSON object. Raises Refused."""
+    """Parse a body as a JSON object. Raises RequestError."""
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -162,7 +161,7 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 
 def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
     """Read a request of /v1/chat/completions. temperature: the engine's own. sampling: what to do with parameters that
-    ask for other sampling. Raises Refused."""
+    ask for other sampling. Raises RequestError."""
     left = dict(body)
     model = _text(left.pop("model", None), "model")
     messages = _messages(left.pop("messages", None))
@@ -194,7 +193,7 @@ def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: Sampling
 
 
 def read_generate(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
-    """A request of /inference/v1/generate: token ids in, token ids out. Raises Refused."""
+    """Read a request of /inference/v1/generate: token ids in, token ids out. Raises RequestError."""
     left = dict(body)
     model = _text(left.pop("model", None), "model")
     ids = left.pop("token_ids", None)
@@ -280,7 +279,7 @@ def _call(value: Any, where: str) -> CalledFunction:
 
 
 def _tools(value: Any) -> str:
-    """Definitions of tools as JSON; empty without any."""
+    """Return definitions of tools as JSON; empty without any."""
     if not value:
         return ""
     if not isinstance(value, list):
@@ -294,7 +293,7 @@ def _tools(value: Any) -> str:
 
 
 def _max_tokens(left: dict[str, Any], names: tuple[str, ...]) -> int:
-    """Most tokens of the turn; 0 without a limit."""
+    """Read the token limit of the turn; 0 without one."""
     limit = 0
     for name in names:
         value = left.pop(name, None)
@@ -306,7 +305,7 @@ def _max_tokens(left: dict[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _stop(left: dict[str, Any], where: str = "") -> StopCriteria:
-    """What ends the turn beside the model's own ends. where: it is said, as a prefix."""
+    """Read the stop criteria of the turn. where: prefix of messages."""
     strings, ids = left.pop("stop", None), left.pop("stop_token_ids", None)
     strings = [] if strings is None else [strings] if isinstance(strings, str) else strings
     if not isinstance(strings, list) or len(strings) > MOST_STOPS:
@@ -337,7 +336,7 @@ def _sampling(left: dict[str, Any], temperature: float, rule: SamplingRule) -> t
         that applies instead.
 
     Raises:
-        Refused: a parameter is malformed, or is refused by the rule.
+        RequestError: a parameter is malformed, or is refused by the rule.
     """
     n = left.pop("n", None)
     if n is not None and (not _is_whole(n) or n != 1):
@@ -400,7 +399,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a model could say it: it has no surrogates, and not the sign for what is no text."""
+    """Return True if a model could sample the text: it has no surrogates and no replacement character."""
     return "\ufffd" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -413,7 +412,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: object) -> str:
-    """A value of a request on one line of plain characters."""
+    """Format a value of a request on one line of plain characters."""
     text = repr(value) if not isinstance(value, str) else ascii(value)[1:-1]
     text = " ".join(text.split())
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

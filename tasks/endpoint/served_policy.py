@@ -1,4 +1,4 @@
-"""A policy that is served for itself, outside of any run: each request is answered alone, whatever was asked before."""
+"""Serve a policy outside any run. Requests are independent."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ class ServedPolicy:
         return len(self._waiting)
 
     def find(self, key: str) -> ServedPolicy:
-        """This, if the key is right. Raises Refused."""
+        """Return this policy if the key is right. Raises RequestError."""
         if hmac.compare_digest(key.encode(), self._key.encode()):
             return self
         raise RequestError(401, "this is not the key that the server was started with", "invalid_api_key")
 
     def is_another(self, id: str, session: object) -> bool:
-        """There is no other session."""
+        """Return False: there are no other sessions."""
         return False
 
     async def ask(self, request: ChatRequest) -> TurnReply:
-        """An answer to a request. Raises Refused."""
+        """Sample the turn of a request. Raises RequestError."""
         prompt_tokens = self._encoded(request)
         if not prompt_tokens:
             raise RequestError(400, "the messages make no tokens: there is nothing to answer", "invalid_value")
@@ -117,12 +117,12 @@ class ServedPolicy:
         return reply_of(f"chatcmpl-{number}", number, int(time.time()), turn, request)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop serving."""
         self._closed.set()
         self._engine.close()
 
     def _encoded(self, request: ChatRequest) -> tuple[int, ...]:
-        """Token ids of what was said. Raises Refused."""
+        """Encode the messages of a request. Raises RequestError."""
         if request.token_ids is not None:
             return request.token_ids
         messages = [shown_message(m)._replace(content=render_tool_calls(m)) for m in request.messages]
@@ -140,7 +140,7 @@ class ServedPolicy:
         return self._template.replace("{observation}", text)
 
     def _hear(self) -> None:
-        """Hand on what the engine has answered, in a thread."""
+        """Pass the engine's events to the event loop, in a thread."""
         while not self._closed.is_set():
             try:
                 events = self._engine.events(POLL_S)
@@ -154,7 +154,7 @@ class ServedPolicy:
                     self._loop.call_soon_threadsafe(self._settle, event)
 
     def _give_up(self) -> None:
-        """Tell all who wait that the engine answers no more."""
+        """Fail all pending requests: the engine has ended."""
         for number, answer in self._waiting.items():
             if not answer.done():
                 answer.set_result(Failed(trajectory=TrajectoryId(number), epoch=0, error="the engine has ended"))

@@ -1,4 +1,4 @@
-"""The endpoint over HTTP. It reads requests, finds their sessions, and answers; what turns are is the sessions' affair.
+"""The endpoint over HTTP: reads requests, finds their sessions and sends replies.
 
 Every request that is not answered gets one line that says why, as JSON, and no other session notices. No error of ours
 is shown to a client in more than its kind.
@@ -56,7 +56,7 @@ Read = Callable[..., ChatRequest]
 
 
 class TurnSource(Protocol):
-    """What answers the requests of one key. pending_bytes: of its requests that are read or wait for answers."""
+    """Samples the turns of one key's requests. pending_bytes: of requests that are read or pending."""
 
     pending_bytes: int
 
@@ -64,7 +64,7 @@ class TurnSource(Protocol):
 
 
 class SessionLookup(Protocol):
-    """What answers requests, by their keys: sessions, or a policy that is served for itself."""
+    """Finds the turn source of a request by its key: a session, or a served policy."""
 
     def __len__(self) -> int: ...
 
@@ -74,7 +74,7 @@ class SessionLookup(Protocol):
 
 
 class EndpointServer:
-    """An endpoint, from `start` to `stop`. served: what answers in place of sessions. Used from one event loop."""
+    """An endpoint, from `start` to `stop`. served: used in place of sessions. Used from one event loop."""
 
     def __init__(self, settings: EndpointSettings, served: SessionLookup | None = None) -> None:
         self._settings = settings
@@ -92,7 +92,7 @@ class EndpointServer:
 
     @property
     def base_url(self) -> str:
-        """What clients take as the base of their requests, once it listens."""
+        """The base URL of clients, once the endpoint listens."""
         return f"{self._address}/v1"
 
     @property
@@ -100,7 +100,7 @@ class EndpointServer:
         return self.sessions if self._served is None else self._served
 
     async def start(self) -> None:
-        """Listen. Does nothing if it does already. Raises ConfigError if the address cannot be used."""
+        """Start to listen, unless it listens already. Raises ConfigError if the address cannot be used."""
         async with self._starting:
             if self._serving is not None and not self._serving.done():
                 return
@@ -131,12 +131,12 @@ class EndpointServer:
                     await asyncio.sleep(0.005)
 
     def drain(self) -> None:
-        """Answer no more: whoever waits, and whoever asks, is told to try again."""
+        """Refuse pending and new requests: clients shall try again."""
         self._stopping = True
         self.sessions.refuse_all(_stopping())
 
     async def stop(self) -> None:
-        """Answer no more, and listen no more."""
+        """Refuse all requests, and stop listening."""
         self.drain()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
@@ -203,13 +203,13 @@ class EndpointServer:
         return answer
 
     def _check_ids(self, request: ChatRequest) -> None:
-        """Raise Refused if a token id is beyond the model's vocabulary."""
+        """Raise RequestError if a token id is beyond the model's vocabulary."""
         size = self._settings.vocabulary
         if size and request.token_ids is not None and (largest := max(request.token_ids)) >= size:
             raise RequestError(400, f"token_ids has {largest}, where the model's vocabulary has {size} tokens")
 
     def _session(self, request: Request) -> TurnSource:
-        """The session of a request, by its key. Raises Refused."""
+        """Return the session of a request, by its key. Raises RequestError."""
         header = request.headers.get("authorization", "")
         named = request.headers.get("x-session-id", "")
         key = request.path_params.get("key") or header.removeprefix("Bearer ").strip() or named
@@ -222,7 +222,7 @@ class EndpointServer:
         return session
 
     async def _body(self, request: Request, pending: _Pending) -> bytes:
-        """A request's body, within the limits of its size and of its time. Raises Refused."""
+        """Read a request's body, within the limits of size and time. Raises RequestError."""
         config = self._settings.config
         max_bytes = config.max_body_kib * 1024
         too_long = RequestError(
@@ -250,7 +250,7 @@ class EndpointServer:
 
     @contextlib.contextmanager
     def _place(self, *, waits: bool = False) -> Iterator[None]:
-        """A place among the requests in flight. waits: it is a session's turn, for which there always is one. Raises
+        """Context manager: hold a slot for a request in flight. waits: a session's turn, which always gets one. Raises
         Refused if there is none."""
         if self._stopping:
             raise _stopping()
@@ -281,13 +281,13 @@ class _Pending:
         self._session.pending_bytes -= self._num_bytes
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. Raises Refused."""
+        """Count bytes that have arrived. Raises RequestError."""
         self._session.pending_bytes += num_bytes
         self._num_bytes += num_bytes
         self.check(self._num_bytes)
 
     def check(self, num_bytes: int) -> None:
-        """Raise Refused if there is no room for so many beside the session's other requests."""
+        """Raise RequestError if there is no room for so many beside the session's other requests."""
         others = self._session.pending_bytes - self._num_bytes
         if others and others + num_bytes > self._most_kib * 1024:
             why = (
@@ -298,7 +298,7 @@ class _Pending:
 
 
 class _Counted:
-    """Counts answers. An error of ours is told without its text."""
+    """Middleware that counts replies. Internal errors are reported without their text."""
 
     def __init__(self, app: ASGIApp, server: EndpointServer) -> None:
         self._app, self._server = app, server
@@ -335,7 +335,8 @@ class QuietServer(uvicorn.Server):
 
 
 async def _unless_gone(request: Request, answer: Coroutine[Any, Any, TurnReply]) -> TurnReply:
-    """An answer, or Refused as soon as its client is gone. A session's turn goes on, for whoever asks for it again."""
+    """An answer, or RequestError as soon as its client is gone. A session's turn goes on, for whoever asks for it
+    again."""
     asking, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -349,7 +350,7 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, TurnReply])
 
 
 async def _gone(request: Request) -> None:
-    """Returns once the client has closed its connection."""
+    """Wait until the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -389,7 +390,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ConfigError."""
+    """Open a listening socket. Raises ConfigError."""
     try:
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # asyncio sends without delay (TCP_NODELAY) only where the protocol is named.

@@ -6,7 +6,7 @@ Invariants:
 - A request goes on from what the model said: its messages begin with those of a request before it and with the answer
   to that, and its token ids with token ids so far. One that goes on from the newest turn extends the trajectory; any
   other one begins a branch (stores/context_branches.py), or is refused and changes nothing, as the job says.
-- Auxiliary turns are told and not trained on. What comes after them goes on from what came before them.
+- Auxiliary turns are sampled and returned, not trained on. Later turns do not see them.
 - A key belongs to one session, is random, and is void when the session is closed.
 """
 
@@ -37,7 +37,7 @@ KEPT_CLOSED = 10_000
 
 
 class _PendingRequest:
-    """A request that waits for its turn."""
+    """A request whose turn is pending."""
 
     def __init__(self, request: ChatRequest) -> None:
         self.request = request
@@ -47,29 +47,30 @@ class _PendingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AnsweredTurn:
-    """A turn that was told. said: the conversation with it; none of one in token ids."""
+    """A turn that the agent has received. messages: the conversation up to it; empty for requests of token ids."""
 
     messages: tuple[ChatMessage, ...]
     tools: str
 
 
 class AgentSession:
-    """One session. branches: whether a changed past begins one; it is refused otherwise. Used from one event loop."""
+    """An agent's session. branches: whether a request that changes earlier messages starts a context branch; else it is
+    refused. Used from one event loop."""
 
     def __init__(self, id: str, secret: str, *, branches: bool = True) -> None:
         self.id = id
         self._secret = secret
         self._branches = branches
         self._turns: list[_AnsweredTurn] = []
-        """All turns that were told, in order."""
+        """All turns that the agent has received, in order."""
         self._main = 0
         """The newest turn that is not auxiliary, from 1."""
         self._ids: tuple[int, ...] = ()
         """All token ids of its context, and its own."""
         self._texts: dict[tuple[Any, ...], str] = {}
-        """What the model said, by what messages of it are compared by."""
+        """The model's text of each turn, by the message's canonical form."""
         self._latest: _PendingRequest | None = None
-        """The latest request whose turn was asked for, answered or not."""
+        """The latest request whose turn was sampled or is being sampled."""
         self._queue: deque[_PendingRequest] = deque()
         """Requests that wait for the turns before theirs."""
         self._next_messages: asyncio.Future[tuple[Message, ...]] = asyncio.get_running_loop().create_future()
@@ -88,13 +89,13 @@ class AgentSession:
         return len(self._queue)
 
     def holds(self, secret: str) -> bool:
-        """Whether this is the secret of its key. Takes as long for every secret that is not."""
+        """Return True if this is the secret of the session's key. Compares in constant time."""
         return hmac.compare_digest(self._secret.encode(), secret.encode())
 
     # -- the agent's side ----------------------------------------------------------------------------------------
 
     async def ask(self, request: ChatRequest) -> TurnReply:
-        """The turn that a request asks for. Raises Refused."""
+        """Return the turn that a request asks for. Raises RequestError."""
         latest = self._latest
         for waiting in (*self._queue, *([latest] if latest is not None else ())):
             if _same(waiting.request, request) and not _failed(waiting):
@@ -123,7 +124,7 @@ class AgentSession:
         self.pending_bytes -= num_bytes
 
     def _ask_next(self) -> None:
-        """Have the next turn sampled, if none is and one is waited for."""
+        """Request the next pending turn, if none is being sampled."""
         while self._queue and (self._latest is None or self._latest.reply.done()):
             waiting = self._queue.popleft()
             try:
@@ -135,7 +136,8 @@ class AgentSession:
             self._next_messages.set_result(new)
 
     def _new(self, request: ChatRequest) -> tuple[Message, ...]:
-        """What a request says beyond what was said before, with directions. Raises Refused."""
+        """Return the messages that a request adds to the conversation, with the turn's parameters. Raises
+        RequestError."""
         if not self._main:
             return self._first(request)
         if request.auxiliary:
@@ -151,7 +153,7 @@ class AgentSession:
         return request.turn_params(first=False, ids=ids).prepend_to([shown_message(message) for message in messages])
 
     def _first(self, request: ChatRequest) -> tuple[Message, ...]:
-        """What a session's first request says. Raises Refused."""
+        """Return the messages of a session's first request. Raises RequestError."""
         if request.auxiliary:
             raise RequestError(
                 400,
@@ -165,7 +167,7 @@ class AgentSession:
         return directions.prepend_to([shown_message(message) for message in request.messages])
 
     def _difference(self, request: ChatRequest) -> str:
-        """Why a request does not go on from the newest turn that is not auxiliary; empty if it does."""
+        """Return why a request does not continue the newest turn that is not auxiliary; empty if it does."""
         main = self._turns[self._main - 1]
         if request.token_ids is not None:
             if request.token_ids[: len(self._ids)] == self._ids:
@@ -190,9 +192,8 @@ class AgentSession:
         return ""
 
     def _branch(self, request: ChatRequest) -> tuple[Message, ...]:
-        """What a request says that goes on from an earlier turn, the latest of those that it agrees with longest; or
-        all that it says, if it agrees with none: then it is rendered anew, and the branch begins where its token ids
-        are others than those that were there."""
+        """Return the messages of a request that branches: those after the turn with the longest agreement, else the
+        complete conversation, which is rendered anew: the branch then starts where its token ids differ."""
         if request.token_ids is not None:
             return request.turn_params(first=False, ids=request.token_ids, after_turn=0).prepend_to(())
         canonical = [message.canonical for message in request.messages]
@@ -211,7 +212,7 @@ class AgentSession:
         return directions.prepend_to([self._shown_again(message) for message in request.messages])
 
     def _shown_again(self, message: ChatMessage) -> Message:
-        """A message of a conversation that is rendered anew: what the model said as it said it."""
+        """Return a message of a conversation that is rendered anew. A turn of the model keeps its exact text."""
         text = self._texts.get(message.canonical) if message.role == "assistant" else None
         return shown_message(message)._replace(content=render_tool_calls(message) if text is None else text)
 
@@ -219,11 +220,11 @@ class AgentSession:
 
     @property
     def next_messages(self) -> asyncio.Future[tuple[Message, ...]]:
-        """What the agent says next, with directions."""
+        """The messages of the agent's next request, with the turn's parameters."""
         return self._next_messages
 
     def answer(self, turn: SampledTurn) -> None:
-        """Tell the agent the turn that it waits for."""
+        """Reply to the pending request with its turn."""
         waiting = self._latest
         assert waiting is not None and self._next_messages.done(), "an answer to nothing"
         request, number = waiting.request, len(self._turns)
@@ -239,7 +240,7 @@ class AgentSession:
         self._ask_next()
 
     def refuse(self, refused: RequestError) -> None:
-        """Have no further turn: whoever waits and whoever asks from now on is told why."""
+        """Refuse pending and later requests of this session."""
         self._refused = refused
         for waiting in (*self._queue, *([self._latest] if self._latest is not None else ())):
             if not waiting.reply.done():
@@ -262,7 +263,7 @@ class Sessions:
         return len(self._open)
 
     def open(self) -> AgentSession:
-        """A new session with a random key."""
+        """Open a session with a random key."""
         session = AgentSession(secrets.token_hex(8), secrets.token_urlsafe(24), branches=self._branches)
         self._open[session.id] = session
         return session
@@ -277,18 +278,17 @@ class Sessions:
                 self._closed.popitem(last=False)
 
     def refuse_all(self, refused: RequestError) -> None:
-        """Have no further turn in any session: whoever waits and whoever asks from now on is told why."""
+        """Refuse pending and later requests of all sessions."""
         for session in self._open.values():
             session.refuse(refused)
 
     def expect_predecessor_keys(self, within_s: float) -> None:
-        """Take the place of an endpoint that was lost. For so many seconds, by when its episodes have begun again, its
-        keys are not void but to be tried again: its clients may not be told that they are wrong before anybody knows
-        what has become of their episodes."""
+        """For `within_s`, answer unknown keys with 503, not 401: they may be those of a lost endpoint, whose episodes
+        are being restarted."""
         self._unsure_until = self._now() + within_s
 
     def find(self, key: str) -> AgentSession:
-        """The session of a key. Raises Refused."""
+        """Return the session of a key. Raises RequestError."""
         id, _, secret = key.partition(".")
         session = self._open.get(id)
         if session is not None and session.holds(secret):
@@ -303,7 +303,7 @@ class Sessions:
         )
 
     def is_another(self, id: str, session: AgentSession) -> bool:
-        """Whether an id is that of another open session than the one that was found."""
+        """Return True if an id belongs to another open session than `session`."""
         return id.partition(".")[0] in self._open and id.partition(".")[0] != session.id
 
 
@@ -317,7 +317,7 @@ def _changed(why: str) -> RequestError:
 
 
 def _same(first: ChatRequest, second: ChatRequest) -> bool:
-    """Whether a request asks for the very turn that another one asks for."""
+    """Return True if two requests ask for the same turn."""
 
     def asks(request: ChatRequest) -> tuple[Any, ...]:
         messages = tuple(message.canonical for message in request.messages)
@@ -331,6 +331,6 @@ def _failed(waiting: _PendingRequest) -> bool:
 
 
 def _consume_error(reply: asyncio.Future[TurnReply]) -> None:
-    """Read the error of a reply that nobody may wait for any longer, so that nothing is logged."""
+    """Read the error of a reply that nobody awaits, so that asyncio does not log it."""
     if not reply.cancelled():
         reply.exception()

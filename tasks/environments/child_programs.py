@@ -45,7 +45,7 @@ class ChildPrograms:
 
     @contextlib.contextmanager
     def owning(self) -> Iterator[None]:
-        """What is started inside, and by tasks that are created inside, belongs to this episode."""
+        """Context manager: programs started inside it, also by tasks created inside it, belong to this episode."""
         _adopt_streams()
         _adopt_user_code()
         with _owned_by(self):
@@ -96,7 +96,7 @@ class ChildPrograms:
 
 @contextlib.contextmanager
 def ending_by_themselves() -> Iterator[None]:
-    """What is started inside belongs to no episode: whoever starts it also ends it."""
+    """Context manager: programs started inside it belong to no episode; their starter ends them."""
     with _owned_by(None):
         yield
 
@@ -136,7 +136,7 @@ class _EpisodeStream:
 
 @functools.cache
 def _output() -> RelayedOutput:
-    """Where programs of episodes write to that are started without another output."""
+    """The default output of programs that episodes start."""
     return RelayedOutput()
 
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class EpisodeTruncated(Exception):
-    """Raised by `ask` when the episode ends before the coroutine does: the turn was cut by the token limit, or no
+    """Raised by `ask` when the episode ends before the coroutine does: the turn was truncated by the token limit, or no
     further one may be taken. The coroutine may catch it and return a reward; otherwise it is `session.reward`."""
 
 
@@ -46,13 +46,13 @@ class Session:
 
     def __init__(self) -> None:
         self.reward: Any = 0.0
-        """Reward of an episode that is cut."""
+        """Reward of an episode that is truncated."""
         self._asked: asyncio.Future[Prompt] = asyncio.get_running_loop().create_future()
         self._answered: asyncio.Future[str] | None = None
 
     async def ask(self, *messages: Any) -> str:
-        """The model's turn after these messages: texts, or mappings with role and content. The first call gives the
-        prompt, which may depend on nothing but the task."""
+        """Ask the model for a turn after these messages: texts, or mappings with role and content. The first call gives
+        the prompt, which may depend on nothing but the task."""
         if self._answered is not None:
             raise RuntimeError("ask is called while another call of it waits; ask one thing after the other")
         alone = len(messages) == 1 and isinstance(messages[0], str)
@@ -181,8 +181,7 @@ class CoroutineEpisode(AskingEpisode):
 
 async def without_exit(runner: str, function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
     """Return the result of a coroutine function. Raises EpisodeFailed in place of SystemExit, which would end the event
-    loop with all
-    other episodes on it."""
+    loop with all other episodes on it."""
     try:
         return await function(*args)
     except SystemExit as error:

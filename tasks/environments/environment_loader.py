@@ -19,14 +19,14 @@ from staleflow.tasks.settings.source_kinds import SourceType, has_turns, kind_of
 
 
 class EnvironmentTraits(NamedTuple):
-    """What is known of an environment before it is loaded; see Environment."""
+    """Properties of an environment that are known before it is loaded; see docs/environments.md."""
 
     repeatable: bool
     blocking: bool
 
 
 def traits_of(source: str, key: str) -> EnvironmentTraits:
-    """What is known of the environment with that name. Loads a user's file, and no package. Raises ConfigError."""
+    """Return the properties of an environment by its name. Loads a user's file, but no package. Raises ConfigError."""
     if (kind := kind_of(source)) is not None:
         kind.check_installed(f"{key} = {source!r}")
         return EnvironmentTraits(repeatable=kind.repeatable, blocking=kind.blocking)
@@ -40,8 +40,8 @@ def traits_of(source: str, key: str) -> EnvironmentTraits:
 def open_environment(
     source: str, options: Mapping[str, Any], key: str = "task.source", endpoint: EndpointSettings | None = None
 ) -> Environment:
-    """The environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file, which may also name a
-    tool. endpoint: see ForkSettings. Raises ConfigError."""
+    """Load the environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file; it may also be the
+    one of user tools. endpoint: see ForkSettings. Raises ConfigError."""
     if key == TOOLS_KEY:
         return ToolEnvironment(load_tool(source))
     where = f"{key} = {source!r}"
@@ -78,7 +78,7 @@ def _rows(options: Mapping[str, Any], where: str) -> Any:
 
 
 def _accepts(function: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether a function can be called with these arguments."""
+    """Return True if a function can be called with these arguments."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:

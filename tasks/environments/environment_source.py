@@ -1,4 +1,4 @@
-"""Environments of many turns as sources of tasks: a task's prompt is an environment's first observation."""
+"""Environments of many turns as task sources: a task's prompt is the first observation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EnvironmentSource:
         limits: EnvironmentConfig,
         endpoint: EndpointSettings,
     ) -> None:
-        """key: of the job file that names it, for messages. endpoint: of agents."""
+        """Load the environment. key: of the job file that names it, for messages. endpoint: of agents."""
         self._where = f"{key} = {source!r}"
         self._seed = seed
         settings = ForkSettings(

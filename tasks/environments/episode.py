@@ -26,7 +26,8 @@ class EpisodeFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStart:
-    """With what an episode begins: equal starts begin alike. Held-out tasks have other seeds than those trained on."""
+    """Arguments of an episode's reset: equal ones give equal episodes. Held-out tasks have other seeds than training
+    tasks."""
 
     index: int
     held_out: bool
@@ -35,8 +36,8 @@ class EpisodeStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvStepResult:
-    """What an environment says to one turn. reward, parts: of the whole episode, once it has ended. answer: in their
-    place, a text that has yet to be scored."""
+    """Result of one environment step. reward, parts: of the complete episode, once it has ended. answer: text to be
+    scored instead of `reward` and `parts`."""
 
     messages: tuple[Message, ...] = ()
     ended: bool = False
@@ -46,15 +47,15 @@ class EnvStepResult:
 
 
 class Episode(Protocol):
-    """One episode. Its methods raise EpisodeFailed; whoever calls them keeps the time."""
+    """One episode of an environment. Its methods raise EpisodeFailed; the caller enforces the timeouts."""
 
     async def begin(self) -> Prompt:
         """Create and reset the environment; returns its first observation."""
         ...
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
-        """Take a turn. truncated: the turn was cut short, so the episode ends here. last: no further turn can be
-        taken."""
+        """Execute a turn of the model in the environment. truncated: a token limit ended the turn, so the episode ends
+        here. last: no further turn can be taken."""
         ...
 
     async def close(self) -> None:
@@ -62,21 +63,21 @@ class Episode(Protocol):
         ...
 
     def kill(self) -> None:
-        """Stop at once, in the middle of a step too, and wait for nothing."""
+        """Stop at once, also in the middle of a step, without waiting."""
         ...
 
 
 class Environment(Protocol):
-    """An environment that is loaded: makes episodes."""
+    """A loaded environment, which makes episodes."""
 
     def episode(self, start: EpisodeStart) -> Episode:
-        """An episode that has not begun."""
+        """Make an episode that has not begun."""
         ...
 
 
 def parse_observation(value: object, label: str) -> Prompt:
-    """An observation as a text or messages, of plain texts: a class of numpy or of the user's own could not be loaded
-    by the process that receives it. label: it is, for the message. Raises EpisodeFailed."""
+    """Parse an observation into a text or messages of plain texts: a class of numpy or of the user could not be loaded
+    by the process that receives it. label: of the value, for messages. Raises EpisodeFailed."""
     try:
         observation = prompt_of(value)
         if isinstance(observation, str):
@@ -97,13 +98,14 @@ def _plain(text: str) -> str:
 
 
 def observation_messages(value: object, label: str) -> tuple[Message, ...]:
-    """An observation as messages to be given to the model. Raises EpisodeFailed."""
+    """Parse an observation into messages for the model. Raises EpisodeFailed."""
     observation = parse_observation(value, label)
     return (Message(OBSERVED, observation),) if isinstance(observation, str) else observation
 
 
 def final_result(reward: object, parts: object = None, *, label: str = "the reward") -> EnvStepResult:
-    """The end of an episode with this reward, and its parts by name. Raises EpisodeFailed if it is no number."""
+    """Make the result of an episode's last step, with its reward and the reward's parts by name. Raises EpisodeFailed
+    if the reward is no number."""
     try:
         number, named = parse_reward(reward if parts is None else (reward, parts))
     except InvalidReward as refused:
@@ -112,18 +114,18 @@ def final_result(reward: object, parts: object = None, *, label: str = "the rewa
 
 
 def error_line(error: BaseException, *, line: bool = False) -> str:
-    """An error of an environment, on one line. line: with the line of the user's code that it comes from."""
+    """Return an environment's error on one line of text. line: add the line of user code where it was raised."""
     text = printable(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
     where = user_code.line_of(error) if line else ""
     return f"{text} ({where})" if where else text
 
 
 def record_of(start: EpisodeStart, prompt: Prompt) -> dict[str, Any]:
-    """The record of a task: its prompt, and what its episodes start with."""
+    """Make the record of a task: its prompt, and the start of its episodes."""
     shown = prompt if isinstance(prompt, str) else [message._asdict() for message in prompt]
     return {"prompt": shown, "index": start.index, "held_out": start.held_out, "seed": start.seed}
 
 
 def start_of(record: Mapping[str, Any]) -> EpisodeStart:
-    """What the episodes of a record's task start with."""
+    """Return the start of episodes from their task's record."""
     return EpisodeStart(index=int(record["index"]), held_out=bool(record["held_out"]), seed=int(record["seed"]))

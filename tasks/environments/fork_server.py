@@ -45,8 +45,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkSettings:
-    """What a fork server loads. memory_mib: that a process may take beyond what loading took; 0: no limit. endpoint: of
-    an agent whose processes have an endpoint each; None if it is told of one elsewhere."""
+    """Settings of a fork server. memory_mib: limit of a process beyond what loading took; 0: none. endpoint: of agents
+    whose processes have an endpoint each; None if they use one elsewhere."""
 
     source: str
     options: dict[str, Any]
@@ -97,7 +97,7 @@ class Forking:
             self._kill_all()
 
     def _obey(self, own: tuple[socket.socket, ...]) -> bool:
-        """Do what the caller says; false once it is gone."""
+        """Carry out one order of the caller. Returns False once the caller is gone."""
         data, descriptors, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
         if not data:
             return False
@@ -177,7 +177,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _be_an_episode(connection: socket.socket, environment: Environment, settings: ForkSettings) -> None:
-    """The life of a forked process. Never returns."""
+    """Run a forked process to its end. Never returns."""
     status = 1
     try:
         os.setsid()
@@ -198,7 +198,7 @@ def _be_an_episode(connection: socket.socket, environment: Environment, settings
 
 
 def _limit_memory(most: int) -> None:
-    """Let this process take so many bytes more than it has."""
+    """Limit this process's memory to so many bytes more than it has."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + most
@@ -206,7 +206,7 @@ def _limit_memory(most: int) -> None:
 
 
 async def receive(connection: socket.socket) -> Any:
-    """The next value from a socket that does not block. Raises EOFError at its end."""
+    """Read the next value from a non-blocking socket. Raises EOFError at its end."""
     loop = asyncio.get_running_loop()
 
     async def exactly(size: int) -> bytes:
@@ -223,7 +223,7 @@ async def receive(connection: socket.socket) -> Any:
 
 
 async def _serve(connection: socket.socket, environment: Environment) -> None:
-    """Answer requests about one episode at a time with (result, problem), until the other side closes. Each BEGIN
+    """Serve requests of one episode at a time with (result, problem), until the other side closes. Each BEGIN
     starts another episode."""
     loop = asyncio.get_running_loop()
     episode: Episode | None = None

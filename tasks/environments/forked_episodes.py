@@ -54,9 +54,9 @@ class ForkServer:
         self._stop: Any = None
         self._num_started = 0
         self._ended: dict[int, int] = {}
-        """How processes ended, by number, until somebody asks."""
+        """Exit statuses of processes, by number, until they are read."""
         self._wanted: set[int] = set()
-        """Processes of whose end somebody may want to know."""
+        """Processes whose exit status may still be read."""
         self._part = b""
 
     def start(self) -> None:
@@ -65,7 +65,7 @@ class ForkServer:
             self._started()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """A new process: its number, and the connection to it. Raises ConfigError."""
+        """Fork a process. Returns its number, and the connection to it. Raises ConfigError."""
         with self._lock:
             self._hear()
             ours, theirs = socket.socketpair()
@@ -98,7 +98,7 @@ class ForkServer:
                     self._control.sendall(ORDER.pack(KILL, number))
 
     def how_ended(self, number: int) -> int | None:
-        """The exit code of a process, negative if a signal ended it; None if that is not known yet."""
+        """Return the exit code of a process, negative if a signal ended it; None if it is not known yet."""
         with self._lock:
             self._hear()
             if number in self._ended:
@@ -106,7 +106,7 @@ class ForkServer:
             return self._ended.pop(number, None)
 
     def _hear(self) -> None:
-        """Take the reports of ended processes that have come."""
+        """Read the reports of ended processes that have arrived."""
         control = self._control
         with contextlib.suppress(OSError):
             while control is not None and select.select([control], [], [], 0)[0]:
@@ -170,8 +170,8 @@ class ForkServer:
 
 
 def _stopped(process: subprocess.Popen[bytes], control: socket.socket, output: RelayedOutput) -> None:
-    """Stop a server. It kills its processes and what these have started, which would outlive it if it were killed
-    before; what hangs is."""
+    """Stop a server, which kills its processes and their children; they would outlive a server that is killed. One that
+    hangs is killed."""
     control.close()
     try:
         process.wait(LAST_S + 2.0)
@@ -229,7 +229,7 @@ class ForkedEpisode:
         return result
 
     async def _death(self) -> str:
-        """How the process ended, in words."""
+        """Describe how the process ended."""
         deadline = time.monotonic() + REPORT_S
         while (status := self._server.how_ended(self._number)) is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
@@ -237,8 +237,8 @@ class ForkedEpisode:
 
 
 class Resetter:
-    """Resets environments in processes of their own, for whoever needs their first observations. Threads may share one;
-    each has a process while it waits. One process is kept for the next reset."""
+    """Resets environments in forked processes and returns their first observations. Thread-safe; each reset has a
+    process for itself, of which one is kept for the next reset."""
 
     def __init__(self, settings: ForkSettings, within_s: float) -> None:
         self._server = ForkServer(settings)
@@ -249,7 +249,8 @@ class Resetter:
         weakref.finalize(self, _closed, self._open)
 
     def first_observation(self, start: EpisodeStart) -> Prompt:
-        """The first observation of an episode. Raises EpisodeFailed, and ConfigError if it cannot be loaded."""
+        """Return the first observation of an episode. Raises EpisodeFailed; ConfigError if the environment cannot be
+        loaded."""
         number, connection = self._taken()
         kept = False
         try:
@@ -280,7 +281,7 @@ class Resetter:
         self._server.close()
 
     def _taken(self) -> tuple[int, socket.socket]:
-        """A process that nobody else uses."""
+        """Take the kept process, or fork one."""
         with self._lock:
             if self._kept:
                 return self._kept.pop()
@@ -290,7 +291,7 @@ class Resetter:
         return number, connection
 
     def _keep(self, number: int, connection: socket.socket) -> bool:
-        """Keep a process for the next reset; false if one is kept already."""
+        """Keep a process for the next reset. Returns False if one is kept already."""
         with self._lock:
             if not self._kept:
                 self._kept.append((number, connection))
@@ -310,7 +311,7 @@ def _closed(connections: set[socket.socket]) -> None:
 
 
 def death(status: int | None) -> str:
-    """How a process ended, in words. status: its exit code, negative for a signal; None if unknown."""
+    """Describe how a process ended. status: its exit code, negative for a signal; None if unknown."""
     if status is None:
         return "died"
     if status >= 0:

@@ -31,7 +31,7 @@ class GymEnvironment:
 
 
 class GymEpisode:
-    """An episode of such a class: rewards of steps are summed."""
+    """An episode of a class with `reset` and `step`. Rewards of steps are summed."""
 
     def __init__(self, make: Callable[[], Any], start: EpisodeStart) -> None:
         self._make, self._start = make, start
@@ -70,10 +70,10 @@ class GymEpisode:
             await self._called("close raised", close)
 
     def kill(self) -> None:
-        """Nothing is left to stop: a plain method has returned, a coroutine is cancelled with what awaits it."""
+        """Do nothing: a plain method has returned, a coroutine is cancelled with its caller."""
 
     async def _called(self, failed: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a user's method. Raises EpisodeFailed."""
+        """Call a user's method. Raises EpisodeFailed."""
         try:
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
@@ -84,7 +84,7 @@ class GymEpisode:
 
 
 def outside_event_loop(function: Callable[[], Any]) -> Any:
-    """The result of a function that is called as if no event loop ran: a plain method may use asyncio.run."""
+    """Call a function as if no event loop ran, so that a plain method may use asyncio.run."""
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -94,7 +94,7 @@ def outside_event_loop(function: Callable[[], Any]) -> Any:
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of that name."""
+    """Return True if a function has a parameter of that name."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -45,7 +45,7 @@ class UserTool:
 
 
 def load_tool(named: str) -> UserTool:
-    """The tool that a job names file.py:NAME or module:NAME. Raises ConfigError."""
+    """Load the tool that a job names file.py:NAME or module:NAME. Raises ConfigError."""
     where = f"{TOOLS_KEY}: {named!r}"
     function = user_code.load(named, TOOLS_KEY)
     if not inspect.isfunction(function):
@@ -109,7 +109,7 @@ def _schema(hint: Any) -> dict[str, Any] | None:
 
 
 def argument_error(arguments: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
-    """What is wrong with the arguments of a call, for whoever wrote it; empty if they fit their schema."""
+    """Return an error text for the arguments of a call; empty if they fit their schema."""
     properties: Mapping[str, Any] = parameters["properties"]
     known = ", ".join(properties) or "none"
     if unknown := [name for name in arguments if name not in properties]:
@@ -142,7 +142,7 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _words(schema: Mapping[str, Any]) -> str:
-    """A type in words."""
+    """Describe a JSON schema in words."""
     if "anyOf" in schema:
         return " or ".join(map(_words, schema["anyOf"]))
     if "enum" in schema:
@@ -153,8 +153,8 @@ def _words(schema: Mapping[str, Any]) -> str:
 
 
 def only_argument(parameters: Mapping[str, Any]) -> str:
-    """The argument that a call may give alone: the only one, or the only one without a default; empty if there is
-    none."""
+    """Return the argument that a call may give without its name: the only one, or the only one without a default; empty
+    if there is none."""
     for names in (list(parameters["properties"]), parameters["required"]):
         if len(names) == 1:
             return str(names[0])
@@ -162,7 +162,7 @@ def only_argument(parameters: Mapping[str, Any]) -> str:
 
 
 def read_argument(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value of an argument that is written without quotation marks."""
+    """Parse the value of an argument that is written without quotation marks."""
     if _fits(text, schema):
         return text
     try:
@@ -209,7 +209,7 @@ class _Call:
 
 
 def _text(result: Any) -> str:
-    """What is given back for a result. Raises EpisodeFailed."""
+    """Return a tool's result as text for the model. Raises EpisodeFailed."""
     try:
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """Episodes of agents: programs that ask the model for its turns over HTTP, and know nothing of training.
 
-An agent's first request is its task's first observation; each further one is what its environment says to the turn
-before; what it returns, or prints last, is the reward. `task.source` names it:
+An agent's first request is its task's first observation; each further one is the observation after the turn before;
+what it returns, or prints last, is the reward. `task.source` names it:
 
 agent:path/to/agent.py:run    async def run(base_url, key, task) -> reward, or a plain function of the same
 agent:command                 task.options.command, a list: a program, which is told in its environment variables
@@ -54,7 +54,7 @@ LAST_LINES = 20
 
 
 def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """The agent that a job names `agent:NAME`. where: in the job, for messages. Raises ConfigError."""
+    """Load the agent that a job names `agent:NAME`. where: in the job, for messages. Raises ConfigError."""
     if name == COMMAND:
         return _program(options, where)
     loaded = user_code.load(name, where.partition(" = ")[0])
@@ -74,8 +74,8 @@ def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:
-    """The result of a function that runs in a thread of its own. A pool's threads would all be taken by a few hung
-    ones; and a thread that never returns must not keep the process from ending."""
+    """Run a function in a new daemon thread. A few hung functions would take all threads of a pool, and one that never
+    returns must not keep the process from ending."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -114,7 +114,7 @@ def _program(options: Mapping[str, Any], where: str) -> LoadedAgent:
 
 
 async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
-    """The reward that a program prints last. Raises EpisodeFailed."""
+    """Run a program, and return the reward that it prints last. Raises EpisodeFailed."""
     base_url, key, task = args
     about = {"index": task.index, "held_out": task.held_out, "seed": task.seed, "options": dict(task.options)}
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "STALEFLOW_TASK": json.dumps(about)}
@@ -151,7 +151,7 @@ def _end_group(leader: int) -> None:
 
 
 async def _last_lines(stream: asyncio.StreamReader) -> list[str]:
-    """The last lines of a stream that are not empty, once it has ended."""
+    """Return the last lines of a stream that are not empty, once it has ended."""
     lines: deque[str] = deque(maxlen=LAST_LINES)
     while True:
         try:
@@ -165,7 +165,7 @@ async def _last_lines(stream: asyncio.StreamReader) -> list[str]:
 
 
 def _printed_reward(line: str) -> Any:
-    """A number, or a number and its parts by name. Raises EpisodeFailed."""
+    """Parse a printed reward: a number, or a number and its parts by name. Raises EpisodeFailed."""
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError):
@@ -181,15 +181,15 @@ def _printed_reward(line: str) -> Any:
 
 
 def task_of(start: EpisodeStart, options: Mapping[str, Any]) -> AgentTask:
-    """What an agent is told of its task."""
+    """Make the task that an agent is started with."""
     return AgentTask(
         index=start.index, held_out=start.held_out, seed=start.seed, options=options, rng=random.Random(start.seed)
     )
 
 
 class AgentEnvironment:
-    """An agent as an environment, behind an endpoint. run: how it is run; by default where this is. started: the
-    endpoint, if there is one."""
+    """An agent as an environment, behind an endpoint. server: the endpoint; by default one starts with the first
+    episode."""
 
     def __init__(self, agent: LoadedAgent, settings: EndpointSettings, server: EndpointServer | None = None) -> None:
         self._agent, self._settings = agent, settings
@@ -227,7 +227,7 @@ class AgentEpisode(AskingEpisode):
         return first
 
     def set_turn(self, turn: SampledTurn) -> None:
-        """Take note of the turn that the next step is about."""
+        """Set the turn of the next step, with its token ids."""
         self._turn = turn
 
     async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
@@ -267,7 +267,7 @@ class AgentEpisode(AskingEpisode):
 
 
 class ForkedAgents:
-    """Agents that are told of an endpoint elsewhere, each in a process of its own."""
+    """Agents in forked processes, which use an endpoint elsewhere."""
 
     def __init__(self, agent: LoadedAgent) -> None:
         self._agent = agent
@@ -277,7 +277,7 @@ class ForkedAgents:
 
 
 class ForkedAgentEpisode:
-    """An agent from its start to its end, as one step: its text says where the endpoint is."""
+    """A complete run of an agent as one step. The step's text is the endpoint's URL and key, as JSON."""
 
     def __init__(self, agent: LoadedAgent, start: EpisodeStart) -> None:
         self._agent, self._start = agent, start

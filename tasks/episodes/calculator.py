@@ -22,7 +22,7 @@ Number = int | float
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, or a line that begins with `error:` and says what is wrong with it.
+    """Evaluate an arithmetic expression. Returns its value as text, or a line that begins with `error:`.
 
     Knows + - * / // % ** (also written ^), parentheses, abs, round, sqrt, min and max."""
     text = expression.strip().translate(SIGNS).replace(",", "").removesuffix("=").strip()
@@ -65,7 +65,7 @@ def _value(node: ast.expr) -> Number:
 
 
 def _bounded(number: Number) -> Number:
-    """The number, unless it is too large or none."""
+    """Return a number, unless it is too large or not finite."""
     if isinstance(number, int):
         if number.bit_length() > MOST_BITS:
             raise OverflowError
@@ -120,7 +120,7 @@ _FUNCTIONS: Mapping[str, tuple[Callable[..., Number], int, int]] = {
 
 
 def _shown(number: Number) -> str:
-    """A number as text; of a fraction twelve digits, so that 0.1 + 0.2 is 0.3."""
+    """Format a number; fractions with twelve digits, so that 0.1 + 0.2 is 0.3."""
     if isinstance(number, int):
         return str(number)
     return str(int(number)) if number.is_integer() and abs(number) < 1e15 else f"{number:.12g}"

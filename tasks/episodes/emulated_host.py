@@ -1,4 +1,4 @@
-"""The environments of an emulated run: they take their time, and say nothing but how many tokens they give."""
+"""Emulated environments: their steps take the workload's time and return only numbers of tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class EmulatedHostSettings:
 
 
 class EmulatedEnvironments:
-    """Answers as the workload says, after as long as it says. Evaluated tasks have negative numbers, and the episodes
-    of the positive ones, as in emulated engines."""
+    """Env steps with the workload's results and durations. Evaluated tasks have negative numbers, and the episodes of
+    the positive ones, as in emulated engines."""
 
     def __init__(self, settings: EmulatedHostSettings) -> None:
         self._settings = settings
@@ -38,7 +38,7 @@ class EmulatedEnvironments:
     needs_token_ids = False
 
     async def check(self) -> None:
-        """There is nothing to try."""
+        """Do nothing: there is nothing to check."""
 
     async def act(
         self,
@@ -74,7 +74,7 @@ class EmulatedEnvironments:
         return HostedStepResult(ended=True, reward=step.reward)
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
-        """Nothing is held."""
+        """Do nothing: no episode is open."""
 
     async def close(self) -> None:
         """Nothing is open."""

@@ -1,6 +1,6 @@
 """All episodes of one environment host.
 
-An episode belongs to its key, and is never stepped twice for the same turn: whoever asks again gets the same answer.
+An episode belongs to its key, and is never stepped twice for the same turn: a repeated request gets the same result.
 Every request to an environment has a deadline, and nothing waits for one that was missed: the environment is abandoned,
 its process killed. So a hung, crashed or greedy environment ends its own episode, with an error, and no other.
 """
@@ -41,7 +41,7 @@ from staleflow.tasks.sources.task_sources import SourceSettings
 LONGEST_FAILURE = 1000
 """Characters of the reason why an episode failed."""
 KEPT_ENDED = 10_000
-"""Episodes that have ended whose last answer is kept for whoever asks again."""
+"""Number of ended episodes whose last result is kept for repeated requests."""
 
 T = TypeVar("T")
 
@@ -57,14 +57,14 @@ class EpisodeSettings:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Roles of what is said to the model after its turns, as far as that is known beforehand."""
+        """Roles of observations, as far as they are known before a run."""
         if self.needs_token_ids:
             return ()
         return (OBSERVED,) if self.scoring is None else (TOOL_ROLE,)
 
     @property
     def needs_token_ids(self) -> bool:
-        """Whether its episodes are told the ids and logprobs of turns, and not only their texts."""
+        """Whether episodes need the token ids and logprobs of turns, and not only their texts."""
         return self.source.is_agent_source
 
     def build(self) -> EpisodeHost:
@@ -73,8 +73,8 @@ class EpisodeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeMaker:
-    """Makes episodes of an environment. repeatable: see Traits. score: the verifier of answers that have yet to be
-    scored. close: releases what its episodes share. tools: that episodes of tasks with a verifier may call."""
+    """Makes episodes of an environment. repeatable: see EnvironmentTraits. score: the verifier of single-turn answers.
+    close: releases what the episodes share. tools: that episodes of tasks with a verifier may call."""
 
     make: Callable[[Record], Episode]
     repeatable: bool
@@ -85,14 +85,14 @@ class EpisodeMaker:
 
 @dataclass(slots=True)
 class HostedEpisode:
-    """An episode of this host."""
+    """An open episode of this host."""
 
     turns: tuple[str, ...]
     answer: asyncio.Task[HostedStepResult] = field(init=False)
-    """To the last of the turns."""
+    """The step result of the last turn."""
     episode: Episode | None = None
     num_taken: int = 0
-    """Turns that the environment has taken."""
+    """Number of turns that the environment has executed."""
     spent_s: float = 0.0
     observations: list[tuple[Message, ...]] = field(default_factory=list)
     programs: ChildPrograms = field(default_factory=ChildPrograms)
@@ -158,13 +158,16 @@ class EpisodeHost:
         truncated: bool,
         newest: SampledTurn | None = None,
     ) -> HostedStepResult:
-        """Let the environment take the last of the model's `turns`, and answer. Never raises for what goes wrong in the
-        environment.
+        """Execute the last of the model's turns in its episode. Errors of the environment are returned, never raised.
 
-        key, record: the episode, and its task's. turns: the texts of all turns so far. If this host does not have the
-        episode, or has it with other turns, a repeatable environment takes the earlier ones again. truncated: the last
-        turn was cut short, so the episode ends with the reward so far. newest: the last turn, for episodes that hear of
-        ids."""
+        Args:
+            key: the episode.
+            record: of its task.
+            turns: the texts of all turns so far. If this host does not have the episode, or has it with other turns, a
+                repeatable environment executes the earlier ones again.
+            truncated: a token limit ended the last turn, so the episode ends with the reward so far.
+            newest: the last turn, for episodes that need token ids.
+        """
         requested = tuple(turns)
         if not requested:
             return _failed("an action is needed: the model has taken no turn yet")
@@ -203,8 +206,7 @@ class EpisodeHost:
             raise
 
     async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
-        """End an episode whose environment has answered, but whose model has no room for another turn: with the reward
-        so far."""
+        """End an episode that has no tokens left for another turn, with the reward so far."""
         hosted = self._hosted.get(key)
         if hosted is None:
             return self._ended[key][1] if key in self._ended else _failed("the episode was cancelled")
@@ -227,7 +229,7 @@ class EpisodeHost:
         return answer
 
     def cancel(self, keys: Iterable[EpisodeKey]) -> None:
-        """Forget episodes. Steps that run are cancelled, environments that block are abandoned; nothing is awaited."""
+        """Drop episodes. Running steps are cancelled and blocking environments killed, without waiting."""
         for key in keys:
             self._ended.pop(key, None)
             hosted = self._hosted.pop(key, None)
@@ -261,7 +263,7 @@ class EpisodeHost:
         truncated: bool,
         newest: SampledTurn | None,
     ) -> HostedStepResult:
-        """Take the turns that the environment has not taken yet. previous: a request that must be answered first."""
+        """Execute the turns that the environment has not executed yet. previous: a request that must end first."""
         if previous is not None:
             await asyncio.wait({previous})
         spent_s, waited_s, asked_s = hosted.spent_s, 0.0, time.monotonic()
@@ -315,7 +317,7 @@ class EpisodeHost:
         return HostedStepResult(messages=result.messages, ended=result.ended, reward=result.reward, parts=result.parts)
 
     async def _scored(self, key: EpisodeKey, answer: str, record: Record) -> HostedStepResult:
-        """The end of an episode whose last turn is scored, within reward.timeout_s."""
+        """Score the last turn of an episode, within reward.timeout_s."""
         score = self._kind(key.held_out).score
         assert score is not None
         try:
@@ -325,7 +327,7 @@ class EpisodeHost:
         return HostedStepResult(ended=True, reward=scored.reward, parts=scored.parts, error=scored.error)
 
     async def _timed(self, hosted: HostedEpisode, request: Coroutine[Any, Any, T], label: str) -> T:
-        """The result of a request, within the limits of a step and of the episode. Raises EpisodeFailed."""
+        """Await a request within the timeouts of a step and of the episode. Raises EpisodeFailed."""
         remaining_s = self._limits.episode_timeout_s - hosted.spent_s
         knob = "step_timeout_s" if self._limits.step_timeout_s <= remaining_s else "episode_timeout_s"
         begin = time.monotonic()
@@ -336,8 +338,8 @@ class EpisodeHost:
             hosted.spent_s += time.monotonic() - begin
 
     async def _within(self, request: Coroutine[Any, Any, T], limit_s: float, label: str, knob: str) -> T:
-        """The result of a request. It is cancelled after `limit_s`, but not waited for: it may ignore that. Raises
-        EpisodeFailed."""
+        """Await a request for up to `limit_s`. After that it is cancelled, but not awaited, as it may ignore that.
+        Raises EpisodeFailed."""
         task = asyncio.ensure_future(request)
         try:
             await asyncio.wait({task}, timeout=max(0.0, limit_s))
@@ -378,7 +380,7 @@ class EpisodeHost:
             hosted.programs.close()
 
     def _kind(self, held_out: bool) -> EpisodeMaker:
-        """How episodes are made; held-out ones may be of another environment. Raises ConfigError."""
+        """Return the maker of training or held-out episodes. Raises ConfigError."""
         scoring = self._settings.scoring
         other = held_out and scoring is None and bool(self._settings.source.evaluation)
         with self._making:
@@ -397,8 +399,8 @@ _UNLIKE = (
 
 
 def environment_maker(settings: EpisodeSettings, other: bool, endpoint: EndpointServer) -> EpisodeMaker:
-    """Episodes of an environment, isolated as the job says. other: that of held-out tasks. endpoint: of agents. Raises
-    ConfigError."""
+    """Make the maker of an environment's episodes, isolated as the job says. other: the environment of held-out tasks.
+    endpoint: of agents. Raises ConfigError."""
     source = settings.source
     key = "task.eval_source" if other else "task.source"
     named, options = (source.evaluation, source.evaluation_options) if other else (source.source, source.options)
@@ -422,8 +424,8 @@ def environment_maker(settings: EpisodeSettings, other: bool, endpoint: Endpoint
 def agent_episodes(
     settings: EpisodeSettings, named: str, options: Mapping[str, Any], key: str, endpoint: EndpointServer
 ) -> EpisodeMaker:
-    """Episodes of an agent: a coroutine runs on the host's loop, all else in a process each, unless the job says
-    otherwise. Raises ConfigError."""
+    """Make the maker of an agent's episodes. Coroutines run on the host's loop, all else in a process each, unless the
+    job says otherwise. Raises ConfigError."""
     agent: LoadedAgent = open_source(SourceType.AGENT, named, options, f"{key} = {named!r}")
     limits = settings.limits
     if not (limits.isolation == "process" or agent.blocking):
@@ -449,7 +451,7 @@ def agent_episodes(
 
 
 def tool_episodes(scoring: ScoringSettings, limits: EnvironmentConfig) -> EpisodeMaker:
-    """Episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError."""
+    """Make the maker of episodes of tasks with a verifier, in which the model may call tools. Raises ConfigError."""
     tools = tools_of(limits)
     scorer = Scorer(scoring)
     scorer.check()

@@ -1,4 +1,4 @@
-"""An agent that is loaded, whoever wrote it: what runs it, and what it is started with."""
+"""A loaded agent: the coroutine that runs it, and its arguments."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAgent:
-    """An agent that can be run. run: to its end. blocking: it needs a process of its own. prepare: loads what its
-    episodes share, before processes are forked for them; raises ConfigError."""
+    """An agent that can be run. run: runs it to its end. blocking: it needs a process of its own. prepare: loads what
+    its episodes share, before processes are forked; raises ConfigError."""
 
     run: Run
     blocking: bool
@@ -35,8 +35,8 @@ class LoadedAgent:
 
 
 def check_options(options: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], where: str) -> None:
-    """Raise ConfigError if an agent does not know an option, or not with such a value. kinds: the types of each one's
-    values."""
+    """Raise ConfigError for an unknown option of an agent, or a value of the wrong type. kinds: the types of each
+    option."""
     for option, value in options.items():
         if option not in kinds:
             raise ConfigError(f"{where}: task.options.{option}: unknown; there are {', '.join(kinds)}")

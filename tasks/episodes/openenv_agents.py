@@ -29,11 +29,11 @@ START_S = 10.0
 
 
 class BadAction(ValueError):
-    """What the model said is no action."""
+    """The model's text is no action."""
 
 
 def load_environment(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """The environment at a URL, or of a package. options: see docs/agents.md. Raises ConfigError."""
+    """Load the environment at a URL, or of a package. options: see docs/agents.md. Raises ConfigError."""
     check_options(options, OPTIONS, where)
     environment = OpenEnvironment(name, options, where)
     return LoadedAgent(run=environment.run, blocking=True, options={}, prepare=environment.prepare)
@@ -58,7 +58,7 @@ class OpenEnvironment:
             raise ConfigError(f"{self._where}: no app in {module}: {error_line(error)}") from error
 
     async def run(self, args: AgentArgs) -> float:
-        """One episode, to the sum of its steps' rewards. Raises EpisodeFailed, ConfigError."""
+        """Run one episode. Returns the sum of its steps' rewards. Raises EpisodeFailed, ConfigError."""
         from openai import AsyncOpenAI, BadRequestError
         from openenv import GenericEnvClient
 
@@ -129,7 +129,7 @@ class OpenEnvironment:
 
 
 def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model says as an action. Raises BadAction.
+    """Parse the model's text as an action. Raises BadAction.
 
     >>> action_of("go", {"required": ["message"]})
     {'message': 'go'}

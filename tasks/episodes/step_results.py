@@ -1,4 +1,4 @@
-"""What an environment is asked and what it answers: the values between an environment host and its caller."""
+"""Requests to hosted episodes and their results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from staleflow.tasks.rendering.task_source import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKey:
-    """Which episode: the task's index among training or held-out tasks, the member of its group, and the attempt. An
-    attempt that starts again is another episode."""
+    """Identifies an episode: the task's index among training or held-out tasks, the member of its group, and the
+    attempt. Each attempt is another episode."""
 
     task: int
     held_out: bool = False
@@ -21,10 +21,11 @@ class EpisodeKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedStepResult:
-    """What an environment says to a model's turn."""
+    """Result of one environment step of a hosted episode."""
 
     messages: tuple[Message, ...] = ()
-    """To be given to the model before its next turn: roles user, tool, environment, system. Empty once it has ended."""
+    """The observation, for the model's next turn: roles user, tool, environment, system. Empty once the episode has
+    ended."""
     ended: bool = False
     reward: float = 0.0
     """Of the whole episode, once it has ended without an error."""
@@ -35,9 +36,9 @@ class HostedStepResult:
     lost: bool = False
     """Whether the error is only that this host does not have the episode, which cannot be taken up: start it again."""
     seconds: float = 0.0
-    """The environment's time for this answer, without waiting for a place."""
+    """The environment's time for this step, without waiting for a slot."""
     waited_s: float = 0.0
-    """Seconds that it waited for a place, one of environment.concurrency."""
+    """Seconds that it waited for a slot, one of environment.concurrency."""
     replayed: tuple[tuple[Message, ...], ...] = ()
-    """If earlier turns were taken again here: what the environment said to each. The caller must find it equal to what
-    the model was given then, and otherwise start the episode again."""
+    """Observations of earlier turns that were executed again here. The caller must compare them with the stored ones,
+    and restart the episode if they differ."""

@@ -82,7 +82,7 @@ TOOLS = {
 
 
 def tools_of(limits: EnvironmentConfig) -> dict[str, Tool]:
-    """The tools of a job by the names that models call them. Nothing is started yet. Raises ConfigError."""
+    """Load the tools of a job, by the names that models call them. Starts no process. Raises ConfigError."""
     tools: dict[str, Tool] = {}
     for named in limits.tools:
         name, tool = (named, TOOLS[named]) if named in TOOLS else _own(named, limits)
@@ -93,7 +93,7 @@ def tools_of(limits: EnvironmentConfig) -> dict[str, Tool]:
 
 
 def _own(named: str, limits: EnvironmentConfig) -> tuple[str, Tool]:
-    """A user's tool, and its name. Raises ConfigError."""
+    """Load a user's tool. Returns its name and the tool. Raises ConfigError."""
     loaded = load_tool(named)
     server = ForkServer(ForkSettings(source=named, options={}, key=TOOLS_KEY, memory_mib=limits.memory_mib))
     return loaded.name, Tool(
@@ -106,7 +106,8 @@ def _own(named: str, limits: EnvironmentConfig) -> tuple[str, Tool]:
 
 
 async def _call(server: ForkServer, arguments: str, left_s: float, limits: EnvironmentConfig) -> str:
-    """What a user's tool gives back, or a line that begins with `error:`. Its process has been killed by then."""
+    """Call a user's tool in a process, which is then killed. Returns its result as text, or a line that begins with
+    `error:`."""
     episode = ForkedEpisode(server, EpisodeStart(index=0, held_out=False, seed=0))
     try:
         async with asyncio.timeout(left_s):
@@ -122,7 +123,7 @@ async def _call(server: ForkServer, arguments: str, left_s: float, limits: Envir
 
 
 def described(limits: EnvironmentConfig) -> str:
-    """The tools of a job as models are told of them: a line of JSON each. Raises ConfigError."""
+    """Describe the tools of a job for the model: a line of JSON each. Raises ConfigError."""
     return "\n".join(
         json.dumps(
             {
@@ -162,8 +163,8 @@ class ToolCall:
 
 
 def tool_calls(turn: str, tools: Mapping[str, Tool]) -> list[ToolCall]:
-    """The calls in a model's turn, in order: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or the tool's
-    name as a tag around the argument. The last closing tag may be missing: it may be what ended the turn.
+    """Parse the tool calls in a model's turn, in order: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, or
+    the tool's name as a tag around the argument. The last closing tag may be missing: it may be what ended the turn.
 
     >>> [c.text for c in tool_calls("So <calculator>1 + 1</calculator>", TOOLS)]
     ['1 + 1']

@@ -25,7 +25,7 @@ NO_KEY = "STALEFLOW_NO_KEY"
 
 
 def load_taskset(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent:
-    """The taskset of that id. options: see OPTIONS and docs/agents.md. Raises ConfigError."""
+    """Load a taskset by its id. options: see OPTIONS and docs/agents.md. Raises ConfigError."""
     check_options(options, OPTIONS, where)
     if (held_out := options.get("held_out_tasks", 0)) < 0:
         raise ConfigError(f"{where}: task.options.held_out_tasks = {held_out} must be at least 0")
@@ -74,7 +74,7 @@ class Taskset:
                 raise ValueError("the taskset has no tasks")
 
     async def run(self, args: AgentArgs) -> tuple[float, dict[str, float]]:
-        """One episode, to its reward and the reward's parts. Raises EpisodeFailed, ConfigError."""
+        """Run one episode. Returns its reward, and the reward's parts. Raises EpisodeFailed, ConfigError."""
         from verifiers.v1.clients import ModelContext
 
         base_url, key, task = args

@@ -1,4 +1,4 @@
-"""The given tokens between two turns of a model.
+"""Encodes messages between two turns of a model: the env tokens after the first turn.
 
 What was sampled is never rendered or tokenised again: prompt(t+1) = prompt(t) + sampled(t) + bridge, where the bridge
 closes the model's turn, holds what its environment says, and opens the next turn. Rendering the whole conversation
@@ -22,20 +22,20 @@ OBSERVED = ("environment", "user")
 
 
 class Bridge(Protocol):
-    """Makes the given tokens between two turns."""
+    """Encodes messages between two turns."""
 
     def check(self, roles: Collection[str]) -> None:
         """Raise ConfigError if messages of these roles cannot follow a turn."""
         ...
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        """The given tokens after a turn, and before the next one. before: all tokens up to the turn. turn: what was
-        sampled in it. number: of the turn, for messages. Raises ConfigError."""
+        """Encode the messages after a turn, up to where the next one starts. before: all tokens up to the turn. turn:
+        its sampled tokens. number: of the turn, for messages. Raises ConfigError."""
         ...
 
 
 def make_bridge(texts: ChatTokenizer, model: str, *, chat: bool, template: str) -> Bridge:
-    """The bridge of a job. model: as the job names it. template: environment.template."""
+    """Make the bridge of a job. model: as the job names it. template: environment.template."""
     if not chat:
         return PlainBridge(texts, template)
     by_template = TemplateBridge(texts)
@@ -58,7 +58,7 @@ class PlainBridge:
 
 
 class TemplateBridge:
-    """Messages in the tokenizer's chat template: what it puts after an assistant's message that stands for the turn."""
+    """Bridge by the chat template: the text it puts after a placeholder assistant message."""
 
     def __init__(self, texts: ChatTokenizer) -> None:
         self._texts = texts
@@ -99,7 +99,7 @@ class TemplateBridge:
         return self._known_as[role]
 
     def _holds(self, role: str) -> bool:
-        """Whether the template renders messages of this role at all."""
+        """Return True if the template renders messages of this role at all."""
         message = Message(role, "Zq hears")
         try:
             return message.content in self._after(SAYS, [message])

@@ -1,4 +1,4 @@
-"""Token ids as text."""
+"""Encodes texts and conversations, and decodes token ids."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class ChatTokenizer:
             return str(self._tokenizer.decode(np.asarray(tokens, np.int64), skip_special_tokens=not special))
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text."""
+        """Encode a text."""
         with self._lock:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def chat_ids(self, messages: Sequence[Message], tools: str = "") -> tuple[int, ...]:
-        """Token ids of a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
+        """Encode a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
         tools: their definitions as JSON, for the template. Raises ConfigError if the template fails, or leaves them
         out."""
         text = self.chat_text(messages, tools)
@@ -66,7 +66,7 @@ class ChatTokenizer:
             ) from error
 
     def chat_text(self, messages: Sequence[Message], tools: str = "") -> str:
-        """That conversation as text. Raises ConfigError if the template fails."""
+        """Render a conversation as text. Raises ConfigError if the template fails."""
         with_tools = {"tools": json.loads(tools)} if tools else {}
         with self._lock:
             try:

@@ -1,4 +1,4 @@
-"""A turn as it was sampled: what an agent is told of it. Pure."""
+"""A turn as it was sampled, for agents. Pure."""
 
 from __future__ import annotations
 

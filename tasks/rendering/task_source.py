@@ -85,7 +85,7 @@ class Task:
 
     @property
     def identity(self) -> tuple[Prompt, int | None]:
-        """What two tasks have in common only if they are one: games that begin alike may go on differently."""
+        """Deduplication key. The seed tells apart environments whose first observations are equal."""
         return self.prompt, self.seed
 
 
@@ -95,9 +95,9 @@ class TaskSource(Protocol):
         ...
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> TaskSource:
-        """The same source without the first `num_held_out` held-out prompts among the training prompts. Depends only
-        on the sources and that number. Generated prompts keep their indices; a file's later rows move up. evaluation:
-        the source of the held-out prompts; by default this one."""
+        """Return the same source without the first `num_held_out` held-out prompts among the training prompts. Depends
+        only on the sources and that number. Generated prompts keep their indices; a file's later rows move up.
+        evaluation: the source of the held-out prompts; by default this one."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""How a turn is asked for, beside what is said to the model: a message of a role of its own that no model is shown.
+"""Parameters of a turn, such as tools and limits, in a message of a role of its own that no model sees.
 
 A prompt, and what an environment says, are messages. An agent's request has more than those: definitions of tools, ids
 in place of messages, limits of the turn that follows. They travel as one more message, the first one, so that whatever
@@ -21,9 +21,8 @@ ROLE = "directions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnParams:
-    """What a request has beside messages. tools: definitions, as JSON, for the chat template. token_ids: given in
-    place of messages, exactly so; None if there are messages. max_tokens: of the turn; 0 for the job's. stop: what
-    else ends it. after_turn:
+    """Parameters of a turn. tools: definitions, as JSON, for the chat template. token_ids: exact ids in place of
+    messages; None if there are messages. max_tokens: of the turn; 0 for the job's. stop: what else ends it. after_turn:
     of a request that changes the past: the turn, from 1, that it goes on after; 0: what it says is the whole
     conversation. auxiliary: the turn is not to be trained on."""
 
@@ -35,7 +34,7 @@ class TurnParams:
     stop: StopCriteria = NO_STOP
 
     def prepend_to(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages, with a first one that says this, if there is anything to say.
+        """Return messages with these parameters as the first one, if there are any.
 
         >>> split_params(TurnParams(tools="[]").prepend_to([Message("user", "hi")]))[0].tools
         '[]'
@@ -56,7 +55,7 @@ NONE = TurnParams()
 
 
 def split_params(prompt: Prompt) -> tuple[TurnParams, Prompt]:
-    """The directions of a prompt or of what was said, and what the model is shown."""
+    """Split a prompt or an observation into its turn parameters and the messages for the model."""
     if isinstance(prompt, str) or not prompt or prompt[0].role != ROLE:
         return NONE, prompt
     fields: dict[str, Any] = json.loads(prompt[0].content)
@@ -69,7 +68,7 @@ def split_params(prompt: Prompt) -> tuple[TurnParams, Prompt]:
 
 
 def params_of(record: Record) -> TurnParams:
-    """The directions of a record's prompt."""
+    """Return the turn parameters of a record's prompt."""
     prompt = record.get("prompt")
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     if not isinstance(first, Mapping) or first.get("role") != ROLE:
@@ -78,7 +77,7 @@ def params_of(record: Record) -> TurnParams:
 
 
 def role_of(messages: Sequence[Message]) -> str:
-    """Who speaks in what was said: the role of the last message; of token ids, "agent"; empty if nothing was said."""
+    """Return the role of an observation: that of its last message; "agent" for token ids; empty without messages."""
     if not messages:
         return ""
     return "agent" if messages[-1].role == ROLE else messages[-1].role

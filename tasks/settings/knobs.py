@@ -60,7 +60,8 @@ class Knob:
         return ", ".join(f"{sign} {_number(bound)}" for sign, bound in bounds if bound is not None)
 
     def error(self, value: object) -> str:
-        """What is wrong with a value of the right type, worded to follow its key; empty if it is within the limits."""
+        """Return an error text for a value of the right type, worded to follow its key; empty if it is within the
+        limits."""
         if isinstance(value, list):
             return next((f": each {error}" for item in value if (error := self.error(item))), "")
         if self.choices and value not in self.choices and not (self.user_code and names_user_code(value)):

@@ -49,7 +49,7 @@ def _own(value: object, module: ModuleType) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """The message of an error in user code, on one line."""
+    """Return the message of an error in user code, on one line."""
     return " ".join(str(error).split())
 
 

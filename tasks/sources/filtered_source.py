@@ -1,4 +1,4 @@
-"""A task source whose prompts all fit: those too long, or evaluated, are replaced by others of the same source."""
+"""A task source that replaces prompts that are too long, or evaluated, by others of the same source."""
 
 from __future__ import annotations
 

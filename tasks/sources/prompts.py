@@ -88,11 +88,11 @@ class Prompts(Protocol):
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
     ) -> list[int]:
-        """The token ids between two turns: what closes the first, messages, and what opens the next; see Bridge.ids."""
+        """Encode the messages between two turns, with what closes the first and opens the next; see Bridge.ids."""
         ...
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a whole conversation, up to where the next turn begins."""
+        """Encode a complete conversation, up to where the next turn starts."""
         ...
 
 
