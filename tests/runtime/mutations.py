@@ -436,7 +436,7 @@ MUTATIONS = (
         name="parameter_server_not_replaced",
         module="actors",
         breaks="a host whose parameter server is gone gets another",
-        old="                await self._place_parameters(one)  #",
+        old="                await self._place_parameters(actor)  #",
         new="                await asyncio.sleep(0)  #",
         check=check(on_actors.test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another),
     ),
