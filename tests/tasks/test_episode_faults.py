@@ -244,7 +244,7 @@ def test_slow_resets_go_side_by_side_where_prompts_are_drawn_and_in_episodes(tmp
     folder.mkdir()
     for number in range(4):
         (folder / str(number)).touch()  # for the first task of a source, which is reset when that is made
-    made = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_s=20, concurrency=4)
+    made = settings(f"{tmp_path}/slow.py:Slow", {"folder": str(folder)}, step_timeout_s=20, concurrency=4)
     assert made.source.concurrency == 4
     source = made.source.build()
     for held_out in (False, True):
