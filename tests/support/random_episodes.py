@@ -151,7 +151,7 @@ class PlayedPrompts:
     def text(self, response: Sequence[int]) -> str:
         return " ".join(map(str, response))
 
-    def given(
+    def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: tuple[Message, ...], number: int
     ) -> list[int]:
         return [int(word) for message in messages for word in message.content.split()]

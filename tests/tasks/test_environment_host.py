@@ -32,7 +32,7 @@ class Environments:
         record: Record,
         turns: tuple[str, ...],
         *,
-        cut: bool,
+        truncated: bool,
         newest: SampledTurn | None = None,
     ) -> HostedStepResult:
         await asyncio.sleep(0)

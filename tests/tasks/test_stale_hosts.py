@@ -45,7 +45,7 @@ class Says:
         record: Record,
         turns: tuple[str, ...],
         *,
-        cut: bool,
+        truncated: bool,
         newest: SampledTurn | None = None,
     ) -> HostedStepResult:
         self.told.append(newest)

@@ -64,12 +64,12 @@ def test_an_agent_is_told_the_stored_ids_and_logprobs_bit_for_bit(kinds: list[st
         finish=FinishReason.LENGTH,
     )  # fmt: skip
     told = newest_turn(t, "text")
-    assert [*told.prepend_to, *told.tokens] == [5, 6, *t.response_tokens.tolist()]
+    assert [*told.prompt_tokens, *told.tokens] == [5, 6, *t.response_tokens.tolist()]
     assert told.tokens == tuple(t.turns[-1].tolist())
     wire = json.loads(json.dumps(told.logprobs))
     assert np.asarray(wire, np.float32).tobytes() == t.logprobs[-len(told.tokens) :].tobytes()
-    assert told.cut
-    assert not newest_turn(replace(t, finish=FinishReason.STOP), "").cut
+    assert told.truncated
+    assert not newest_turn(replace(t, finish=FinishReason.STOP), "").truncated
 
 
 def prompts(folder: Path, name: str = "smollm2", template: str = "", *, chat: bool = True) -> TokenizedPrompts:
@@ -241,7 +241,7 @@ def test_without_a_template_a_conversation_is_its_texts(tmp_path: Path) -> None:
 def test_what_is_told_of_a_branch_is_its_own_context(tmp_path: Path) -> None:
     t = branching_row().trajectory
     told = newest_turn(t, "")
-    assert (told.prepend_to, told.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))
+    assert (told.prompt_tokens, told.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))
     sent = payload(t, 0, None)
     assert (sent.context, len(sent.sampled), sent.in_turn) == ((0, 1, 2, 3, 4, 5, 6, 15, 16, 17), 15, 2)
 
