@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,25 @@ def command() -> None:
 @click.argument("config_path", metavar="CONFIG", type=click.Path())
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Override a value of the job file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--gpus", default="", metavar="GPUS", help="Print the memory plan on GPUs such as 8xH100-80 instead.")
 @click.option("--check/--no-check", default=True, help="Also check the files, model, data and reward it names.")
-def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, check: bool) -> None:
+def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, gpus: str, check: bool) -> None:
     """Print every value with its meaning and limits, and the derived numbers; then check what the job names, as `run`
-    does before it starts anything."""
+    does before it starts anything. With --gpus, print what a rank of the trainer and an instance need of a GPU, and
+    where they would be placed; exit code 2 if they do not fit."""
     from staleflow.pipeline.config import loading, preflight, user_files
     from staleflow.pipeline.config.schema import explain as explained
 
     config = loading.load(config_path, overrides)
+    if gpus:
+        from staleflow.pipeline.config.size_plan import explain_plan
+        from staleflow.pipeline.placement.devices import parse_fleet
+
+        text, fits = explain_plan(config, parse_fleet(gpus))
+        click.echo(text)
+        if not fits:
+            sys.exit(2)
+        return
     print_values(explained(config), as_json=as_json)
     if check:
         preflight.check_names(config)

@@ -1,0 +1,110 @@
+"""Bytes of a GPU that a rank of the trainer and a rollout instance need.
+
+Where the numbers come from:
+- Parameters of the trainer: weights, gradients and AdamW's two moments in float32, 16 bytes each, in shards; under FSDP
+  what is outside of layers is whole with its gradient (8 bytes), and one layer is gathered (8 bytes: bfloat16 weights
+  and gradients, and the sum of these in float32).
+- Activations: what autograd saves of a layer for each token, counted by hooks on saved tensors for Qwen3 and Qwen3-MoE
+  while one width at a time was doubled; tests/sizing/ counts again.
+- Output layer: logits are computed in chunks of 2**28 bytes, of which up to four copies are there.
+- CUDA context, NCCL buffers and CUDA graphs are estimates: no GPU was at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from staleflow.pipeline.sizing.model_shape import ModelShape
+
+CONTEXT_BYTES = 600_000_000
+"""Of a CUDA context with its libraries' work space. An estimate."""
+NCCL_BYTES = 400_000_000
+"""Of a group's buffers. An estimate."""
+GRAPH_BYTES = 1_000_000_000
+"""Of vLLM's CUDA graphs. An estimate."""
+MARGIN = 0.05
+"""Share of a GPU that is left free: memory is given out in pieces, and some cannot be used."""
+LOGIT_BYTES = 4 * 2**28
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number, by model.dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingShape:
+    """How a trainer works. microbatch_tokens: of one forward and backward pass."""
+
+    ranks: int
+    dtype: str
+    microbatch_tokens: int
+    recompute: bool
+    offload: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """How an instance works. batch_tokens: most in a forward pass."""
+
+    tensor_parallel: int
+    dtype: str
+    kv_tokens: int
+    max_running: int
+    batch_tokens: int
+
+
+def layer_bytes(model: ModelShape, dtype: str) -> int:
+    """Bytes that autograd saves of one layer for each token. bfloat16: under autocast, with a float32 residual stream;
+    routed experts compute in float32 under autocast as well."""
+    half = dtype == "bfloat16"
+    wide, narrow = (26, 10) if half else (24, 16)
+    attention = wide * model.hidden + narrow * (model.query + model.key)
+    if not model.num_experts:
+        return attention + (8 if half else 16) * model.inner
+    return attention + model.experts_per_token * (16 * model.inner + 8 * model.hidden)
+
+
+def activation_bytes(model: ModelShape, dtype: str, *, recompute: bool) -> int:
+    """Bytes that autograd saves for each token. With recompute: what comes into each layer, and one layer."""
+    if recompute:
+        return 4 * model.hidden * model.layers + layer_bytes(model, dtype)
+    return layer_bytes(model, dtype) * model.layers
+
+
+def kv_bytes(model: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
+    """Bytes of the KV cache for each token, on each GPU."""
+    return 2 * model.layers * model.key * ITEM_BYTES[dtype] // tensor_parallel
+
+
+def parameter_bytes(model: ModelShape, training: TrainingShape) -> int:
+    """Bytes of a rank's weights, gradients and moments."""
+    gathered = 8 * (model.outer_parameters + model.layer_parameters)
+    if training.offload:
+        return gathered
+    if training.ranks > 1:
+        return 16 * model.parameters // training.ranks + gathered
+    cast = 2 * model.layers * model.layer_parameters if training.dtype == "bfloat16" else 0
+    return 16 * model.parameters + cast
+
+
+def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
+    """Bytes of a rank's GPU by what they are for. AdamW's temporary copies and activations are not there at once; the
+    greater counts."""
+    per_token = activation_bytes(model, training.dtype, recompute=training.recompute)
+    optimizer = 0 if training.offload else 4 * model.parameters // training.ranks
+    return {
+        "weights, gradients, optimizer": parameter_bytes(model, training),
+        "activations, or optimizer step": max(training.microbatch_tokens * per_token, optimizer),
+        "output layer": LOGIT_BYTES + 4 * model.hidden * training.microbatch_tokens,
+        "CUDA context": CONTEXT_BYTES + NCCL_BYTES * (training.ranks > 1),
+    }
+
+
+def engine_parts(model: ModelShape, engine: EngineShape) -> dict[str, int]:
+    """Bytes of each GPU of an instance by what they are for."""
+    size, parallel = ITEM_BYTES[engine.dtype], engine.tensor_parallel
+    widest = 4 * model.hidden + (2 * model.query + 3 * model.inner * max(1, model.experts_per_token)) // parallel
+    return {
+        "weights": size * model.parameters // parallel,
+        "KV cache": engine.kv_tokens * kv_bytes(model, engine.dtype, parallel),
+        "forward pass": size * engine.batch_tokens * widest + 8 * engine.max_running * model.vocabulary,
+        "CUDA context": CONTEXT_BYTES + GRAPH_BYTES + NCCL_BYTES * (parallel > 1),
+    }

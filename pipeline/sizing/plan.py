@@ -1,0 +1,160 @@
+"""Whether a job fits on its GPUs, and the smallest change with which it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from staleflow.pipeline.sizing.memory import (
+    GRAPH_BYTES,
+    MARGIN,
+    EngineShape,
+    TrainingShape,
+    engine_parts,
+    kv_bytes,
+    trainer_parts,
+)
+from staleflow.pipeline.sizing.model_shape import ModelShape
+
+MOST_RUNNING = 256
+"""Requests that an instance is proposed to run at once, at most."""
+PREFILL_TOKENS = 8192
+"""Tokens of a forward pass that use a GPU well."""
+LOAD_BYTES_S, START_S = 1_000_000_000, 120.0
+"""Bytes a second that weights are read at, and seconds for everything else until a role is ready. Estimates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What of a job decides about memory. longest: tokens of its longest sequence, prompt included. num_gpus: for
+    trainer and instances together. own_gpu: whether trainer and instances have GPUs of their own."""
+
+    training: TrainingShape
+    engine: EngineShape
+    instances: int
+    longest: int
+    num_gpus: int
+    own_gpu: bool = True
+
+    @property
+    def needed_gpus(self) -> int:
+        return self.training.ranks + self.instances * self.engine.tensor_parallel if self.own_gpu else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Bytes of a rank's and of an instance's GPU by part, and what is proposed. changes: keys of the job file with the
+    values with which it fits; empty if it does, None if none is known."""
+
+    device_bytes: int
+    trainer: Mapping[str, int]
+    engine: Mapping[str, int]
+    changes: Mapping[str, object] | None
+    proposed: Mapping[str, object]
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.device_bytes * (1 - MARGIN))
+
+
+def make_plan(model: ModelShape, job: Job, device_bytes: int) -> Plan:
+    """The plan of a job on GPUs of one size."""
+    changes = None
+    for candidate, changed in _candidates(job):
+        if candidate.needed_gpus <= max(job.num_gpus, job.needed_gpus) and _fits(model, candidate, device_bytes):
+            changes, job_that_fits = changed, candidate
+            break
+    else:
+        job_that_fits = job
+    return Plan(
+        device_bytes=device_bytes,
+        trainer=trainer_parts(model, job.training),
+        engine=engine_parts(model, job.engine),
+        changes=changes,
+        proposed=_proposed(model, job_that_fits, device_bytes) if changes is not None else {},
+    )
+
+
+def _fits(model: ModelShape, job: Job, device_bytes: int) -> bool:
+    trainer = sum(trainer_parts(model, job.training).values())
+    engine = sum(engine_parts(model, job.engine).values())
+    usable = device_bytes * (1 - MARGIN)
+    return max(trainer, engine) <= usable if job.own_gpu else trainer + engine <= usable
+
+
+def _candidates(job: Job) -> Iterator[tuple[Job, dict[str, object]]]:
+    """The job, then with one change, with two and so on; of as many, those first that cost less."""
+    training, engine = job.training, job.engine
+    left = job.num_gpus - job.instances * engine.tensor_parallel
+    options: dict[str, Sequence[object]] = {
+        "model.dtype": ["bfloat16"] if training.dtype == "float32" else [],
+        "training.recompute_activations": [] if training.recompute else [True],
+        "training.microbatch_tokens": [job.longest] if job.longest < training.microbatch_tokens else [],
+        "rollout.engine.kv_tokens": [job.longest] if job.longest < engine.kv_tokens else [],
+        "training.ranks": [2**power for power in range(1, 11) if training.ranks < 2**power <= left],
+        "rollout.engine.tensor_parallel": [
+            degree for degree in (2, 4, 8) if job.own_gpu and engine.tensor_parallel < degree
+        ],
+        "training.offload": [] if training.offload else [True],
+    }
+    choices = itertools.product(*([None, *values] for values in options.values()))
+    every = [
+        {key: value for key, value in zip(options, chosen, strict=True) if value is not None} for chosen in choices
+    ]
+    order = list(options)
+    # Of as many changes, one whose last key comes earlier, and the least value of it.
+    every.sort(key=lambda changes: (len(changes), [order.index(key) for key in reversed(changes)]))
+    for changes in every:
+        yield _changed(job, changes), changes
+
+
+FIELDS = {
+    "training.recompute_activations": ("training", "recompute"),
+    "training.microbatch_tokens": ("training", "microbatch_tokens"),
+    "training.ranks": ("training", "ranks"),
+    "training.offload": ("training", "offload"),
+    "rollout.engine.kv_tokens": ("engine", "kv_tokens"),
+    "rollout.engine.tensor_parallel": ("engine", "tensor_parallel"),
+}
+"""Where a Job has the values of keys."""
+
+
+def _changed(job: Job, changes: Mapping[str, object]) -> Job:
+    parts: dict[str, dict[str, object]] = {"training": {}, "engine": {}}
+    for key, value in changes.items():
+        if key == "model.dtype":
+            parts["training"]["dtype"] = parts["engine"]["dtype"] = value
+        else:
+            part, field = FIELDS[key]
+            parts[part][field] = value
+    return dataclasses.replace(
+        job,
+        training=dataclasses.replace(job.training, **parts["training"]),  # type: ignore[arg-type]
+        engine=dataclasses.replace(job.engine, **parts["engine"]),  # type: ignore[arg-type]
+    )
+
+
+def _proposed(model: ModelShape, job: Job, device_bytes: int) -> dict[str, object]:
+    """What uses the memory that is left: cache, running requests, tokens of a pass, vLLM's share, the deadline."""
+    engine = dataclasses.replace(job.engine, kv_tokens=0, batch_tokens=max(job.engine.batch_tokens, PREFILL_TOKENS))
+    usable = device_bytes * (1 - MARGIN)
+    left = usable - sum(engine_parts(model, engine).values())
+    if not job.own_gpu:
+        left -= sum(trainer_parts(model, job.training).values())
+    if left < job.engine.kv_tokens * kv_bytes(model, engine.dtype, engine.tensor_parallel):
+        engine = dataclasses.replace(engine, batch_tokens=job.engine.batch_tokens)
+        kv_tokens = job.engine.kv_tokens
+    else:
+        kv_tokens = int(left) // kv_bytes(model, engine.dtype, engine.tensor_parallel) // 1024 * 1024
+    engine = dataclasses.replace(engine, kv_tokens=kv_tokens)
+    parts = engine_parts(model, engine)
+    share = (sum(parts.values()) - GRAPH_BYTES) / device_bytes
+    return {
+        "rollout.engine.kv_tokens": kv_tokens,
+        "rollout.engine.max_running": max(1, min(MOST_RUNNING, kv_tokens // job.longest)),
+        "rollout.engine.max_batch_tokens": engine.batch_tokens,
+        "rollout.engine.options.gpu_memory_utilization": round(min(share, 0.95), 2),
+        "deadlines.start_s": round(START_S + 4 * model.parameters / LOAD_BYTES_S),
+    }

@@ -1,0 +1,177 @@
+"""Sizes of models, and memory of trainer and engine: against published models, and against what autograd saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from staleflow.pipeline.placement.devices import GB
+from staleflow.pipeline.sizing.memory import (
+    EngineShape,
+    TrainingShape,
+    activation_bytes,
+    kv_bytes,
+    layer_bytes,
+    parameter_bytes,
+)
+from staleflow.pipeline.sizing.model_shape import ModelShape
+from staleflow.pipeline.sizing.plan import Job, make_plan
+
+QWEN3: dict[str, dict[str, Any]] = {
+    "0.6B": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    },
+    "32B": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 25600,
+        "tie_word_embeddings": False,
+    },
+    "30B-A3B": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "tie_word_embeddings": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+"""Qwen3's published sizes."""
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return {"head_dim": 128, "vocab_size": 151936} | QWEN3[name]
+
+
+def shape(name: str) -> ModelShape:
+    return ModelShape.of(config_of(name), name)
+
+
+@pytest.mark.parametrize("name", list(QWEN3))
+def test_parameters_are_those_of_the_model_at_its_real_widths(name: str) -> None:
+    kind = "qwen3_moe" if "A3B" in name else "qwen3"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config_of(name)))
+    assert shape(name).parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("8B", {4: 44, 8: 28, 16: 20, 64: 14}),
+        ("32B", {4: 147, 8: 82, 16: 49, 64: 25}),
+        ("30B-A3B", {4: 132, 8: 71, 16: 40, 64: 18}),
+    ],
+)
+def test_parameters_of_a_rank_are_those_of_the_table(name: str, gigabytes: dict[int, int]) -> None:
+    """The table has whole gigabytes."""
+    for ranks, expected in gigabytes.items():
+        training = TrainingShape(ranks=ranks, dtype="bfloat16", microbatch_tokens=8192, recompute=False, offload=False)
+        assert abs(parameter_bytes(shape(name), training) / GB - expected) < max(0.51, 0.05 * expected)
+
+
+@pytest.mark.parametrize(("name", "megabytes"), [("8B", 9.3), ("32B", 27.6)])
+def test_activations_of_a_token_are_those_of_the_table(name: str, megabytes: float) -> None:
+    assert activation_bytes(shape(name), "bfloat16", recompute=False) / 1e6 == pytest.approx(megabytes, rel=0.05)
+
+
+def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str, Any]) -> int:
+    """Bytes of the tensors that autograd saves of a forward pass, without parameters."""
+    torch.manual_seed(0)
+    config: AutoConfig = CONFIG_MAPPING[kind](vocab_size=64, num_hidden_layers=layers, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").model
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in own:
+            found[place] = tensor  # kept, so that no other tensor comes to its place
+        return tensor
+
+    half = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16")
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), half:
+        outcome = model(input_ids=torch.arange(tokens)[None] % 60, use_cache=False)
+    assert outcome is not None
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_layer_saves_as_much_as_is_planned(kind: str, dtype: str) -> None:
+    """By differences: of two layers and one, of 64 more tokens."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    if kind == "qwen3_moe":
+        sizes |= {
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 96,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    one, two = (
+        saved_bytes(kind, dtype, layers, 128, sizes) - saved_bytes(kind, dtype, layers, 64, sizes) for layers in (1, 2)
+    )
+    model = ModelShape.of(sizes | {"num_hidden_layers": 2, "vocab_size": 64}, kind)
+    assert layer_bytes(model, dtype) == pytest.approx((two - one) / 64, rel=0.05)
+
+
+def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int = 4096) -> Job:
+    return Job(
+        training=TrainingShape(ranks=ranks, dtype=dtype, microbatch_tokens=8192, recompute=False, offload=False),
+        engine=EngineShape(tensor_parallel=1, dtype=dtype, kv_tokens=16384, max_running=64, batch_tokens=1024),
+        instances=1,
+        longest=longest,
+        num_gpus=num_gpus,
+        own_gpu=num_gpus > 1,
+    )
+
+
+def test_a_small_model_fits_and_its_cache_is_proposed() -> None:
+    plan = make_plan(shape("0.6B"), job(8), 80 * GB)
+    assert plan.changes == {}
+    assert plan.proposed["rollout.engine.max_running"] == 155
+    assert kv_bytes(shape("0.6B"), "bfloat16") == 2 * 28 * 1024 * 2
+
+
+def test_what_does_not_fit_is_refused_with_the_smallest_change_that_does() -> None:
+    alone = make_plan(shape("8B"), job(8), 80 * GB)
+    assert alone.changes == {"training.recompute_activations": True, "training.ranks": 4}
+    assert make_plan(shape("8B"), job(8), 141 * GB).changes == {"training.ranks": 4}
+    assert make_plan(shape("32B"), job(1), 24 * GB).changes is None
+
+
+def test_a_planned_change_makes_it_fit() -> None:
+    for name in QWEN3:
+        for num_gpus in (1, 8, 64):
+            for memory_gb in (24, 80, 141):
+                plan = make_plan(shape(name), job(num_gpus), memory_gb * GB)
+                assert plan.changes is None or set(plan.proposed)
