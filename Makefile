@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test install install-test generated models smollm2-model smollm2 tools tools-vllm test-vllm test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
+.PHONY: demo demo-agent test install install-test generated models smollm2-model smollm2 tools tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
 
 install: $(STAMP)  ## what running jobs needs, and nothing else
 
@@ -79,6 +79,9 @@ $(AGENTS_STAMP): pyproject.toml constraints.txt
 	# Tasksets of verifiers need mcp 2, which openenv does not allow: it lies beside, for those tests alone.
 	$(AGENTS_VENV)/bin/pip install -q --no-deps --target $(AGENTS_VENV)/mcp2 'mcp==2.0.0'
 	touch $@
+
+test-gpu: install-test  ## what needs a GPU: docs/gpu.md
+	$(BIN)/pytest -m gpu tests/gpu
 
 AGENT_TESTS := tests/tasks/test_endpoint.py tests/tasks/test_endpoint_refusals.py tests/tasks/test_endpoint_stop.py tests/tasks/test_agents.py tests/tasks/test_agent_clients.py tests/tasks/test_agent_packages.py
 

@@ -1,0 +1,158 @@
+"""Trainer and embedded engine on each device. The cases for CUDA are marked `gpu`; docs/gpu.md says which were run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.transformers import TransformersEngine, forward_logprobs, load_model
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.policy_trainer import PolicyTrainer
+from staleflow.tasks.training.tiny_model import make_tokenizer
+from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "gemma3_text": {"sliding_window": 64},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "decoder_sparse_step": 1,
+    },
+}
+TOKENS = [5, 9, 20, 33, 7, 11]
+
+
+@pytest.fixture(scope="session", params=list(FAMILIES))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers of each family."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512,
+        "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    config = CONFIG_MAPPING[request.param](**(sizes | FAMILIES[request.param]))
+    folder = tmp_path_factory.mktemp(request.param)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def trainer(model: Path, device: str, dtype: str = "float32", **knobs: Any) -> PolicyTrainer:
+    return PolicyTrainer(
+        PolicyTrainerSettings(
+            model=str(model),
+            dtype=dtype,
+            device=device,
+            training=TrainingConfig(learning_rate=1e-3, **knobs),
+            num_steps=9,
+            temperature=1.0,
+            max_length=128,
+            seed=0,
+        )
+    )
+
+
+def rows(count: int = 8) -> tuple[Row, ...]:
+    draw = np.random.default_rng(0)
+    made = []
+    for number in range(count):
+        response = draw.integers(3, 60, int(draw.integers(20, 40))).astype(np.int32)
+        made.append(
+            Row(
+                prompt=draw.integers(3, 60, 9).astype(np.int32),
+                response=response,
+                behaviour=np.full(len(response), -4, np.float32),
+                sampled=np.ones(len(response), bool),
+                advantage=float((-1) ** number),
+                staleness=0,
+            )
+        )
+    return tuple(made)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_is_that_of_float32_on_cpu(model: Path, device: str) -> None:
+    expected, measured = trainer(model, "cpu").step(0, rows()), trainer(model, device).step(0, rows())
+    assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("knobs", [{}, {"recompute_activations": True}, {"microbatch_tokens": 64}])
+def test_bfloat16_trains(model: Path, device: str, knobs: dict[str, Any]) -> None:
+    expected = trainer(model, "cpu").step(0, rows())
+    measured = trainer(model, device, "bfloat16", **knobs).step(0, rows())
+    assert measured["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.2)
+
+
+@pytest.mark.gpu
+def test_weights_kept_in_the_processors_memory_train_the_same(model: Path) -> None:
+    """FSDP2 with a group of one: NCCL, a device mesh, pinned memory."""
+    expected = trainer(model, "cuda", "bfloat16").step(0, rows())
+    offloading = trainer(model, "cuda", "bfloat16", offload=True)
+    try:
+        assert offloading.step(0, rows())["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    finally:
+        offloading.group.leave()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_serves_the_weights_that_were_published(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
+    engine = TransformersEngine(
+        TransformersSettings(
+            model=str(model), dtype=dtype, device=device, temperature=1.0, max_running=8, kv_tokens=1024,
+            page_tokens=32, max_batch_tokens=512, eos=(1,), seed=0,
+        ),
+        InstanceId("rollout-0"),
+    )  # fmt: skip
+    try:
+        changed = load_model(str(model), dtype, device, "sdpa")
+        with torch.no_grad():
+            for parameter in changed.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(1.1)
+        folder = WeightFolder(tmp_path / "weights")
+        folder.publish(PolicyVersion(1), dict(changed.named_parameters()))
+        engine.load(PolicyVersion(1), folder.path(PolicyVersion(1)))
+        expected = forward_logprobs(changed, TOKENS)
+        difference = max(abs(a - b) for a, b in zip(engine.logprobs(TOKENS), expected, strict=True))
+        assert difference < (1e-3 if dtype == "float32" else 0.3)
+    finally:
+        engine.close()
+
+
+@pytest.mark.gpu
+def test_the_planned_activations_are_those_of_the_device(model: Path) -> None:
+    """Peak memory of a step of twice the tokens, by difference: within a tenth of the plan's, which has no room for
+    what kernels need besides."""
+    import json
+
+    from staleflow.pipeline.sizing.memory import activation_bytes
+    from staleflow.pipeline.sizing.model_shape import ModelShape
+
+    shape = ModelShape.of(json.loads((model / "config.json").read_text()), str(model))
+    peaks = []
+    for count in (256, 512):
+        one = trainer(model, "cuda", "bfloat16", microbatch_tokens=1 << 20)
+        one.step(0, rows(count))
+        torch.cuda.reset_peak_memory_stats()
+        one.step(1, rows(count))
+        tokens = sum(len(row.prompt) + len(row.response) for row in rows(count))
+        peaks.append((tokens, torch.cuda.max_memory_allocated()))
+        del one
+    (few, low), (many, high) = peaks
+    planned = activation_bytes(shape, "bfloat16", recompute=False)
+    assert (high - low) / (many - few) == pytest.approx(planned, rel=0.1)
