@@ -12,14 +12,14 @@ from staleflow.pipeline.placement.picture import draw
 from staleflow.pipeline.placement.placement import Shortage, place
 from staleflow.pipeline.sizing.memory import MARGIN, EngineShape, TrainingShape
 from staleflow.pipeline.sizing.model_shape import ModelShape
-from staleflow.pipeline.sizing.plan import Job, Plan, make_plan
+from staleflow.pipeline.sizing.plan import SizedJob, MemoryPlan, make_plan
 from staleflow.stores.errors import ConfigError
 
 
-def sized_job(config: RunConfig, num_gpus: int) -> Job:
+def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
     """What of a job decides about memory. A response counts with a prompt of workload.prompt_tokens."""
     training, engine = config.training, config.rollout.engine
-    return Job(
+    return SizedJob(
         training=TrainingShape(
             ranks=training.ranks,
             dtype=config.model.dtype,
@@ -62,7 +62,7 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     return "\n".join([*lines, "", verdict(plan)]), plan.changes == {} and not short
 
 
-def table(plan: Plan) -> list[str]:
+def table(plan: MemoryPlan) -> list[str]:
     """The parts of a rank and of an instance in GB, a line each."""
     names = dict.fromkeys((*plan.trainer, *plan.engine))
     width = max(map(len, names))
@@ -77,7 +77,7 @@ def table(plan: Plan) -> list[str]:
     return [*lines, f"{'together':<{width}}  {total}   of {plan.usable_bytes / GB:.1f} ({MARGIN:.0%} are left free)"]
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: MemoryPlan) -> str:
     """Whether it fits, or with which change, and what is proposed for the memory that is left."""
     proposed = "; ".join(f"{key} = {value}" for key, value in plan.proposed.items())
     if plan.changes is None:

@@ -27,7 +27,7 @@ LOAD_BYTES_S, START_S = 1_000_000_000, 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SizedJob:
     """What of a job decides about memory. longest: tokens of its longest sequence, prompt included. num_gpus: for
     trainer and instances together. own_gpu: whether trainer and instances have GPUs of their own."""
 
@@ -44,7 +44,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MemoryPlan:
     """Bytes of a rank's and of an instance's GPU by part, and what is proposed. changes: keys of the job file with the
     values with which it fits; empty if it does, None if none is known."""
 
@@ -59,7 +59,7 @@ class Plan:
         return int(self.device_bytes * (1 - MARGIN))
 
 
-def make_plan(model: ModelShape, job: Job, device_bytes: int) -> Plan:
+def make_plan(model: ModelShape, job: SizedJob, device_bytes: int) -> MemoryPlan:
     """The plan of a job on GPUs of one size."""
     changes = None
     for candidate, changed in _candidates(job):
@@ -68,7 +68,7 @@ def make_plan(model: ModelShape, job: Job, device_bytes: int) -> Plan:
             break
     else:
         job_that_fits = job
-    return Plan(
+    return MemoryPlan(
         device_bytes=device_bytes,
         trainer=trainer_parts(model, job.training),
         engine=engine_parts(model, job.engine),
@@ -77,14 +77,14 @@ def make_plan(model: ModelShape, job: Job, device_bytes: int) -> Plan:
     )
 
 
-def _fits(model: ModelShape, job: Job, device_bytes: int) -> bool:
+def _fits(model: ModelShape, job: SizedJob, device_bytes: int) -> bool:
     trainer = sum(trainer_parts(model, job.training).values())
     engine = sum(engine_parts(model, job.engine).values())
     usable = device_bytes * (1 - MARGIN)
     return max(trainer, engine) <= usable if job.own_gpu else trainer + engine <= usable
 
 
-def _candidates(job: Job) -> Iterator[tuple[Job, dict[str, object]]]:
+def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
     """The job, then with one change, with two and so on; of as many, those first that cost less."""
     training, engine = job.training, job.engine
     left = job.num_gpus - job.instances * engine.tensor_parallel
@@ -118,10 +118,10 @@ FIELDS = {
     "rollout.engine.kv_tokens": ("engine", "kv_tokens"),
     "rollout.engine.tensor_parallel": ("engine", "tensor_parallel"),
 }
-"""Where a Job has the values of keys."""
+"""Where a SizedJob has the values of keys."""
 
 
-def _changed(job: Job, changes: Mapping[str, object]) -> Job:
+def _changed(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
     parts: dict[str, dict[str, object]] = {"training": {}, "engine": {}}
     for key, value in changes.items():
         if key == "model.dtype":
@@ -136,7 +136,7 @@ def _changed(job: Job, changes: Mapping[str, object]) -> Job:
     )
 
 
-def _proposed(model: ModelShape, job: Job, device_bytes: int) -> dict[str, object]:
+def _proposed(model: ModelShape, job: SizedJob, device_bytes: int) -> dict[str, object]:
     """What uses the memory that is left: cache, running requests, tokens of a pass, vLLM's share, the deadline."""
     engine = dataclasses.replace(job.engine, kv_tokens=0, batch_tokens=max(job.engine.batch_tokens, PREFILL_TOKENS))
     usable = device_bytes * (1 - MARGIN)

@@ -18,7 +18,7 @@ from staleflow.pipeline.sizing.memory import (
     parameter_bytes,
 )
 from staleflow.pipeline.sizing.model_shape import ModelShape
-from staleflow.pipeline.sizing.plan import Job, make_plan
+from staleflow.pipeline.sizing.plan import SizedJob, make_plan
 
 QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": {
@@ -144,8 +144,8 @@ def test_a_layer_saves_as_much_as_is_planned(kind: str, dtype: str) -> None:
     assert layer_bytes(model, dtype) == pytest.approx((two - one) / 64, rel=0.05)
 
 
-def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int = 4096) -> Job:
-    return Job(
+def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int = 4096) -> SizedJob:
+    return SizedJob(
         training=TrainingShape(ranks=ranks, dtype=dtype, microbatch_tokens=8192, recompute=False, offload=False),
         engine=EngineShape(tensor_parallel=1, dtype=dtype, kv_tokens=16384, max_running=64, batch_tokens=1024),
         instances=1,
