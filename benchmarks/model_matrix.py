@@ -365,8 +365,8 @@ def page(stored: dict[str, Any]) -> str:
         "",
         "What works for each family of causal language models, tried on tiny random models by `make models` "
         f"({', '.join(' '.join(package) for package in packages)}; {processor[1]} processor; float32 unless a column "
-        "says otherwise). A family is a `model_type` of transformers. Not tried here: GPUs, vLLM, more than one rank, "
-        "real weights.",
+        "says otherwise). A family is a `model_type` of transformers; one without a row has not been tried. Not tried "
+        "here: GPUs, vLLM, more than one rank, real weights.",
         "",
         *(f"- **{column}**: {meaning}" for column, meaning in COLUMNS.items()),
         "",

@@ -52,6 +52,8 @@ def test_agents_in_virtual_time(
 
 def test_the_pages_of_stored_results_can_be_written_again() -> None:
     assert agentic.page(json.loads(Path("docs/agentic.json").read_text())) == Path("docs/agentic.md").read_text()
+    models = json.loads(Path("docs/models.json").read_text())
+    assert model_matrix.page(models) == Path("docs/models.md").read_text()
     simulated = json.loads(Path("docs/simulated.json").read_text())
     assert page(simulated, ablation.stored(Path("docs"))) == Path("docs/simulated.md").read_text()
 
