@@ -12,7 +12,7 @@ from staleflow.pipeline.placement.picture import draw
 from staleflow.pipeline.placement.placement import Shortage, place
 from staleflow.pipeline.sizing.memory import MARGIN, EngineShape, TrainingShape
 from staleflow.pipeline.sizing.model_shape import ModelShape
-from staleflow.pipeline.sizing.plan import SizedJob, MemoryPlan, make_plan
+from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, make_plan
 from staleflow.stores.errors import ConfigError
 
 
