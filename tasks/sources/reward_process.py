@@ -28,8 +28,9 @@ from staleflow.tasks.settings.reward_part import RewardPart
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.task_sources import EvaluationRecord, SourceSettings, extract_answer, make_reward
 
-START_S = 60.0
-"""Seconds the scoring process may take to import what it needs."""
+START_S = 600.0
+"""Seconds the scoring process may take to import what it needs: at a load of 20 on two cores reasoning-gym takes more
+than 60. At a run's start deadlines.start_s is shorter."""
 
 AHEAD_BYTES = 16_384
 """Bytes of requests sent ahead, so that the process never waits for the next one. A quarter of what a pipe holds:
@@ -123,8 +124,8 @@ class Scorer:
                     scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
                     continue
                 error = "the reward process answered another request; does it fork and return in both processes?"
-            except TimeoutError:
-                error = f"the reward took longer than {self._settings.timeout_s:g} s"
+            except TimeoutError as late:
+                error = str(late) or f"the reward took longer than {self._settings.timeout_s:g} s"
             except (EOFError, OSError) as died:
                 error = f"the reward process died: {died or 'no message'}"
             self._refuse_if_closed()
@@ -165,7 +166,10 @@ class Scorer:
             self._refuse_if_closed()
             assert self._process.stdin is not None and self._process.stdout is not None
             _write(self._process.stdin, self._settings)
-            problem = _read(self._process.stdout, START_S)
+            try:
+                problem = _read(self._process.stdout, START_S)
+            except TimeoutError:
+                raise TimeoutError(f"the scoring process took longer than {START_S:g} s to load the reward") from None
             if problem:
                 raise ConfigError(problem)
         return self._process

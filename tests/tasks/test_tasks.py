@@ -21,6 +21,7 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
 from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.sources import reward_process
 from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer, make_reward, make_source
@@ -312,6 +313,18 @@ def test_a_users_reward_with_parts(rewards: Path, rows: Path) -> None:
     finally:
         one.close()
     assert (score.reward, score.parts, score.error) == (pytest.approx(0.3), {"length": 3}, "")
+
+
+def test_a_scoring_process_that_starts_too_slowly_is_what_the_error_names(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_process, "START_S", 0.0)
+    one = scorer("task", rows=rows)
+    slow = "the scoring process took longer than 0 s to load the reward"
+    with pytest.raises(TimeoutError, match=slow):
+        one.check()
+    assert [score.error for score in one.score([("2", {})])] == [slow]
+    one.close()
 
 
 def test_whatever_a_reward_does_is_recorded_and_the_others_are_scored(rewards: Path, rows: Path) -> None:
