@@ -4,7 +4,8 @@
     python -m benchmarks.soak --faults 30                  minutes
     python -m benchmarks.soak --only "kill -9 trainer"     one kind of fault
     python -m benchmarks.soak --overlap 0.75               most faults strike before the last one has passed
-    python -m benchmarks.soak --job-kind turns             episodes of several turns; ranks: two trainer processes
+    python -m benchmarks.soak --job-kind turns             episodes of several turns; agents: these over HTTP
+    python -m benchmarks.soak --job-kind agents ranks      several kinds at once; ranks: two trainer processes
     python -m benchmarks.soak --bucket                     the store is in a bucket, which fails too
     python -m benchmarks.soak --mode kill-all --times 100  kill -9 of everything in the middle of a step, the demo's job
 
@@ -41,7 +42,7 @@ from benchmarks.soaking.bucket import BUCKET, FailingProxy, served
 from benchmarks.soaking.cluster import Cluster
 from benchmarks.soaking.counting import AUDIT_S, Recoveries, audited, prompts
 from benchmarks.soaking.faults import FAULTS, NEEDS_ROOT, Scene, left_out
-from benchmarks.soaking.job import KINDS, STEPS, Job
+from benchmarks.soaking.job import EPISODES, KINDS, STEPS, Job
 from benchmarks.soaking.killing import kill_all
 from benchmarks.soaking.machine import Machine, isolated
 from benchmarks.soaking.running import Run, by_own_error
@@ -104,7 +105,7 @@ class Soak:
     async def strike(self) -> tuple[str, str, float]:
         """Choose a fault that can strike now; returns its name, what it did, and when."""
         scene = self.scene
-        never = left_out(scene.machine, scene.job.kind, bucket=scene.bucket is not None)
+        never = left_out(scene.machine, scene.job.kinds, bucket=scene.bucket is not None)
         names = [name for name in FAULTS if (not self.only or name in self.only) and name not in never]
         while True:
             name = self.rng.choices(names, [FAULTS[n][0] for n in names])[0]
@@ -271,9 +272,9 @@ async def soak(
 ) -> list[str]:
     rng = random.Random(args.seed)
     store = "" if bucket is None else f"s3://{BUCKET}/soak"
-    job = Job(folder=folder, seed=args.seed, eta=rng.choice((1, 2, 3)), kind=args.job_kind, store=store)
+    job = Job(folder=folder, seed=args.seed, eta=rng.choice((1, 2, 3)), kinds=tuple(args.job_kind), store=store)
     job.write()
-    cluster = Cluster(folder, machine, job.kind)
+    cluster = Cluster(folder, machine, job.kinds)
     watch = Watch(cluster.file, job.run_dir)
     scene = Scene(job, cluster, machine, watch, Run(job, cluster, watch, rng), rng, bucket=bucket)
     one = Soak(scene=scene, every_s=args.every, overlap=args.overlap, rng=rng, only=tuple(args.only))
@@ -311,7 +312,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=100, help="kill-all: how often")
     parser.add_argument("--job", default="examples/demo.toml", help="kill-all: the job; `make running-sums-model` makes its model")
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="kill-all: override of the job")
-    parser.add_argument("--job-kind", choices=KINDS, default="", help="by default one that the seed chooses")
+    parser.add_argument("--job-kind", choices=KINDS, nargs="+", default=[], help="by default one that the seed chooses")
     parser.add_argument("--bucket", action="store_true", help="the store is in a bucket, which fails too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help=f"of {', '.join(FAULTS)}")
@@ -322,9 +323,12 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)  # that the scheduler is gone is no news here
     if unknown := set(args.only) - set(FAULTS):
         parser.error(f"no fault {min(unknown)!r}; there are {', '.join(FAULTS)}")
-    args.job_kind = args.job_kind or KINDS[args.seed % len(KINDS)]
+    args.job_kind = args.job_kind or [KINDS[args.seed % len(KINDS)]]
+    if set(EPISODES) <= set(args.job_kind):
+        parser.error(f"--job-kind: episodes are of one kind, {' or '.join(EPISODES)}")
+    kinds = " ".join(args.job_kind)
     if unfit := set(args.only) & left_out(Machine("second", Path()), args.job_kind, bucket=args.bucket):
-        parser.error(f"--job-kind {args.job_kind}{' without --bucket' * (not args.bucket)} has no fault {min(unfit)!r}")
+        parser.error(f"--job-kind {kinds}{' without --bucket' * (not args.bucket)} has no fault {min(unfit)!r}")
     if min(args.faults, args.times) < 1 or args.every < 0 or not 0 <= args.overlap <= 1:
         parser.error("--faults and --times must be 1 or more, --every 0 or more, --overlap from 0 to 1")
     if args.quick:
@@ -332,7 +336,7 @@ def main() -> None:
     folder = args.folder or Path(tempfile.mkdtemp(prefix="staleflow-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     planned = f"{args.faults} faults" if args.mode == "faults" else f"{args.times} kills of everything"
-    kind = "" if args.mode == "kill-all" else f", job kind {args.job_kind}"
+    kind = "" if args.mode == "kill-all" else f", job kind {kinds}"
     print(f"seed {args.seed}, {planned}{kind}, in {folder}", flush=True)
     if args.mode == "kill-all":
         overrides = (

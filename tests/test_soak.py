@@ -236,23 +236,25 @@ def test_a_run_that_ends_by_its_own_error_is_known_from_one_that_was_ended(why: 
     assert by_own_error(why) is own
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_job_is_valid(tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), ("turns", "ranks"), ("agents", "ranks")])
+def test_the_job_is_valid(tmp_path: Path, kinds: tuple[Kind, ...]) -> None:
     from staleflow.pipeline.config import loading, preflight
 
-    job = Job(folder=tmp_path, seed=1, kind=kind)
+    job = Job(folder=tmp_path, seed=1, kinds=kinds)
     job.write()
     assert preflight.check_job(loading.load(job.file)) == []
 
 
 def test_each_kind_of_job_has_the_faults_of_its_own_roles() -> None:
-    by_kind = {kind: set(FAULTS) - left_out(Machine("second", Path()), kind) for kind in KINDS}
+    by_kind = {kind: set(FAULTS) - left_out(Machine("second", Path()), (kind,)) for kind in KINDS}
     assert "kill -9 reward" in by_kind["plain"] & by_kind["ranks"]
     assert by_kind["turns"] - by_kind["plain"] == {"kill -9 environment", "SIGSTOP environment"}
     assert by_kind["ranks"] - by_kind["plain"] == {"kill -9 rank", "SIGSTOP rank"}
-    with_bucket = set(FAULTS) - left_out(Machine("second", Path()), "plain", bucket=True)
+    together = set(FAULTS) - left_out(Machine("second", Path()), ("agents", "ranks"))
+    assert together == (by_kind["agents"] | by_kind["ranks"]) - {"kill -9 reward", "SIGSTOP reward", "reward hangs"}
+    with_bucket = set(FAULTS) - left_out(Machine("second", Path()), ("plain",), bucket=True)
     assert len(with_bucket - by_kind["plain"]) == 4
-    assert set(FAULTS) - left_out(Machine(), "plain") == by_kind["plain"] - set(NEEDS_ROOT)
+    assert set(FAULTS) - left_out(Machine(), ("plain",)) == by_kind["plain"] - set(NEEDS_ROOT)
 
 
 def run_soak(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:

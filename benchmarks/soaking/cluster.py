@@ -33,6 +33,7 @@ ROLES = {
 MORE_ROLES: dict[Kind, dict[str, str]] = {
     "plain": {},
     "turns": {"light-b": "reward=1"},
+    "agents": {"light-b": "reward=1"},
     "ranks": {"trainer-b": "trainer=1"},
 }
 """Workers that a kind of job needs besides."""
@@ -73,7 +74,7 @@ class Cluster:
 
     folder: Path
     machine: Machine
-    kind: Kind = "plain"
+    kinds: tuple[Kind, ...] = ("plain",)
     processes: dict[str, Process] = field(default_factory=dict)
     port: int = 0
 
@@ -87,7 +88,10 @@ class Cluster:
             free.bind((self.machine.address, 0))
             self.port = free.getsockname()[1]
         self._launch("scheduler", ["scheduler", "--port", str(self.port), "--host", self.machine.address])
-        for name, resources in {**ROLES, **MORE_ROLES[self.kind]}.items():
+        roles = dict(ROLES)
+        for kind in self.kinds:
+            roles |= MORE_ROLES[kind]
+        for name, resources in roles.items():
             self.join(name, resources)
 
     def join(self, name: str, resources: str) -> None:

@@ -6,12 +6,12 @@ import asyncio
 import fcntl
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 from benchmarks.soaking.bucket import ACCESS_KEY, FailingProxy
 from benchmarks.soaking.cluster import Cluster, send
-from benchmarks.soaking.job import Job, Kind
+from benchmarks.soaking.job import EPISODES, Job, Kind
 from benchmarks.soaking.machine import Machine
 from benchmarks.soaking.running import Run
 from benchmarks.soaking.watching import Watch
@@ -28,7 +28,7 @@ APART_S = (0.5, 15.0)
 """Least and most seconds that something is wrong between the hosts: below and beyond call_s."""
 NEEDS_ROOT = ("disk full", "transfers slow", "transfers torn", "transfers refused")
 ROLES = ("trainer", "server", "reward", "rollout", "driver", "scheduler")
-OWN_ROLES: dict[Kind, str] = {"turns": "environment", "ranks": "rank"}
+OWN_ROLES: dict[Kind, str] = {"turns": "environment", "agents": "environment", "ranks": "rank"}
 """The role that only a job of some kind has: an environment host, and a process of the trainer that does not lead."""
 
 
@@ -249,19 +249,19 @@ FAULTS: dict[str, tuple[float, Fault]] = {
     "transfers slow": (0.4, network(Machine.slow_network, Machine.fast_network)),
     "transfers torn": (0.4, network(Machine.cut_connections)),
     "transfers refused": (0.4, network(Machine.part_network, Machine.join_network)),
-    **{f"kill -9 {role}": (2.0, killing(role)) for role in OWN_ROLES.values()},
-    **{f"SIGSTOP {role}": (1.5, stopping(role)) for role in OWN_ROLES.values()},
+    **{f"kill -9 {role}": (2.0, killing(role)) for role in dict.fromkeys(OWN_ROLES.values())},
+    **{f"SIGSTOP {role}": (1.5, stopping(role)) for role in dict.fromkeys(OWN_ROLES.values())},
 }
 """Faults by name, with how often they strike in proportion."""
 
 
-def left_out(machine: Machine, kind: Kind, *, bucket: bool = False) -> set[str]:
-    """Faults that cannot strike on this machine, or in a job of this kind. bucket: whether its store is in one."""
-    others = [role for own, role in OWN_ROLES.items() if own != kind]
+def left_out(machine: Machine, kinds: Collection[Kind], *, bucket: bool = False) -> set[str]:
+    """Faults that cannot strike on this machine, or in a job of these kinds. bucket: whether its store is in one."""
+    others = set(OWN_ROLES.values()) - {role for own, role in OWN_ROLES.items() if own in kinds}
     names = {f"{what} {role}" for role in others for what in ("kill -9", "SIGSTOP")}
     if not bucket:
         names |= {name for name in FAULTS if name.startswith("bucket ")}
-    if kind == "turns":  # nothing is scored by reward workers
+    if set(kinds) & set(EPISODES):  # nothing is scored by reward workers
         names |= {"kill -9 reward", "SIGSTOP reward", "reward hangs"}
     return (
         names | set(NEEDS_ROOT[:1] if machine.disk is None else ()) | set(() if machine.namespace else NEEDS_ROOT[1:])

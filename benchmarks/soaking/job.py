@@ -1,5 +1,5 @@
 """The soak's jobs: emulated engine and trainer, prompts that carry their number. What rewards a response and what
-trains on it differs by kind."""
+trains on it differs by kind; a job may be of several kinds at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-Kind = Literal["plain", "turns", "ranks"]
+Kind = Literal["plain", "turns", "agents", "ranks"]
 """plain: a reward function, which hangs on request. turns: episodes of some turns in a user's environment, on two
-hosts. ranks: a trainer of two processes, and a reward function."""
+hosts. agents: the same by a program that asks for its turns over HTTP. ranks: a trainer of two processes."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
+EPISODES: tuple[Kind, ...] = ("turns", "agents")
+"""Kinds whose responses are scored by environments and not by reward workers. A job is of one of them at most."""
 NAME = "soak"
 STEPS = 1_000_000
 """More than any soak trains: it ends when its faults are spent."""
@@ -28,6 +30,9 @@ seed = {seed}
 path = "{folder}/model"
 
 {task}
+[training]
+ranks = {ranks}
+
 [batch]
 groups_per_step = 4
 group_size = 4
@@ -71,8 +76,7 @@ sample_s = 20
 train_s = 60
 stuck_s = 60
 """
-TASKS: dict[Kind, str] = {
-    "plain": """[task]
+SCORED = """[task]
 source = "{folder}/code/numbered.py:Numbers"
 eval_prompts = 0
 
@@ -80,9 +84,9 @@ eval_prompts = 0
 function = "{folder}/code/numbered.py:score"
 timeout_s = 3
 max_error_share = 1.0
-""",
-    "turns": """[task]
-source = "{folder}/code/numbered.py:Episode"
+"""
+ACTING = """[task]
+source = "{source}"
 multi_turn = "yes"
 eval_prompts = 0
 
@@ -93,18 +97,18 @@ max_failed_share = 1.0
 
 [reward]
 max_error_share = 1.0
-""",
-}
-TASKS["ranks"] = (
-    TASKS["plain"]
-    + """
-[training]
-ranks = 2
 """
-)
+SOURCES: dict[Kind, str] = {
+    "turns": "{folder}/code/numbered.py:Episode",
+    "agents": "agent:{folder}/code/numbered.py:play",
+}
 CODE = '''
+import asyncio
+import json
 import time
 from pathlib import Path
+
+from tornado.httpclient import AsyncHTTPClient
 
 HANG = Path("{folder}/hang")
 
@@ -137,6 +141,26 @@ class Episode:
         return str(len(action) % 10), float(len(action) % 2), self.turns == 3, False, {{}}
 
 
+async def play(base_url, key, task):
+    """The same three turns, asked for over HTTP. Task number i begins with the number i."""
+    client = AsyncHTTPClient(max_clients=256)
+    messages, reward = [{{"role": "user", "content": f"{{task.index:0{digits}d}}"}}], 0.0
+    for _ in range(3):
+        answer = await client.fetch(
+            f"{{base_url}}/chat/completions",
+            method="POST",
+            headers={{"Authorization": f"Bearer {{key}}", "Content-Type": "application/json"}},
+            body=json.dumps({{"model": "policy", "messages": messages}}),
+            request_timeout=3600,
+            connect_timeout=60,
+        )
+        text = json.loads(answer.body)["choices"][0]["message"]["content"] or ""
+        reward += len(text) % 2
+        await asyncio.sleep(0.1)
+        messages += [{{"role": "assistant", "content": text}}, {{"role": "user", "content": str(len(text) % 10)}}]
+    return reward
+
+
 def score(answer, record):
     try:
         HANG.unlink()  # one call takes it
@@ -155,7 +179,7 @@ class Job:
     seed: int
     eta: int = 2
     instances: int = 2
-    kind: Kind = "plain"
+    kinds: tuple[Kind, ...] = ("plain",)
     store: str = ""
     """Where in a bucket the run's trajectories are stored; empty: in its folder."""
 
@@ -192,7 +216,8 @@ class Job:
             eta=self.eta,
             instances=self.instances,
             store=self.store,
-            task=TASKS[self.kind].format(folder=self.folder),
+            ranks=2 if "ranks" in self.kinds else 1,
+            task=self._task(),
         )
         self.file.write_text(text)
         model = self.folder / "model"
@@ -204,6 +229,13 @@ class Job:
         save_file({"none": np.zeros(1, np.float32)}, model / "model.safetensors")  # looked for, and never loaded
         (model / "tokenizer_config.json").write_text("{}")
         (model / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 4096}))
+
+    def _task(self) -> str:
+        """The tables of what is sampled and how it is scored."""
+        for kind in EPISODES:
+            if kind in self.kinds:
+                return ACTING.format(source=SOURCES[kind].format(folder=self.folder))
+        return SCORED.format(folder=self.folder)
 
 
 def number_of(prompt: tuple[int, ...]) -> int:
