@@ -47,6 +47,7 @@ class RunApi:
         config, stored = self._reader.config, self._reader.stored(branch)
         evaluations = self._reader.evaluations()
         state = self._reader.state()
+        summary = self._reader.summary() if state != "running" else {}
         ended = stored.records[-1].ledger.num_ended if stored and stored.records else {}
         return {
             "name": config.name,
@@ -68,7 +69,8 @@ class RunApi:
                 for e in evaluations
             ],
             "notes": [
-                *(summary_notes(self._reader.summary()) if state != "running" else []),
+                *summary_notes(summary),
+                *(stored.weight_lines if stored and "weights" not in summary else ()),
                 *not_comparable(evaluations),
             ],
             "many_turns": any_many_turns(stored.records) if stored else False,

@@ -25,6 +25,7 @@ from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
 from staleflow.pipeline.stored_runs.response_texts import shown_texts
 from staleflow.stores.auditing.drop_bias import bias_of
+from staleflow.stores.auditing.weight_counts import counted
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.repository import MAIN
@@ -53,6 +54,12 @@ class Stored:
     def steps(self) -> list[StepRecord]:
         """The training steps, oldest first."""
         return [r for r in self.records if r.kind == "step"]
+
+    @cached_property
+    def weight_lines(self) -> tuple[str, ...]:
+        """How often instances' weights were verified, not verified and contradicted; empty before the first pull."""
+        counts = counted(self.records, {r.step + 1: r.weight_fingerprint for r in self.steps})
+        return counts.lines if counts.verified or counts.not_verified or counts.contradicted else ()
 
     @property
     def columns(self) -> dict[str, npt.NDArray[Any]]:

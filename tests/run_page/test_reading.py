@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 from staleflow.pipeline.run_page.run_reader import JournalFollower, RunReader
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
+from staleflow.stores.trajectory import InstanceId, PolicyVersion
+from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.run_page.asking import Page
 from tests.stores.test_stores import corrupt_tokens
 from tests.support.stored_runs import Response, StoredRun
@@ -121,6 +124,29 @@ def test_before_its_first_step_a_run_is_shown_as_starting(tmp_path: Path) -> Non
     assert page.ask("run")["state"] == "running"
     run.end()
     assert page.ask("run")["state"] == "finished"
+
+
+def test_pulls_are_counted_by_how_weights_were_verified_while_a_run_is_in_progress(tmp_path: Path) -> None:
+    run = run_of(tmp_path, 1)
+    (run.run_dir / ".running").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    page = Page(run.run_dir)
+    assert page.ask("run")["notes"] == []
+    (record,) = run.store.steps()
+    checks = [
+        WeightCheck(
+            instance=InstanceId("rollout-0"), version=PolicyVersion(1), fingerprint="", drift=0.0, limit=1.0,
+            weights=WeightReport(verified=4), refused=refused,
+        )
+        for refused in ("", "", "its logprobs differ")
+    ]  # fmt: skip
+    run.store.commit(replace(record, kind="refusal", weight_checks=tuple(checks)), [])
+    counts = "weights of instances: 2 pulls verified, 0 not verified, 1 contradicted"
+    assert page.ask("run")["state"] == "running"
+    assert page.ask("run")["notes"][0] == counts
+    run.end()
+    assert page.ask("run")["notes"][0] == counts  # its summary is not written yet
+    (run.run_dir / "summary.json").write_text(json.dumps({"weights": {"lines": ["those of the summary"]}}))
+    assert page.ask("run")["notes"] == ["those of the summary"]
 
 
 def test_a_run_whose_process_died_is_interrupted(tmp_path: Path) -> None:
