@@ -138,6 +138,8 @@ class Actors:
         """The most that an instance's logprobs of the probe may differ from the trainer's on average, nats."""
         self._checks: list[WeightCheck] = []
         """What pulls have shown since they were taken."""
+        self.on_refused: Callable[[], None] = lambda: None
+        """Called when `take_checks` has one of an instance that was taken out of service."""
         self._probe: tuple[int, ...] = ()
 
     # -- calling -------------------------------------------------------------------------------------------------
@@ -536,6 +538,7 @@ class Actors:
             refused = f"{instance.id} is out of service at version {version}: {check.refused}"
             self.alarms.append(refused)
             logger.error(refused)
+            self.on_refused()
             raise WeightsRefused(refused, instance.id)
         instance.version, instance.fingerprint, instance.drift = version, check.fingerprint, check.drift
         if check.outcome == "not verified":

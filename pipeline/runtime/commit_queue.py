@@ -20,6 +20,8 @@ from staleflow.stores.weights.resume_points import KEPT
 
 MOST_UNCOMMITTED = KEPT - 1
 """Trained steps that may be unstored: the versions of all resume points but the oldest that is kept."""
+SUBJECTS = {"end": "the run's end", "refusal": "that an instance is out of service"}
+"""What commits of other kinds than steps store."""
 LOOK_S = 2.0
 """Seconds between two looks whether the server tries a commit again."""
 
@@ -92,7 +94,7 @@ class CommitQueue:
     async def _report_slow(self, record: StepRecord) -> None:
         """Say how long a commit takes every deadlines.call_s, and why as soon as the store's bucket fails."""
         call_s, taken_s, said_s, outage = self._deadlines.call_s, 0.0, 0.0, ""
-        subject = f"step {record.step}" if record.kind == "step" else "the run's end"
+        subject = f"step {record.step}" if record.kind == "step" else SUBJECTS[record.kind]
         while True:
             await asyncio.sleep(min(LOOK_S, call_s - (taken_s - said_s)))
             taken_s += min(LOOK_S, call_s - (taken_s - said_s))

@@ -117,6 +117,7 @@ class Driver:
         self._inbox: asyncio.Queue[Event | PublishedStep | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
         self._commits = CommitQueue(actors, config.deadlines, self._stored, self._say)
+        actors.on_refused = self._store_refusal
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._acting = EnvironmentHosts(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._num_drawn = 0
@@ -422,6 +423,12 @@ class Driver:
     async def _checkpoint(self, version: PolicyVersion) -> None:
         if not await self._actors.checkpoint(f"step-{version:06d}", version):
             self._note(f"there is no checkpoint of version {version}: its weights went with a lost trainer")
+
+    def _store_refusal(self) -> None:
+        """Queue a commit of why an instance was taken out of service: the run may end before the next step's."""
+        step = self._coordinator.ledger.next_step
+        checks = self._actors.take_checks()
+        self._commits.put(StepRecord(kind="refusal", step=step, ledger=self._ledger_state(), weight_checks=checks))
 
     def _stored(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Note a step that is committed, with its batch's metrics."""

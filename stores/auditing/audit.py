@@ -17,7 +17,7 @@ import numpy as np
 from staleflow.stores.auditing import conservation, single_consumption, weight_counts
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.row_checks import CHECK, RowCheckResult, RowRange, check_rows_at, hash_batches
-from staleflow.stores.auditing.weight_counts import WeightCounts
+from staleflow.stores.auditing.weight_counts import Refusal, WeightCounts
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.columns import Rows
 from staleflow.stores.trajectories.reader import NUM_ROWS, PLACES, StoreReader
@@ -99,7 +99,8 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
         consumption = single_consumption.ConsumedRows()
         for rows in _all_rows(store, single_consumption.READ):
             consumption.add(rows)
-        bound, digests = _read_tokens(store, commits, consumption, run, most_tokens)
+        refused = weight_counts.refusals(_records(store))
+        bound, digests = _read_tokens(store, commits, consumption, run, most_tokens, refused)
     except StoreError as error:
         findings = [*_damage(store), *findings]
         if not findings:
@@ -238,9 +239,10 @@ def _read_tokens(
     consumption: single_consumption.ConsumedRows,
     run: Runner,
     most_tokens: int,
+    refused: tuple[Refusal, ...],
 ) -> tuple[list[Finding], dict[int, str]]:
-    """Violations of the bound, and the hash of each step's batch. Raises StoreError at the first row that cannot be
-    read."""
+    """Violations of the bound, tokens of instances that were out of service, and the hash of each step's batch. Raises
+    StoreError at the first row that cannot be read."""
     ranges = list(_ranges(commits, consumption.num_rows))
     places = consumption.steps()
     begins = np.asarray([first for first, _ in ranges], np.int64)
@@ -252,7 +254,7 @@ def _read_tokens(
     calls = (
         (
             str(store.path), store.snapshot, store.header.eta,
-            RowRange(first=a, last=b, steps=frozenset(inside.get(i, ())), most_tokens=most_tokens),
+            RowRange(first=a, last=b, steps=frozenset(inside.get(i, ())), most_tokens=most_tokens, refused=refused),
         )
         for i, (a, b) in enumerate(ranges)
     )  # fmt: skip

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import is_consumed
+from staleflow.stores.auditing.weight_counts import Refusal, refused_tokens
 from staleflow.stores.context_branches import Branch
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
@@ -37,12 +38,13 @@ GAP = 65_536
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRange:
     """A task: check the rows at first <= row < last and hash the batches of `steps`, all of whose rows lie there.
-    most_tokens: read together; a longer trajectory is read alone."""
+    most_tokens: read together; a longer trajectory is read alone. refused: instances that were taken out of service."""
 
     first: int
     last: int
     steps: frozenset[int]
     most_tokens: int
+    refused: tuple[Refusal, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,9 +67,13 @@ def check_rows(store: StoreReader, eta: int | None, rows: RowRange) -> RowCheckR
     """Check a range of rows. eta: the staleness bound; None if the run keeps none."""
     found = RowCheckResult(first=rows.first)
     digests: dict[int, BatchDigest] = {}
+    number = rows.first
     try:
         for block in read_blocks(store, rows.first, rows.last, rows.most_tokens):
             found.findings += _wrong_rows(block, eta)
+            if rows.refused:
+                found.findings += _refused_tokens(block, number, rows.refused)
+            number += len(block.rows)
             _hash(block, digests, rows.steps)
     except StoreError as error:
         found.error = str(error)
@@ -99,9 +105,10 @@ class RowBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Spans of rows, [N] each. rows: in the block; versions: NO_VERSION of given ones; seconds: 0 of sampled ones;
-    after: -1 of those that begin no branch."""
+    """Spans of rows, [N] each. instances: or roles, of given ones; rows: in the block; versions: NO_VERSION of given
+    ones; seconds: 0 of sampled ones; after: -1 of those that begin no branch."""
 
+    instances: list[str]
     rows: Ints
     versions: Ints
     sizes: Ints
@@ -109,12 +116,13 @@ class Spans:
     after: Ints
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[int, int, int, float, int]]) -> Spans:
-        """From (row, version, tokens, seconds, after). Raises OverflowError for what is no number of 64 bits."""
-        whole = np.asarray([(*span[:3], span[4]) for span in spans], np.int64)
+    def of(cls, spans: Sequence[tuple[int, str, int, int, float, int]]) -> Spans:
+        """From (row, instance, version, tokens, seconds, after). Raises OverflowError for what is no number of 64
+        bits."""
+        whole = np.asarray([(span[0], *span[2:4], span[5]) for span in spans], np.int64)
         rows, versions, sizes, after = whole.reshape(-1, 4).T
-        seconds = np.asarray([s[3] for s in spans], np.float64)
-        return cls(rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
+        instances, seconds = [s[1] for s in spans], np.asarray([s[4] for s in spans], np.float64)
+        return cls(instances=instances, rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
 
     def branches(self, prompts: Ints) -> dict[int, list[Branch]]:
         """The branches of rows that have any. prompts: the lengths of the rows' prompts."""
@@ -178,11 +186,11 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
     )
 
 
-def _of_span(span: Span) -> tuple[int, int, float, int]:
-    """(version, tokens, seconds, after) of a span."""
+def _of_span(span: Span) -> tuple[str, int, int, float, int]:
+    """(instance, version, tokens, seconds, after) of a span."""
     if isinstance(span, Given):
-        return NO_VERSION, len(span.tokens), span.seconds, -1 if span.after is None else span.after
-    return span.version, len(span.tokens), 0.0, -1
+        return span.role, NO_VERSION, len(span.tokens), span.seconds, -1 if span.after is None else span.after
+    return span.instance, span.version, len(span.tokens), 0.0, -1
 
 
 def _lie_in_order(rows: Rows) -> bool:
@@ -204,7 +212,7 @@ def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], begin: int, text: byt
     sizes = rows["text_bytes"].tolist()
     try:
         extras = json.loads(b"[%s]" % b",".join(text[a : a + size] for a, size in zip(places, sizes, strict=True)))
-        spans = Spans.of([(i, *parse_span(*span)[1:]) for i, extra in enumerate(extras) for span in extra["segments"]])
+        spans = Spans.of([(i, *parse_span(*span)) for i, extra in enumerate(extras) for span in extra["segments"]])
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None
     if not in_place or len(extras) != len(rows) or (spans.sizes < 0).any():
@@ -255,6 +263,17 @@ def _wrong_rows(block: RowBlock, eta: int | None) -> Iterator[Finding]:
             yield Finding(check="arrays", where=where, what=what)
         if other[i]:
             yield Finding(check="arrays", where=where, what=other_turns(turns[i], stored[i]))
+
+
+def _refused_tokens(block: RowBlock, first: int, refused: Sequence[Refusal]) -> Iterator[Finding]:
+    """Tokens of instances that were out of service. first: number of the block's first row in the store."""
+    spans = block.spans
+    for i in np.unique(spans.rows[np.isin(spans.versions, [r.version for r in refused])]).tolist():
+        of_row = [
+            (spans.instances[at], int(spans.versions[at]), int(spans.sizes[at]))
+            for at in np.flatnonzero(spans.rows == i).tolist()
+        ]
+        yield from refused_tokens(f"trajectory {block.rows['trajectory'][i]}", first + i, of_row, refused)
 
 
 def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:

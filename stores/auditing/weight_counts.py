@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from staleflow.stores.auditing.findings import Finding
@@ -48,6 +48,54 @@ class WeightCounts:
         if not self.verified:
             lines[0] = f"weights of instances: NOT VERIFIED at any pull ({lines[0].partition(': ')[2]})"
         return (*lines, *(f"not verified: {count} parts, {reason}" for reason, count in sorted(self.reasons.items())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An instance that was taken out of service at a version, whose tokens of it must not be stored."""
+
+    instance: str
+    version: int
+    accepted_from: int | None
+    """Number of the first row that may have such tokens nonetheless, as an instance of that name held the version in
+    another start of the run; None: no row may."""
+
+    def num_tokens(self, number: int, spans: Iterable[tuple[str, int, int]]) -> int:
+        """Its tokens in a row. spans: instance, version and number of tokens of each."""
+        if self.accepted_from is not None and number >= self.accepted_from:
+            return 0
+        return sum(size for instance, version, size in spans if (instance, version) == (self.instance, self.version))
+
+
+def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
+    """The instances that were taken out of service, by a run's records."""
+    refused: dict[tuple[str, int], None] = {}
+    accepted: dict[tuple[str, int], int] = {}
+    num_rows = 0
+    for record in records:
+        for check in record.weight_checks:
+            key = str(check.instance), int(check.version)
+            if check.refused:
+                refused[key] = None
+            else:
+                accepted.setdefault(key, num_rows)
+        num_rows += record.num_rows
+    return tuple(
+        Refusal(instance=instance, version=version, accepted_from=accepted.get((instance, version)))
+        for instance, version in refused
+    )
+
+
+def refused_tokens(
+    where: str, number: int, spans: Sequence[tuple[str, int, int]], refused: Iterable[Refusal]
+) -> Iterator[Finding]:
+    """Tokens of a row that instances out of service sampled. where: names the row; number: its number in the store;
+    spans: instance, version and number of tokens of each."""
+    for refusal in refused:
+        if count := refusal.num_tokens(number, spans):
+            sampler = f"{refusal.instance} at version {refusal.version}"
+            what = f"{count} tokens of {sampler}, at which it was taken out of service"
+            yield Finding(check=CHECK, where=where, what=what)
 
 
 def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:

@@ -47,7 +47,7 @@ TOKEN_ARRAYS = {"ids": "int32", "logprobs": "float32", "versions": "int32", "mas
 COMMIT_AT = {name: i for i, name in enumerate(COMMIT_COLUMNS)}
 """Index of each name in COMMIT_COLUMNS."""
 TIMES = tuple(field.name for field in fields(Timings))
-KINDS = ("step", "end", "resume")
+KINDS = ("step", "end", "resume", "refusal")
 """Kinds of commits, as COMMIT_COLUMNS has them; others have no index."""
 
 

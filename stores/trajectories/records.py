@@ -64,12 +64,17 @@ class LedgerState:
         return sum(b - a for a, b in self.live)
 
 
+EMPTY = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+"""The ledger of a run that has started nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """The record of one commit: a training step with the batch it consumed, or the end of a start of the run."""
+    """The record of one commit: a training step with the batch it consumed, or something else that `kind` names."""
 
     kind: str
-    """One of "step", a training step; "end", the run's end; "resume", an interrupted run that went on."""
+    """One of "step", a training step; "end", the run's end; "resume", an interrupted run that went on;
+    "refusal", an instance that was taken out of service for its weights."""
     step: int
     """Number of the training step, from 0: step k trains policy version k and publishes version k + 1. Of other kinds,
     the step that was next."""
@@ -92,7 +97,14 @@ class StepRecord:
         """Whether this asks for what `other` is the commit of."""
         if other is None or (self.kind, self.step) != (other.kind, other.step):
             return False
+        if self.kind == "refusal" and self._checked != other._checked:
+            return False
         return replace(self.ledger, live=()) == replace(other.ledger, live=())
+
+    @property
+    def _checked(self) -> list[tuple[str, int]]:
+        """The instances and versions that `weight_checks` is about; its numbers may be NaN, which equals nothing."""
+        return [(str(check.instance), int(check.version)) for check in self.weight_checks]
 
 
 class TrajectoryStore(Protocol):

@@ -37,7 +37,7 @@ from staleflow.stores.trajectories.column_chunks import append_all
 from staleflow.stores.trajectories.columns import COLUMNS, Column
 from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import FORMAT, NUM_ROWS, StoreReader, num_rows, stored_chunk
-from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord
+from staleflow.stores.trajectories.records import CODEC, EMPTY, RunHeader, StepRecord
 from staleflow.stores.trajectories.repository import (
     CREATED,
     MAIN,
@@ -52,6 +52,7 @@ from staleflow.stores.trajectories.repository import (
 from staleflow.stores.trajectories.storage import url_of
 from staleflow.stores.trajectories.stored_ids import StoredIds
 from staleflow.stores.trajectory import Ended
+from staleflow.stores.weights.weight_report import WeightCheck
 
 TOKEN_CHUNK = 131_072
 """Elements compressed together, 512 KiB: what reading one trajectory decompresses."""
@@ -125,8 +126,9 @@ class VersionedStore(StoreReader):
     def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
         """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
         readable on a branch named after their last commit. undo_end: also undo the end of a run that has not gone on
-        since, with what it had given up."""
+        since, with what it had given up. Which instances were taken out of service is not undone."""
         undone, ended = 0, False
+        refused: tuple[WeightCheck, ...] = ()
         try:
             repository = open_repository(path)
             with locked(path):
@@ -137,11 +139,17 @@ class VersionedStore(StoreReader):
                     undone += kind == "step"
                     ended |= kind == "end"
                 if undone or (ended and undo_end):
+                    refused = _refused_after(cls.open(path).steps(), num_steps)
                     head = repository.lookup_branch(MAIN)
                     repository.create_branch(f"undone-{head}", head)
                     repository.reset_branch(MAIN, snapshot.id)
         except (icechunk.IcechunkError, OSError) as error:
             raise failure(path, f"cannot be set back to its first {num_steps} steps", error) from error
+        if refused:
+            store = cls.open(path)
+            last = store.steps(-1)
+            ledger = last[0].ledger if last else EMPTY
+            store.commit(StepRecord(kind="refusal", step=num_steps, ledger=ledger, weight_checks=refused), [])
         return undone
 
     # -- writing -------------------------------------------------------------------------------------------------
@@ -242,6 +250,12 @@ class VersionedStore(StoreReader):
         filled = replace(record, num_rows=len(ended), num_tokens=packed.num_tokens)
         append_all(root.store, appended | _packed_record(root, filled, packed.rows["trajectory"]))
         return packed.num_tokens
+
+
+def _refused_after(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
+    """What the records after the first `num_steps` training steps tell of instances out of service."""
+    begin = next((i + 1 for i, r in enumerate(records) if (r.kind, r.step) == ("step", num_steps - 1)), 0)
+    return tuple(check for record in records[begin:] for check in record.weight_checks if check.refused)
 
 
 def _digest(record: StepRecord, ids: Sequence[int]) -> str:

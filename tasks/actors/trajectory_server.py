@@ -37,7 +37,7 @@ from staleflow.stores.in_flight.spool_entries import (
 )
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.records import LedgerState, StepRecord, id_ranges
+from staleflow.stores.trajectories.records import EMPTY, LedgerState, StepRecord, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluation
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -424,12 +424,18 @@ class TrajectoryServer:
         """Commit a step: the rows that it consumed and those that ended since the last commit. Returns metrics of the
         batch.
 
-        Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this commit. While
-        the store's bucket fails, the commit is tried again for deadlines.commit_s. Raises StoreError.
+        A refusal is stored without rows and with the ledger of the commit before: what ended since may belong to a step
+        in training. Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this
+        commit. While the store's bucket fails, the commit is tried again for deadlines.commit_s. Raises StoreError.
         """
         begin = time.monotonic()
+        if record.kind == "refusal":
+            record = replace(record, step=self._last_ledger.next_step, ledger=self._last_ledger)
         if record.repeats(last := self._last_record):  # requested again by a caller that did not get the reply
             return {"commit_s": 0.0, **(last.metrics if last else {})}
+        if record.kind == "refusal":
+            await self._commit(record, [])
+            return {"commit_s": time.monotonic() - begin}
         step = record.step if record.kind == "step" else None
         batch = None if step is None else self._batches.batch(step)
         rows = [*(batch.rows if batch else []), *self._flight.ended]
@@ -472,7 +478,7 @@ class TrajectoryServer:
     @property
     def _last_ledger(self) -> LedgerState:
         if self._last_record is None:
-            return LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+            return EMPTY
         return self._last_record.ledger
 
     def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:

@@ -146,6 +146,17 @@ def test_an_instance_with_wrong_weights_is_out_of_service_before_its_next_token_
     assert finding.what.startswith("rollout-0 was taken out of service at version 2: ")
 
 
+def test_a_refusal_is_stored_at_once_and_not_with_the_next_step(body: Body) -> None:
+    """Each of them, though both are of one step."""
+    world = World(loads_wrong=lambda instance, version: instance in ("rollout-0", "rollout-1") and version == 2)
+    run = body.run("steps=6", world=world)
+    run.check()
+    refusals = [record for record in run.records if record.kind == "refusal"]
+    assert sorted(c.instance for r in refusals for c in r.weight_checks if c.refused) == ["rollout-0", "rollout-1"]
+    assert all(record.num_rows == 0 for record in refusals)
+    assert not any(check.refused for r in run.records if r.kind != "refusal" for check in r.weight_checks)
+
+
 def test_weights_that_cannot_be_compared_are_said_not_to_be_verified(body: Body) -> None:
     run = body.run(world=World(not_compared="fused in a way that is unknown here"))
     run.check()

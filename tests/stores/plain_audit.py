@@ -230,6 +230,14 @@ def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
         yield Finding(check="conservation", where="end", what=what)
 
 
+def _sampled_by(trajectory: Trajectory) -> Counter[tuple[str, int]]:
+    """Numbers of tokens by instance and version."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for segment in trajectory.segments:
+        counts[segment.instance, segment.version] += len(segment.tokens)
+    return counts
+
+
 def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
     """Check that batches read back as the trainer received them, and that instances held the published weights."""
     by_step: dict[int, list[Ended]] = {}
@@ -237,6 +245,11 @@ def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
         if row.fate is Fate.CONSUMED:
             by_step.setdefault(row.step, []).append(row)
     published = {r.step + 1: r.weight_fingerprint for r in records if r.kind == "step"}
+    checks = [
+        (sum(earlier.num_rows for earlier in records[:i]), check)
+        for i, record in enumerate(records)
+        for check in record.weight_checks
+    ]
     for record in records:
         where = f"{record.kind} {record.step}"
         if record.kind == "step":
@@ -244,6 +257,13 @@ def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
             if batch_fingerprint(batch) != record.batch_fingerprint:
                 what = "the stored batch is not the one the trainer received"
                 yield Finding(check="fingerprints", where=where, what=what)
+    for i, row in enumerate(rows):
+        for (instance, version), count in _sampled_by(row.trajectory).items():
+            pulls = [(at, check) for at, check in checks if (check.instance, check.version) == (instance, version)]
+            held_before = any(at <= i for at, check in pulls if not check.refused)
+            if any(check.refused for _, check in pulls) and not held_before:
+                what = f"{count} tokens of {instance} at version {version}, at which it was taken out of service"
+                yield Finding(check="fingerprints", where=f"trajectory {row.trajectory.id}", what=what)
     for record in records:
         where = f"{record.kind} {record.step}"
         for instance, (version, held) in record.loaded_fingerprints.items():

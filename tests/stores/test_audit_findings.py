@@ -177,9 +177,11 @@ def of_ledger(step: int, kind: str = "step", **changes: Any) -> Record:
     return of_record(step, lambda record: replace(record, ledger=replace(record.ledger, **changes)), kind)
 
 
-def sampled_under(number: int, version: int) -> Rows:
-    """Have a trajectory end with tokens of a version, which its v_traj allows."""
+def sampled_under(number: int, version: int, instance: str = "") -> Rows:
+    """Have a trajectory end with two tokens of a version, which its v_traj allows. instance: by default some."""
     more = segment(np.random.default_rng(1), version, 2)
+    if instance:
+        more = replace(more, instance=InstanceId(instance))
 
     def change(step: int, rows: list[Ended]) -> list[Ended]:
         return [
@@ -395,6 +397,13 @@ FAULTS = (
         name="instance_refused", check="fingerprints", where="step 2",
         what="a was taken out of service at version 1: its logprobs differ",
         record=of_record(2, lambda record: replace(record, weight_checks=(checked("w1", "its logprobs differ"),))),
+    ),
+    Fault(
+        name="tokens_of_refused_instance", check="fingerprints", where="trajectory 4",
+        what="2 tokens of a at version 1, at which it was taken out of service",
+        rows=sampled_under(4, 1, instance="a"),
+        record=of_record(2, lambda record: replace(record, weight_checks=(checked("w1", "its logprobs differ"),))),
+        alone=False,
     ),
     Fault(
         name="instance_with_other_weights", check="fingerprints", where="step 2",

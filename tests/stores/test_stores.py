@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from staleflow.stores.trajectories.records import (
     id_ranges,
 )
 from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
-from staleflow.stores.trajectory import Ended, Fate, TrajectoryId
+from staleflow.stores.trajectory import Ended, Fate, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
 
 
@@ -82,6 +84,21 @@ class TestVersionedStore(TrajectoryStoreTests):
         (undone,) = repository.list_branches() - {"main", ended_once}
         root = zarr.open_group(repository.readonly_session(undone).store, mode="r")
         assert root["rows/trajectory"][:].tolist() == [0, 1, 2, 3]
+
+    def test_rewound_it_still_tells_which_instances_were_taken_out_of_service(self, tmp_path: Path, rng: Any) -> None:
+        check = WeightCheck(
+            instance=InstanceId("rollout-0"), version=PolicyVersion(2), fingerprint="w2",
+            weights=WeightReport(verified=1), drift=float("nan"), limit=1.0, refused="its logprobs differ",
+        )  # fmt: skip
+        store = VersionedStore.create(tmp_path / "s", HEADER)
+        for step in range(3):
+            store.commit(record(step), [ended(rng, step, step)])
+            store.commit(replace(record(step + 1, "refusal"), weight_checks=(check,) if step == 1 else ()), [])
+        assert VersionedStore.rewind(tmp_path / "s", 1) == 2
+        first, last = VersionedStore.open(tmp_path / "s").steps()
+        assert (last.kind, last.num_rows) == ("refusal", 0)
+        assert first.ledger.num_ended == last.ledger.num_ended == {"consumed:none": 4}
+        assert [one.refused for one in last.weight_checks] == ["its logprobs differ"]
 
     def test_a_committer_that_another_has_overtaken_commits_nothing(self, tmp_path: Path, rng: Any) -> None:
         old = VersionedStore.create(tmp_path / "s", HEADER)

@@ -131,7 +131,7 @@ class Run:
         if self.error is not None:
             raise self.error
         assert not self.outcomes.stopped
-        assert [r.kind for r in self.records] == ["step"] * self.config.steps + ["end"]
+        assert [r.kind for r in self.records if r.kind != "refusal"] == ["step"] * self.config.steps + ["end"]
         self.check_kept()
         fates = Counter(row.fate for row in self.store.ended())
         assert fates[Fate.CONSUMED] == self.config.steps * self.config.trajectories_per_step
