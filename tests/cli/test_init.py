@@ -19,7 +19,7 @@ from staleflow.pipeline.config import first_job, loading, user_files
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.sources.task_sources import make_reward
+from staleflow.tasks.sources.task_sources import make_reward, make_source
 from tests.runtime.test_run import staleflow
 from tests.support import forking
 
@@ -58,7 +58,7 @@ def test_without_anything_all_is_made(here: Path, monkeypatch: pytest.MonkeyPatc
     for row in rows:
         assert eval(row["prompt"].removesuffix("=")) == int(row["answer"])
     config = loaded(here / "mine", monkeypatch)
-    reward = make_reward(config.reward.function, None)  # one of its own needs no source
+    reward = make_reward(config.reward.function, make_source(config.task.source, {}, config.seed, config.task.columns))
     assert (reward("-3", {"answer": "-3"}), reward("", {"answer": "-3"})) == (1.0, 0.0)
     comments = [line for line in (here / "mine" / "job.toml").read_text().splitlines() if "#" in line]
     assert len(comments) > 20
@@ -78,7 +78,7 @@ def test_ones_own_data_model_and_reward_are_looked_at(
     assert config.training.learning_rate == 3e-4, "of a small model"
     assert re.search(r"\d+ of them stand for what the model's tokenizer does not know", shown.output)
     check_job(config)
-    reward = make_reward(config.reward.function, None)  # one of its own needs no source
+    reward = make_reward(config.reward.function, make_source(config.task.source, {}, config.seed, config.task.columns))
     assert (reward("6", ROWS[3] | {"answer": ROWS[3]["solution"]}), reward("Twice 3.", {"answer": "#### 6"})) == (1, 0)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import actor_settings, loading
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.summary import diagnosed
 from staleflow.pipeline.jobs.what_if import WORSE, confirmed, expect
 from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
@@ -53,7 +54,7 @@ PLANTED = {
 """Changes to the example, by the cause that each plants."""
 
 
-def simulated(*overrides: str) -> loading.RunConfig:
+def simulated(*overrides: str) -> RunConfig:
     return loading.load(JOB, ("steps=14", *overrides))
 
 
@@ -77,7 +78,7 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Caus
         assert gain > 1.1
 
 
-def _value(config: loading.RunConfig, key: str) -> float:
+def _value(config: RunConfig, key: str) -> float:
     table, _, name = key.partition(".")
     return float(getattr(getattr(config, table), name))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import actor_settings, factories, loading
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.events import (
@@ -35,7 +36,7 @@ from staleflow.tasks.emulation.cost_model import CostModel, tokens_per_step
 from tests.support.simulated_store import stored_simulation
 
 
-def rate(config: loading.RunConfig) -> float:
+def rate(config: RunConfig) -> float:
     return measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).steady_tokens_per_s
 
 
@@ -60,7 +61,12 @@ def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]
     run = stored_simulation(tmp_path, *overrides)
     job = load_job(run)
     # Neither the cost model nor the latencies of the job file are used: what counts is what the journal tells.
-    wrong = ("rollout.cost.k2=0.5", "rollout.cost.prefill=0.01", "simulation.train_s=50.0", "simulation.report_s=2.0")
+    wrong: tuple[str, ...] = (
+        "rollout.cost.k2=0.5",
+        "rollout.cost.prefill=0.01",
+        "simulation.train_s=50.0",
+        "simulation.report_s=2.0",
+    )
     wrong += ("workload.acceptance_rate=0.1",) if any("speculation" in one for one in overrides) else ()
     again = load_job(run, (*wrong, *as_recorded(run, profile_run(run))))
     assert rate(again) == pytest.approx(rate(job), rel=0.1)
@@ -105,8 +111,10 @@ def test_what_became_of_drafts_is_known_from_responses_where_instances_report_no
     config = load_job(run)
     watch = TimeTracker(factories.cost_model(config), config.members_started, first_length=4)
     for entry in journal.read(run / "events.jsonl"):
-        silent = isinstance(entry.event, InstanceReported)
-        watch.observe(entry.now, replace(entry.event, steps=None) if silent else entry.event, entry.commands)
+        event = entry.event
+        watch.observe(
+            entry.now, replace(event, steps=None) if isinstance(event, InstanceReported) else event, entry.commands
+        )
     assert watch.drafts.acceptance == pytest.approx(0.75, abs=0.01)
 
 
@@ -141,8 +149,8 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
         watch.observe(entry.now, entry.event, entry.commands)
     whole = total(watch.loads)
     assert whole.steps == len(watch.loads) == 6
-    assert whole.total_s == pytest.approx(max(e.now for e in entries if type(e.event).__name__ == "VersionPublished"))
-    sampled = [e.event.tokens for e in entries if type(e.event).__name__ == "TrajectorySampled"]
+    assert whole.total_s == pytest.approx(max(e.now for e in entries if isinstance(e.event, VersionPublished)))
+    sampled = [e.event.tokens for e in entries if isinstance(e.event, TrajectorySampled)]
     assert whole.tokens == sum(sampled) == sum(load.tokens for load in watch.loads)
     assert sum(speed.responses for speed in whole.speeds.values()) == len(sampled)
     for part in (whole.waiting, whole.training):

@@ -241,10 +241,12 @@ def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
     dask = [sys.executable, "-m", "dask"]
     common = ["--scheduler-file", str(file), "--no-dashboard"]
     processes = [subprocess.Popen([*dask, "scheduler", *common, "--port", "0"], env=ENVIRONMENT)]
+    begun: set[str] = set()
     for resources in ("server=1,reward=1", "rollout=1", "rollout=1", "trainer=1"):
         worker = [*dask, "worker", *common, "--nthreads", "1", "--no-nanny", "--resources", resources]
         # A new interpreter for each role, in which nothing is imported yet; forked if there is one of the role.
-        start = forking.Popen if any(resources in process.args for process in processes) else subprocess.Popen
+        start = forking.Popen if resources in begun else subprocess.Popen
+        begun.add(resources)
         processes.append(start(worker, env=ENVIRONMENT, cwd=tmp_path))
     yield file
     scheduler, *workers = processes
