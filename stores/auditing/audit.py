@@ -18,7 +18,7 @@ from staleflow.stores.auditing import conservation, single_consumption, weight_c
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.row_checks import CHECK, RowCheckResult, RowRange, check_rows_at, hash_batches
 from staleflow.stores.auditing.weight_counts import Refusal, WeightCounts
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import Rows
 from staleflow.stores.trajectories.reader import NUM_ROWS, PLACES, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest, StepRecord
@@ -90,7 +90,8 @@ def in_turn(function: Callable[..., RowCheckResult], calls: Iterable[tuple[Any, 
 
 def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOKENS) -> AuditReport:
     """Run all checks over the whole store, as it is now. most_tokens: tokens that are read together; memory is some
-    50 bytes for each. run: for the part of the checks that reads tokens."""
+    50 bytes for each. run: for the part of the checks that reads tokens. Raises StoreUnavailable if the store's bucket
+    fails, which is no damage."""
     store = StoreReader.at(store.path, store.snapshot)  # a live run goes on
     findings = list(_array_findings(store))
     try:
@@ -101,6 +102,8 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
             consumption.add(rows)
         refused = weight_counts.refusals(_records(store))
         bound, digests = _read_tokens(store, commits, consumption, run, most_tokens, refused)
+    except StoreUnavailable:
+        raise
     except StoreError as error:
         findings = [*_damage(store), *findings]
         if not findings:
@@ -186,6 +189,8 @@ def _damage(store: StoreReader) -> Iterator[Finding]:
                     begins, sizes = table["text_offset"], table["text_bytes"]
                 from_here = chunk.number * chunk.elements
                 held[i] += int(((begins < from_here + chunk.elements) & (begins + sizes > from_here)).sum())
+    except StoreUnavailable:
+        raise
     except StoreError:
         num_rows = -1
     for chunk, count in zip(damage, held, strict=True):
@@ -200,6 +205,8 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
     lengths = store.array_lengths()
     try:
         num_rows = sum(r.num_rows for r in _records(store))
+    except StoreUnavailable:
+        raise
     except (StoreError, ValueError) as error:
         yield Finding(check="arrays", where="records", what=f"step records cannot be read: {error}")
         return
@@ -214,6 +221,8 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
         for rows in _all_rows(store, PLACES):
             ends = rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]
             need = max(need, int(ends.max()))
+    except StoreUnavailable:
+        raise
     except StoreError:
         return  # the damaged chunk is reported elsewhere
     for name in (n for n in lengths if n.startswith("tokens/")):

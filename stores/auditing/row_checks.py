@@ -18,7 +18,7 @@ from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import is_consumed
 from staleflow.stores.auditing.weight_counts import Refusal, refused_tokens
 from staleflow.stores.context_branches import Branch
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
 from staleflow.stores.trajectories.layout import parse_span
 from staleflow.stores.trajectories.reader import BLOCK_ROWS, PLACES, StoreReader
@@ -75,6 +75,8 @@ def check_rows(store: StoreReader, eta: int | None, rows: RowRange) -> RowCheckR
                 found.findings += _refused_tokens(block, number, rows.refused)
             number += len(block.rows)
             _hash(block, digests, rows.steps)
+    except StoreUnavailable:
+        raise
     except StoreError as error:
         found.error = str(error)
     found.digests = {step: digest.hex for step, digest in digests.items()}

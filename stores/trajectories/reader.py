@@ -228,6 +228,8 @@ class StoreReader:
         for i in range(len(rows)):
             try:
                 yield from self._block(root, rows[i : i + 1])
+            except StoreUnavailable:
+                raise
             except StoreError as error:
                 yield UnreadableRow(trajectory=TrajectoryId(int(rows["trajectory"][i])), what=str(error))
 

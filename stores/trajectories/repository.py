@@ -131,9 +131,10 @@ def first_line(error: BaseException) -> str:
 
 def bucket_fails(path: Path, error: BaseException) -> bool:
     """Whether an error of the store at `path` is a failure of its bucket, which may pass: it does not answer, or it
-    refuses a request. An object that is missing is damage, and a folder has no such failures."""
+    refuses a request. An object that is missing is damage, and a folder has no such failures. A snapshot that is not
+    found may be one: so says Icechunk if it was refused what lists the snapshots while a repository was opened."""
     said = str(error)
-    return bool(url_of(path)) and "object store" in said and "NoSuchKey" not in said
+    return bool(url_of(path)) and (("object store" in said and "NoSuchKey" not in said) or "snapshot not found" in said)
 
 
 def failure(path: Path, what: str, error: BaseException) -> StoreError:

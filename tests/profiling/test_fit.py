@@ -288,7 +288,7 @@ def test_a_finished_run_is_a_profile_too_with_its_latencies(tmp_path: Path) -> N
     result = CliRunner().invoke(command, [str(run), "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
     assert "train_s" in result.output
-    job.write_text('[rollout.engine]\nname = "emulated"\n[simulation]\ntrain_s = 1.0\ncommand_s = 0.25\n')
+    job.write_text('[rollout.engine]\nname = "emulated"\n[simulation]\ntrain_s = 1.0\nmessage_s = 0.25\n')
     config = loading.load(job, (f"profile={out}",))
     assert factories.cost_model(config) == refit.model
     seconds = config.simulation
@@ -297,7 +297,7 @@ def test_a_finished_run_is_a_profile_too_with_its_latencies(tmp_path: Path) -> N
         seconds.reward_s,
         seconds.train_s,
         seconds.pull_s,
-        seconds.command_s,
+        seconds.message_s,
     ) == pytest.approx((0.5, 0.4, 7.0, 0.2, 0.25))
 
 

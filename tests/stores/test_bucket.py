@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -210,3 +211,35 @@ def test_a_bucket_that_fails_is_not_reported_as_damage(tmp_path: Path, rng: Any,
         except StoreUnavailable as error:
             causes.append(str(error))
     check_causes(causes)
+
+
+class BrieflyFailingProxy(FailingProxy):
+    """Refuses one request."""
+
+    def count(self) -> None:
+        self.expired = ""
+        super().count()
+
+
+def test_an_audit_while_a_bucket_fails_briefly_has_no_findings_of_it(
+    tmp_path: Path, rng: Any, server: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whichever request: by the time the audit looks for damage, all of the store can be read again. It raises;
+    of a request by which a repository is opened, Icechunk may name another cause."""
+    header = replace(HEADER, url=f"s3://{BUCKET}/runs/{tmp_path.name}")
+    many = [ended(rng, i, 0) for i in range(100)]  # chunks of few bytes would be in the snapshot itself
+    VersionedStore.create(tmp_path / "store", header).commit(record(0), many)
+    findings = audit(VersionedStore.pinned(tmp_path / "store")).findings
+    with BrieflyFailingProxy(server["AWS_ENDPOINT_URL"]) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        causes: list[str] = []
+        for number in itertools.count():
+            store = VersionedStore.pinned(tmp_path / "store")
+            proxy.requests_before, proxy.expired = number, "tests"
+            try:
+                assert audit(store).findings == findings
+            except StoreError as error:
+                causes.append(str(error))
+            if proxy.expired:  # no request was left to be refused
+                break
+    assert sum("The provided token has expired" in cause for cause in causes) >= 3
