@@ -154,7 +154,11 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
 
 def least_work_s(config: RunConfig) -> float:
     """Seconds that decoding and prefilling an average batch takes all (rollout) instances at their best rate."""
-    cost, workload, members = factories.cost_model(config), actor_settings.make_workload(config), config.members_started
+    cost, workload, members = (
+        factories.cost_model(config),
+        actor_settings.make_workload(config),
+        config.oversampled_group_size,
+    )
     tokens = context = prefilled = count = 0.0
     for group in range(256):
         for member in range(members):

@@ -32,7 +32,7 @@ def end_at_once() -> NoReturn:
     os._exit(130)
 
 
-class Raised:
+class PendingSignal:
     """A signal's error, raised in the main thread where it is not lost: outside imports, and again if nobody got it.
 
     Modules may catch everything while they are imported. Python prints and forgets what is raised while it takes an
@@ -109,20 +109,20 @@ def ctrl_c() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    raised: list[Raised] = []
-    interrupted: list[Raised] = []
+    raised: list[PendingSignal] = []
+    interrupted: list[PendingSignal] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
         if interrupted and not interrupted[-1].passed_on:
             end_at_once()
-        interrupted.append(Raised(number, KeyboardInterrupt()))
+        interrupted.append(PendingSignal(number, KeyboardInterrupt()))
         throw(interrupted[-1], frame)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second one ends it at once
-        throw(Raised(number, SystemExit(TERMINATED)), frame)
+        throw(PendingSignal(number, SystemExit(TERMINATED)), frame)
 
-    def throw(pending: Raised, frame: FrameType | None) -> None:
+    def throw(pending: PendingSignal, frame: FrameType | None) -> None:
         raised.append(pending)
         pending.now_or_later(frame)
 

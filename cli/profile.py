@@ -76,7 +76,7 @@ def print_profile(profile: Profile, path: Path) -> None:
             f"  verified {verified:.4g} of k3 a drafted token ({steps} batches with up to {most:.1f} each; with it "
             f"their steps are {error:.1%} off, median)"
         )
-    if (acceptance := stored["acceptance"]) is not None:
+    if (acceptance := stored["acceptance_rate"]) is not None:
         click.echo(f"  acceptance {acceptance:.3g} of drafted tokens, as if each request drafted all that it might")
     click.echo(
         f"{fit.num_points} steps timed, {fit.running[0]} to {fit.running[1]} running, up to {fit.kv_tokens[1]:,.0f} KV "

@@ -44,7 +44,7 @@ class Needs:
     def of(cls, config: RunConfig, *, driver: bool) -> Needs:
         return cls(
             instances=config.rollout.instances,
-            rewards=len(config.judges),
+            rewards=len(config.reward_actors),
             driver=driver,
             ranks=config.training.ranks,
         )

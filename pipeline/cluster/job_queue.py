@@ -76,7 +76,7 @@ class JobQueue:
         self.entries: dict[str, QueueEntry] = {}
         self.workers: dict[str, Mapping[str, float]] = {}
         self.claims: dict[str, Claim] = {}
-        self.dirty: dict[str, Claim] = {}
+        self.needs_restart: dict[str, Claim] = {}
         """Workers that may still hold the actors of a job whose driver is gone."""
         self._kept: dict[str, tuple[Claim, float]] = {}
         """Workers with an engine that a waiting job is to take over, and since when."""
@@ -105,7 +105,7 @@ class JobQueue:
         if resources is not None:
             self._gone[address] = resources, now
         self.claims.pop(address, None)
-        self.dirty.pop(address, None)
+        self.needs_restart.pop(address, None)
         self._kept.pop(address, None)
         self._engines.discard(address)
         self._kinds = None
@@ -114,26 +114,28 @@ class JobQueue:
     def free(self) -> list[str]:
         """Workers that any job may have."""
         return [
-            a for a in self.workers if not any(a in addresses for addresses in (self.claims, self.dirty, self._kept))
+            a
+            for a in self.workers
+            if not any(a in addresses for addresses in (self.claims, self.needs_restart, self._kept))
         ]
 
     def keep(self, address: str, now: float) -> None:
         """Keep a dirty worker, which holds nothing but an engine, for its job if that waits. Else it is unwanted."""
-        claim = self.dirty.get(address)
+        claim = self.needs_restart.get(address)
         if claim is not None and claim.roles == (ROLLOUT,) and self.waits(claim.job):
-            self._kept[address] = self.dirty.pop(address), now
+            self._kept[address] = self.needs_restart.pop(address), now
         else:
             self._unwanted.append(address)
 
     def take_unwanted(self) -> list[str]:
         """Workers that must be restarted before anyone gets them; each is told once."""
         unwanted, self._unwanted = self._unwanted, []
-        return [address for address in unwanted if address in self.dirty]
+        return [address for address in unwanted if address in self.needs_restart]
 
     def unavailable(self, owner: str) -> list[str]:
         """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
         others = [a for a, claim in self.claims.items() if claim.job != owner]
-        return [*others, *self.dirty, *self._kept]
+        return [*others, *self.needs_restart, *self._kept]
 
     def workers_of(self, id: str) -> Gang:
         """The workers of a job, and the roles each was given for."""
@@ -163,16 +165,16 @@ class JobQueue:
         entry.num_workers, entry.short_since_s, entry.since_s = 0, None, now
         self._release(id)
 
-    def abandon(self, id: str, now: float) -> list[str]:
+    def driver_lost(self, id: str, now: float) -> list[str]:
         """A job's driver is gone: it waits again. Returns the workers it had, which must be restarted before anyone
         gets them, unless they are kept."""
         left = list(self.workers_of(id))
         for address in left:
-            self.dirty[address] = self.claims.pop(address)
+            self.needs_restart[address] = self.claims.pop(address)
         self.requeue(id, now)
         return left
 
-    def serve(self, now: float) -> tuple[dict[str, Gang], list[str]]:
+    def admit_ready(self, now: float) -> tuple[dict[str, Gang], list[str]]:
         """Admit all who can be, in their order. Returns the workers of each job admitted, and the jobs whose time to
         wait is over; these are left to the caller to end."""
         for address in [a for a, (_, since) in self._gone.items() if now - since > RETURN_S]:
@@ -190,7 +192,7 @@ class JobQueue:
         for entry in self.entries.values():
             if entry.num_workers:
                 continue
-            if any(claim.run == entry.run for claim in self.dirty.values()):
+            if any(claim.run == entry.run for claim in self.needs_restart.values()):
                 ahead += 1
                 entry.why = RESTARTS
                 continue
@@ -222,7 +224,7 @@ class JobQueue:
                 expired.append(entry.id)
         return admitted, expired
 
-    def whole(self, id: str, now: float, driver_at: str = "") -> bool:
+    def has_all_workers(self, id: str, now: float, driver_at: str = "") -> bool:
         """Whether an admitted job has all its workers, after giving it what it lost from those that are free. If it has
         lacked some for too long it waits again, without any."""
         entry, claimed = self.entries[id], self.workers_of(id)
@@ -254,7 +256,7 @@ class JobQueue:
         if entry is None or not entry.num_workers or (claimed is not None and claimed.job != id):
             return False
         if claimed is None:
-            if address in self.dirty or address in self._kept or address not in self.workers:
+            if address in self.needs_restart or address in self._kept or address not in self.workers:
                 return False
             self.claims[address] = Claim(id, entry.run, (role,))
         elif role not in EXCLUSIVE_ROLES:  # it shares a worker from now on, instead of having its own
@@ -309,11 +311,11 @@ class JobQueue:
 
     def _dirty(self, address: str) -> None:
         """Have a claimed worker restarted before anyone gets it."""
-        self.dirty[address] = self.claims.pop(address)
+        self.needs_restart[address] = self.claims.pop(address)
         self._unwanted.append(address)
 
     def _drop_kept(self, address: str) -> None:
-        self.dirty[address], _ = self._kept.pop(address)
+        self.needs_restart[address], _ = self._kept.pop(address)
         self._unwanted.append(address)
 
     def _known_kinds(self) -> Kinds:

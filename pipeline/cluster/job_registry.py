@@ -176,7 +176,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                     self._end(job, "failed", GONE if job.needs is None else UNSENT)
                 continue
             gang = self.job_queue.workers_of(job.id)
-            left = self.job_queue.abandon(job.id, time.monotonic())
+            left = self.job_queue.driver_lost(job.id, time.monotonic())
             engines: list[str] = []
             if job.state in ENDED:
                 self.job_queue.leave(job.id)
@@ -334,12 +334,12 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         have lost that one, too, and must be rescheduled."""
         job = self.jobs[id]
         self._serve()
-        whole = id in self.job_queue.entries and self.job_queue.whole(id, time.monotonic(), job.place)
+        is_complete = id in self.job_queue.entries and self.job_queue.has_all_workers(id, time.monotonic(), job.place)
         if job.place and self.job_queue.waits(id):  # it has waited too long for what it lost
             self._wait_again(job)
-        if not whole and id in self.job_queue.entries:
+        if not is_complete and id in self.job_queue.entries:
             job.state, job.why, job.reported_at = "waiting", self.job_queue.entries[id].why, time.time()
-        return job.plain() | {"admitted": whole, "place": job.place}
+        return job.plain() | {"admitted": is_complete, "place": job.place}
 
     def end(self, id: str) -> None:
         """Release the workers of a job that has ended. It must have left no actors on them. Ignores a job that this
@@ -351,7 +351,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def _serve(self) -> None:
         """Start the jobs whose turn it is, and tell of the others what they wait for."""
-        admitted, expired = self.job_queue.serve(time.monotonic())
+        admitted, expired = self.job_queue.admit_ready(time.monotonic())
         for id, gang in admitted.items():
             job = self.jobs[id]
             job.place, job.why = place_of(gang), "its driver starts"

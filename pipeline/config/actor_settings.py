@@ -44,7 +44,7 @@ def run_header(config: RunConfig) -> RunHeader:
         eta=config.eta,
         groups_per_step=config.batch.groups_per_step,
         group_size=config.batch.group_size,
-        members_started=config.members_started,
+        members_started=config.oversampled_group_size,
         held_out=config.held_out,
         url=config.store_url,
         job=knob_tree.to_toml(config) if config.store else "",
@@ -216,7 +216,7 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
         prompts=prompt_settings(config, context, held_out=config.held_out, longest=longest),
         reward=config.reward.named,
         group_size=config.batch.group_size,
-        members_started=config.members_started,
+        members_started=config.oversampled_group_size,
         advantage=config.training.advantage,
         overlong=overlong(config),
         max_error_share=config.reward.max_error_share,
@@ -283,7 +283,7 @@ def engine_settings(
         "adapters": config.served_versions,
         "cost": instance_cost(config, index),
         "drafting": drafting(config),
-        "members": config.members_started,
+        "members": config.oversampled_group_size,
         "pull_s": config.simulation.pull_s,
     }
     if engine.needs("workload"):
@@ -299,7 +299,7 @@ def make_workload(config: RunConfig) -> Workload:
     options = {name: value for name, value in values(config.workload).items() if name not in others}
     return RandomWorkload(
         WorkloadSettings(
-            **options, members=config.members_started, max_tokens=config.rollout.max_new_tokens, seed=config.seed
+            **options, members=config.oversampled_group_size, max_tokens=config.rollout.max_new_tokens, seed=config.seed
         )
     )
 

@@ -70,7 +70,7 @@ def _check_sizes(config: RunConfig, where: str) -> None:
             f"{where}: training.overlong_tokens = {config.training.overlong_tokens} is more than "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
         )
-    started = config.groups_started * config.members_started
+    started = config.oversampled_groups * config.oversampled_group_size
     if started > MOST_TRAJECTORIES:
         raise ConfigError(
             f"{where}: batch.groups_per_step and batch.group_size make {started} "

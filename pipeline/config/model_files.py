@@ -14,7 +14,7 @@ from staleflow.stores.errors import ConfigError
 
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 """A model's name on the hub: NAME or OWNER/NAME."""
-MADE = {
+EXAMPLE_MODELS = {
     "runs/base/running-sums": "running-sums-model",
     "runs/base/careless-player": "careless-player-model",
     "runs/base/smollm2-135m": "smollm2-model",
@@ -68,8 +68,8 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
 
 def _neighbours(path: Path) -> str:
     """The folders beside one that is not there, as the end of a message."""
-    if str(path) in MADE:
-        return f"; `make {MADE[str(path)]}` creates it"
+    if str(path) in EXAMPLE_MODELS:
+        return f"; `make {EXAMPLE_MODELS[str(path)]}` creates it"
     if not path.parent.is_dir() or path.parent == path:
         return ""
     there = sorted(p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith("."))

@@ -348,7 +348,7 @@ def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, 
     held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100, 1 + int(DRAWN_S / max(each_s, 1e-6))))
     yield from ((-1 - i, task) for i, task in enumerate(held_out))
     for i in itertools.takewhile(
-        lambda _: time.monotonic() < end, range(min(DRAWN, config.steps * config.groups_started))
+        lambda _: time.monotonic() < end, range(min(DRAWN, config.steps * config.oversampled_groups))
     ):
         yield i, prompts.task(i)
 

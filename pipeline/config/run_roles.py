@@ -31,7 +31,7 @@ def run_roles(config: RunConfig) -> tuple[Role, ...]:
     judge = RoleKind.ENVIRONMENT if config.acts else RoleKind.LIGHT
     return (
         Role(name="server", kind=RoleKind.LIGHT),
-        *(Role(name=name, kind=judge) for name in config.judges),
+        *(Role(name=name, kind=judge) for name in config.reward_actors),
         *(Role(name=name, kind=RoleKind.RANK, num_devices=1) for name in ranks),
         *(Role(name=name, kind=RoleKind.INSTANCE, num_devices=tensor_parallel(config)) for name in instances),
     )

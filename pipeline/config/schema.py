@@ -332,7 +332,7 @@ class RunConfig:
         return self.batch.groups_per_step * self.batch.group_size
 
     @property
-    def groups_started(self) -> int:
+    def oversampled_groups(self) -> int:
         """groups_per_step + extra_groups."""
         return self.batch.groups_per_step + self.batch.extra_groups
 
@@ -375,7 +375,7 @@ class RunConfig:
         return self.evaluation.held_out(self.task.eval_prompts)
 
     @property
-    def judges(self) -> tuple[str, ...]:
+    def reward_actors(self) -> tuple[str, ...]:
         """Names of the actors that give rewards: environment hosts if it acts, else reward workers."""
         if self.acts:
             return tuple(f"environment-{i}" for i in range(self.environment.hosts))
@@ -406,7 +406,7 @@ class RunConfig:
         )
 
     @property
-    def members_started(self) -> int:
+    def oversampled_group_size(self) -> int:
         """group_size + extra_members."""
         return self.batch.group_size + self.batch.extra_members
 
@@ -417,8 +417,8 @@ class RunConfig:
 
     @property
     def max_trajectories_in_flight(self) -> int:
-        """(eta + 1) x groups_started x members_started."""
-        return (self.staleness.eta + 1) * self.groups_started * self.members_started
+        """(eta + 1) x oversampled_groups x oversampled_group_size."""
+        return (self.staleness.eta + 1) * self.oversampled_groups * self.oversampled_group_size
 
     @property
     def concurrency(self) -> int:
@@ -429,8 +429,8 @@ class RunConfig:
 DERIVED = (
     "acts",
     "trajectories_per_step",
-    "groups_started",
-    "members_started",
+    "oversampled_groups",
+    "oversampled_group_size",
     "eta",
     "max_response_tokens_per_step",
     "max_trajectories_in_flight",

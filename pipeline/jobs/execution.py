@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
+class RunResult:
     """A finished or stopped run."""
 
     run_dir: Path
@@ -61,7 +61,7 @@ async def execute(
     job: str = "",
     stop: StopRequest | None = None,
     security: Any = None,
-) -> RunEnd:
+) -> RunResult:
     """Run a job on the cluster it names, or resume it from its folder. `announce` receives lines for the user, such as
     the dashboard's address. held: the caller has locked the run folder. job: id of a submitted job, whose task reports
     how it ended. stop: by which the run is stopped. security: Dask's, for the cluster that the job names."""
@@ -86,7 +86,7 @@ async def _execute(
     job: str,
     stop: StopRequest | None,
     security: Any,
-) -> RunEnd:
+) -> RunResult:
     """`execute` with the run folder locked."""
     from staleflow.pipeline.jobs.reporter import Reporter
     from staleflow.pipeline.jobs.summary import summarize, write_report
@@ -106,11 +106,11 @@ async def _execute(
         own = str(cluster.client.id)
         about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
         refuse_second(await job_registry.ask(cluster.client, "submit", **about, by=own))
-        stopped = await cluster.settle(config, announce, "" if slot is None else slot.address)
+        stopped = await cluster.wait_for_workers(config, announce, "" if slot is None else slot.address)
         if stopped:
             ended = "stopped", stopped
             summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
-            return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
+            return RunResult(run_dir=run_dir, summary=summary, stopped=stopped)
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
             outcomes = await _train(
@@ -124,7 +124,7 @@ async def _execute(
         with contextlib.suppress(Exception):
             await reporter.report(cluster.client, *(("running", "") if job else ended))
         await cluster.close()
-    return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
+    return RunResult(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
 
 
 async def _train(
@@ -167,7 +167,7 @@ async def _train(
             config, actors, run_dir, show, resumption, announce=say, fingerprints=fingerprints, changed=changed
         )
         with starts.ending(driver.outcomes):
-            outcomes = await _run_driver(driver, reporter.attend(driver, cluster), stop)
+            outcomes = await _run_driver(driver, reporter.report_until_done(driver, cluster), stop)
     if resumption is not None and not outcomes.steps:  # stopped before the run was taken up again
         outcomes.steps += resumption.steps
         outcomes.evaluations += read_evaluations(run_dir)
@@ -198,7 +198,7 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop
     """Run the driver until it ends or is stopped, then close it. reporting: runs meanwhile."""
     reports = asyncio.ensure_future(reporting)
     if stop is not None:
-        stop.attend(driver.stop)
+        stop.set_handler(driver.stop)
     try:
         return await driver.run()
     except asyncio.CancelledError:
@@ -209,7 +209,7 @@ async def _run_driver(driver: Driver, reporting: Coroutine[Any, Any, None], stop
         return driver.outcomes  # stopped at once: only committed steps count
     finally:
         if stop is not None:
-            stop.attend(_ending)
+            stop.set_handler(_ending)
         reports.cancel()
         await asyncio.gather(reports, return_exceptions=True)
         await driver.close()

@@ -105,7 +105,7 @@ class Reporter:
         finally:
             logging.getLogger("staleflow").removeHandler(handler)
 
-    async def attend(self, driver: Driver, cluster: DaskWorkers) -> None:
+    async def report_until_done(self, driver: Driver, cluster: DaskWorkers) -> None:
         """Report regularly while the driver runs; stop it, or retire an instance, when requested."""
         while True:
             state, why = "running", ""

@@ -104,7 +104,7 @@ def read(run_dir: Path) -> list[Start]:
         raise StoreError(f"{path}: cannot be read: {error}; remove it to go on without earlier losses") from error
 
 
-def whole(outcomes: RunReport, run_dir: Path) -> RunReport:
+def with_all_starts(outcomes: RunReport, run_dir: Path) -> RunReport:
     """The outcomes of a run's last start, with losses, alarms, commands and seconds of all its starts. Raises
     StoreError."""
     starts = read(run_dir)

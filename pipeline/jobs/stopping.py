@@ -42,7 +42,7 @@ class StopRequest:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._deliver)
 
-    def attend(self, stop: Callable[[str], None]) -> None:
+    def set_handler(self, stop: Callable[[str], None]) -> None:
         """Call `stop` with the reason for each request; now, if one came already and what was awaited then ignored the
         cancellation."""
         self._stop = stop

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.starts import read, whole
-from staleflow.pipeline.jobs.what_if import WhatIf, confirmed
+from staleflow.pipeline.jobs.starts import read, with_all_starts
+from staleflow.pipeline.jobs.what_if import WhatIf, check_by_simulation
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.runtime.evaluation_results import by_set, not_comparable
 from staleflow.pipeline.runtime.run_report import RunReport
@@ -41,10 +41,10 @@ LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
 
 def write_report(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str, object]:
     """Write both files into the run folder; returns the summary."""
-    summary = summarize(config, whole(outcomes, run_dir), run_dir)
+    summary = summarize(config, with_all_starts(outcomes, run_dir), run_dir)
     summary["starts"] = [{"version": start.version, "end": start.end} for start in read(run_dir)]
     if outcomes.diagnosis is not None:
-        advice = confirmed(run_dir, outcomes.profile, outcomes.diagnosis, config.rollout.instances)
+        advice = check_by_simulation(run_dir, outcomes.profile, outcomes.diagnosis, config.rollout.instances)
         summary["diagnosis"] = diagnosed(*advice)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:

@@ -61,7 +61,7 @@ def as_recorded(run_dir: Path, profile: Profile) -> tuple[str, ...]:
     return tuple(overrides)
 
 
-def confirmed(
+def check_by_simulation(
     run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, instances: int, budget_s: float = BUDGET_S
 ) -> tuple[Diagnosis, WhatIf]:
     """A diagnosis of a run with so many instances, and what a simulation of the run expects of its advice. Instances

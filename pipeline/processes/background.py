@@ -36,7 +36,7 @@ class Background:
         task.add_done_callback(ended)
 
 
-async def side_by_side(*work: Coroutine[Any, Any, T]) -> list[T]:
+async def gather_or_cancel(*work: Coroutine[Any, Any, T]) -> list[T]:
     """Run all of these at once; returns their results in order. At the first failure cancel the rest and raise it."""
     tasks = [asyncio.ensure_future(w) for w in work]
     try:

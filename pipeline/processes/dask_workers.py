@@ -61,7 +61,7 @@ class DaskWorkers:
     local: Any | None
     run: str
     start_s: float
-    slots: dict[str, list[str]] = field(default_factory=dict)
+    roles_by_worker: dict[str, list[str]] = field(default_factory=dict)
     """Roles placed on each worker, by the worker's name."""
     generation: int = 0
     placed: dict[str, PlacedActor] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class DaskWorkers:
     ) -> PlacedActor:
         """Create a light actor on the worker of another."""
         where = (neighbour.worker, neighbour.address, neighbour.host)
-        self.slots[neighbour.worker].append(role)
+        self.roles_by_worker[neighbour.worker].append(role)
         return await self._create(where, name, role, cls, args, self.start_s)
 
     async def _create(
@@ -128,13 +128,13 @@ class DaskWorkers:
         try:
             return await self._created(where, name, role, cls, args, within_s)
         except TimeoutError:
-            self.slots[worker].remove(role)
+            self.roles_by_worker[worker].remove(role)
             self.lost.add(address)
             raise ActorSilent(
                 f"{name} was not ready within {self.start_s:g} s (deadlines.start_s) on {address}", name
             ) from None
         except BaseException:
-            self.slots[worker].remove(role)
+            self.roles_by_worker[worker].remove(role)
             raise
 
     async def _created(
@@ -196,7 +196,7 @@ class DaskWorkers:
         """Release an actor and free its slot on its worker."""
         placed = self.placed.pop(name, None)
         if placed is not None:
-            self.slots[placed.worker].remove(placed.role)
+            self.roles_by_worker[placed.worker].remove(placed.role)
             placed.future.release()
 
     async def give_back(self, name: str) -> None:
@@ -259,7 +259,7 @@ class DaskWorkers:
         async with self.choosing:
             chosen = await self._choose(role)
             if chosen is not None:
-                self.slots.setdefault(chosen[0], []).append(role)
+                self.roles_by_worker.setdefault(chosen[0], []).append(role)
             return chosen
 
     async def _choose(self, role: str) -> tuple[str, str, str] | None:
@@ -267,7 +267,7 @@ class DaskWorkers:
         claimed = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
         mine = [(a, w) for a, w in workers.items() if role in claimed.get(a, ())]
         if role in EXCLUSIVE_ROLES:
-            mine = [(a, w) for a, w in mine if not self.slots.get(str(w["name"]))]
+            mine = [(a, w) for a, w in mine if not self.roles_by_worker.get(str(w["name"]))]
         free = mine or self._free(role, {a: w for a, w in workers.items() if a not in claimed or self._in_use(w)})
         for address, worker in sorted(free, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))):
             if await self._claim(address, role):
@@ -281,15 +281,15 @@ class DaskWorkers:
         free = [(a, w) for a, w in able.items() if not self._in_use(w)]
         if role not in EXCLUSIVE_ROLES:
             # Light roles share a worker where other runs need some too, or the heavy roles need the rest.
-            exclusive = [r for roles in self.slots.values() for r in roles if r in EXCLUSIVE_ROLES]
+            exclusive = [r for roles in self.roles_by_worker.values() for r in roles if r in EXCLUSIVE_ROLES]
             wanted = 0 if declared else self.num_heavy - len(exclusive)
             if len(free) <= wanted or (self.shared and not declared):
-                roles_of = [(a, w, set(self.slots.get(str(w["name"]), ()))) for a, w in able.items()]
+                roles_of = [(a, w, set(self.roles_by_worker.get(str(w["name"]), ()))) for a, w in able.items()]
                 free = [(a, w) for a, w, roles in roles_of if roles and not roles & set(EXCLUSIVE_ROLES)] or free
         return free
 
     def _num_roles(self, worker: Any) -> int:
-        return len(self.slots.get(str(worker["name"]), ()))
+        return len(self.roles_by_worker.get(str(worker["name"]), ()))
 
     def _in_use(self, worker: Any) -> bool:
         return self._num_roles(worker) > 0
@@ -300,7 +300,7 @@ class DaskWorkers:
             await job_registry.ask(self.client, "claim", id=self.job, address=address, role=role)
         )
 
-    async def settle(self, config: RunConfig, announce: Callable[[str], None], own_worker: str = "") -> str:
+    async def wait_for_workers(self, config: RunConfig, announce: Callable[[str], None], own_worker: str = "") -> str:
         """Wait until the run has all the workers it needs on a cluster that other runs use too; it holds none until
         then. Returns why it must stop instead; empty if it need not. announce: is told what it waits for. own_worker:
         address of the worker that this process is; no heavy actor is placed there. Raises ConfigError if it has waited
@@ -334,7 +334,7 @@ class DaskWorkers:
                 announce(f"waiting: {announced}")
             await asyncio.sleep(ADMITTED_POLL_S)
         if own_worker:
-            self.slots[str((await self._workers())[own_worker]["name"])] = ["driver"]
+            self.roles_by_worker[str((await self._workers())[own_worker]["name"])] = ["driver"]
         return ""
 
     async def _identity(self, n_workers: int) -> dict[str, Any]:
@@ -379,7 +379,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
     visible, picture = place_locally(config, read_devices()) if cluster.kind == "local" else ({}, "")
     if cluster.kind == "local":
         local = await local_cluster.start(
-            1 + config.training.ranks + len(config.judges) + config.rollout.instances,
+            1 + config.training.ranks + len(config.reward_actors) + config.rollout.instances,
             cluster.threads,
             local_cluster.modules(emulated=config.emulated),
             dashboard=cluster.dashboard,

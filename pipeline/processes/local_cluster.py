@@ -139,7 +139,7 @@ def _end(starter: int, server: int) -> None:
             os.kill(server, signal.SIGKILL)
 
 
-def forked(threads: int, modules: Sequence[str]) -> dict[str, object]:
+def forkserver_config(threads: int, modules: Sequence[str]) -> dict[str, object]:
     """Dask's settings with which it forks workers from the server, which is started. The arguments are those of
     `prepare`."""
     import dask
@@ -165,7 +165,7 @@ async def start(
     import dask
     from distributed import LocalCluster
 
-    dask.config.set(forked(threads, modules) | {"distributed.worker.daemon": not parents})
+    dask.config.set(forkserver_config(threads, modules) | {"distributed.worker.daemon": not parents})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
         starting = LocalCluster(

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.processes.background import side_by_side
+from staleflow.pipeline.processes.background import gather_or_cancel
 from staleflow.pipeline.processes.worker_protocol import ActorArg, PlacedActor, Workers
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.actors.trainer_rank import TrainerRank
@@ -35,14 +35,14 @@ def others(config: RunConfig) -> list[str]:
     return [rank_name(number) for number in range(1, config.training.ranks)]
 
 
-def unit(name: str) -> str:
+def role_of(name: str) -> str:
     """The name under which an actor is lost and restored."""
     return TRAINER if name.startswith(f"{TRAINER}-") else name
 
 
 def members(name: str, placed: Iterable[str]) -> list[str]:
     """The placed actors that are lost if the one of this name is."""
-    return [other for other in placed if other == name or unit(other) == name]
+    return [other for other in placed if other == name or role_of(other) == name]
 
 
 async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: str, points: Path) -> PlacedActor:
@@ -63,6 +63,6 @@ async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: 
         config.cluster.delta_versions > 0,
     )
     if names:
-        await side_by_side(*(workers.place(name, "trainer", TrainerRank, settings, threads) for name in names))
+        await gather_or_cancel(*(workers.place(name, "trainer", TrainerRank, settings, threads) for name in names))
         await ask_once(TRAINER, "form_group", lead.host, *map(ActorArg, names), deadline="start_s")
     return lead

@@ -93,7 +93,7 @@ def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | Non
     return Sizes(
         eta=versions_behind(config),
         admission=staleness.admission,
-        trajectories=config.groups_started * config.members_started,
+        trajectories=config.oversampled_groups * config.oversampled_group_size,
         instances=config.rollout.instances,
         max_running=engine.max_running,
         kv_tokens=engine.kv_tokens,

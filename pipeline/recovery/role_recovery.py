@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from staleflow.pipeline.processes.background import side_by_side
+from staleflow.pipeline.processes.background import gather_or_cancel
 from staleflow.pipeline.processes.clock import now_s
-from staleflow.pipeline.processes.trainer_group import unit
+from staleflow.pipeline.processes.trainer_group import role_of
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker, PlacedActor
 from staleflow.stores.errors import ActorLost, ActorSilent
 from staleflow.stores.trajectory import PolicyVersion
@@ -88,7 +88,7 @@ class RoleRecovery:
     async def settled(self, name: str) -> None:
         """Wait while an actor's role is being restored: it is placed before it has its state. Raises ActorLost if that
         fails."""
-        if (task := self._under_way.get(unit(name))) is not None:
+        if (task := self._under_way.get(role_of(name))) is not None:
             await asyncio.shield(task)
 
     async def watch(self) -> None:
@@ -97,7 +97,7 @@ class RoleRecovery:
         not."""
         while True:
             await asyncio.sleep(WATCH_S)
-            await side_by_side(
+            await gather_or_cancel(
                 self._actors.ask("trainer", "version", deadline="silent_s"),
                 *(self._actors.ask(rank, "ping", deadline="silent_s") for rank in self._ranks),
                 self._actors.ask("server", "held_out_notice", deadline="silent_s"),
@@ -115,7 +115,7 @@ class RoleRecovery:
         """Wait until the actor that a call found lost is there again. asked_s: when the call was made. Raises `lost` if
         it is none that can be restored, and ActorLost if that fails. While the run starts, whoever misses a deadline
         would miss it again."""
-        role = unit(lost.who)
+        role = role_of(lost.who)
         if role not in ("trainer", "server") or self._elapsed_s is None:
             raise lost
         if isinstance(lost, ActorSilent) and not self._actors.trained:
@@ -157,7 +157,7 @@ class RoleRecovery:
             except NoFreeWorker as error:
                 raise ActorLost(f"{lost}; {error}", role) from error
             except ActorLost as again:
-                if unit(again.who) != role:
+                if role_of(again.who) != role:
                     raise
                 lost = again
 

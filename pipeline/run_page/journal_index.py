@@ -43,7 +43,7 @@ STORIES = {
 """What happened at each kind of mark, in words, and the phase that begins with it."""
 WAITING, RUNNING, SCORING, READY, ACTING = range(5)
 """Where a live trajectory is; the order of `Lanes.counts`."""
-PLACES = (
+PHASE_LABELS = (
     "waiting for an instance", "being sampled", "being scored", "ready or waiting for siblings",
     "answered by their environment",
 )  # fmt: skip
@@ -115,8 +115,8 @@ class JournalIndex:
         self._lane, self._detail = array("h"), array("q")
         self._names: list[str] = []
         self._words: dict[str, int] = {}
-        self._counts = [StepFunction() for _ in PLACES]
-        self._present = [0] * len(PLACES)
+        self._counts = [StepFunction() for _ in PHASE_LABELS]
+        self._present = [0] * len(PHASE_LABELS)
         self._where: dict[int, tuple[int, str]] = {}
         self._begin_s = 0.0
 
@@ -151,7 +151,7 @@ class JournalIndex:
             self._lose(lane, self.end_s)
         self.training.set(self.end_s, 0)
         self._where.clear()
-        self._present = [0] * len(PLACES)
+        self._present = [0] * len(PHASE_LABELS)
         self._note_counts(self.end_s)
         self._begin_s = self.end_s
         self.starts.append(self.end_s)
@@ -384,7 +384,7 @@ class JournalIndex:
             "step": self.step.at(middles, -1).tolist(),
             "places": [
                 {"name": name, "count": np.round(function.means(edges), 3).tolist()}
-                for name, function in zip(PLACES, self._counts, strict=True)
+                for name, function in zip(PHASE_LABELS, self._counts, strict=True)
             ],
             "starts": self.starts[1:],
             "events": [[at, event] for at, event in self.events if begin_s <= at <= end_s],

@@ -155,7 +155,7 @@ class RunReader:
         self._job: tuple[int, RunConfig] = (-1, load_job(run_dir))
         self._stored: dict[str, Stored] = {}
         self._lock = threading.Lock()
-        self._journal = JournalFollower(self.config.members_started)
+        self._journal = JournalFollower(self.config.oversampled_group_size)
         self._journal_lock = threading.Lock()
 
     @property

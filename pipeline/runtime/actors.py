@@ -28,7 +28,7 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.model_facts import ModelFacts
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes import trainer_group
-from staleflow.pipeline.processes.background import side_by_side
+from staleflow.pipeline.processes.background import gather_or_cancel
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import ActorArg, PlacedActor, Workers
@@ -196,7 +196,7 @@ class Actors:
     async def _until_lost(self, name: str, request: Coroutine[Any, Any, Any]) -> Any:
         """The result of a call that may take long. Raises ActorLost as soon as it shows in another way that the actor
         is lost: its process may have been stopped."""
-        calls = self._long_calls[trainer_group.unit(name)]
+        calls = self._long_calls[trainer_group.role_of(name)]
         lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         answer = asyncio.ensure_future(request)
         calls.add(lost)
@@ -222,14 +222,14 @@ class Actors:
         def stored() -> bool:  # also by a server that was lost as soon as it had created it
             return (resumption is not None or "server" in self._lost_at) and (self._run_dir / "store").exists()
 
-        await side_by_side(
+        await gather_or_cancel(
             self._start("server", begin_s, lambda: self.place_server(begin_s, resumed=stored())),
             self._start("trainer", begin_s, self.place_trainer),
-            *(self._start(name, begin_s, partial(judge, name)) for name in config.judges),
+            *(self._start(name, begin_s, partial(judge, name)) for name in config.reward_actors),
             *(self._start_instance(i, begin_s) for i in range(config.rollout.instances)),
         )
         heavy = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
-        await side_by_side(*(self._place_first_parameters(placed) for placed in heavy))
+        await gather_or_cancel(*(self._place_first_parameters(placed) for placed in heavy))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
@@ -237,7 +237,7 @@ class Actors:
         await self._measure_drift(resumption)
         # Version 0 too, which engines have loaded from the model's folder: a mapping of names or a layout that updates
         # get wrong shows before the first step, and what an instance serves is compared from its first token on.
-        await side_by_side(*(self._pull_first(i, version, begin_s) for i in list(self.instances.values())))
+        await gather_or_cancel(*(self._pull_first(i, version, begin_s) for i in list(self.instances.values())))
 
     async def _start(self, name: str, begin_s: float, place: Callable[[], Awaitable[T]]) -> T:
         """Place an actor as the run starts; one whose process is lost meanwhile is placed again. Raises ActorLost if
@@ -251,7 +251,7 @@ class Actors:
             except WeightsRefused as refused:
                 raise unusable(refused) from refused
             except ActorLost as lost:
-                who = trainer_group.unit(lost.who)
+                who = trainer_group.role_of(lost.who)
                 if who.partition(".")[0] != name:
                     raise
                 self.lose(who, lost, begin_s)
@@ -320,7 +320,7 @@ class Actors:
     @property
     def starting(self) -> str:
         """How far `place_all` is, for people: which actors it waits for."""
-        names = ["server", "trainer", *trainer_group.others(self._config), *self._config.judges]
+        names = ["server", "trainer", *trainer_group.others(self._config), *self._config.reward_actors]
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
         missing = [name for name in names if name not in self._workers.placed]
         if not missing:

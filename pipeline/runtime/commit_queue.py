@@ -57,7 +57,7 @@ class CommitQueue:
             self._count(+1)
         self._queue.put_nowait(item)
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until a further step may be trained."""
         await self._room.wait()
 

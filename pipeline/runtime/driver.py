@@ -195,7 +195,7 @@ class Driver:
             await self._finish_commits()
         finally:
             self._sum_up()
-        self._membership.rest()
+        self._membership.stop_links()
         self._note(await self._actors.ask("server", "held_out_notice"))
         await self._checkpoint(self._coordinator.ledger.version)
         self._log_resume_points()
@@ -240,7 +240,7 @@ class Driver:
         ledger = factories.make_coordinator(self._config).ledger
         resumed, again = plan_resume(ledger, filtering, in_flight.ledger, in_flight.groups)
         taken: RecoveredWork = await self._actors.ask("server", "resume", again, deadline="start_s")
-        self._num_drawn = taken.ledger.num_started // self._config.members_started
+        self._num_drawn = taken.ledger.num_started // self._config.oversampled_group_size
         if taken.responses or taken.again:
             self._note(
                 f"resumed {taken.responses:,} in-flight responses ({taken.tokens:,} tokens); "
@@ -390,7 +390,7 @@ class Driver:
         self._inbox.put_nowait(GroupsArrived(groups=groups))
 
     async def _train(self, command: Train) -> None:
-        await self._commits.room()
+        await self._commits.wait_for_room()
         result = await self._actors.train(command.step, command.trajectories, command.versions)
         self._measurements.training_ended(result.metrics, self._actors.instances.values())
         self._inbox.put_nowait(result)

@@ -31,7 +31,7 @@ class Measurements:
         self._scale = config.rollout.engine.time_scale
         self._sizes = sizes_of(config)
         self._watch = TimeTracker(
-            self._sizes.cost, config.members_started, on_pull=config.rollout.on_pull,
+            self._sizes.cost, config.oversampled_group_size, on_pull=config.rollout.on_pull,
             first_length=config.rollout.engine.speculation.first_length,
         )  # fmt: skip
         self._begin_s = 0.0

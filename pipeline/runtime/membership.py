@@ -142,7 +142,7 @@ class Membership:
         for index in set(range(self._config.rollout.instances)) - placed:
             self._fill(index)
 
-    def rest(self) -> None:
+    def stop_links(self) -> None:
         """Stop all links: from now on the instances answer somebody else."""
         self._resting = True
         for task in self.tasks():

@@ -58,7 +58,7 @@ class Scoring:
         self._num_sampled: dict[GroupId, int] = {}
         self._failure_said = False
         self._moving: set[str] = set()
-        self._busy = {name: asyncio.Lock() for name in config.judges}
+        self._busy = {name: asyncio.Lock() for name in config.reward_actors}
         """Held while a reward worker scores a batch, or is moved."""
 
     async def move(self, name: str) -> None:
@@ -87,7 +87,7 @@ class Scoring:
         """Count a response; whether its group has as many as are trained on by now."""
         if is_evaluation(trajectory):  # nobody waits for its group
             return False
-        group = GroupId(trajectory // self._config.members_started)
+        group = GroupId(trajectory // self._config.oversampled_group_size)
         count = self._num_sampled.pop(group, 0) + 1
         if count >= self._config.batch.group_size:
             return True
@@ -107,7 +107,7 @@ class Scoring:
 
     def work(self) -> list[Coroutine[Any, Any, None]]:
         """An endless coroutine for each reward worker, to be run side by side."""
-        return [self._score_on(name) for name in self._config.judges if not self._config.acts]
+        return [self._score_on(name) for name in self._config.reward_actors if not self._config.acts]
 
     async def _watched(self, name: str, asking: Coroutine[Any, Any, T]) -> T:
         """The result of a call to a reward worker that may take long. Raises ActorLost if its process does not answer

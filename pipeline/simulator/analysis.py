@@ -149,7 +149,7 @@ def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     tokens = sum(s.tokens for s in steps)
     context = sum(s.context_tokens for s in steps)
     intervals = versions_behind(config) + 1
-    in_flight = intervals * config.groups_started * config.members_started / instances
+    in_flight = intervals * config.oversampled_groups * config.oversampled_group_size / instances
     running = max(1, int(min(engine.max_running, engine.kv_tokens / (context / tokens), in_flight)))
     cost = factories.drafted_cost(config, running, running * context / tokens)
     work_s = cost.k1 * context + cost.compute_s(running) / running * tokens

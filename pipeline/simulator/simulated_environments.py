@@ -40,7 +40,7 @@ class SimulatedEnvironments:
         after: Callable[[float, Callable[[], None]], None],
         tell: Callable[[Answered], None],
     ) -> None:
-        self._members = config.members_started
+        self._members = config.oversampled_group_size
         self._workload = workload
         self._episodes = factories.make_episodes(config, workload)
         self._limits = config.environment

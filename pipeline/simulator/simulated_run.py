@@ -114,7 +114,7 @@ class SimulatedRun:
         self._cost = factories.cost_model(config)
         self._alone = factories.drafted_cost(config, 1, 0.0)
         self._observe = observe
-        self._members = config.members_started
+        self._members = config.oversampled_group_size
         self._acts = config.acts  # which may look a user's file up
         self.coordinator: Coordinator = factories.make_coordinator(config, validate_each=validate_each)
         self._faults = generator(config.seed, Stream.FAULTS)

@@ -136,7 +136,7 @@ def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
         with (
-            dask.config.set(local_cluster.forked(1, local_cluster.MODELS if model else ())),
+            dask.config.set(local_cluster.forkserver_config(1, local_cluster.MODELS if model else ())),
             LocalCluster(
                 n_workers=count,
                 threads_per_worker=1,
@@ -164,7 +164,7 @@ def blocks(count: int, rows: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + rows, count)) for first in range(0, count, rows))
 
 
-making = threading.RLock()
+creation_lock = threading.RLock()
 """Held while a per-process object is created, so its imports too run in one thread at a time: transformers replaces its
 own module at the end of its import, and a thread that waited for the import would keep the old one."""
 
@@ -179,7 +179,7 @@ def once_a_process(most: int) -> Callable[[Callable[Key, Made]], Callable[Key, M
         @functools.wraps(make)
         def made(*args: Key.args, **kwargs: Key.kwargs) -> Made:
             assert not kwargs
-            with making:
+            with creation_lock:
                 return kept(*args)
 
         return made

@@ -87,7 +87,7 @@ class RankZeroPolicy:
 
 
 @contextlib.contextmanager
-def led(settings: TrainerSettings, *, shared: bool) -> Iterator[RankZeroPolicy]:
+def lead_group(settings: TrainerSettings, *, shared: bool) -> Iterator[RankZeroPolicy]:
     """The policy of a group that the present Dask task leads. shared: see Pool. Raises ConfigError if there are not
     enough workers, ActorLost if a rank is lost."""
     from distributed import get_client, get_worker

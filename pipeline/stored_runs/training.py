@@ -34,8 +34,8 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
-from staleflow.pipeline.stored_runs.pool import Pool, making, store_at
-from staleflow.pipeline.stored_runs.rank_tasks import RankZeroPolicy, led
+from staleflow.pipeline.stored_runs.pool import Pool, creation_lock, store_at
+from staleflow.pipeline.stored_runs.rank_tasks import RankZeroPolicy, lead_group
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import claim_folder, publish, replace_text
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -221,7 +221,7 @@ def _refuse_taken(out: Path) -> None:
 
 def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared: bool) -> OfflineTrainingResult:
     _prepare(part, plan)
-    with making:  # this imports transformers
+    with creation_lock:  # this imports transformers
         context = inspect_model(plan.config).context
         changes = source_fingerprints.changes(
             source_fingerprints.read(Path(plan.path).parent), source_fingerprints.compute(plan.run_job)
@@ -285,7 +285,7 @@ def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[RankZeroPolicy | Pol
     if settings.training.ranks == 1:
         yield PolicyTrainer(settings)
         return
-    with led(settings, shared=shared) as policy:
+    with lead_group(settings, shared=shared) as policy:
         yield policy
 
 

@@ -26,7 +26,7 @@ def on(workers: str, *jobs: tuple[str, int]) -> JobQueue:
 
 
 def admitted(one: JobQueue, now: float = 0.0) -> list[str]:
-    return list(one.serve(now)[0])
+    return list(one.admit_ready(now)[0])
 
 
 def test_a_job_has_all_it_needs_or_nothing() -> None:
@@ -70,17 +70,17 @@ def test_a_time_limit_is_for_those_that_wait() -> None:
     one = on("abc")
     one.enter("runs", "/runs/runs", needing(3), 5.0, 0.0)
     one.enter("waits", "/runs/waits", needing(3), 5.0, 0.0)
-    assert one.serve(4.0)[1] == []
-    assert one.serve(6.0)[1] == ["waits"]
+    assert one.admit_ready(4.0)[1] == []
+    assert one.admit_ready(6.0)[1] == ["waits"]
     one.leave("runs")
-    gangs, expired = one.serve(7.0)
+    gangs, expired = one.admit_ready(7.0)
     assert (list(gangs), expired) == (["waits"], []), "better late than never"
 
 
 def test_the_workers_of_a_driver_that_is_gone_are_nobodys_until_they_have_restarted() -> None:
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
-    assert sorted(one.abandon("first", 1.0)) == ["a", "b", "c"]
+    assert sorted(one.driver_lost("first", 1.0)) == ["a", "b", "c"]
     assert admitted(one, 1.0) == []
     assert one.entries["first"].why == "needs the workers of its earlier driver to restart"
     for old, new in zip("abc", "xyz", strict=True):
@@ -93,7 +93,7 @@ def test_the_workers_of_a_driver_that_is_gone_are_nobodys_until_they_have_restar
 def test_none_goes_past_a_job_whose_workers_restart() -> None:
     one = on("abcdef", ("first", 3))
     assert admitted(one) == ["first"]
-    one.abandon("first", 1.0)
+    one.driver_lost("first", 1.0)
     one.enter("second", "/runs/second", needing(3), 0.0, 1.0)
     assert admitted(one, 1.0) == [], "d, e and f would do"
 
@@ -101,7 +101,7 @@ def test_none_goes_past_a_job_whose_workers_restart() -> None:
 def test_the_workers_of_a_run_that_is_given_up_are_nobodys_either() -> None:
     one = on("abc", ("first", 3), ("second", 3))
     assert admitted(one) == ["first"]
-    one.abandon("first", 1.0)
+    one.driver_lost("first", 1.0)
     one.leave("first")
     assert admitted(one, 1.0) == []
     for old, new in zip("abc", "xyz", strict=True):
@@ -113,7 +113,7 @@ def test_the_workers_of_a_run_that_is_given_up_are_nobodys_either() -> None:
 def abandoned(one: JobQueue) -> str:
     """Let the first job's driver be gone; returns the worker that has its engine, and only that."""
     (engine,) = [address for address, roles in one.workers_of("first").items() if roles == ("rollout",)]
-    one.abandon("first", 1.0)
+    one.driver_lost("first", 1.0)
     return engine
 
 
@@ -134,7 +134,7 @@ def test_a_worker_with_an_engine_is_kept_for_the_next_driver_of_its_job() -> Non
     assert engine in one.unavailable("second")
     assert engine in one.unavailable("")
     restart(one, "abcd".replace(engine, ""))
-    gangs, _ = one.serve(3.0)
+    gangs, _ = one.admit_ready(3.0)
     assert list(gangs) == ["first"]
     assert gangs["first"][engine] == ("rollout",), "and no other role is placed there"
     assert one.unavailable("first") == []
@@ -183,7 +183,7 @@ def test_a_worker_whose_kept_engine_was_not_taken_over_is_free_to_nobody() -> No
     assert admitted(one, 5.0) == ["first"]
     one.left(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 6.0)
     one.joined("y", {})
-    assert one.whole("first", 6.0), "one that was restarted is like any other"
+    assert one.has_all_workers("first", 6.0), "one that was restarted is like any other"
 
 
 def test_a_trainers_replacement_is_not_placed_on_a_kept_engine() -> None:
@@ -195,7 +195,7 @@ def test_a_trainers_replacement_is_not_placed_on_a_kept_engine() -> None:
     assert admitted(one, 3.0) == ["first"]
     one.left(next(a for a, roles in one.workers_of("first").items() if "trainer" in roles), 4.0)
     one.joined("new", {})
-    assert one.whole("first", 4.0, place_of(one.workers_of("first")))
+    assert one.has_all_workers("first", 4.0, place_of(one.workers_of("first")))
     assert one.workers_of("first")[engine] == ("rollout",)
     assert "trainer" in one.workers_of("first")["new"]
 
@@ -274,7 +274,7 @@ def test_a_role_that_shares_a_worker_after_a_loss_is_owed_none() -> None:
     one.enter("second", "/runs/second", Needs(instances=1, rewards=1, driver=False), 0.0, 0.0)
     assert admitted(one, 1.0) == []
     assert one.claim("first", "s", "reward")
-    assert one.whole("first", 1.0)
+    assert one.has_all_workers("first", 1.0)
     assert admitted(one, 1.0) == ["second"]
 
 
@@ -307,7 +307,7 @@ def test_reward_workers_beyond_need_are_given_back_to_a_job_that_could_start_wit
     assert admitted(one, 3.0) == ["second"]
     assert one.workers_of("second")[wanted] == ("reward",)
     assert one.wanted == {}
-    assert one.whole("first", 3.0), "it lacks none"
+    assert one.has_all_workers("first", 3.0), "it lacks none"
     kept, other = (a for a, roles in one.workers_of("first").items() if roles == ("reward",))
     assert one.give_back("first", other)
     assert not one.give_back("first", kept), "it needs one"
@@ -327,17 +327,17 @@ def test_no_worker_beyond_need_is_taken_while_another_job_waits() -> None:
 
 def test_a_driver_that_resumes_gets_what_it_lost_or_waits_again_without_any() -> None:
     one = on("abcd", ("first", 3), ("second", 3))
-    (gang,) = one.serve(0.0)[0].values()
+    (gang,) = one.admit_ready(0.0)[0].values()
     place = place_of(gang)
     lost = next(a for a, roles in gang.items() if roles == ("trainer",))
     one.left(lost, 1.0)
-    assert one.whole("first", 1.0, place), "d was free"
+    assert one.has_all_workers("first", 1.0, place), "d was free"
     assert place_of(one.workers_of("first")) == place
     one.left("d", 2.0)
-    assert not one.whole("first", 2.0, place)
-    assert not one.whole("first", 1.0 + RETURN_S, place)
+    assert not one.has_all_workers("first", 2.0, place)
+    assert not one.has_all_workers("first", 1.0 + RETURN_S, place)
     assert len(one.workers_of("first")) == 2
-    assert not one.whole("first", 3.0 + RETURN_S, place)
+    assert not one.has_all_workers("first", 3.0 + RETURN_S, place)
     assert one.workers_of("first") == {}
     assert one.waits("first")
     one.joined("e", {})
@@ -349,12 +349,12 @@ def test_a_driver_stays_on_its_worker_though_another_would_do_better() -> None:
     for address, roles in {"t": ["trainer"], "r": ["rollout"], "s": ["server", "reward", "rollout"]}.items():
         one.joined(address, dict.fromkeys(roles, 1.0))
     one.enter("first", "/runs/first", Needs(instances=1, rewards=1, driver=True), 0.0, 0.0)
-    (gang,) = one.serve(0.0)[0].values()
+    (gang,) = one.admit_ready(0.0)[0].values()
     assert place_of(gang) == "s"
     one.left("t", 1.0)
     one.joined("t2", {"trainer": 1.0})
     one.joined("light", {"server": 1.0, "reward": 1.0})
-    assert one.whole("first", 1.0, "s")
+    assert one.has_all_workers("first", 1.0, "s")
     assert place_of(one.workers_of("first")) == "s"
 
 
@@ -396,11 +396,11 @@ class Cluster(RuleBasedStateMachine):
     @rule(job=jobs)
     def driver_gone(self, job: str) -> None:
         if job in self.one.entries and not self.one.waits(job):
-            self.one.abandon(job, self.now)
+            self.one.driver_lost(job, self.now)
 
     @rule(worker=workers)
     def keep(self, worker: str) -> None:
-        if worker in self.one.dirty:
+        if worker in self.one.needs_restart:
             self.one.keep(worker, self.now)
 
     @rule(job=jobs, worker=workers, role=st.sampled_from(["rollout", "trainer", "reward"]))
@@ -413,14 +413,14 @@ class Cluster(RuleBasedStateMachine):
     def resume(self, job: str) -> None:
         if job in self.one.entries:
             place = place_of(self.one.workers_of(job))
-            if self.one.whole(job, self.now, place):
+            if self.one.has_all_workers(job, self.now, place):
                 assert place_of(self.one.workers_of(job)) == place or not place
 
     @rule(later=st.sampled_from([0.0, 1.0, 40.0]))
     def serve(self, later: float) -> None:
         self.now += later
         before = {entry.id for entry in self.one.entries.values() if not entry.num_workers}
-        gangs, _ = self.one.serve(self.now)
+        gangs, _ = self.one.admit_ready(self.now)
         kinds = kinds_of(self.one.workers)
         waiting = False
         for id, entry in self.one.entries.items():
@@ -437,7 +437,7 @@ class Cluster(RuleBasedStateMachine):
         if not hasattr(self, "one"):
             return
         one = self.one
-        owners = [*one.claims, *one.dirty, *one._kept, *one.free]
+        owners = [*one.claims, *one.needs_restart, *one._kept, *one.free]
         assert sorted(owners) == sorted(one.workers)
         assert all(one.waits(claim.job) and claim.roles == ("rollout",) for claim, _ in one._kept.values())
         for entry in one.entries.values():

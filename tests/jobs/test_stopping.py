@@ -32,7 +32,7 @@ def test_a_signal_whose_cancellation_was_ignored_stops_the_run_once_there_is_one
         stopped: list[str] = []
         with StopRequest() as request, stopped_by_signals(request, told.append, at_once):
             await swallowing()
-            request.attend(stopped.append)
+            request.set_handler(stopped.append)
         return told, stopped
 
     told, stopped = asyncio.run(run())
@@ -54,7 +54,7 @@ def test_a_signal_in_a_run_stops_it() -> None:
     async def run() -> str:
         with StopRequest() as request, stopped_by_signals(request, lambda _: None, at_once):
             stopped = asyncio.get_running_loop().create_future()
-            request.attend(stopped.set_result)
+            request.set_handler(stopped.set_result)
             signal.raise_signal(signal.SIGINT)
             return str(await stopped)
 
@@ -74,7 +74,7 @@ def test_a_request_from_another_thread_stops_the_run_and_a_second_one_does_so_at
                 if len(asked) == 2:
                     twice.set()
 
-            request.attend(stop)
+            request.set_handler(stop)
             thread = threading.Thread(target=lambda: (request.ask("enough"), request.ask("now")))
             thread.start()
             await twice.wait()

@@ -10,7 +10,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.summary import diagnosed
-from staleflow.pipeline.jobs.what_if import WORSE, confirmed, expect
+from staleflow.pipeline.jobs.what_if import WORSE, check_by_simulation, expect
 from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
 from staleflow.pipeline.profiling.engine_profile import profile_run
 from staleflow.pipeline.profiling.step_times import StepTimes
@@ -162,7 +162,7 @@ def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_m
     at_first = expect(run, profile, found, budget_s=60.0)
     assert at_first.ratio is not None
     assert at_first.ratio < WORSE, "the simulation contradicts what the averages say"
-    diagnosis, expected = confirmed(run, profile, found, 8, budget_s=60.0)
+    diagnosis, expected = check_by_simulation(run, profile, found, 8, budget_s=60.0)
     assert expected.ratio is not None
     assert expected.ratio >= WORSE
     line = diagnosed(diagnosis, expected)["line"]

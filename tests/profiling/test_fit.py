@@ -204,10 +204,10 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     value = json.loads(out.read_text())
     assert set(value) == {
         "source", "hardware", "coefficients", "latencies", "held_out_error", "range", "num_points", "points",
-        "drafted_points", "acceptance",
+        "drafted_points", "acceptance_rate",
     }  # fmt: skip
     assert value["drafted_points"] == []
-    assert value["acceptance"] is None
+    assert value["acceptance_rate"] is None
     assert value["range"]["running"] == [1, 8]
     config = loading.load(path, (f"profile={out}",))
     used = factories.cost_model(config)
@@ -221,8 +221,8 @@ def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) ->
     path.write_text(
         'name = "p"\n[rollout]\nmax_new_tokens = 30\n'
         '[rollout.engine]\nname = "emulated"\nmax_running = 4\nkv_tokens = 4000\ntime_scale = 1.0\n'
-        "[rollout.engine.speculation]\nlength = 3\nmost_running = 2\n"
-        "[workload]\nmedian = 400\nacceptance = 0.5\n"
+        "[rollout.engine.speculation]\nnum_speculative_tokens = 3\ndisable_above = 2\n"
+        "[workload]\nmedian = 400\nacceptance_rate = 0.5\n"
     )
     result = CliRunner().invoke(command, [str(path), "--out", str(out), "--steps", "16"], catch_exceptions=False)
     assert result.exit_code == 0
@@ -236,21 +236,20 @@ def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) ->
     )
 
 
-def test_a_profile_of_an_earlier_version_says_nothing_of_drafts(tmp_path: Path) -> None:
-    job, profile = tmp_path / "job.toml", tmp_path / "x.json"
-    job.write_text('[rollout.engine]\nname = "emulated"\n')
-    profile.write_text('{"coefficients": {"k1": 0, "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}')
-    assert factories.cost_model(loading.load(job, (f"profile={profile}",))).verify_share == 1.0
-
-
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
     job, profile = tmp_path / "job.toml", tmp_path / "x.json"
     job.write_text('[rollout.engine]\nname = "emulated"\n')
     for text, message in (
         ("{}", "not a profile"),
         ("nonsense", "not a profile"),
-        ('{"coefficients": {"k1": -1, "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}', "k1 = -1.0 is out of range"),
-        ('{"coefficients": {"k1": "a", "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0}}', "k1 must be a number"),
+        (
+            '{"coefficients": {"k1": -1, "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0, "verify_share": 1}}',
+            "k1 = -1.0 is out of range",
+        ),
+        (
+            '{"coefficients": {"k1": "a", "k2": 1, "k3": 0, "k4": 0, "b": 0, "prefill": 0, "verify_share": 1}}',
+            "k1 must be a number",
+        ),
     ):
         profile.write_text(text)
         with pytest.raises(ConfigError, match=message):

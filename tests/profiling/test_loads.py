@@ -109,7 +109,7 @@ def test_what_became_of_drafts_is_known_from_responses_where_instances_report_no
     drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
     run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance_rate=0.75")
     config = load_job(run)
-    watch = TimeTracker(factories.cost_model(config), config.members_started, first_length=4)
+    watch = TimeTracker(factories.cost_model(config), config.oversampled_group_size, first_length=4)
     for entry in journal.read(run / "events.jsonl"):
         event = entry.event
         watch.observe(
@@ -144,7 +144,7 @@ def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(
 def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=6")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
-    watch = TimeTracker(factories.cost_model(config), config.members_started)
+    watch = TimeTracker(factories.cost_model(config), config.oversampled_group_size)
     for entry in entries:
         watch.observe(entry.now, entry.event, entry.commands)
     whole = total(watch.loads)
@@ -162,8 +162,8 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
 def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
-    alone = TimeTracker(factories.cost_model(config), config.members_started)
-    twice = TimeTracker(factories.cost_model(config), config.members_started)
+    alone = TimeTracker(factories.cost_model(config), config.oversampled_group_size)
+    twice = TimeTracker(factories.cost_model(config), config.oversampled_group_size)
     for entry in entries[: len(entries) // 2]:
         twice.observe(entry.now, entry.event, entry.commands)
     before, begin_s = len(twice.loads), 1000.0

@@ -269,7 +269,7 @@ MUTATIONS = (
         name="rank_is_nobodys",
         module="restoring",
         breaks="the loss of a rank is that of the trainer",
-        old="        role = unit(lost.who)\n",
+        old="        role = role_of(lost.who)\n",
         new="        role = lost.who\n",
         check=check(on_restoring.test_the_loss_of_any_rank_while_it_trains_is_that_of_the_group, "trainer-1", "before"),
     ),

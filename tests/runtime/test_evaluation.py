@@ -17,7 +17,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Conclude
 from staleflow.pipeline.jobs import summary as report
-from staleflow.pipeline.jobs.execution import RunEnd
+from staleflow.pipeline.jobs.execution import RunResult
 from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
 from staleflow.pipeline.runtime.evaluation_results import (
     Evaluation,
@@ -70,7 +70,7 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         )  # fmt: skip
         try:
             await evaluating.begin(PolicyVersion(0))
-            members = [TrajectoryId(g.group * config.members_started) for g in requests[0].groups]
+            members = [TrajectoryId(g.group * config.oversampled_group_size) for g in requests[0].groups]
             payloads = await server.payloads(tuple((member, 1) for member in members))
             said = {member: answers[payloads[member].prompt] for member in members}
             await server.deliver([_sampled(member, ids(text)) for member, text in said.items() if text is not None])
@@ -174,7 +174,7 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
     assert summary["evaluations"][0]["sampled"] is None
     assert summary["notes"] == ["one"]
     assert (config.run_dir / "summary.png").stat().st_size > 10_000
-    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stopped=""))
+    Display(config, quiet=True).summarize(RunResult(run_dir=config.run_dir, summary=summary, stopped=""))
     shown = " ".join(capsys.readouterr().err.split())
     assert "none scored" in shown
     assert "cannot be compared" in shown

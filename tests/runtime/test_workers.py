@@ -221,7 +221,7 @@ def test_the_slot_of_an_actor_that_could_not_be_made_is_free_again() -> None:
         client.error = ValueError("no")
         with pytest.raises(ActorLost):
             await placing.place_beside(beside, "parameters-host", "parameters", object)
-        assert placing.slots == {"a": ["rollout"]}
+        assert placing.roles_by_worker == {"a": ["rollout"]}
 
     on(script, ["a"], num_heavy=1)
 

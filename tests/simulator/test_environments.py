@@ -77,7 +77,7 @@ def test_each_turn_of_every_episode_is_answered_once() -> None:
     trace = SimulatedRun(config, workload, observe=observe, validate_each=True).run()
     assert trace.ended["consumed"] == config.steps * config.trajectories_per_step
     for trajectory, count in acts.items():
-        assert count <= len(workload.turns(*divmod(trajectory, config.members_started)))
+        assert count <= len(workload.turns(*divmod(trajectory, config.oversampled_group_size)))
         assert count <= routed[trajectory]
 
 

@@ -190,7 +190,7 @@ class Run:
             whole = min(self.world.length(t.id), self.config.rollout.max_new_tokens)
             assert t.num_tokens == whole, f"trajectory {t.id} is cut off, or more than whole"
             return
-        turns = make_workload(self.config).turns(*divmod(t.id, self.config.members_started))
+        turns = make_workload(self.config).turns(*divmod(t.id, self.config.oversampled_group_size))
         given = [len(span.tokens) for span in t.spans if isinstance(span, Given)]
         assert len(t.turns) == len(turns), f"trajectory {t.id} has {len(t.turns)} of {len(turns)} turns"
         assert given == [turn.tool_tokens for turn in turns[:-1]]

@@ -50,7 +50,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
             version=PolicyVersion(max(0, version)), instance=InstanceId("rollout-0"),
             tokens=np.full(count, 5, np.int32), logprobs=np.zeros(count, np.float32),
         )  # fmt: skip
-        group = GroupId(trajectory // config.members_started)
+        group = GroupId(trajectory // config.oversampled_group_size)
         made = Trajectory(
             id=TrajectoryId(trajectory), group=group, prompt_tokens=np.full(workload.prompt_tokens(group), 3, np.int32),
             v_traj=PolicyVersion(version), finish=FinishReason.STOP, reward=rewards.get(trajectory, 0.0),

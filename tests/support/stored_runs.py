@@ -89,7 +89,7 @@ class StoredRun:
     def train(self, groups: Sequence[tuple[str, Sequence[Response]]], **metrics: float) -> None:
         """Store a step that trained on these (prompt, responses), and those that were dropped with it."""
         rows = []
-        size = self.config.members_started
+        size = self.config.oversampled_group_size
         for prompt, responses in groups:
             rewards = [r.reward for r in responses if r.fate is Fate.CONSUMED]
             mean = sum(rewards) / max(1, len(rewards))
@@ -114,7 +114,7 @@ class StoredRun:
         self._commit("end", self.step, {}, [])
 
     def _commit(self, kind: str, step: int, metrics: dict[str, float], rows: list[Ended]) -> None:
-        started = self._next * self.config.members_started
+        started = self._next * self.config.oversampled_group_size
         ledger = LedgerState(
             num_started=started, num_ended=dict(self._ended), live=(), next_step=step + 1, version=step + 1
         )
@@ -137,7 +137,7 @@ class StoredRun:
             spans += [self._segment(versions[-1], self.ids(text))] if text else []
         trajectory = Trajectory(
             id=TrajectoryId(id),
-            group=GroupId(id // self.config.members_started),
+            group=GroupId(id // self.config.oversampled_group_size),
             prompt_tokens=self.ids(prompt),
             v_traj=PolicyVersion(versions[0]),
             spans=tuple(spans),
