@@ -310,7 +310,9 @@ def main() -> None:
     parser.add_argument("--overlap", type=float, default=0.2, help="share of faults before the last one has passed")
     parser.add_argument("--mode", choices=("faults", "kill-all"), default="faults")
     parser.add_argument("--times", type=int, default=100, help="kill-all: how often")
-    parser.add_argument("--job", default="examples/demo.toml", help="kill-all: the job; `make running-sums-model` makes its model")
+    parser.add_argument(
+        "--job", default="examples/demo.toml", help="kill-all: the job; `make running-sums-model` makes its model"
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="kill-all: override of the job")
     parser.add_argument("--job-kind", choices=KINDS, nargs="+", default=[], help="by default one that the seed chooses")
     parser.add_argument("--bucket", action="store_true", help="the store is in a bucket, which fails too")

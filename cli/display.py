@@ -18,7 +18,7 @@ from rich.text import Text
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.snapshot import Snapshot
-from staleflow.pipeline.jobs.execution import RunResult
+from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.summary import step_line
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluating, not_comparable, shown
 from staleflow.pipeline.runtime.run_report import RunReport
@@ -129,7 +129,7 @@ class Display:
             instances.add_row(host.host, "", f"{host.num_acting} in environment", f"{host.places} slots")
         return Group(head, buffers, instances)
 
-    def summarize(self, end: RunResult) -> None:
+    def summarize(self, end: RunEnd) -> None:
         """Print the results of a run, and the commands that show more."""
         console, summary = self.console, end.summary
         rows: Any = summary["evaluations"]

@@ -13,7 +13,7 @@ import click
 if TYPE_CHECKING:
     from staleflow.cli.display import Display
     from staleflow.pipeline.config.schema import RunConfig
-    from staleflow.pipeline.jobs.execution import RunResult
+    from staleflow.pipeline.jobs.execution import RunEnd
 
 
 store_option = click.option(
@@ -59,7 +59,7 @@ def execute_job(config: RunConfig, *, as_json: bool, verbose: int, resume: bool)
         sys.exit(130)
 
 
-def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tuple[Display, RunResult]:
+def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tuple[Display, RunEnd]:
     """Run or resume a job with a live view; returns the view and how the job ended. Exits with 130 if it was stopped
     before it began."""
     from staleflow.cli.display import Display
@@ -70,7 +70,7 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
 
     display = Display(config, quiet=quiet, verbosity=verbose)
 
-    async def run() -> RunResult:
+    async def run() -> RunEnd:
         with StopRequest() as stop, stopped_by_signals(stop, display.announce, end_at_once):
             return await execute(config, display.progress, display.announce, resume=resume, stop=stop)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
+class RunEnd:
     """A finished or stopped run."""
 
     run_dir: Path
@@ -61,7 +61,7 @@ async def execute(
     job: str = "",
     stop: StopRequest | None = None,
     security: Any = None,
-) -> RunResult:
+) -> RunEnd:
     """Run a job on the cluster it names, or resume it from its folder. `announce` receives lines for the user, such as
     the dashboard's address. held: the caller has locked the run folder. job: id of a submitted job, whose task reports
     how it ended. stop: by which the run is stopped. security: Dask's, for the cluster that the job names."""
@@ -86,7 +86,7 @@ async def _execute(
     job: str,
     stop: StopRequest | None,
     security: Any,
-) -> RunResult:
+) -> RunEnd:
     """`execute` with the run folder locked."""
     from staleflow.pipeline.jobs.reporter import Reporter
     from staleflow.pipeline.jobs.summary import summarize, write_report
@@ -110,7 +110,7 @@ async def _execute(
         if stopped:
             ended = "stopped", stopped
             summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
-            return RunResult(run_dir=run_dir, summary=summary, stopped=stopped)
+            return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
             outcomes = await _train(
@@ -124,7 +124,7 @@ async def _execute(
         with contextlib.suppress(Exception):
             await reporter.report(cluster.client, *(("running", "") if job else ended))
         await cluster.close()
-    return RunResult(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
+    return RunEnd(run_dir=run_dir, summary=write_report(config, outcomes, run_dir), stopped=outcomes.stopped)
 
 
 async def _train(

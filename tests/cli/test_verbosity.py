@@ -21,7 +21,7 @@ from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs import execution
-from staleflow.pipeline.jobs.execution import RunResult
+from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.reporter import Reporter
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.runtime.run_report import RunReport
@@ -42,7 +42,7 @@ async def short_run(
     progress: Callable[[Snapshot, RunReport, str], None],
     announce: Callable[[str], None],
     **_: Any,
-) -> RunResult:
+) -> RunEnd:
     """A run as the command sees it, told and logged by the same means, without a cluster."""
     reporter, outcomes = Reporter("a-job", 2, Path("runs/none")), RunReport()
     snapshot = make_coordinator(config).snapshot()
@@ -62,7 +62,7 @@ async def short_run(
         logging.getLogger("staleflow.pipeline.runtime.actors").warning("rollout-0 is gone; replacing it")
         logging.getLogger("some.library").info("chatter")
     assert any("rollout-0 is gone" in line for line in reporter._lines)
-    return RunResult(run_dir=Path("runs/x"), summary=SUMMARY, stopped="")
+    return RunEnd(run_dir=Path("runs/x"), summary=SUMMARY, stopped="")
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Conclude
 from staleflow.pipeline.jobs import summary as report
-from staleflow.pipeline.jobs.execution import RunResult
+from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
 from staleflow.pipeline.runtime.evaluation_results import (
     Evaluation,
@@ -174,7 +174,7 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
     assert summary["evaluations"][0]["sampled"] is None
     assert summary["notes"] == ["one"]
     assert (config.run_dir / "summary.png").stat().st_size > 10_000
-    Display(config, quiet=True).summarize(RunResult(run_dir=config.run_dir, summary=summary, stopped=""))
+    Display(config, quiet=True).summarize(RunEnd(run_dir=config.run_dir, summary=summary, stopped=""))
     shown = " ".join(capsys.readouterr().err.split())
     assert "none scored" in shown
     assert "cannot be compared" in shown

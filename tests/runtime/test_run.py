@@ -20,7 +20,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.jobs.execution import RunResult, execute
+from staleflow.pipeline.jobs.execution import RunEnd, execute
 from staleflow.pipeline.processes.dask_workers import DaskWorkers, connect
 from staleflow.pipeline.recovery.resumption import parts
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir
@@ -37,7 +37,7 @@ from tests.support import forking
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(job: Path, *overrides: str) -> RunResult:
+def run(job: Path, *overrides: str) -> RunEnd:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(forking.ADDRESS, forking.served())
         patch.setattr(reward_process, "subprocess", forking.SUBPROCESS)
