@@ -5,8 +5,8 @@
     python -m benchmarks.endpoint load MODEL --vllm PYTHON    and the same of vLLM's own server, in turn
 
 `identity` needs a model's folder, such as `make careless-player-model` makes; without one it pretrains a small one,
-with a BPE tokenizer, on lines of this repository's pages. Ids and logprobs are compared bit for bit. Of each turn but an
-episode's first it counts, too, whether its context would have been other token ids, had the messages been rendered
+with a BPE tokenizer, on lines of this repository's pages. Ids and logprobs are compared bit for bit. Of each turn but
+an episode's first it counts, too, whether its context would have been other token ids, had the messages been rendered
 again, and whether it is other than what was sampled and given before.
 
 `load` has the same clients ask both servers for the same: chats of so many turns, with ids and logprobs. The policy
