@@ -249,7 +249,7 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
                 "task.multi_turn=yes",
                 "environment.step_timeout_s=6000",
             ],
-            r"step_s = 6000 \(at rollout.engine.time_scale = 20\) must be less than deadlines.stuck_s = 300",
+            r"step_timeout_s = 6000 \(at rollout.engine.time_scale = 20\) must be less than deadlines.stuck_s = 300",
         ),
         ("Guess", ["environment.isolation=cell"], "environment.isolation must be one of auto, process"),
     ],
