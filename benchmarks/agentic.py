@@ -114,8 +114,8 @@ def redundancy(failing: str, groups: int, members: int, steps: int) -> dict[str,
     seconds = [step.ready_s - begin for step, begin in zip(trace.steps, begins, strict=False)]
     return {
         "part": "redundancy", "failing": failing, "groups": groups, "members": members,
-        "seconds": sum(seconds) / len(seconds), "most_s": max(seconds), "acts": trace.commands["Act"],
-        "dismissed": trace.commands.get("Dismiss", 0), "ended": trace.ended,
+        "seconds": sum(seconds) / len(seconds), "most_s": max(seconds), "acts": trace.commands["StepEnvironment"],
+        "dismissed": trace.commands.get("CloseEnvironment", 0), "ended": trace.ended,
     }  # fmt: skip
 
 

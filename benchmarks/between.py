@@ -83,7 +83,7 @@ def watch_vllm(engine: Any, watch: Stopwatch) -> None:
 def measure(engine: Engine, watched: Callable[[Any, Stopwatch], None], running: int, steps: int, new: int) -> str:
     """A line of the table: microseconds a step of each part, and the steps' own seconds."""
     requests = [
-        Request(trajectory=TrajectoryId(i), epoch=time.monotonic_ns(), tokens=tokens, max_new_tokens=new)
+        Request(trajectory=TrajectoryId(i), route_number=time.monotonic_ns(), tokens=tokens, max_new_tokens=new)
         for i, tokens in enumerate(prompts(running))
     ]
     engine.submit(requests)

@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from staleflow.pipeline.config import factories, loading
-from staleflow.pipeline.coordination.commands import Command, Draw, Route
+from staleflow.pipeline.coordination.commands import Command, FetchPrompts, Route
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import (
     Event,
@@ -69,7 +69,7 @@ class Bench:
         for command in commands:
             if isinstance(command, Route):
                 self.routes[command.trajectory] = command
-            elif isinstance(command, Draw):
+            elif isinstance(command, FetchPrompts):
                 self.drawn += command.num_groups
         return commands
 
@@ -83,7 +83,7 @@ class Bench:
         for trajectory in self.rng.sample(sorted(self.routes), min(count, len(self.routes))):
             route = self.routes.pop(trajectory)
             tokens = min(3999, int(self.rng.lognormvariate(6.5, 0.8)) + 1)
-            self.tell(TrajectorySampled(trajectory=trajectory, epoch=route.epoch, tokens=tokens))
+            self.tell(TrajectorySampled(trajectory=trajectory, route_number=route.route_number, tokens=tokens))
             self.tell(TrajectoryScored(trajectory=trajectory, reward=1.0))
             if self.coordinator.training:
                 self.now += 20.0

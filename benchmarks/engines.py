@@ -126,7 +126,8 @@ def actor(engine: str, model: str, count: int, running: int) -> float:
 
     async def sample(instance: Any, server: Any, first: int, wanted: int) -> float:
         items = tuple(
-            RouteItem(trajectory=TrajectoryId(first + i), epoch=1, version=PolicyVersion(0)) for i in range(wanted)
+            RouteItem(trajectory=TrajectoryId(first + i), route_number=1, version=PolicyVersion(0))
+            for i in range(wanted)
         )
         begin = time.perf_counter()
         await instance.route(server, items)
@@ -283,7 +284,7 @@ def updates_one(model: str, count: int, running: int, on_pull: str) -> None:
 def sample_while(engine: Engine, running: int, meanwhile: Callable[[int], None]) -> float:
     """Seconds that `running` responses take while `meanwhile` is called UPDATES times."""
     requests = [
-        Request(trajectory=TrajectoryId(i), epoch=time.monotonic_ns(), tokens=p, max_new_tokens=NEW)
+        Request(trajectory=TrajectoryId(i), route_number=time.monotonic_ns(), tokens=p, max_new_tokens=NEW)
         for i, p in enumerate(prompts(running))
     ]
     begin = time.perf_counter()
@@ -311,7 +312,10 @@ def logprobs(model: str, count: int, running: int) -> None:
         engine = build_engine(settings("vllm", model, running, dtype), InstanceId("i"), 1)
         asked = questions(model, -(-count // NEW))
         engine.submit(
-            [Request(trajectory=TrajectoryId(i), epoch=1, tokens=p, max_new_tokens=NEW) for i, p in enumerate(asked)]
+            [
+                Request(trajectory=TrajectoryId(i), route_number=1, tokens=p, max_new_tokens=NEW)
+                for i, p in enumerate(asked)
+            ]
         )
         differences: list[np.ndarray[Any, Any]] = []
         while len(differences) < len(asked):

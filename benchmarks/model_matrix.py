@@ -175,7 +175,9 @@ class Trial:
         requests = {}
         for number, length in enumerate((3, 40, 11, 25, 5, 33)):
             prompt = tuple(map(int, rng.integers(2, VOCABULARY, length)))
-            requests[number] = Request(trajectory=TrajectoryId(number), epoch=1, tokens=prompt, max_new_tokens=48)
+            requests[number] = Request(
+                trajectory=TrajectoryId(number), route_number=1, tokens=prompt, max_new_tokens=48
+            )
         self.engine.submit(list(requests.values()))
         worst, ended, until = 0.0, 0, time.monotonic() + TRIAL_S / 4
         while ended < len(requests) and time.monotonic() < until:

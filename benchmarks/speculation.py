@@ -24,7 +24,7 @@ from typing import Any
 
 from staleflow.pipeline.config.schema import CostConfig
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
-from staleflow.pipeline.coordination.events import StepsTaken
+from staleflow.pipeline.coordination.events import DecodeStats
 from staleflow.pipeline.coordination.fleet import MutableFleet
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
@@ -104,7 +104,9 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
     )  # fmt: skip
     engine = build_engine(settings, InstanceId(kind), 1)
     number = 1
-    engine.submit([Request(trajectory=TrajectoryId(0), epoch=1, tokens=prompts[0][:1], max_new_tokens=args.tokens)])
+    engine.submit(
+        [Request(trajectory=TrajectoryId(0), route_number=1, tokens=prompts[0][:1], max_new_tokens=args.tokens)]
+    )
     while not any(isinstance(event, SampledTokens) for event in engine.events(1.0)):
         pass  # what is compiled and loaded at the first use is not measured
     decides = Decides(engine, length) if not most_running else None
@@ -115,7 +117,10 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
         for prompt in prompts:
             ids = range(number, number := number + running)
             engine.submit(
-                [Request(trajectory=TrajectoryId(i), epoch=1, tokens=prompt, max_new_tokens=args.tokens) for i in ids]
+                [
+                    Request(trajectory=TrajectoryId(i), route_number=1, tokens=prompt, max_new_tokens=args.tokens)
+                    for i in ids
+                ]
             )
             left = running
             while left:
@@ -176,7 +181,7 @@ class Decides:
         load, before = self._engine.load_statistics(), self._load
         if time.monotonic() - self._reported_s >= REPORT_S:
             self._reported_s, self._load = time.monotonic(), load
-            taken = StepsTaken(
+            taken = DecodeStats(
                 running=load.running - load.waiting,
                 kv_tokens=load.kv_tokens,
                 seconds=load.busy_s - before.busy_s,

@@ -135,7 +135,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
 def convert(run: str, out: str, as_json: bool) -> None:
     """Write a copy of a run that the version before this one wrote, as this version reads it. The run is not changed.
 
-    The copy has the run's store with all its branches, its job files, journal, spool and resume points: it can be
+    The copy has the run's store with all its branches, its job files, journals, spool and resume points: it can be
     audited, replayed, trained on and resumed as the run could.
     """
     from staleflow.pipeline.stored_runs.conversion import convert_run
@@ -146,5 +146,7 @@ def convert(run: str, out: str, as_json: bool) -> None:
     else:
         store = done.store
         size = f"{store.rows} trajectories, {store.branches} branches, {store.snapshots} snapshots" if store else ""
-        click.echo(f"{done.out}: {size or 'its store is as it was'}; {done.jobs} job files")
+        click.echo(
+            f"{done.out}: {size or 'its store is as it was'}; {done.jobs} job files, {done.entries} journal entries"
+        )
         click.echo(f"see: staleflow store audit {done.out}")

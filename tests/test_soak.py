@@ -64,7 +64,7 @@ def report(*progress: tuple[int, int]) -> InstanceReported:
 
 
 def end(trajectory: int, tokens: int) -> TrajectorySampled:
-    return TrajectorySampled(trajectory=TrajectoryId(trajectory), epoch=0, tokens=tokens)
+    return TrajectorySampled(trajectory=TrajectoryId(trajectory), route_number=0, tokens=tokens)
 
 
 def test_every_prompt_is_counted_against_the_source(tmp_path: Path) -> None:
@@ -95,9 +95,11 @@ class Recorded:
     entries: list[tuple[object, tuple[object, ...]]] = field(default_factory=list)
     rows: list[Ended] = field(default_factory=list)
 
-    def sampled(self, trajectory: int, first: int, last: int, instance: str = "rollout-0", epoch: int = 0) -> None:
+    def sampled(
+        self, trajectory: int, first: int, last: int, instance: str = "rollout-0", route_number: int = 0
+    ) -> None:
         self.lines.append(
-            {"instance": instance, "trajectory": trajectory, "epoch": epoch, "first": first, "last": last}
+            {"instance": instance, "trajectory": trajectory, "route_number": route_number, "first": first, "last": last}
         )
 
     def stored(self, trajectory: int) -> int:
@@ -128,10 +130,10 @@ def recorded(tmp_path: Path) -> Recorded:
     return Recorded(tmp_path)
 
 
-def route(trajectory: int, instance: str = "rollout-0", epoch: int = 0) -> Route:
+def route(trajectory: int, instance: str = "rollout-0", route_number: int = 0) -> Route:
     return Route(
         trajectory=TrajectoryId(trajectory),
-        epoch=epoch,
+        route_number=route_number,
         instance=InstanceId(instance),
         version=PolicyVersion(0),
         cause="",

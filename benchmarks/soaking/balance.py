@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.soaking.recording import Loading, Sampling, read
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.commands import Abort, Command, Retire, Route, Train
+from staleflow.pipeline.coordination.commands import Abort, Command, Discard, Route, Train
 from staleflow.pipeline.coordination.events import (
     EnvironmentFailed,
     Event,
@@ -92,7 +92,7 @@ class Reasons:
             case Train(step=step, trajectories=trajectories):
                 self._trained |= {int(t): step for t in trajectories}
                 self._in_flight -= {int(t) for t in trajectories}
-            case Retire(endings=endings):
+            case Discard(endings=endings):
                 self._in_flight -= {int(ending.trajectory) for ending in endings}
             case _:
                 pass
@@ -133,7 +133,7 @@ def balance(run_dir: Path, records: Path) -> Balance:
     for record in read(records):
         match record:
             case Sampling(trajectory=t) if t >= 0:
-                key = record.instance, record.epoch, record.first
+                key = record.instance, record.route_number, record.first
                 streams[t][key] = max(record.last, streams[t].get(key, record.first))
             case Loading(version=version, loaded_version=loaded_version) if version == loaded_version:
                 loaded.add((record.instance, version))

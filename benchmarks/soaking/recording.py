@@ -27,7 +27,7 @@ class Sampling:
 
     instance: str
     trajectory: int
-    epoch: int
+    route_number: int
     first: int
     last: int
 
@@ -55,7 +55,13 @@ def dask_setup(worker: Any) -> None:
     def recorded_sampled(self: Any, *args: Any) -> Any:
         result = sampled(self, *args)
         last = result.first + sum(len(segment.tokens) for segment in result.segments)
-        write(instance=self._instance, trajectory=result.trajectory, epoch=result.epoch, first=result.first, last=last)
+        write(
+            instance=self._instance,
+            trajectory=result.trajectory,
+            route_number=result.route_number,
+            first=result.first,
+            last=last,
+        )
         return result
 
     def recorded_load(self: Any, version: Any, weights: Path) -> Any:

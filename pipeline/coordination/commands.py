@@ -9,7 +9,7 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
+class FetchPrompts:
     """Take the next prompts from the task source."""
 
     num_groups: int
@@ -22,7 +22,7 @@ class Route:
     serves several, under the oldest of these."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     """Times this trajectory was routed: an answer to an earlier routing is ignored."""
     instance: InstanceId
     version: PolicyVersion
@@ -34,7 +34,7 @@ class Interrupt:
     """Stop sampling and keep the tokens."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     instance: InstanceId
     cause: str
 
@@ -44,13 +44,13 @@ class Abort:
     """Stop sampling; the trajectory has ended."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     instance: InstanceId
     cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
+class ReleaseCache:
     """Free what an instance keeps of a trajectory's earlier turns: nothing goes on from them."""
 
     trajectory: TrajectoryId
@@ -69,7 +69,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speculate:
+class SetDraftLength:
     """Draft up to so many tokens for each decode step of a request; 0: none."""
 
     instance: InstanceId
@@ -86,18 +86,18 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Act:
+class StepEnvironment:
     """Have the environment of a trajectory take the step that its latest turn asks for. cut: the turn was stopped, and
     the episode is to end with it."""
 
     trajectory: TrajectoryId
-    epoch: int
-    cut: bool = False
+    route_number: int
+    truncated: bool = False
     cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dismiss:
+class CloseEnvironment:
     """Close the environment of a trajectory that has ended before its episode did; a step under way is cancelled."""
 
     trajectory: TrajectoryId
@@ -116,7 +116,7 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retire:
+class Discard:
     """Record that these trajectories ended without being trained on, and how."""
 
     endings: tuple[Ending, ...]
@@ -126,18 +126,30 @@ class Retire:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conclude:
+class FinishEvaluation:
     """Sum up evaluation `evaluation`, all of whose responses were sampled under `version` alone. unanswered: those that
     no engine or environment could finish. abandoned: it ended before it was complete, as no instance serves that
     version any more; what it has is no result."""
 
     evaluation: int
     version: PolicyVersion
-    unanswered: tuple[TrajectoryId, ...] = ()
+    failed: tuple[TrajectoryId, ...] = ()
     abandoned: bool = False
     cause: str
 
 
 Command = (
-    Draw | Route | Interrupt | Abort | Forget | Pull | Speculate | Score | Act | Dismiss | Train | Retire | Conclude
+    FetchPrompts
+    | Route
+    | Interrupt
+    | Abort
+    | ReleaseCache
+    | Pull
+    | SetDraftLength
+    | Score
+    | StepEnvironment
+    | CloseEnvironment
+    | Train
+    | Discard
+    | FinishEvaluation
 )

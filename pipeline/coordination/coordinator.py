@@ -7,7 +7,7 @@ checks what they propose against the protocol, and counts every refusal with its
 
 Commands are taken to have landed the moment they are given. A report that was sent before a command landed can
 therefore contradict the state; membership (what runs where) is changed by commands and by answers to them, never by
-reports, and answers carry the epoch of the routing they belong to, so late ones are recognised and ignored.
+reports, and answers carry the route number of the routing they belong to, so late ones are recognised and ignored.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import assert_never
 
 from staleflow.pipeline.coordination.commands import (
     Abort,
-    Act,
+    CloseEnvironment,
     Command,
-    Conclude,
-    Dismiss,
-    Draw,
-    Forget,
+    Discard,
+    FetchPrompts,
+    FinishEvaluation,
     Interrupt,
     Pull,
-    Retire,
+    ReleaseCache,
     Route,
     Score,
-    Speculate,
+    SetDraftLength,
+    StepEnvironment,
     Train,
 )
 from staleflow.pipeline.coordination.decision_log import DecisionLog, tokens_sampled
@@ -36,8 +36,8 @@ from staleflow.pipeline.coordination.discarded import DiscardedTrajectory
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.evaluation_pinning import EvaluationPinning
 from staleflow.pipeline.coordination.events import (
-    EnvironmentAnswered,
     EnvironmentFailed,
+    EnvironmentStepped,
     EvaluationRequested,
     Event,
     GroupsArrived,
@@ -88,11 +88,11 @@ class Coordinator(CoordinatorInspection):
         self._validate_each = validate_each
         self._stopped = False
         self._num_events = 0
-        self._placement = RoutePlanner(
+        self._planner = RoutePlanner(
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
         )
-        self._hosts = EvaluationPinning(self._state, self._placement, strategies.evaluation_share)
-        self._pulls = Pulls(self._state, strategies.synchronization, self._placement)
+        self._pinning = EvaluationPinning(self._state, self._planner, strategies.evaluation_share)
+        self._pulls = Pulls(self._state, strategies.synchronization, self._planner)
         self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs)
         self._commands: list[Command] = []
 
@@ -111,7 +111,7 @@ class Coordinator(CoordinatorInspection):
                     self._on_sampled(event)
                 case TrajectoryScored():
                     self._on_scored(event)
-                case EnvironmentAnswered():
+                case EnvironmentStepped():
                     self._on_answered(event)
                 case TrajectoryInterrupted():
                     self._on_interrupted(event)
@@ -159,7 +159,7 @@ class Coordinator(CoordinatorInspection):
         self._state.resume(event.step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
         for group in event.groups:
             complete = self._state.restore_group(
-                group, Phase.ACTING if self._strategies.environments else Phase.SCORING
+                group, Phase.IN_ENVIRONMENT if self._strategies.environments else Phase.SCORING
             )
             for member in group.members:
                 self._history.note(member.trajectory, f"taken up with {member.tokens} tokens")
@@ -170,7 +170,7 @@ class Coordinator(CoordinatorInspection):
                 if member.sampled and not member.scored:
                     live = self._state.live[member.trajectory]
                     if self._strategies.environments:
-                        self._act(live, "answered again")
+                        self._step_environment(live, "answered again")
                     else:
                         self._score(live, "scored again")
 
@@ -191,24 +191,29 @@ class Coordinator(CoordinatorInspection):
         for live in self._state.empty(instance):
             self._history.note(live.id, f"{event.instance} leaves")
             self._commands.append(
-                Interrupt(trajectory=live.id, epoch=live.epoch, instance=event.instance, cause=self._history.cause)
+                Interrupt(
+                    trajectory=live.id,
+                    route_number=live.route_number,
+                    instance=event.instance,
+                    cause=self._history.cause,
+                )
             )
 
     def _on_instance_reported(self, event: InstanceReported) -> None:
         instance = self._state.fleet.get(event.instance)
         if instance is None:
             return
-        self._state.hear_progress(instance, event.progress, event.safe)
+        self._state.hear_progress(instance, event.progress, event.delivered)
         if event.steps is not None:
             self._drafts.hear(event.instance, instance.draft_length, event.steps)
 
     def _on_sampled(self, event: TrajectorySampled) -> None:
-        live = self._state.running(event.trajectory, event.epoch)
+        live = self._state.running(event.trajectory, event.route_number)
         if live is None:
             return
         if self._strategies.environments:
             self._state.finish_turn(live, event.tokens)
-            self._act(live, f"turn {live.turns + 1} sampled, {tokens_sampled(event)}")
+            self._step_environment(live, f"turn {live.turns + 1} sampled, {tokens_sampled(event)}")
             return
         self._state.finish_sampling(live, event.tokens)
         if not live.evaluated:  # by other rules: greedily, say
@@ -216,12 +221,12 @@ class Coordinator(CoordinatorInspection):
         self._score(live, f"sampled, {tokens_sampled(event)}")
 
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
-        live = self._state.running(event.trajectory, event.epoch)
+        live = self._state.running(event.trajectory, event.route_number)
         if live is None:
             return
         if live.cut and event.tokens > 0 and self._strategies.environments:
             self._state.finish_turn(live, event.tokens, cut_off=True)
-            self._act(live, f"cut off at {tokens_sampled(event)}", cut=True)
+            self._step_environment(live, f"cut off at {tokens_sampled(event)}", truncated=True)
         elif live.cut and event.tokens > 0:
             self._state.finish_sampling(live, event.tokens, cut_off=True)
             self._score(live, f"cut off at {tokens_sampled(event)}")
@@ -230,20 +235,20 @@ class Coordinator(CoordinatorInspection):
             self._history.note(live.id, f"interrupted at {tokens_sampled(event)}")
 
     def _on_failed(self, event: TrajectoryFailed) -> None:
-        live = self._state.running(event.trajectory, event.epoch)
+        live = self._state.running(event.trajectory, event.route_number)
         if live is not None:
             self._retry(live, Transition.FAILED, f"failed: {event.error}")
 
-    def _on_answered(self, event: EnvironmentAnswered) -> None:
-        live = self._state.acting(event.trajectory, event.epoch)
+    def _on_answered(self, event: EnvironmentStepped) -> None:
+        live = self._state.acting(event.trajectory, event.route_number)
         if live is not None:
             self._history.note(live.id, f"answered, {event.tokens - live.tokens} tokens given")
             self._state.answer(live, event.tokens)
 
     def _on_environment_failed(self, event: EnvironmentFailed) -> None:
-        live = self._state.acting(event.trajectory, event.epoch)
+        live = self._state.acting(event.trajectory, event.route_number)
         if live is not None:
-            self._forget(live.id, self._state.pop_cached_instance(live))
+            self._release_cache(live.id, self._state.pop_cached_instance(live))
             attempts = self._state.restart(live)
             self._history.note(live.id, f"environment failed: {event.error}")
             if attempts > self._strategies.max_attempts:
@@ -251,18 +256,18 @@ class Coordinator(CoordinatorInspection):
 
     def _on_scored(self, event: TrajectoryScored) -> None:
         live = self._state.live.get(event.trajectory)
-        if live is None or live.phase not in {Phase.SCORING, Phase.ACTING}:
+        if live is None or live.phase not in {Phase.SCORING, Phase.IN_ENVIRONMENT}:
             return
-        if live.phase is Phase.ACTING:
+        if live.phase is Phase.IN_ENVIRONMENT:
             if not live.evaluated:  # of the others, sampling has told
                 if not live.cut_off:
                     self.forecast.finished(live.group, live.tokens, live.forecast)
                 self.forecast.episodes.ended(live.tokens, live.given_tokens)
-            self._forget(live.id, self._state.pop_cached_instance(live))
+            self._release_cache(live.id, self._state.pop_cached_instance(live))
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
         if live.evaluated and self._state.end_evaluated(live):
-            self._conclude()
+            self._finish_evaluation()
         if complete:
             self._judge(live.group)
 
@@ -272,9 +277,9 @@ class Coordinator(CoordinatorInspection):
         rewards = [r for m in members if (r := self._state.live[m].reward) is not None]
         verdict = self._strategies.filtering.verdict(rewards)
         if verdict is not None:
-            self._retire(self._state.filter(group, verdict))
+            self._discard(self._state.filter(group, verdict))
         else:
-            self._retire(self._state.occupy(group))
+            self._discard(self._state.occupy(group))
 
     def _on_pull_finished(self, event: PullFinished) -> None:
         instance = self._state.fleet.get(event.instance)
@@ -289,7 +294,7 @@ class Coordinator(CoordinatorInspection):
         self._stopped = True
         if self._state.evaluation is not None:
             self._stop(self._state.close_evaluation()[1])
-        self._retire(self._state.abort_all(AbortReason.RUN_ENDED))
+        self._discard(self._state.abort_all(AbortReason.RUN_ENDED))
 
     def _on_tick(self) -> None:
         self._state.pass_time()
@@ -310,11 +315,11 @@ class Coordinator(CoordinatorInspection):
         if loads := self._state.take_load_changes():
             self._synchronize(loads)
         if self._state.take_room_change():
-            self._draw()
+            self._fetch_prompts()
         if self._state.take_routing_change():
-            self._host_evaluation()
+            self._pin_instances()
             self._route()
-        self._speculate()
+        self._set_draft_lengths()
 
     def _train(self) -> None:
         if self._state.training or not self.ledger.ready():
@@ -326,7 +331,7 @@ class Coordinator(CoordinatorInspection):
             self.forecast.forget(group)
         cause = self._history.cause
         self._commands.append(Train(step=batch.step, trajectories=batch.members, versions=batch.versions, cause=cause))
-        self._retire(batch.surplus)
+        self._discard(batch.surplus)
 
     def _synchronize(self, loads: Iterable[Instance]) -> None:
         for instance in self._pulls.due(loads):
@@ -336,21 +341,21 @@ class Coordinator(CoordinatorInspection):
         self._state.start_pull(instance)
         self._commands.append(Pull(instance=instance.instance, version=instance.version, cause=self._history.cause))
 
-    def _host_evaluation(self) -> None:
+    def _pin_instances(self) -> None:
         """Have as many instances as an evaluation may have sample for it; give it up if none can."""
-        for instance in self._hosts.due():
-            if self._hosts.must_pull(instance):
+        for instance in self._pinning.due():
+            if self._pinning.must_pull(instance):
                 self._pull(instance)
             self._state.stay(instance)
-        if self._hosts.cannot_finish:
-            self._conclude(abandoned=True)
+        if self._pinning.cannot_finish:
+            self._finish_evaluation(abandoned=True)
 
-    def _draw(self) -> None:
+    def _fetch_prompts(self) -> None:
         room = self._strategies.admission.room(self.ledger)
         wanted = room - len(self._state.unreserved_groups) - self._state.groups_requested
         if wanted > 0 and len(self._state.fleet):
             self._state.draw(wanted)
-            self._commands.append(Draw(num_groups=wanted, cause=self._history.cause))
+            self._commands.append(FetchPrompts(num_groups=wanted, cause=self._history.cause))
 
     def _route(self) -> None:
         """Serve the queue level by level, oldest promises first. A level stops at its first trajectory that finds no
@@ -360,22 +365,22 @@ class Coordinator(CoordinatorInspection):
         blocked: set[int] = set()
         # Sending the first member of a fresh group opens a level for its siblings: always continue with the lowest.
         while True:
-            level = next((one for one in queue.levels() if one not in blocked), None)
+            level = next((level for level in queue.levels() if level not in blocked), None)
             if level is None:
                 return
             live = queue.head(level)
-            place = self._hosts.place(live) if live.evaluated else self._placement.place(live)
+            place = self._pinning.place(live) if live.evaluated else self._planner.place(live)
             if isinstance(place, str):
                 self._history.refused(live.id, place, again=not self._state.refuse(live, place))
                 blocked.add(level)
             else:
                 self._send(live, place)
 
-    def _speculate(self) -> None:
+    def _set_draft_lengths(self) -> None:
         for row, length in self._drafts.due(self._state.fleet):
             instance = self._state.fleet[row]
             self._state.set_draft_length(instance, length)
-            self._commands.append(Speculate(instance=instance.instance, length=length, cause=self._history.cause))
+            self._commands.append(SetDraftLength(instance=instance.instance, length=length, cause=self._history.cause))
 
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
         fresh = live.v_traj < 0 and not live.evaluated
@@ -387,21 +392,28 @@ class Coordinator(CoordinatorInspection):
         self._commands.append(
             Route(
                 trajectory=live.id,
-                epoch=live.epoch,
+                route_number=live.route_number,
                 instance=instance.instance,
                 version=live.v_traj,
                 cause=self._history.cause,
             )
         )
 
-    def _score(self, live: LiveTrajectory, what: str) -> None:
-        self._history.note(live.id, what)
+    def _score(self, live: LiveTrajectory, note: str) -> None:
+        self._history.note(live.id, note)
         self._commands.append(Score(trajectory=live.id, cause=self._history.cause))
 
-    def _act(self, live: LiveTrajectory, what: str, *, cut: bool = False) -> None:
-        self._history.note(live.id, what)
-        self._state.begin_act(live)
-        self._commands.append(Act(trajectory=live.id, epoch=live.epoch, cut=cut, cause=self._history.cause))
+    def _step_environment(self, live: LiveTrajectory, note: str, *, truncated: bool = False) -> None:
+        self._history.note(live.id, note)
+        self._state.step_environment(live)
+        self._commands.append(
+            StepEnvironment(
+                trajectory=live.id,
+                route_number=live.route_number,
+                truncated=truncated,
+                cause=self._history.cause,
+            )
+        )
 
     def _move(self, move: Move) -> None:
         """Take a trajectory off its instance, to continue elsewhere or to be scored as it is."""
@@ -409,7 +421,12 @@ class Coordinator(CoordinatorInspection):
         self._state.start_move(live, move.target)
         self._history.note(live.id, move.why)
         self._commands.append(
-            Interrupt(trajectory=live.id, epoch=live.epoch, instance=move.source.instance, cause=self._history.cause)
+            Interrupt(
+                trajectory=live.id,
+                route_number=live.route_number,
+                instance=move.source.instance,
+                cause=self._history.cause,
+            )
         )
 
     def _lose_instance(self, name: InstanceId, why: str) -> None:
@@ -423,58 +440,63 @@ class Coordinator(CoordinatorInspection):
             self._state.lose(instance)
             self._drafts.lost(name)
 
-    def _retry(self, live: LiveTrajectory, transition: Transition, what: str) -> None:
+    def _retry(self, live: LiveTrajectory, transition: Transition, note: str) -> None:
         """Queue a trajectory once more, or give it up after too many attempts."""
         attempts = self._state.fail(live, transition)
-        self._history.note(live.id, what)
+        self._history.note(live.id, note)
         if attempts > self._strategies.max_attempts:
             self._give_up(live, AbortReason.ENGINE_FAILED)
 
     def _give_up(self, live: LiveTrajectory, reason: AbortReason) -> None:
         """End a queued trajectory, and its group if too few are left."""
         if not live.evaluated:
-            self._retire(self._state.abort(live.group, reason, live.id))
+            self._discard(self._state.abort(live.group, reason, live.id))
             return
         self._history.note(live.id, f"given up: {reason.value}")
         if self._state.end_evaluated(live):
-            self._conclude()
+            self._finish_evaluation()
 
-    def _conclude(self, *, abandoned: bool = False) -> None:
+    def _finish_evaluation(self, *, abandoned: bool = False) -> None:
         """End the evaluation under way, and have it summed up."""
-        found, left = self._state.close_evaluation()
+        evaluation, left = self._state.close_evaluation()
         self._stop(left)
         self._commands.append(
-            Conclude(
-                evaluation=found.number,
-                version=found.evaluated,
-                unanswered=tuple(found.unanswered),
+            FinishEvaluation(
+                evaluation=evaluation.number,
+                version=evaluation.evaluated,
+                failed=tuple(evaluation.failed),
                 abandoned=abandoned,
                 cause=self._history.cause,
             )
         )
 
-    def _retire(self, ended: tuple[DiscardedTrajectory, ...]) -> None:
+    def _discard(self, ended: tuple[DiscardedTrajectory, ...]) -> None:
         """Stop those that still run, and tell the store how all of them ended."""
         self._stop(ended)
         if ended:
-            endings, versions = tuple(one.ending for one in ended), tuple(one.v_traj for one in ended)
-            self._commands.append(Retire(endings=endings, versions=versions, cause=self._history.cause))
+            endings, versions = tuple(t.ending for t in ended), tuple(t.v_traj for t in ended)
+            self._commands.append(Discard(endings=endings, versions=versions, cause=self._history.cause))
 
     def _stop(self, ended: tuple[DiscardedTrajectory, ...]) -> None:
         """Stop what still runs or acts of trajectories that have ended."""
         cause = self._history.cause
-        for one in ended:
-            ending = one.ending
-            if one.running_on is not None:
+        for trajectory in ended:
+            ending = trajectory.ending
+            if trajectory.running_on is not None:
                 self._commands.append(
-                    Abort(trajectory=ending.trajectory, epoch=one.epoch, instance=one.running_on, cause=cause)
+                    Abort(
+                        trajectory=ending.trajectory,
+                        route_number=trajectory.route_number,
+                        instance=trajectory.running_on,
+                        cause=cause,
+                    )
                 )
-            self._forget(ending.trajectory, one.cached_on)
-            if one.acts:
-                self._commands.append(Dismiss(trajectory=ending.trajectory, cause=cause))
+            self._release_cache(ending.trajectory, trajectory.cached_on)
+            if trajectory.acts:
+                self._commands.append(CloseEnvironment(trajectory=ending.trajectory, cause=cause))
             self.forecast.forget(ending.group)
             self._history.note(ending.trajectory, f"{ending.fate.value}: {ending.reason.value}")
 
-    def _forget(self, trajectory: TrajectoryId, cached_on: InstanceId | None) -> None:
+    def _release_cache(self, trajectory: TrajectoryId, cached_on: InstanceId | None) -> None:
         if cached_on is not None:
-            self._commands.append(Forget(trajectory=trajectory, instance=cached_on, cause=self._history.cause))
+            self._commands.append(ReleaseCache(trajectory=trajectory, instance=cached_on, cause=self._history.cause))

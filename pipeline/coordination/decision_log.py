@@ -29,10 +29,10 @@ class DecisionLog:
         """Keep notes of this trajectory only, however long the run."""
         self._followed = trajectory
 
-    def note(self, trajectory: TrajectoryId, what: str) -> None:
+    def note(self, trajectory: TrajectoryId, note: str) -> None:
         """Add a line to a trajectory's story."""
         if self._followed is None or trajectory == self._followed:
-            self._log.append((trajectory, self.now, self.cause, what))
+            self._log.append((trajectory, self.now, self.cause, note))
 
     def refused(self, trajectory: TrajectoryId, why: str, *, again: bool) -> None:
         """Count a refusal. Only the first of several for one reason gets a line in the story."""
@@ -43,16 +43,16 @@ class DecisionLog:
     def latest(self, count: int) -> list[tuple[float, int, str, str]]:
         """The latest decisions, newest first: (seconds, trajectory, what, cause). What only happened is left out."""
         decided = (entry for entry in reversed(self._log) if not entry[3].startswith(HAPPENED))
-        return [(now, int(who), what, cause) for who, now, cause, what in itertools.islice(decided, count)]
+        return [(now, int(who), note, cause) for who, now, cause, note in itertools.islice(decided, count)]
 
     def story(self, trajectory: TrajectoryId) -> list[str]:
         """What happened to a trajectory, in order: one line "time  what  (cause)" each."""
-        return [f"{now:9.3f} s  {what}  ({cause})" for who, now, cause, what in self._log if who == trajectory]
+        return [f"{now:9.3f} s  {note}  ({cause})" for who, now, cause, note in self._log if who == trajectory]
 
 
 def tokens_sampled(event: TrajectorySampled | TrajectoryInterrupted) -> str:
     """The tokens of a trajectory, and what became of those that were drafted since it was routed, if any were."""
-    told = f"{event.tokens} tokens"
+    text = f"{event.tokens} tokens"
     if event.drafted_tokens:
-        told += f", {event.accepted_tokens} of {event.drafted_tokens} drafted tokens accepted"
-    return told
+        text += f", {event.accepted_tokens} of {event.drafted_tokens} drafted tokens accepted"
+    return text

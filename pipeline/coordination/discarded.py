@@ -15,14 +15,14 @@ class DiscardedTrajectory:
 
     ending: Ending
     v_traj: PolicyVersion
-    epoch: int
+    route_number: int
     running_on: InstanceId | None
     cached_on: InstanceId | None
     acts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Consumed:
+class TrainBatch:
     """A batch that a training step has just taken. versions: v_traj, one per member. surplus: what ended by that."""
 
     step: int

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staleflow.pipeline.coordination.events import StepsTaken
+from staleflow.pipeline.coordination.events import DecodeStats
 from staleflow.pipeline.coordination.fleet import Fleet
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.emulation.cost_model import CostModel, DraftingCosts, Numbers, probability_at
@@ -58,7 +58,7 @@ class DecayingDraftStats:
     drafted: float = 0.0
     accepted: float = 0.0
 
-    def add(self, gained: float, steps: StepsTaken, length: int) -> None:
+    def add(self, gained: float, steps: DecodeStats, length: int) -> None:
         """Count what an instance has drafted in so many steps of requests, at most `length` tokens each time."""
         if self.steps >= REMEMBERED:
             self.fade(0.5)
@@ -159,11 +159,11 @@ class StepSeconds:
 
     def observe(self, tokens: float, kv_tokens: float, step_s: float, *, drafted: bool) -> None:
         """A step that computed so many tokens took so long. drafted: some of them were drafts."""
-        size, held = np.asarray(tokens), np.asarray(float(kv_tokens))
+        size, kv = np.asarray(tokens), np.asarray(float(kv_tokens))
         if drafted:
-            self._of_drafts.add(tokens, step_s / float(self.plain(size, held)))
+            self._of_drafts.add(tokens, step_s / float(self.plain(size, kv)))
         else:
-            self._factors.add(tokens, step_s / float(self._cost.steps_s(size, held)))
+            self._factors.add(tokens, step_s / float(self._cost.steps_s(size, kv)))
 
     def fade(self) -> None:
         """Let what was seen of steps with drafts, and is not seen any more, count less. Those without are seen all the
@@ -198,7 +198,7 @@ class DraftLengths:
         self.rates = DraftRates()
         """As last learned."""
 
-    def hear(self, instance: InstanceId, length: int, steps: StepsTaken) -> None:
+    def hear(self, instance: InstanceId, length: int, steps: DecodeStats) -> None:
         """Learn from what an instance that drafts up to `length` tokens has decoded since its report before. Only if it
         ran as many requests then, and drafted as many tokens: else what a step took is not known."""
         running, gained = steps.running, steps.tokens - steps.accepted_tokens
@@ -226,20 +226,20 @@ class DraftLengths:
         """Weigh lengths anew by what has been learned."""
         if not self._most:
             return
-        most_running = max((one.max_running for one in fleet), default=0)
+        most_running = max((instance.max_running for instance in fleet), default=0)
         total = float(fleet.running.sum())
         each_kv = float(fleet.kv_tokens.sum()) / total if total else 0.0
         running = np.arange(1.0, most_running + 1)
         lengths = np.arange(self._most + 1, dtype=np.float64)
-        self.rates = found = rates(self._seen, self._most)
-        drafted = found.drafted(lengths)
+        self.rates = learned = rates(self._seen, self._most)
+        drafted = learned.drafted(lengths)
         tokens = running[:, None] * (1.0 + self._cost.verify_share * drafted)
         kv_tokens = np.broadcast_to((running * each_kv)[:, None], tokens.shape)
-        self._seconds = self._seconds_of.drafted(tokens, kv_tokens) / found.gained(lengths)
+        self._seconds = self._seconds_of.drafted(tokens, kv_tokens) / learned.gained(lengths)
         self._seconds[:, 0] = self._seconds_of.plain(running, kv_tokens[:, 0])
         self._best = self._seconds.argmin(axis=1)
         lengths_of = np.concatenate([[0], self._best])
-        self.costs.tell(drafted[lengths_of], found.gained(lengths)[lengths_of])
+        self.costs.tell(drafted[lengths_of], learned.gained(lengths)[lengths_of])
 
     def due(self, fleet: Fleet) -> list[tuple[int, int]]:
         """(row, length) of the instances that should draft more tokens than they do, or fewer."""

@@ -23,46 +23,52 @@ class EvaluationPinning:
     def due(self) -> list[Instance]:
         """Instances that should stay, or pull and stay, at the evaluated version from now on, besides those that do.
         Those that need not pull come first, then those with the least to interrupt."""
-        found, fleet = self._state.evaluation, self._state.fleet
-        if found is None or not self._state.queue.count(EVALUATION):
+        evaluation, fleet = self._state.evaluation, self._state.fleet
+        if evaluation is None or not self._state.queue.count(EVALUATION):
             return []
         published = self._state.ledger.version
-        version = found.evaluated if found.evaluated >= 0 else published
+        version = evaluation.evaluated if evaluation.evaluated >= 0 else published
         places = self._places
-        wanted = places.hosts if self._trained else min(places.hosts, -(-found.to_sample // places.of_each))
+        wanted = places.hosts if self._trained else min(places.hosts, -(-evaluation.to_sample // places.of_each))
         # One that leaves samples nothing more; the trajectories on it are queued as soon as they have arrived.
-        missing = wanted - sum(one is not None and one.max_running > 0 for one in map(fleet.get, found.hosts))
+        missing = wanted - sum(
+            instance is not None and instance.max_running > 0 for instance in map(fleet.get, evaluation.hosts)
+        )
         if missing <= 0:
             return []
         able = [
-            one
-            for one in fleet
-            if one.instance not in found.hosts
-            and one.max_running > 0
-            and (one.version == version or (version == published and not one.pulling))
+            instance
+            for instance in fleet
+            if instance.instance not in evaluation.hosts
+            and instance.max_running > 0
+            and (instance.version == version or (version == published and not instance.pulling))
         ]
-        return sorted(able, key=lambda one: (one.version != version, one.kv_tokens, one.row))[:missing]
+        return sorted(able, key=lambda instance: (instance.version != version, instance.kv_tokens, instance.row))[
+            :missing
+        ]
 
     def must_pull(self, instance: Instance) -> bool:
         """Whether one of those that are due does not serve the evaluated version yet."""
-        found = self._state.evaluation
+        evaluation = self._state.evaluation
         return (
-            found is not None and instance.version != found.evaluated and instance.version < self._state.ledger.version
+            evaluation is not None
+            and instance.version != evaluation.evaluated
+            and instance.version < self._state.ledger.version
         )
 
     def place(self, live: LiveTrajectory) -> Instance | str:
         """The host that samples a trajectory, where its context may be cached or the one with the least to sample; or
         why it has to wait."""
-        found, of_each = self._state.evaluation, self._places.of_each
-        if found is None:
+        evaluation, of_each = self._state.evaluation, self._places.of_each
+        if evaluation is None:
             raise ProtocolViolation(f"{live.id} is queued for an evaluation that is not under way")
-        if found.evaluated >= 0 and not self._placement.demand(found.evaluated):
+        if evaluation.evaluated >= 0 and not self._placement.demand(evaluation.evaluated):
             of_each = max((host.max_running for host in self._state.fleet), default=of_each)
         able = [
             host
-            for name in found.hosts
+            for name in evaluation.hosts
             if (host := self._state.fleet.get(name)) is not None
-            and host.version == found.evaluated
+            and host.version == evaluation.evaluated
             and host.num_evaluated < of_each
             and host.num_running < host.max_running
             and (host.kv_tokens + live.kv_tokens <= host.kv_capacity or not host.trajectories)
@@ -74,10 +80,17 @@ class EvaluationPinning:
     @property
     def cannot_finish(self) -> bool:
         """Whether no instance serves the version of what is yet to be sampled, and none will."""
-        found, state = self._state.evaluation, self._state
-        if found is None or found.evaluated < 0 or not found.to_sample or found.evaluated == state.ledger.version:
+        evaluation, state = self._state.evaluation, self._state
+        if (
+            evaluation is None
+            or evaluation.evaluated < 0
+            or not evaluation.to_sample
+            or evaluation.evaluated == state.ledger.version
+        ):
             return False
-        return not any(one.version == found.evaluated and one.max_running > 0 for one in state.fleet)
+        return not any(
+            instance.version == evaluation.evaluated and instance.max_running > 0 for instance in state.fleet
+        )
 
     @property
     def _trained(self) -> bool:
@@ -87,6 +100,6 @@ class EvaluationPinning:
     @property
     def _places(self) -> Places:
         fleet = self._state.fleet
-        caps = [one.max_running for one in fleet]
+        caps = [instance.max_running for instance in fleet]
         share = 1.0 if self._trained else self._share
         return places_of(share, len(caps), max(caps, default=1))

@@ -43,7 +43,7 @@ class EvaluationUnderWay:
     """The version it is of; -1 until an instance samples for it."""
     hosts: dict[InstanceId, None] = field(default_factory=dict)
     """Instances that stay at that version for it."""
-    unanswered: list[TrajectoryId] = field(default_factory=list)
+    failed: list[TrajectoryId] = field(default_factory=list)
     """Those that have ended because nothing could finish them."""
 
 
@@ -72,25 +72,27 @@ class MutableEvaluations:
 
     def stay(self, instance: Instance) -> None:
         """Have an instance stay at its version, which becomes the one that is evaluated."""
-        found = self._found()
-        if found.evaluated not in {-1, instance.version}:
-            raise ProtocolViolation(f"{instance.instance} at version {instance.version} for one of {found.evaluated}")
-        found.evaluated = instance.version
-        found.hosts[instance.instance] = None
+        evaluation = self._found()
+        if evaluation.evaluated not in {-1, instance.version}:
+            raise ProtocolViolation(
+                f"{instance.instance} at version {instance.version} for one of {evaluation.evaluated}"
+            )
+        evaluation.evaluated = instance.version
+        evaluation.hosts[instance.instance] = None
 
     def release(self) -> list[Instance]:
         """Let the hosts go that have nothing more to sample; returns those that are there."""
-        found = self.under_way
-        if found is None or not found.hosts:
+        evaluation = self.under_way
+        if evaluation is None or not evaluation.hosts:
             return []
-        hosts = [host for name in found.hosts if (host := self._fleet.get(name)) is not None]
-        if found.to_sample > sum(
+        hosts = [host for name in evaluation.hosts if (host := self._fleet.get(name)) is not None]
+        if evaluation.to_sample > sum(
             host.num_evaluated for host in hosts
         ):  # the others are queued, or return from their environment
             return []
         done = [host for host in hosts if not host.num_evaluated]
         for host in done:
-            del found.hosts[host.instance]
+            del evaluation.hosts[host.instance]
         return done
 
     def lose(self, instance: InstanceId) -> None:
@@ -105,17 +107,17 @@ class MutableEvaluations:
 
     def end(self, live: LiveTrajectory, *, answered: bool) -> bool:
         """Note that one of its trajectories has ended. answered: whether it was scored. True if it was the last."""
-        found = self._found()
+        evaluation = self._found()
         if not answered:
             self.sampled(live)
-            found.unanswered.append(live.id)
-        found.members.discard(live.id)
-        return not found.members
+            evaluation.failed.append(live.id)
+        evaluation.members.discard(live.id)
+        return not evaluation.members
 
     def close(self) -> EvaluationUnderWay:
         """Forget the evaluation under way; returns it."""
-        found, self.under_way = self._found(), None
-        return found
+        evaluation, self.under_way = self._found(), None
+        return evaluation
 
     def _found(self) -> EvaluationUnderWay:
         if self.under_way is None:

@@ -30,7 +30,7 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsArrived:
-    """Prompts that a `Draw` asked for have arrived."""
+    """Prompts that a `FetchPrompts` asked for have arrived."""
 
     groups: tuple[NewGroup, ...]
 
@@ -72,7 +72,7 @@ class InstanceLeaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepsTaken:
+class DecodeStats:
     """What an instance has decoded since its report before. running, kv_tokens: of its batch now. seconds: that it had
     work, in those of the cost model. drafts: how often a request's step verified drafted tokens."""
 
@@ -92,9 +92,9 @@ class InstanceReported:
     instance: InstanceId
     progress: tuple[tuple[TrajectoryId, int], ...]
     """(trajectory, tokens sampled so far, all segments counted) of what it was running."""
-    safe: tuple[tuple[TrajectoryId, int], ...] = ()
+    delivered: tuple[tuple[TrajectoryId, int], ...] = ()
     """(trajectory, tokens) that have come to the trajectory server since the report before; none is taken back."""
-    steps: StepsTaken | None = None
+    steps: DecodeStats | None = None
     """Of a job that drafts; else None."""
 
 
@@ -104,7 +104,7 @@ class TrajectorySampled:
     ones that were verified since it was routed, and those of them that were sampled."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     tokens: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -116,7 +116,7 @@ class TrajectoryInterrupted:
     `TrajectorySampled`."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     tokens: int
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -127,18 +127,18 @@ class TrajectoryFailed:
     """The engine could not continue a trajectory."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentAnswered:
+class EnvironmentStepped:
     """The environment has answered a turn, and another is to follow. tokens: of the trajectory after its prompt, with
     the answer, which is with the trajectory server. seconds: of the environment itself, and until it had a place on its
     host; None if that is not known."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     tokens: int
     seconds: float | None = None
 
@@ -148,7 +148,7 @@ class EnvironmentFailed:
     """The environment has failed, and with it all of the trajectory but its prompt."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     error: str
 
 
@@ -201,7 +201,7 @@ Event = (
     | TrajectorySampled
     | TrajectoryInterrupted
     | TrajectoryFailed
-    | EnvironmentAnswered
+    | EnvironmentStepped
     | EnvironmentFailed
     | TrajectoryScored
     | PullFinished

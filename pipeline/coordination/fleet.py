@@ -71,8 +71,8 @@ class Fleet:
 
     def keeping(self, instance: InstanceId | None, version: PolicyVersion) -> Instance | None:
         """An instance, if what it has cached since it served `version` is still of use."""
-        found = self.get(instance)
-        return found if found is not None and (self.side_by_side or found.version == version) else None
+        match = self.get(instance)
+        return match if match is not None and (self.side_by_side or match.version == version) else None
 
     @property
     def running(self) -> npt.NDArray[np.float64]:
@@ -100,8 +100,8 @@ class Fleet:
         """Which instances serve at least this version and have room for a trajectory of this size, also once those they
         run have grown to what is typical (else some would be preempted). An empty instance has room for anything."""
         count = len(self._rows)
-        running, held, version, capacity, cap, _ = self._numbers[:, :count]
-        needed = np.maximum(held + kv_tokens, (running + 1) * typical_kv_tokens)
+        running, used, version, capacity, cap, _ = self._numbers[:, :count]
+        needed = np.maximum(used + kv_tokens, (running + 1) * typical_kv_tokens)
         fits: BoolArray = (version >= least_version) & (running < cap) & ((needed <= capacity) | (running == 0))
         return fits
 
@@ -120,17 +120,18 @@ class Fleet:
 
     def validate(self) -> None:
         """Check that every instance is where its id says, and that the arrays hold its numbers."""
-        if self._by_id != {one.instance: one for one in self._rows}:
+        if self._by_id != {instance.instance: instance for instance in self._rows}:
             raise ProtocolViolation(f"instances by id and by row differ: {sorted(self._by_id)}")
-        for row, one in enumerate(self._rows):
-            if one.row != row:
-                raise ProtocolViolation(f"{one.instance} is in row {row}, not {one.row}")
+        for row, instance in enumerate(self._rows):
+            if instance.row != row:
+                raise ProtocolViolation(f"{instance.instance} is in row {row}, not {instance.row}")
             own = (
-                one.num_running, one.kv_tokens, one.version, one.kv_capacity, one.max_running, one.draft_length,
+                instance.num_running, instance.kv_tokens, instance.version, instance.kv_capacity,
+                instance.max_running, instance.draft_length,
             )  # fmt: skip
             if own != tuple(self._numbers[:, row]):
-                raise ProtocolViolation(f"{one.instance} has {own}, the arrays say {tuple(self._numbers[:, row])}")
-        if self._versions is not None and self._versions != sorted({one.version for one in self._rows}):
+                raise ProtocolViolation(f"{instance.instance} has {own}, the arrays say {tuple(self._numbers[:, row])}")
+        if self._versions is not None and self._versions != sorted({instance.version for instance in self._rows}):
             raise ProtocolViolation(f"versions in service are taken to be {self._versions}")
 
 
@@ -145,7 +146,7 @@ class MutableFleet(Fleet):
             raise ProtocolViolation(f"{instance} joins twice")
         if len(self._rows) == self._numbers.shape[1]:
             self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
-        one = Instance(
+        joined = Instance(
             instance=instance,
             version=version,
             kv_capacity=kv_capacity,
@@ -153,12 +154,12 @@ class MutableFleet(Fleet):
             row=len(self._rows),
             in_transit=in_transit,
         )
-        self._rows.append(one)
-        self._by_id[instance] = one
+        self._rows.append(joined)
+        self._by_id[instance] = joined
         self._versions = None
-        self._numbers[3:, one.row] = kv_capacity, max_running, 0
-        self._update(one)
-        return one
+        self._numbers[3:, joined.row] = kv_capacity, max_running, 0
+        self._update(joined)
+        return joined
 
     def empty(self, instance: Instance) -> None:
         """Give an instance nothing more: it may run no trajectory from now on."""

@@ -35,8 +35,8 @@ class CoordinatorInspection:
 
     def has_left(self, instance: InstanceId) -> bool:
         """Whether an instance may be closed: it is gone, or it is leaving and runs nothing."""
-        found = self._state.fleet.get(instance)
-        return found is None or (found.max_running == 0 and not found.trajectories)
+        listed = self._state.fleet.get(instance)
+        return listed is None or (listed.max_running == 0 and not listed.trajectories)
 
     def follow(self, trajectory: TrajectoryId) -> None:
         """Remember this trajectory's story only, however long the run. Before its first event."""

@@ -16,11 +16,11 @@ def validate(state: CoordinatorState) -> None:
     """State every invariant across collections. O(live); raises `ProtocolViolation` on the first broken."""
     state.ledger.validate()
     state.fleet.validate()
-    held = {member for entry in state.ledger.entries.values() for member in entry.members}
+    members = {member for entry in state.ledger.entries.values() for member in entry.members}
     if state.evaluation is not None:
-        held |= state.evaluation.members
-    if held != state.live.keys():
-        raise ProtocolViolation(f"ledger and coordinator differ about {sorted(held ^ state.live.keys())[:10]}")
+        members |= state.evaluation.members
+    if members != state.live.keys():
+        raise ProtocolViolation(f"ledger and coordinator differ about {sorted(members ^ state.live.keys())[:10]}")
     _validate_evaluation(state)
     for live in state.live.values():
         _validate_trajectory(state, live)
@@ -49,11 +49,11 @@ def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
         entry = state.ledger.entries[live.group]
         if (live.phase is Phase.DONE) != (live.id in entry.completed):
             raise ProtocolViolation(f"{live.id} is {live.phase.value}, its group has {entry.completed} completed")
-    routed = live.epoch > 0 if live.evaluated else live.id in state.ledger.entries[live.group].routed
-    if (live.v_traj >= 0) != routed or routed != (live.epoch > 0):
-        raise ProtocolViolation(f"{live.id} was routed {live.epoch} times, with version {live.v_traj}")
-    if not 0 <= live.safe_tokens <= live.tokens:
-        raise ProtocolViolation(f"{live.id} has {live.tokens} tokens, {live.safe_tokens} of them safe")
+    routed = live.route_number > 0 if live.evaluated else live.id in state.ledger.entries[live.group].routed
+    if (live.v_traj >= 0) != routed or routed != (live.route_number > 0):
+        raise ProtocolViolation(f"{live.id} was routed {live.route_number} times, with version {live.v_traj}")
+    if not 0 <= live.delivered_tokens <= live.tokens:
+        raise ProtocolViolation(f"{live.id} has {live.tokens} tokens, {live.delivered_tokens} of them delivered")
     if live.cut and live.phase is not Phase.RUNNING:
         raise ProtocolViolation(f"{live.id} is to be cut off but {live.phase.value}")
     if live.target is not None and live.phase not in {Phase.RUNNING, Phase.QUEUED}:
@@ -62,29 +62,33 @@ def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
 
 def _validate_evaluation(state: CoordinatorState) -> None:
     """All of an evaluation is sampled under its one version, and the instances that sample for it serve that one."""
-    found = state.evaluation
+    evaluation = state.evaluation
     members = {live.id for live in state.live.values() if live.evaluated}
-    if members != (set() if found is None else found.members):
+    if members != (set() if evaluation is None else evaluation.members):
         raise ProtocolViolation(f"trajectories {sorted(members)[:10]} are evaluated, but no evaluation has them all")
-    for one in state.fleet:
-        if one.num_evaluated != sum(is_evaluation(member) for member in one.trajectories):
-            raise ProtocolViolation(f"{one.instance} is taken to run {one.num_evaluated} for an evaluation")
-    if found is None:
+    for instance in state.fleet:
+        if instance.num_evaluated != sum(is_evaluation(member) for member in instance.trajectories):
+            raise ProtocolViolation(f"{instance.instance} is taken to run {instance.num_evaluated} for an evaluation")
+    if evaluation is None:
         return
-    sampling = {Phase.QUEUED, Phase.RUNNING, Phase.ACTING}
-    if found.to_sample != sum(state.live[member].phase in sampling for member in members):
-        raise ProtocolViolation(f"{found.to_sample} are taken to be sampled yet for evaluation {found.number}")
-    if gone := [name for name in found.hosts if state.fleet.get(name) is None]:
-        raise ProtocolViolation(f"evaluation {found.number} has hosts that are gone: {gone}")
+    sampling = {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
+    if evaluation.to_sample != sum(state.live[member].phase in sampling for member in members):
+        raise ProtocolViolation(
+            f"{evaluation.to_sample} are taken to be sampled yet for evaluation {evaluation.number}"
+        )
+    if gone := [name for name in evaluation.hosts if state.fleet.get(name) is None]:
+        raise ProtocolViolation(f"evaluation {evaluation.number} has hosts that are gone: {gone}")
     for member in members:
         live = state.live[member]
-        instance = state.fleet.get(live.instance)
-        if live.v_traj not in {-1, found.evaluated}:
-            raise ProtocolViolation(f"{live.id} is of version {live.v_traj}, version {found.evaluated} is evaluated")
-        if instance is not None and (instance.version != found.evaluated or instance.instance not in found.hosts):
+        target = state.fleet.get(live.instance)
+        if live.v_traj not in {-1, evaluation.evaluated}:
             raise ProtocolViolation(
-                f"{live.id} is sampled on {instance.instance} at version {instance.version}, for an evaluation of "
-                f"version {found.evaluated}"
+                f"{live.id} is of version {live.v_traj}, version {evaluation.evaluated} is evaluated"
+            )
+        if target is not None and (target.version != evaluation.evaluated or target.instance not in evaluation.hosts):
+            raise ProtocolViolation(
+                f"{live.id} is sampled on {target.instance} at version {target.version}, for an evaluation of "
+                f"version {evaluation.evaluated}"
             )
 
 

@@ -21,7 +21,8 @@ from typing import Any, BinaryIO, cast, get_args
 
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.coordinator import Coordinator
-from staleflow.pipeline.coordination.events import Event, NewGroup, RunResumed, StepsTaken
+from staleflow.pipeline.coordination.events import DecodeStats, Event, NewGroup, RunResumed
+from staleflow.pipeline.coordination.journal_conversion import convert_entry
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.serialization import Codec
@@ -29,7 +30,7 @@ from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectory import AbortReason, Fate
 
 CODEC = Codec(
-    tagged=(*get_args(Event), *get_args(Command), NewGroup, StepsTaken, Ending, GroupInFlight, MemberInFlight)
+    tagged=(*get_args(Event), *get_args(Command), NewGroup, DecodeStats, Ending, GroupInFlight, MemberInFlight)
 )
 ENDED = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """A fate and its reason, as `RunResumed` has them."""
@@ -77,7 +78,7 @@ class Journal:
     def __init__(self, path: Path, closed: Callable[[Path], None] | None = None, part_bytes: int = PART_BYTES) -> None:
         self._path, self._closed, self._part_bytes = path, closed, part_bytes
         self._part = max(closed_parts(path), default=0) + 1
-        with self._told():
+        with self._one_line_errors():
             self._file: BinaryIO = path.open("ab")
         self._begin()
 
@@ -88,7 +89,7 @@ class Journal:
 
     def _write(self, value: Any) -> None:
         line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-        with self._told():
+        with self._one_line_errors():
             self._file.write(line)
             self._file.flush()
         self._bytes += len(line)
@@ -100,7 +101,7 @@ class Journal:
 
     def _close_part(self) -> None:
         part = self._path.with_name(f"{self._path.name}.{self._part:04}")
-        with self._told():
+        with self._one_line_errors():
             self._file.close()
             self._path.rename(part)
             self._part += 1
@@ -110,7 +111,7 @@ class Journal:
             self._closed(part)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _one_line_errors(self) -> Iterator[None]:
         """Raise a failure to write as a StoreError of one line."""
         try:
             yield
@@ -127,8 +128,8 @@ class Journal:
 def closed_parts(path: Path) -> dict[int, Path]:
     """The closed parts of the journal at `path`, by number. A compressed one is complete, whatever is beside it."""
     called = re.compile(rf"{re.escape(path.name)}\.(\d{{4,}})(\.gz)?")
-    found = sorted((p for p in path.parent.glob(f"{path.name}.*") if called.fullmatch(p.name)), key=lambda p: p.name)
-    return dict(sorted((int(p.name.removeprefix(f"{path.name}.").partition(".")[0]), p) for p in found))
+    closed = sorted((p for p in path.parent.glob(f"{path.name}.*") if called.fullmatch(p.name)), key=lambda p: p.name)
+    return dict(sorted((int(p.name.removeprefix(f"{path.name}.").partition(".")[0]), p) for p in closed))
 
 
 def files(path: Path) -> list[Path]:
@@ -197,7 +198,10 @@ class Entries:
                         entry = CODEC.decode(value, JournalEntry)
                         _check(entry)
                     except ValueError as error:
-                        raise ConfigError(f"{file}, line {number}: {error}") from error
+                        remedy = ""
+                        if convert_entry(value) != value:
+                            remedy = "; if the version before wrote it: `staleflow store convert` converts the run"
+                        raise ConfigError(f"{file}, line {number}: {error}{remedy}") from error
                     yield entry
             if not number and not last:
                 raise ConfigError(f"{file}: damaged: it is empty; restore it")
@@ -208,12 +212,12 @@ class Entries:
 
     def _require_heading(self, file: Path, value: object, part: int) -> None:
         """Raise ConfigError unless a file's first line says that it is this part."""
-        found = value.get(PART) if isinstance(value, dict) else None
-        if not isinstance(found, int):
+        number = value.get(PART) if isinstance(value, dict) else None
+        if not isinstance(number, int):
             raise ConfigError(f"{file}, line 1: not the heading of part {part} of a journal; restore the file")
-        if found != part:
+        if number != part:
             missing = self.path.with_name(f"{self.path.name}.{part:04}")
-            raise ConfigError(f"{missing}: this part of the journal is missing; {file.name} is {found}")
+            raise ConfigError(f"{missing}: this part of the journal is missing; {file.name} is {number}")
 
 
 def _check(entry: JournalEntry) -> None:
@@ -239,10 +243,10 @@ def replay(coordinator: Coordinator, entries: Iterable[JournalEntry]) -> Replay:
         try:
             answered = coordinator.handle(entry.event, entry.now)
         except ProtocolViolation as violation:
-            what = f"event {num_events}: {str(violation).splitlines()[0]}"
-            return Replay(num_events=num_events, num_commands=num_commands, difference=what)
+            difference = f"event {num_events}: {str(violation).splitlines()[0]}"
+            return Replay(num_events=num_events, num_commands=num_commands, difference=difference)
         num_commands += len(answered)
         if tuple(answered) != entry.commands:
-            what = f"event {num_events}, {entry.event}: answered {answered}, recorded {list(entry.commands)}"
-            return Replay(num_events=num_events, num_commands=num_commands, difference=what)
+            difference = f"event {num_events}, {entry.event}: answered {answered}, recorded {list(entry.commands)}"
+            return Replay(num_events=num_events, num_commands=num_commands, difference=difference)
     return Replay(num_events=num_events, num_commands=num_commands, difference="")

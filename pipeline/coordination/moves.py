@@ -90,7 +90,7 @@ class Moves:
             per_step=per_step,
             cut_in_step=state.cuts.in_step,
             trained=state.cuts.trained,
-            cut=state.cuts.told,
+            cut=state.cuts.truncated,
         ):
             return
         for live in due:
@@ -103,7 +103,7 @@ class Moves:
         if live.evaluated:
             return False
         ledger = self._state.ledger
-        unfinished = live.phase in {Phase.QUEUED, Phase.RUNNING, Phase.ACTING}
+        unfinished = live.phase in {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
         version = ledger.entries[live.group].version
         return unfinished and version >= 0 and ledger.deadline(version) <= ledger.next_step
 

@@ -8,7 +8,8 @@
 
 A response that an environment answers is ACTING after each turn, the last one included; others are SCORING once.
 GIVEN_UP leads to ENDED from every phase before it. `NEXT_PHASE` is the whole rule: a pair that is not in it is a bug,
-and is refused. A late answer is no bug: the coordinator recognises it by its epoch and ignores it before asking here.
+and is refused. A late answer is no bug: the coordinator recognises it by its route number and ignores it before asking
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from staleflow.stores.errors import ProtocolViolation
 class Phase(Enum):
     QUEUED = "queued"
     RUNNING = "running"
-    ACTING = "acting"
+    IN_ENVIRONMENT = "acting"
     """Its environment takes the step that its latest turn asks for."""
     SCORING = "scoring"
     DONE = "done"
@@ -37,10 +38,10 @@ class Transition(Enum):
 
     ROUTED = "routed"
     SAMPLED = "sampled"
-    CUT_OFF = "cut off"
+    TRUNCATED = "cut off"
     """Interrupted, to be scored with the tokens it has."""
     TURN_SAMPLED = "sampled for a turn"
-    ANSWERED = "answered"
+    ENVIRONMENT_STEPPED = "answered"
     """Its environment has answered; the next turn follows."""
     RESTARTED = "restarted"
     """Its environment has failed; it begins again with its prompt."""
@@ -58,11 +59,11 @@ class Transition(Enum):
 NEXT_PHASE: dict[tuple[Phase, Transition], Phase] = {
     (Phase.QUEUED, Transition.ROUTED): Phase.RUNNING,
     (Phase.RUNNING, Transition.SAMPLED): Phase.SCORING,
-    (Phase.RUNNING, Transition.CUT_OFF): Phase.SCORING,
-    (Phase.RUNNING, Transition.TURN_SAMPLED): Phase.ACTING,
-    (Phase.ACTING, Transition.ANSWERED): Phase.QUEUED,
-    (Phase.ACTING, Transition.RESTARTED): Phase.QUEUED,
-    (Phase.ACTING, Transition.SCORED): Phase.DONE,
+    (Phase.RUNNING, Transition.TRUNCATED): Phase.SCORING,
+    (Phase.RUNNING, Transition.TURN_SAMPLED): Phase.IN_ENVIRONMENT,
+    (Phase.IN_ENVIRONMENT, Transition.ENVIRONMENT_STEPPED): Phase.QUEUED,
+    (Phase.IN_ENVIRONMENT, Transition.RESTARTED): Phase.QUEUED,
+    (Phase.IN_ENVIRONMENT, Transition.SCORED): Phase.DONE,
     (Phase.RUNNING, Transition.INTERRUPTED): Phase.QUEUED,
     (Phase.RUNNING, Transition.FAILED): Phase.QUEUED,
     (Phase.RUNNING, Transition.INSTANCE_LOST): Phase.QUEUED,
@@ -70,7 +71,7 @@ NEXT_PHASE: dict[tuple[Phase, Transition], Phase] = {
     (Phase.DONE, Transition.CONSUMED): Phase.ENDED,
     (Phase.QUEUED, Transition.GIVEN_UP): Phase.ENDED,
     (Phase.RUNNING, Transition.GIVEN_UP): Phase.ENDED,
-    (Phase.ACTING, Transition.GIVEN_UP): Phase.ENDED,
+    (Phase.IN_ENVIRONMENT, Transition.GIVEN_UP): Phase.ENDED,
     (Phase.SCORING, Transition.GIVEN_UP): Phase.ENDED,
     (Phase.DONE, Transition.GIVEN_UP): Phase.ENDED,
 }

@@ -22,8 +22,8 @@ class Pulls:
     def due(self, looked_at: Iterable[Instance]) -> Iterator[Instance]:
         """Those of `looked_at` that should pull. Work that one gets after its pull is not counted for the next."""
         published, rule, placement = self._state.ledger.version, self._rule, self._placement
-        held = self._state.evaluation.hosts if self._state.evaluation is not None else ()
-        lagging = [i for i in looked_at if i.version < published and not i.pulling and i.instance not in held]
+        pinned = self._state.evaluation.hosts if self._state.evaluation is not None else ()
+        lagging = [i for i in looked_at if i.version < published and not i.pulling and i.instance not in pinned]
         if not lagging:
             return
         if rule.weighs:  # the cheapest to interrupt come first, and get the work that is there

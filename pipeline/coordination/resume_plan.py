@@ -20,7 +20,7 @@ from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion, Trajec
 
 
 def plan_resume(
-    trial: StalenessLedger, filtering: Filtering, stored: LedgerState, found: Iterable[GroupInFlight]
+    trial: StalenessLedger, filtering: Filtering, stored: LedgerState, groups: Iterable[GroupInFlight]
 ) -> tuple[RunResumed, tuple[TrajectoryId, ...]]:
     """The event that continues a run, and the trajectories that start again from their prompts. trial: a new ledger of
     the job, which is used up: what the coordinator will do with the event is tried on it first. stored: of the
@@ -28,13 +28,13 @@ def plan_resume(
     num_ended = tuple(stored.num_ended.items())
     parted = ((key.partition(":"), count) for key, count in num_ended)
     trial.resume(stored.next_step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
-    groups, again = [], []
-    for group in sorted(found, key=lambda group: _order(group, trial.group_size, filtering)):
+    fitted, restarted = [], []
+    for group in sorted(groups, key=lambda group: _order(group, trial.group_size, filtering)):
         fitting = _fitting(trial, filtering, group)
-        groups.append(fitting)
+        fitted.append(fitting)
         kept = {m.trajectory for m in fitting.members if m.version >= 0}
-        again += [m.trajectory for m in group.members if m.trajectory not in kept and m != _fresh(m)]
-    return RunResumed(step=stored.next_step, num_ended=num_ended, groups=tuple(groups)), tuple(sorted(again))
+        restarted += [m.trajectory for m in group.members if m.trajectory not in kept and m != _fresh(m)]
+    return RunResumed(step=stored.next_step, num_ended=num_ended, groups=tuple(fitted)), tuple(sorted(restarted))
 
 
 def _order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple[int, int, int]:
@@ -55,8 +55,8 @@ def _fitting(trial: StalenessLedger, filtering: Filtering, group: GroupInFlight)
     oldest = next((v for v in versions if trial.can_reserve(group.group, v)), None)
     num_scored = 0
     members = []
-    for found in group.members:
-        member = found
+    for stored in group.members:
+        member = stored
         if oldest is None or member.version < oldest:
             member = _fresh(member)
         elif member.scored and num_scored == trial.group_size:  # it was surplus already when its reward came

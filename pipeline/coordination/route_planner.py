@@ -78,9 +78,9 @@ class RoutePlanner:
         low, high = 0, instance.max_running - instance.num_running
         while low < high:
             middle = (low + high) // 2
-            held = instance.kv_tokens + middle * work.kv_tokens
-            room = held + work.kv_tokens <= instance.kv_capacity
-            if room and self._routing.takes(work, instance.num_running + middle, held):
+            kv_tokens = instance.kv_tokens + middle * work.kv_tokens
+            room = kv_tokens + work.kv_tokens <= instance.kv_capacity
+            if room and self._routing.takes(work, instance.num_running + middle, kv_tokens):
                 low = middle + 1
             else:
                 high = middle

@@ -29,11 +29,11 @@ class Measured:
 
 @dataclass(slots=True)
 class Cuts:
-    """Trajectories that end with the tokens they have, counted from the moment they are told to. trained: trajectories
-    handed to steps. told: to end early. in_step: of these, since a step last took its batch."""
+    """Counts of truncated trajectories, from the moment that is decided. trained: trajectories handed to steps.
+    truncated: to end with the tokens they have. in_step: of these, since a step last took its batch."""
 
     trained: int = 0
-    told: int = 0
+    truncated: int = 0
     in_step: int = 0
 
     def step_taken(self, trajectories: int) -> None:
@@ -41,6 +41,6 @@ class Cuts:
         self.in_step = 0
 
     def add(self, count: int) -> None:
-        """Count one more, or, with -1, one that was told to end and ended otherwise."""
-        self.told += count
+        """Count one more, or, with -1, one that ended otherwise before it was truncated."""
+        self.truncated += count
         self.in_step = max(0, self.in_step + count)

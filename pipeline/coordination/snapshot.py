@@ -73,7 +73,7 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: F
         training=state.training,
         num_queued=phases[Phase.QUEUED],
         num_running=phases[Phase.RUNNING],
-        num_acting=phases[Phase.ACTING],
+        num_acting=phases[Phase.IN_ENVIRONMENT],
         num_scoring=phases[Phase.SCORING],
         num_started=ledger.num_started,
         num_live=ledger.num_live,
@@ -109,8 +109,8 @@ def waiting_for(state: CoordinatorState, limit: int) -> str:
     if state.training:
         return f"step {ledger.next_step - 1} is training"
     if state.evaluation is not None and ledger.version >= ledger.num_steps:
-        found = state.evaluation
-        return f"the evaluation of version {found.evaluated} waits for {len(found.members)} responses"
+        evaluation = state.evaluation
+        return f"the evaluation of version {evaluation.evaluated} waits for {len(evaluation.members)} responses"
     head = (
         f"step {ledger.next_step} waits for {ledger.groups_per_step - ledger.num_occupied} more of its "
         f"{ledger.groups_per_step} groups; {ledger.num_reserved} are being sampled, "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 
-from staleflow.pipeline.coordination.discarded import Consumed, DiscardedTrajectory
+from staleflow.pipeline.coordination.discarded import DiscardedTrajectory, TrainBatch
 from staleflow.pipeline.coordination.evaluations import EvaluationUnderWay, MutableEvaluations
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
@@ -101,17 +101,17 @@ class CoordinatorState(ReplanFlags):
         version = self.ledger.entries[group].version
         return FRESH if version < 0 else version
 
-    def running(self, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
+    def running(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
         """The trajectory that an instance's answer is about, or None if the answer is late."""
-        return self._in_phase(Phase.RUNNING, trajectory, epoch)
+        return self._in_phase(Phase.RUNNING, trajectory, route_number)
 
-    def acting(self, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
+    def acting(self, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
         """The trajectory that an environment's answer is about, or None if the answer is late."""
-        return self._in_phase(Phase.ACTING, trajectory, epoch)
+        return self._in_phase(Phase.IN_ENVIRONMENT, trajectory, route_number)
 
-    def _in_phase(self, phase: Phase, trajectory: TrajectoryId, epoch: int) -> LiveTrajectory | None:
+    def _in_phase(self, phase: Phase, trajectory: TrajectoryId, route_number: int) -> LiveTrajectory | None:
         live = self._live.get(trajectory)
-        return live if live is not None and live.phase is phase and live.epoch == epoch else None
+        return live if live is not None and live.phase is phase and live.route_number == route_number else None
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -158,18 +158,18 @@ class CoordinatorState(ReplanFlags):
         self._routing_changed = True
         return added
 
-    def restore_group(self, found: GroupInFlight, sampled: Phase) -> bool:
+    def restore_group(self, stored: GroupInFlight, sampled: Phase) -> bool:
         """Continue a group of a stored run where it was, its promise included. sampled: the phase of a member whose
         turn has ended. True if the group has all the members it needs."""
-        self.ledger.start(found.group, [member.trajectory for member in found.members])
-        self.measured.prompt_tokens.add(found.prompt_tokens)
+        self.ledger.start(stored.group, [member.trajectory for member in stored.members])
+        self.measured.prompt_tokens.add(stored.prompt_tokens)
         complete = False
-        for member in sorted(found.members, key=lambda member: member.version):
+        for member in sorted(stored.members, key=lambda member: member.version):
             if member.version >= 0:
-                self.ledger.reserve(found.group, member.trajectory, member.version)
-        if self.ledger.entries[found.group].state is EntryState.QUEUED:
-            self._fresh_groups.add(found.group)
-        for live in found_in_flight(found, sampled, self._now):
+                self.ledger.reserve(stored.group, member.trajectory, member.version)
+        if self.ledger.entries[stored.group].state is EntryState.QUEUED:
+            self._fresh_groups.add(stored.group)
+        for live in found_in_flight(stored, sampled, self._now):
             self._live[live.id] = live
             if live.phase is Phase.DONE:
                 complete = self.ledger.complete(live.group, live.id)
@@ -194,7 +194,7 @@ class CoordinatorState(ReplanFlags):
         """Give up everything in flight."""
         return self._end([e for group in tuple(self.ledger.entries) for e in self.ledger.abort(group, reason)])
 
-    def consume(self) -> Consumed:
+    def consume(self) -> TrainBatch:
         """Hand the next step its batch."""
         consumption = self.ledger.consume(self.ledger.next_step)
         self._training, self._idle_since = True, None
@@ -204,7 +204,7 @@ class CoordinatorState(ReplanFlags):
             live = self._live.pop(member)
             live.phase = next_phase(live.phase, Transition.CONSUMED)
         self._room_changed = self._routing_changed = True
-        return Consumed(
+        return TrainBatch(
             step=consumption.step,
             groups=consumption.groups,
             members=consumption.members,
@@ -229,7 +229,7 @@ class CoordinatorState(ReplanFlags):
 
     def release_hosts(self) -> None:
         """Let instances pull again that have nothing more to sample for the evaluation."""
-        self._loads_changed |= {one.instance: one for one in self._evaluations.release()}
+        self._loads_changed |= {instance.instance: instance for instance in self._evaluations.release()}
 
     def end_evaluated(self, live: LiveTrajectory) -> bool:
         """Note that an evaluation's trajectory has ended: scored, or, if it is queued, given up. True if it was the
@@ -243,11 +243,11 @@ class CoordinatorState(ReplanFlags):
 
     def close_evaluation(self) -> tuple[EvaluationUnderWay, tuple[DiscardedTrajectory, ...]]:
         """End the evaluation under way; returns it, and what it still had in flight."""
-        found, step = self._evaluations.close(), self.ledger.next_step
+        evaluation, step = self._evaluations.close(), self.ledger.next_step
         self._all_loads_changed = True
-        return found, self._end(
+        return evaluation, self._end(
             Ending(trajectory=i, group=self._live[i].group, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=step)
-            for i in sorted(found.members)
+            for i in sorted(evaluation.members)
         )
 
     # -- trajectories --------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class CoordinatorState(ReplanFlags):
             self._fresh_groups.discard(live.group)
         self._queue.remove(live, live.level)
         self._finish_move(live)
-        live.epoch += 1
+        live.route_number += 1
         live.instance, live.refused = instance.instance, ""
         live.phase, live.since = phase, self._now
         self._fleet.add(instance, live.id, live.kv_tokens)
@@ -293,13 +293,13 @@ class CoordinatorState(ReplanFlags):
 
     def finish_sampling(self, live: LiveTrajectory, tokens: int, *, cut_off: bool = False) -> None:
         """Take a trajectory off its instance to be scored with the `tokens` it has."""
-        phase = next_phase(live.phase, Transition.CUT_OFF if cut_off else Transition.SAMPLED)
+        phase = next_phase(live.phase, Transition.TRUNCATED if cut_off else Transition.SAMPLED)
         self._evaluations.sampled(live)
         self._leave_instance(live)
         self._finish_move(live)
         if live.cut and not cut_off:  # it ended by itself before it could be cut off
             self.cuts.add(-1)
-        live.tokens = live.safe_tokens = tokens
+        live.tokens = live.delivered_tokens = tokens
         live.cut = False
         live.phase, live.since = phase, self._now
 
@@ -314,20 +314,20 @@ class CoordinatorState(ReplanFlags):
         if live.cut and not cut_off:  # it ended by itself before it could be cut off: the next turn may be
             self.cuts.add(-1)
             live.moved_at = -1
-        live.tokens = live.safe_tokens = tokens
+        live.tokens = live.delivered_tokens = tokens
         live.cut, live.cut_off = False, cut_off
         live.phase, live.since = phase, self._now
 
-    def begin_act(self, live: LiveTrajectory) -> None:
+    def step_environment(self, live: LiveTrajectory) -> None:
         """Count a turn as handed to the environment."""
         live.turns += 1
 
     def answer(self, live: LiveTrajectory, tokens: int) -> None:
         """Queue a trajectory for its next turn, with the `tokens` it has now."""
-        phase = next_phase(live.phase, Transition.ANSWERED)
+        phase = next_phase(live.phase, Transition.ENVIRONMENT_STEPPED)
         live.given_tokens += tokens - live.tokens
         live.phase, live.since = phase, self._now
-        live.tokens = live.safe_tokens = tokens
+        live.tokens = live.delivered_tokens = tokens
         self._enqueue(live)
         self._routing_changed = True
 
@@ -335,7 +335,7 @@ class CoordinatorState(ReplanFlags):
         """Queue a trajectory whose environment failed, with nothing but its prompt. Returns how often anything has
         failed for it."""
         live.phase, live.since = next_phase(live.phase, Transition.RESTARTED), self._now
-        live.tokens = live.safe_tokens = live.turns = live.given_tokens = 0
+        live.tokens = live.delivered_tokens = live.turns = live.given_tokens = 0
         live.attempts += 1
         self._enqueue(live)
         self._routing_changed = True
@@ -344,12 +344,12 @@ class CoordinatorState(ReplanFlags):
     def interrupt(self, live: LiveTrajectory, tokens: int) -> None:
         """Take a trajectory off its instance and queue it with the `tokens` it has."""
         self._requeue(live, Transition.INTERRUPTED, tokens)
-        live.safe_tokens = tokens
+        live.delivered_tokens = tokens
 
     def fail(self, live: LiveTrajectory, transition: Transition) -> int:
         """Queue a trajectory that failed, or whose instance was lost, with the tokens that are safe. Returns how often
         that has happened to it."""
-        self._requeue(live, transition, live.safe_tokens)
+        self._requeue(live, transition, live.delivered_tokens)
         live.attempts += 1
         return live.attempts
 
@@ -362,7 +362,7 @@ class CoordinatorState(ReplanFlags):
     def score(self, live: LiveTrajectory, reward: float | None) -> bool:
         """Note a trajectory's reward, None if it has none. True if its group now has all the members it needs."""
         phase = next_phase(live.phase, Transition.SCORED)
-        if live.phase is Phase.ACTING:
+        if live.phase is Phase.IN_ENVIRONMENT:
             self._evaluations.sampled(live)
         complete = not live.evaluated and self.ledger.complete(live.group, live.id)
         live.reward = reward
@@ -395,7 +395,7 @@ class CoordinatorState(ReplanFlags):
         self,
         instance: Instance,
         progress: Iterable[tuple[TrajectoryId, int]],
-        safe: Iterable[tuple[TrajectoryId, int]] = (),
+        delivered: Iterable[tuple[TrajectoryId, int]] = (),
     ) -> None:
         """Take in the (trajectory, tokens) of a report, and of those tokens what is safe. A report may be older than a
         later routing: only progress of what still runs here counts, and only upwards."""
@@ -406,12 +406,12 @@ class CoordinatorState(ReplanFlags):
                 if tokens > live.tokens:
                     grown += tokens - live.tokens
                     live.tokens = tokens
-        for member, tokens in safe:
+        for member, tokens in delivered:
             if member in instance.trajectories:
                 live = self._live[member]
                 grown += max(0, tokens - live.tokens)
                 live.tokens = max(tokens, live.tokens)
-                live.safe_tokens = max(tokens, live.safe_tokens)
+                live.delivered_tokens = max(tokens, live.delivered_tokens)
         self._fleet.grow(instance, grown)
 
     def set_draft_length(self, instance: Instance, length: int) -> None:
@@ -480,7 +480,7 @@ class CoordinatorState(ReplanFlags):
                 DiscardedTrajectory(
                     ending=ending,
                     v_traj=live.v_traj,
-                    epoch=live.epoch,
+                    route_number=live.route_number,
                     running_on=live.instance,
                     cached_on=self.pop_cached_instance(live),
                     acts=live.turns > 0 and live.phase is not Phase.DONE,

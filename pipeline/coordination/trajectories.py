@@ -23,11 +23,11 @@ class LiveTrajectory:
     """Oldest version it may hold tokens of; -1 before it is first routed."""
     instance: InstanceId | None = None
     """Where it runs; None in every other phase."""
-    epoch: int = 0
+    route_number: int = 0
     """Times it was routed."""
     tokens: int = 0
     """Sampled tokens, as last reported."""
-    safe_tokens: int = 0
+    delivered_tokens: int = 0
     """Of these, the ones the trajectory server is known to hold: they survive the loss of the instance."""
     attempts: int = 0
     """Engine failures, lost instances and failures of its environment so far."""
@@ -72,22 +72,22 @@ class LiveTrajectory:
         return self.cut or self.target is not None
 
 
-def found_in_flight(found: GroupInFlight, sampled: Phase, now: float) -> list[LiveTrajectory]:
+def found_in_flight(stored: GroupInFlight, sampled: Phase, now: float) -> list[LiveTrajectory]:
     """The members of a stored run's group, as they were when it ended. sampled: the phase of one whose turn has
     ended."""
     return [
         LiveTrajectory(
             id=member.trajectory,
-            group=found.group,
-            prompt_tokens=found.prompt_tokens,
+            group=stored.group,
+            prompt_tokens=stored.prompt_tokens,
             phase=Phase.DONE if member.scored else sampled if member.sampled else Phase.QUEUED,
             v_traj=member.version,
-            epoch=1 if member.version >= 0 else 0,
+            route_number=1 if member.version >= 0 else 0,
             tokens=member.tokens,
-            safe_tokens=member.tokens,
+            delivered_tokens=member.tokens,
             reward=member.reward,
             given_tokens=member.given_tokens,
             since=now,
         )
-        for member in found.members
+        for member in stored.members
     ]

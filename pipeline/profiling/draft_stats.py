@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from staleflow.pipeline.coordination.events import StepsTaken
+from staleflow.pipeline.coordination.events import DecodeStats
 from staleflow.tasks.emulation.cost_model import CostModel, probability_at, tokens_per_step
 
 
@@ -17,7 +17,7 @@ class DraftsUsed:
     drafted: int = 0
     accepted: int = 0
 
-    def add(self, taken: StepsTaken, length: int) -> None:
+    def add(self, taken: DecodeStats, length: int) -> None:
         """Count a report of an instance that drafts up to `length` tokens."""
         if taken.drafts:
             self.count(length, taken.tokens - taken.accepted_tokens, taken.drafted_tokens, taken.accepted_tokens)

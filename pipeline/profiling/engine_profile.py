@@ -134,7 +134,7 @@ def probe_request(
     """A request with a prompt of its own, or that of a seed."""
     number = member if seed is None else seed
     tokens = tuple(FIRST_WORD + (number * (i + 3) + i * i) % NUM_WORDS for i in range(context))
-    return Request(trajectory=member, epoch=1, tokens=tokens, max_new_tokens=new_tokens, greedy=greedy)
+    return Request(trajectory=member, route_number=1, tokens=tokens, max_new_tokens=new_tokens, greedy=greedy)
 
 
 def wait_until_empty(engine: Engine) -> None:

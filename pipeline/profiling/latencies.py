@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Iterator
 
-from staleflow.pipeline.coordination.commands import Act, Command, Draw, Pull, Score, Train
+from staleflow.pipeline.coordination.commands import Command, FetchPrompts, Pull, Score, StepEnvironment, Train
 from staleflow.pipeline.coordination.events import (
-    EnvironmentAnswered,
     EnvironmentFailed,
+    EnvironmentStepped,
     Event,
     GroupsArrived,
     PullFinished,
@@ -76,7 +76,7 @@ def latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
 
 def _own_s(event: Event) -> float | None:
     """Seconds that an environment took for what it answered; None if that is not known."""
-    return event.seconds if isinstance(event, (EnvironmentAnswered, TrajectoryScored)) else None
+    return event.seconds if isinstance(event, (EnvironmentStepped, TrajectoryScored)) else None
 
 
 def _asked(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
@@ -84,11 +84,11 @@ def _asked(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
         match command:
             case Score():
                 yield "score", command.trajectory
-            case Act():
+            case StepEnvironment():
                 yield "act", command.trajectory
             case Pull():
                 yield "pull", command.instance, command.version
-            case Draw():
+            case FetchPrompts():
                 yield ("draw",)
             case Train():
                 yield "train", command.step + 1
@@ -100,7 +100,7 @@ def _answered(event: Event, asked: Container[tuple[Hashable, ...]]) -> tuple[str
         case TrajectoryScored():
             acted = ("act", event.trajectory)
             return "reward_s", acted if acted in asked else ("score", event.trajectory)
-        case EnvironmentAnswered():
+        case EnvironmentStepped():
             return "environment_overhead_s", ("act", event.trajectory)
         case EnvironmentFailed():
             return "", ("act", event.trajectory)

@@ -18,19 +18,20 @@ import numpy.typing as npt
 
 from staleflow.pipeline.coordination.commands import (
     Abort,
-    Act,
     Command,
-    Conclude,
+    Discard,
+    FinishEvaluation,
     Pull,
-    Retire,
     Route,
     Score,
-    Speculate,
+    SetDraftLength,
+    StepEnvironment,
     Train,
 )
 from staleflow.pipeline.coordination.events import (
-    EnvironmentAnswered,
+    DecodeStats,
     EnvironmentFailed,
+    EnvironmentStepped,
     EvaluationRequested,
     Event,
     GroupsArrived,
@@ -39,7 +40,6 @@ from staleflow.pipeline.coordination.events import (
     InstanceReported,
     PullFinished,
     RunResumed,
-    StepsTaken,
     TrajectoryFailed,
     TrajectoryInterrupted,
     TrajectorySampled,
@@ -104,7 +104,7 @@ class TimeTracker:
         self._on: dict[TrajectoryId, TrackedInstance] = {}
         self._queued: set[TrajectoryId] = set()
         self._scoring: set[TrajectoryId] = set()
-        self._acting: dict[TrajectoryId, int] = {}  # and their epoch
+        self._acting: dict[TrajectoryId, int] = {}  # and their route number
         # Where the latest turn was sampled, how often that instance had pulled by then, and the tokens it may hold.
         self._homes: dict[TrajectoryId, tuple[InstanceId, int, int]] = {}
         self._step = StepTimes()
@@ -236,26 +236,26 @@ class TimeTracker:
                     self._fleet.count(lost, -1)
                     for trajectory, held in lost.running.items():
                         del self._on[trajectory]
-                        self._tokens[trajectory] = held.safe_tokens
+                        self._tokens[trajectory] = held.delivered_tokens
                         self._queued.add(trajectory)
             case InstanceReported():
                 self._reported(event)
             case TrajectorySampled():
                 self._end_turn(event)
             case TrajectoryInterrupted():
-                if self._leave(event.trajectory, event.epoch, event):
+                if self._leave(event.trajectory, event.route_number, event):
                     self._tokens[event.trajectory] = event.tokens
                     self._queued.add(event.trajectory)
             case TrajectoryFailed():
                 on = self._on.get(event.trajectory)
-                safe_tokens = 0 if on is None else on.running[event.trajectory].safe_tokens
-                if self._leave(event.trajectory, event.epoch, None):
-                    self._tokens[event.trajectory] = safe_tokens
+                delivered_tokens = 0 if on is None else on.running[event.trajectory].delivered_tokens
+                if self._leave(event.trajectory, event.route_number, None):
+                    self._tokens[event.trajectory] = delivered_tokens
                     self._queued.add(event.trajectory)
-            case EnvironmentAnswered():
-                self._hear_environment(event.trajectory, event.epoch, event.tokens)
+            case EnvironmentStepped():
+                self._hear_environment(event.trajectory, event.route_number, event.tokens)
             case EnvironmentFailed():
-                self._hear_environment(event.trajectory, event.epoch, 0)
+                self._hear_environment(event.trajectory, event.route_number, 0)
             case TrajectoryScored():
                 self._scoring.discard(event.trajectory)
                 self._acting.pop(event.trajectory, None)
@@ -283,12 +283,12 @@ class TimeTracker:
                 self._queued.discard(command.trajectory)
                 self._tokens.pop(command.trajectory, None)
                 self._scoring.add(command.trajectory)
-            case Act():
+            case StepEnvironment():
                 self._queued.discard(command.trajectory)
-                self._acting[command.trajectory] = command.epoch
+                self._acting[command.trajectory] = command.route_number
             case Pull() if command.instance in self._instances:
                 self._set_pulling(self._instances[command.instance], pulling=True)
-            case Speculate() if command.instance in self._instances:
+            case SetDraftLength() if command.instance in self._instances:
                 one = self._instances[command.instance]
                 one.draft_length, one.told = command.length, one.told + 1
             case Train():
@@ -296,10 +296,10 @@ class TimeTracker:
                 for trajectory in command.trajectories:
                     self._homes.pop(trajectory, None)
                     self._prompts.pop(GroupId(trajectory // self._members), None)
-            case Retire():
+            case Discard():
                 for ending in command.endings:
                     self._drop(ending.trajectory)
-            case Conclude():
+            case FinishEvaluation():
                 for group in [group for group in self._prompts if is_evaluation(group)]:
                     del self._prompts[group]
                     self._drop(TrajectoryId(group * self._members))
@@ -315,12 +315,12 @@ class TimeTracker:
 
     def _end_turn(self, event: TrajectorySampled) -> None:
         on = self._on.get(event.trajectory)
-        if self._leave(event.trajectory, event.epoch, event) and on is not None:
+        if self._leave(event.trajectory, event.route_number, event) and on is not None:
             self._homes[event.trajectory] = on.name, on.pulls, event.tokens
 
-    def _hear_environment(self, trajectory: TrajectoryId, epoch: int, tokens: int) -> None:
+    def _hear_environment(self, trajectory: TrajectoryId, route_number: int, tokens: int) -> None:
         """Queue a trajectory that has so many tokens now; 0 if its environment failed."""
-        if self._acting.get(trajectory) != epoch:
+        if self._acting.get(trajectory) != route_number:
             return
         del self._acting[trajectory]
         self._tokens[trajectory] = tokens
@@ -346,9 +346,9 @@ class TimeTracker:
         tokens = self._tokens.pop(command.trajectory, 0)
         prompt_tokens = self._prompts.get(GroupId(command.trajectory // self._members), 0)
         one.running[command.trajectory] = Sampling(
-            epoch=command.epoch, since=self._now, tokens_before=tokens, safe_tokens=tokens, tokens=tokens,
-            steps=one.steps, prompt_tokens=prompt_tokens, running_s=one.running_s, kv_s=one.kv_s, pull_s=one.pull_s,
-            prefilled=one.prefilled,
+            route_number=command.route_number, since=self._now, tokens_before=tokens, delivered_tokens=tokens,
+            tokens=tokens, steps=one.steps, prompt_tokens=prompt_tokens, running_s=one.running_s, kv_s=one.kv_s,
+            pull_s=one.pull_s, prefilled=one.prefilled,
         )  # fmt: skip
         one.kv_tokens += prompt_tokens + tokens
         home, pulls, cached = self._homes.get(command.trajectory, ("", 0, 0))
@@ -360,13 +360,13 @@ class TimeTracker:
     def _leave(
         self,
         trajectory: TrajectoryId,
-        epoch: int | None,
+        route_number: int | None,
         sampled: TrajectorySampled | TrajectoryInterrupted | None,
     ) -> bool:
         """Take a trajectory off its instance, and note how long its tokens took if they are known. False if it is not
-        there under that epoch. epoch: None for any."""
+        there under that route number. route_number: None for any."""
         one = self._on.get(trajectory)
-        if one is None or epoch not in (None, one.running[trajectory].epoch):
+        if one is None or route_number not in (None, one.running[trajectory].route_number):
             return False
         self._fleet.count(one, -1)
         one.pass_to(self._now)
@@ -426,13 +426,13 @@ class TimeTracker:
             if held is not None and tokens >= held.tokens_before:
                 one.kv_tokens += tokens - one.tokens(held)
                 held.tokens, held.steps = tokens, one.steps
-        for trajectory, tokens in event.safe:
+        for trajectory, tokens in event.delivered:
             held = one.running.get(trajectory)
             if held is not None:
-                held.safe_tokens = max(held.safe_tokens, tokens)
+                held.delivered_tokens = max(held.delivered_tokens, tokens)
         self._fleet.count(one, 1)
 
-    def _taken(self, one: TrackedInstance, taken: StepsTaken) -> None:
+    def _taken(self, one: TrackedInstance, taken: DecodeStats) -> None:
         """Note what an instance's steps since its report before took, if it drafted and decoded all the time."""
         now = AtReport(self._now, one.told, one.pulls, one.running_s, one.kv_s, one.prefilled)
         before, one.reported = one.reported, now

@@ -17,10 +17,10 @@ routing leaves that much free."""
 class Sampling:
     """A trajectory on an instance: what was known of both when it was routed there."""
 
-    epoch: int
+    route_number: int
     since: float
     tokens_before: int
-    safe_tokens: int
+    delivered_tokens: int
     """Tokens it keeps if its instance is lost."""
     tokens: float
     """As last reported."""

@@ -22,7 +22,7 @@ Plain = Mapping[str, Any]
 Floats = npt.NDArray[np.float64]
 
 ARRIVED, ROUTED, SAMPLED, INTERRUPTED, FAILED, SCORED, TRAINED, RETIRED, ABORTED, LOST = range(10)
-TURN_SAMPLED, ASKED, ANSWERED, RESTARTED = range(10, 14)
+TURN_SAMPLED, ASKED, ENVIRONMENT_STEPPED, RESTARTED = range(10, 14)
 """Kinds of marks in a trajectory's life."""
 STORIES = {
     ARRIVED: ("arrived", "waiting"),
@@ -37,11 +37,11 @@ STORIES = {
     LOST: ("{where} was lost", "waiting"),
     TURN_SAMPLED: ("sampled a turn, {detail} tokens so far", "acting"),
     ASKED: ("its environment is asked", "acting"),
-    ANSWERED: ("its environment answered, {detail} tokens so far", "waiting"),
+    ENVIRONMENT_STEPPED: ("its environment answered, {detail} tokens so far", "waiting"),
     RESTARTED: ("its environment failed: {detail}", "waiting"),
 }
 """What happened at each kind of mark, in words, and the phase that begins with it."""
-WAITING, RUNNING, SCORING, READY, ACTING = range(5)
+WAITING, RUNNING, SCORING, READY, IN_ENVIRONMENT = range(5)
 """Where a live trajectory is; the order of `Lanes.counts`."""
 PHASE_LABELS = (
     "waiting for an instance", "being sampled", "being scored", "ready or waiting for siblings",
@@ -126,7 +126,7 @@ class JournalIndex:
             "TrajectorySampled": lambda event, now: self._sampling_ended(event, now, SAMPLED),
             "TrajectoryInterrupted": lambda event, now: self._sampling_ended(event, now, INTERRUPTED),
             "TrajectoryFailed": lambda event, now: self._sampling_ended(event, now, FAILED),
-            "EnvironmentAnswered": lambda event, now: self._acted(event, now, ANSWERED, event["tokens"]),
+            "EnvironmentStepped": lambda event, now: self._acted(event, now, ENVIRONMENT_STEPPED, event["tokens"]),
             "EnvironmentFailed": lambda event, now: self._acted(event, now, RESTARTED, self._word(event["error"])),
             "TrajectoryScored": self._scored,
             "InstanceJoined": self._serves,
@@ -135,11 +135,11 @@ class JournalIndex:
             "VersionPublished": self._published,
             "StopRequested": self._stopped,
             "Route": self._routed,
-            "Act": self._asked,
+            "StepEnvironment": self._asked,
             "Abort": self._aborted,
             "Pull": self._pulled,
             "Train": self._trained,
-            "Retire": self._retired,
+            "Discard": self._retired,
         }
         """By kind of event and command; the kinds that are not here change nothing that is shown."""
 
@@ -196,7 +196,7 @@ class JournalIndex:
                 self._move(member["trajectory"], place)
 
     def _scored(self, event: Plain, now: float) -> None:
-        if self._where.get(event["trajectory"], (READY, ""))[0] in (SCORING, ACTING):
+        if self._where.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
             self._mark(event["trajectory"], now, SCORED, detail=self._word(f"{event['reward']:g}"))
             self._move(event["trajectory"], READY)
 
@@ -218,10 +218,10 @@ class JournalIndex:
             self._kinds[-1] = TURN_SAMPLED
         else:
             self._mark(id, now, ASKED)
-        self._move(id, ACTING)
+        self._move(id, IN_ENVIRONMENT)
 
     def _acted(self, event: Plain, now: float, kind: int, detail: int) -> None:
-        if self._where.get(event["trajectory"], (READY, ""))[0] == ACTING:  # else an answer that came too late
+        if self._where.get(event["trajectory"], (READY, ""))[0] == IN_ENVIRONMENT:  # else an answer that came too late
             self._mark(event["trajectory"], now, kind, detail=detail)
             self._move(event["trajectory"], WAITING)
 

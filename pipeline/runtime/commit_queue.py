@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable
 
 from staleflow.pipeline.config.schema import DeadlineConfig
-from staleflow.pipeline.coordination.commands import Retire
+from staleflow.pipeline.coordination.commands import Discard
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectories.records import StepRecord
@@ -41,7 +41,7 @@ class CommitQueue:
         self._deadlines = deadlines
         self._stored = stored
         self._say = say
-        self._queue: asyncio.Queue[Retire | StepRecord] = asyncio.Queue()
+        self._queue: asyncio.Queue[Discard | StepRecord] = asyncio.Queue()
         self._num_uncommitted = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -51,7 +51,7 @@ class CommitQueue:
         """Whether a further training step has to wait."""
         return not self._room.is_set()
 
-    def put(self, item: Retire | StepRecord) -> None:
+    def put(self, item: Discard | StepRecord) -> None:
         """Queue how trajectories ended, or a record to commit."""
         if isinstance(item, StepRecord):
             self._count(+1)
@@ -65,7 +65,7 @@ class CommitQueue:
         """Tell the server what is queued, for ever."""
         while True:
             item = await self._queue.get()
-            if isinstance(item, Retire):
+            if isinstance(item, Discard):
                 await self._actors.ask("server", "retire", item.endings, item.versions)
             else:
                 self._stored(item, await self._commit(item))

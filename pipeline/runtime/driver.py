@@ -28,18 +28,18 @@ from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import (
     Abort,
-    Act,
+    CloseEnvironment,
     Command,
-    Conclude,
-    Dismiss,
-    Draw,
-    Forget,
+    Discard,
+    FetchPrompts,
+    FinishEvaluation,
     Interrupt,
     Pull,
-    Retire,
+    ReleaseCache,
     Route,
     Score,
-    Speculate,
+    SetDraftLength,
+    StepEnvironment,
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
@@ -360,21 +360,21 @@ class Driver:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | Forget() | Interrupt() | Pull() | Speculate():
+            case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | SetDraftLength():
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)
                 if isinstance(command, Route) and is_evaluation(command.trajectory):
                     self._evaluating.best.sampling(command.version)
-            case Draw():
+            case FetchPrompts():
                 self._background.spawn(self._draw(command), "draw")
             case Score():
                 self._scoring.put(command.trajectory)
-            case Act() | Dismiss():
+            case StepEnvironment() | CloseEnvironment():
                 self._acting.put(command)
-            case Retire():
+            case Discard():
                 self._commits.put(command)
-            case Conclude():
+            case FinishEvaluation():
                 self._background.spawn(self._conclude(command), "evaluation")
             case Train():
                 self._measurements.training_began()
@@ -382,7 +382,7 @@ class Driver:
 
     # -- carrying out --------------------------------------------------------------------------------------------
 
-    async def _draw(self, command: Draw) -> None:
+    async def _draw(self, command: FetchPrompts) -> None:
         async with self._drawing:  # groups start in the order of their numbers
             drawn = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups)
             self._num_drawn += command.num_groups
@@ -473,7 +473,7 @@ class Driver:
                 )
             self._progress(snapshot, self.outcomes, "")
 
-    async def _conclude(self, command: Conclude) -> None:
+    async def _conclude(self, command: FinishEvaluation) -> None:
         await self._evaluating.conclude(command)
         self._say("")
         for line in not_comparable(self.outcomes.evaluations):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.commands import Act, Dismiss
-from staleflow.pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event, TrajectoryScored
+from staleflow.pipeline.coordination.commands import CloseEnvironment, StepEnvironment
+from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event, TrajectoryScored
 from staleflow.pipeline.runtime.actors import MAX_FALSE_LOSSES, SERVER, Actors
 from staleflow.stores import errors
 from staleflow.stores.trajectory import TrajectoryId
@@ -37,8 +37,8 @@ class _Host:
     """An environment host. pending: acts without an outcome yet. number: how many hosts there were before it."""
 
     name: str
-    outbox: asyncio.Queue[Act | Dismiss] = field(default_factory=asyncio.Queue)
-    pending: dict[TrajectoryId, Act] = field(default_factory=dict)
+    outbox: asyncio.Queue[StepEnvironment | CloseEnvironment] = field(default_factory=asyncio.Queue)
+    pending: dict[TrajectoryId, StepEnvironment] = field(default_factory=dict)
     number: int = 0
     num_doubts: int = 0
     """How many attempts in a row it lost the trajectory server in, which answers."""
@@ -73,10 +73,10 @@ class EnvironmentHosts:
         self._latest: deque[bool] = deque(maxlen=LATEST)
         """Whether the latest outcomes were failures."""
 
-    def put(self, command: Act | Dismiss) -> None:
+    def put(self, command: StepEnvironment | CloseEnvironment) -> None:
         """Queue an act, or the end of one. A trajectory's episode stays on one host."""
         host = self._hosts[command.trajectory % len(self._hosts)]
-        if isinstance(command, Act):
+        if isinstance(command, StepEnvironment):
             host.pending[command.trajectory] = command
         else:
             host.pending.pop(command.trajectory, None)
@@ -97,14 +97,16 @@ class EnvironmentHosts:
             commands = [await host.outbox.get()]
             while not host.outbox.empty():
                 commands.append(host.outbox.get_nowait())
-            acts = [c for c in commands if isinstance(c, Act) and host.pending.get(c.trajectory) is c]
-            ended = tuple(c.trajectory for c in commands if isinstance(c, Dismiss))
+            acts = [c for c in commands if isinstance(c, StepEnvironment) and host.pending.get(c.trajectory) is c]
+            ended = tuple(c.trajectory for c in commands if isinstance(c, CloseEnvironment))
             number = host.number
             try:
                 if ended:
                     await self._actors.ask(host.name, "dismiss", ended)
                 if acts:
-                    items = tuple(ActItem(trajectory=a.trajectory, epoch=a.epoch, cut=a.cut) for a in acts)
+                    items = tuple(
+                        ActItem(trajectory=a.trajectory, route_number=a.route_number, cut=a.truncated) for a in acts
+                    )
                     await self._actors.ask(host.name, "act", SERVER, items)
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.who != host.name:
@@ -130,7 +132,7 @@ class EnvironmentHosts:
                 host.num_doubts = 0
             for outcome in outcomes:
                 act = host.pending.get(outcome.trajectory)
-                if act is None or act.epoch != outcome.epoch:
+                if act is None or act.route_number != outcome.route_number:
                     continue
                 if outcome.server_lost:
                     asyncio.get_running_loop().call_later(AGAIN_S, host.outbox.put_nowait, act)
@@ -192,14 +194,16 @@ class EnvironmentHosts:
             )
 
     def _event(self, outcome: EnvStepOutcome) -> Event:
-        trajectory, epoch = outcome.trajectory, outcome.epoch
+        trajectory, route_number = outcome.trajectory, outcome.route_number
         if outcome.failed:  # the first in full, as of rewards
             level = logging.DEBUG if self._failure_said else logging.WARNING
             logger.log(level, "trajectory %d: environment failed: %s", trajectory, outcome.failed)
             self._failure_said = True
-            return EnvironmentFailed(trajectory=trajectory, epoch=epoch, error=outcome.failed)
+            return EnvironmentFailed(trajectory=trajectory, route_number=route_number, error=outcome.failed)
         if outcome.ended:
             return TrajectoryScored(
                 trajectory=trajectory, reward=outcome.reward, error=outcome.error, seconds=outcome.seconds
             )
-        return EnvironmentAnswered(trajectory=trajectory, epoch=epoch, tokens=outcome.tokens, seconds=outcome.seconds)
+        return EnvironmentStepped(
+            trajectory=trajectory, route_number=route_number, tokens=outcome.tokens, seconds=outcome.seconds
+        )

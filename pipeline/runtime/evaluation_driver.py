@@ -17,7 +17,7 @@ from pathlib import Path
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT, EvaluationSchedule
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.commands import Conclude
+from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.coordination.events import EvaluationRequested, Event, NewGroup
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.best_checkpoint import BestCheckpoint
@@ -93,7 +93,7 @@ class EvaluationDriver:
             self._is_due = True
             self._request()
 
-    async def conclude(self, command: Conclude) -> None:
+    async def conclude(self, command: FinishEvaluation) -> None:
         """Sum up an evaluation that has ended, and request the next if one is due."""
         if command.abandoned:
             self._is_due = True
@@ -120,7 +120,7 @@ class EvaluationDriver:
         self._number += 1
         self._tell(EvaluationRequested(evaluation=self._number - 1, groups=groups))
 
-    async def _sum_up(self, command: Conclude) -> None:
+    async def _sum_up(self, command: FinishEvaluation) -> None:
         groups = [group_of(command.evaluation, i, len(self._items)) for i in range(len(self._items))]
         answered: list[EvaluatedResponse] = await self._actors.ask("server", "evaluated", groups)
         strays = {v for response in answered for v in response.versions} - {command.version}

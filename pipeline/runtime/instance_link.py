@@ -3,7 +3,7 @@
 Invariants:
 - Commands are carried out one after the other in the order given; a Route after a Pull finds the new weights. Several
   of a kind in a row may travel in one call.
-- Every result that the instance gives is passed on exactly once, and only under the epoch it was given for.
+- Every result that the instance gives is passed on exactly once, and only under the route number it was given for.
 - An instance that is gone shows within a deadline as ActorLost that names it. Its process answers no call
   (deadlines.call_s); its engine is broken and says so; or the process is well and the engine stands still, which shows
   only in what it samples (deadlines.sample_s).
@@ -16,12 +16,20 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from staleflow.pipeline.config.schema import DeadlineConfig
-from staleflow.pipeline.coordination.commands import Abort, Command, Forget, Interrupt, Pull, Route, Speculate
+from staleflow.pipeline.coordination.commands import (
+    Abort,
+    Command,
+    Interrupt,
+    Pull,
+    ReleaseCache,
+    Route,
+    SetDraftLength,
+)
 from staleflow.pipeline.coordination.events import (
+    DecodeStats,
     Event,
     InstanceReported,
     PullFinished,
-    StepsTaken,
     TrajectoryFailed,
     TrajectoryInterrupted,
     TrajectorySampled,
@@ -91,23 +99,27 @@ class InstanceLink:
         match batch[0]:
             case Route():
                 items = tuple(
-                    RouteItem(trajectory=c.trajectory, epoch=c.epoch, version=c.version)
+                    RouteItem(trajectory=c.trajectory, route_number=c.route_number, version=c.version)
                     for c in batch
                     if isinstance(c, Route)
                 )
                 await self._actors.ask(self._name, "route", SERVER, items)
-            case Abort() | Forget():
-                ids = tuple(c.trajectory for c in batch if isinstance(c, Abort | Forget))
+            case Abort() | ReleaseCache():
+                ids = tuple(c.trajectory for c in batch if isinstance(c, Abort | ReleaseCache))
                 await self._actors.ask(self._name, "abort", ids)
-            case Speculate():
+            case SetDraftLength():
                 await self._actors.ask(
-                    self._name, "speculate", [c.length for c in batch if isinstance(c, Speculate)][-1]
+                    self._name, "speculate", [c.length for c in batch if isinstance(c, SetDraftLength)][-1]
                 )
             case Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))
                 for o in await self._actors.ask(self._name, "interrupt", SERVER, ids):
                     drafts = {"drafted_tokens": o.drafted_tokens, "accepted_tokens": o.accepted_tokens}
-                    self._tell(TrajectoryInterrupted(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens, **drafts))
+                    self._tell(
+                        TrajectoryInterrupted(
+                            trajectory=o.trajectory, route_number=o.route_number, tokens=o.tokens, **drafts
+                        )
+                    )
             case Pull(instance=instance, version=version):
                 await self._actors.pull(self._instance, version)
                 self._tell(PullFinished(instance=instance, version=version))
@@ -121,9 +133,11 @@ class InstanceLink:
             )
             for o in outcomes:
                 drafts = {"drafted_tokens": o.drafted_tokens, "accepted_tokens": o.accepted_tokens}
-                event: Event = TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch, tokens=o.tokens, **drafts)
+                event: Event = TrajectorySampled(
+                    trajectory=o.trajectory, route_number=o.route_number, tokens=o.tokens, **drafts
+                )
                 if o.error:
-                    event = TrajectoryFailed(trajectory=o.trajectory, epoch=o.epoch, error=o.error)
+                    event = TrajectoryFailed(trajectory=o.trajectory, route_number=o.route_number, error=o.error)
                 self._tell(event)
 
     async def _watch(self) -> None:
@@ -148,12 +162,14 @@ class InstanceLink:
             self._compare_cost(load, taken)
             reported_steps = taken if self._drafts else None
             self._tell(
-                InstanceReported(instance=instance.id, progress=load.progress, safe=load.safe, steps=reported_steps)
+                InstanceReported(
+                    instance=instance.id, progress=load.progress, delivered=load.delivered, steps=reported_steps
+                )
             )
 
-    def _steps_taken(self, before: EngineLoad, load: EngineLoad) -> StepsTaken:
+    def _steps_taken(self, before: EngineLoad, load: EngineLoad) -> DecodeStats:
         """What the engine has decoded between two loads."""
-        return StepsTaken(
+        return DecodeStats(
             running=max(0, load.running - load.waiting),
             kv_tokens=load.kv_tokens,
             seconds=(load.busy_s - before.busy_s) * self._time_scale,
@@ -163,7 +179,7 @@ class InstanceLink:
             accepted_tokens=load.accepted_tokens - before.accepted_tokens,
         )
 
-    def _compare_cost(self, load: EngineLoad, taken: StepsTaken) -> None:
+    def _compare_cost(self, load: EngineLoad, taken: DecodeStats) -> None:
         """Compare the decode steps since the last report with the cost model, which knows none with drafts."""
         busy = taken.seconds > REPORT_S / 2 * self._time_scale
         if load.running and busy and taken.tokens > 0 and not taken.drafts:

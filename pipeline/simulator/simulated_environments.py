@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.commands import Act
-from staleflow.pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, TrajectoryScored
+from staleflow.pipeline.coordination.commands import StepEnvironment
+from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, TrajectoryScored
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.emulation.emulated_episodes import left_to_sample
 from staleflow.tasks.emulation.workload import Workload
 
-Answered = EnvironmentAnswered | EnvironmentFailed | TrajectoryScored
+Answered = EnvironmentStepped | EnvironmentFailed | TrajectoryScored
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class SimulatedEnvironments:
         if self._barrier is not None:
             self._barrier.leave(trajectory)
 
-    def act(self, command: Act, tokens: int) -> None:
+    def act(self, command: StepEnvironment, tokens: int) -> None:
         """Have an environment answer the turn that a trajectory of `tokens` has ended with, once there is a place."""
         trajectory = command.trajectory
         episode = self._open.setdefault(trajectory, _Episode(trajectory))
@@ -89,7 +89,7 @@ class SimulatedEnvironments:
         while self._free and self._queue:
             self._queue.popleft()()
 
-    def _begin(self, episode: _Episode, command: Act, tokens: int) -> None:
+    def _begin(self, episode: _Episode, command: StepEnvironment, tokens: int) -> None:
         if not episode.waits:  # dismissed while it waited for a place
             return
         self._free -= 1
@@ -97,25 +97,29 @@ class SimulatedEnvironments:
         seconds, event = self._outcome(episode, command, tokens)
         self._after(seconds, lambda: self._end(episode, event))
 
-    def _outcome(self, episode: _Episode, command: Act, tokens: int) -> tuple[float, Answered]:
-        trajectory, epoch, limits = episode.trajectory, command.epoch, self._limits
+    def _outcome(self, episode: _Episode, command: StepEnvironment, tokens: int) -> tuple[float, Answered]:
+        trajectory, route_number, limits = episode.trajectory, command.route_number, self._limits
         group, member = divmod(abs(trajectory), self._members)
-        cut = command.cut or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
+        cut = command.truncated or tokens >= self._max_tokens or episode.turns >= limits.max_turns - 1
         attempt = self._failures[trajectory]
         answer = self._episodes.answer(group, member, episode.turns, attempt=attempt, truncated=cut)
         episode.turns += 1
         allowed_s = min(limits.step_timeout_s, limits.episode_timeout_s - episode.spent_s)
         if answer.seconds > allowed_s:
             return allowed_s, EnvironmentFailed(
-                trajectory=trajectory, epoch=epoch, error=f"no answer in {allowed_s:g} s"
+                trajectory=trajectory, route_number=route_number, error=f"no answer in {allowed_s:g} s"
             )
         episode.spent_s += answer.seconds
         if answer.error:
-            return answer.seconds, EnvironmentFailed(trajectory=trajectory, epoch=epoch, error=answer.error)
+            return answer.seconds, EnvironmentFailed(
+                trajectory=trajectory, route_number=route_number, error=answer.error
+            )
         if answer.ended or tokens + answer.tokens >= self._max_tokens:
             reward = self._workload.reward(group, member)
             return answer.seconds + self._reward_s, TrajectoryScored(trajectory=trajectory, reward=reward)
-        return answer.seconds, EnvironmentAnswered(trajectory=trajectory, epoch=epoch, tokens=tokens + answer.tokens)
+        return answer.seconds, EnvironmentStepped(
+            trajectory=trajectory, route_number=route_number, tokens=tokens + answer.tokens
+        )
 
     def _leave(self, episode: _Episode) -> None:
         """Give the place of an episode to the next one, if it has one."""
@@ -136,7 +140,7 @@ class SimulatedEnvironments:
             case EnvironmentFailed():
                 del self._open[event.trajectory]
                 self._failures[event.trajectory] += 1
-        if not isinstance(event, EnvironmentAnswered):
+        if not isinstance(event, EnvironmentStepped):
             self._tell(event)
         elif self._barrier is not None:
             self._barrier.hold(event)
@@ -145,14 +149,14 @@ class SimulatedEnvironments:
         else:
             self._tell(event)
 
-    def _release(self, events: list[EnvironmentAnswered]) -> None:
+    def _release(self, events: list[EnvironmentStepped]) -> None:
         def tell() -> None:
             for event in events:
                 self._tell_open(event)
 
         self._after(self._act_s, tell)
 
-    def _tell_open(self, event: EnvironmentAnswered) -> None:
+    def _tell_open(self, event: EnvironmentStepped) -> None:
         """Tell an answer, unless its trajectory was dismissed meanwhile."""
         if event.trajectory in self._open:
             self._tell(event)
@@ -161,15 +165,15 @@ class SimulatedEnvironments:
 class Barrier:
     """The lock step of a batch of environments: an answer is held until all that take turns have theirs."""
 
-    def __init__(self, release: Callable[[list[EnvironmentAnswered]], None]) -> None:
+    def __init__(self, release: Callable[[list[EnvironmentStepped]], None]) -> None:
         self._release = release
         self._playing: set[TrajectoryId] = set()
-        self._held: dict[TrajectoryId, EnvironmentAnswered] = {}
+        self._held: dict[TrajectoryId, EnvironmentStepped] = {}
 
     def enter(self, trajectory: TrajectoryId) -> None:
         self._playing.add(trajectory)
 
-    def hold(self, event: EnvironmentAnswered) -> None:
+    def hold(self, event: EnvironmentStepped) -> None:
         self._held[event.trajectory] = event
         self._open_if_all_wait()
 

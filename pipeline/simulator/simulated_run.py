@@ -17,24 +17,25 @@ from staleflow.pipeline.config import factories
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import (
     Abort,
-    Act,
+    CloseEnvironment,
     Command,
-    Conclude,
-    Dismiss,
-    Draw,
-    Forget,
+    Discard,
+    FetchPrompts,
+    FinishEvaluation,
     Interrupt,
     Pull,
-    Retire,
+    ReleaseCache,
     Route,
     Score,
-    Speculate,
+    SetDraftLength,
+    StepEnvironment,
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import (
-    EnvironmentAnswered,
+    DecodeStats,
     EnvironmentFailed,
+    EnvironmentStepped,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -42,7 +43,6 @@ from staleflow.pipeline.coordination.events import (
     InstanceReported,
     NewGroup,
     PullFinished,
-    StepsTaken,
     StopRequested,
     Tick,
     TrajectoryInterrupted,
@@ -204,8 +204,8 @@ class SimulatedRun:
                 steps = (
                     self._steps_taken(one) if self._config.rollout.engine.speculation.num_speculative_tokens else None
                 )
-                safe = progress if delivers else ()
-                self._tell(InstanceReported(instance=one.id, progress=progress, safe=safe, steps=steps))
+                delivered = progress if delivers else ()
+                self._tell(InstanceReported(instance=one.id, progress=progress, delivered=delivered, steps=steps))
                 if delivers:
                     self._delivered[one.id] = dict(progress)
             one.trace.loads.append((self._now, one.engine.num_decoding))
@@ -221,11 +221,11 @@ class SimulatedRun:
         )
         self._at(self._now + self._simulation.report_s, self._tick, recurring=True)
 
-    def _steps_taken(self, one: SimulatedInstance) -> StepsTaken:
+    def _steps_taken(self, one: SimulatedInstance) -> DecodeStats:
         """What an instance has decoded since it was last asked."""
         before, now = one.reported, one.engine.work_by(self._now)
         one.reported = now
-        return StepsTaken(
+        return DecodeStats(
             running=one.engine.num_decoding,
             kv_tokens=one.engine.kv_tokens,
             seconds=now.decode_s + now.prefill_s + now.pull_s - before.decode_s - before.prefill_s - before.pull_s,
@@ -239,14 +239,14 @@ class SimulatedRun:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | Forget() | Interrupt() | Pull() | Speculate():
+            case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | SetDraftLength():
                 if isinstance(command, Route):  # at once: its end may be told before its way to the instance is over
                     self._environments.begun(command.trajectory)
                 if self._simulation.message_s:
                     self._at(self._now + self._simulation.message_s, lambda: self._on_instance(command))
                 else:
                     self._on_instance(command)
-            case Draw():
+            case FetchPrompts():
                 groups = range(self._next_group, self._next_group + command.num_groups)
                 self._next_group = groups.stop
                 new = tuple(NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g)) for g in groups)
@@ -254,17 +254,17 @@ class SimulatedRun:
             case Score():
                 reward = self._workload.reward(*self._place(command.trajectory))
                 self._after(self._simulation.reward_s, TrajectoryScored(trajectory=command.trajectory, reward=reward))
-            case Act():
+            case StepEnvironment():
                 self._environments.act(command, self._tokens[command.trajectory])
-            case Dismiss():
+            case CloseEnvironment():
                 self._environments.dismiss(command.trajectory)
             case Train():
                 self._train(command)
-            case Conclude():
+            case FinishEvaluation():
                 self.trace.evaluations.append((int(command.version), self._now, command.abandoned))
                 self._forget_evaluated()
                 self._at(self._now, lambda: self._tell_if(self._evaluations.concluded(abandoned=command.abandoned)))
-            case Retire():
+            case Discard():
                 for ending in command.endings:
                     reason = outcome_key(ending.fate, ending.reason)
                     self.trace.ended[reason] = self.trace.ended.get(reason, 0) + 1
@@ -272,7 +272,7 @@ class SimulatedRun:
                     self._given.pop(ending.trajectory, None)
                     self._environments.ended(ending.trajectory)
 
-    def _on_instance(self, command: Route | Abort | Forget | Interrupt | Pull | Speculate) -> None:
+    def _on_instance(self, command: Route | Abort | ReleaseCache | Interrupt | Pull | SetDraftLength) -> None:
         one = self._instances.get(command.instance)
         if one is None:  # lost, and the coordinator knows it already
             return
@@ -283,9 +283,9 @@ class SimulatedRun:
                 self._sample(one, command)
             case Abort():
                 one.engine.remove(self._now, command.trajectory)
-            case Forget():
+            case ReleaseCache():
                 one.engine.forget(command.trajectory)
-            case Speculate():
+            case SetDraftLength():
                 one.engine.speculate(self._now, command.length)
             case Interrupt():
                 stopped = one.engine.remove(self._now, command.trajectory)
@@ -295,7 +295,7 @@ class SimulatedRun:
                         max(0.0, one.engine.clock - self._now) + self._simulation.message_s,
                         TrajectoryInterrupted(
                             trajectory=command.trajectory,
-                            epoch=stopped.epoch,
+                            route_number=stopped.route_number,
                             tokens=stopped.tokens,
                             **stopped.drafts.counts(),
                         ),
@@ -334,7 +334,7 @@ class SimulatedRun:
         one.engine.submit(
             self._now,
             command.trajectory,
-            command.epoch,
+            command.route_number,
             self._workload.prompt_tokens(group),
             tokens,
             turns,
@@ -343,7 +343,7 @@ class SimulatedRun:
 
     def _environment_told(self, event: Answered) -> None:
         match event:
-            case EnvironmentAnswered():
+            case EnvironmentStepped():
                 self._given[event.trajectory] = event.tokens - self._tokens[event.trajectory]
                 self._tokens[event.trajectory] = event.tokens
             case EnvironmentFailed():
@@ -419,8 +419,8 @@ class SimulatedRun:
         if self._instances:
             one = list(self._instances.values())[int(self._faults.integers(len(self._instances)))]
             running = {t for t, _ in one.engine.progress(self._now)}
-            safe = self._delivered.pop(one.id, {})
-            self._tokens |= {t: max(n, self._tokens.get(t, 0)) for t, n in safe.items() if t in running}
+            delivered = self._delivered.pop(one.id, {})
+            self._tokens |= {t: max(n, self._tokens.get(t, 0)) for t, n in delivered.items() if t in running}
             self._retire_instance(one)
             self.trace.losses += 1
             attempt = self.trace.losses
@@ -445,7 +445,7 @@ class SimulatedRun:
                 self._simulation.message_s,
                 TrajectorySampled(
                     trajectory=TrajectoryId(ended.trajectory),
-                    epoch=ended.epoch,
+                    route_number=ended.route_number,
                     tokens=ended.tokens,
                     **ended.drafts.counts(),
                 ),

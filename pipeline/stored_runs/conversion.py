@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from staleflow.pipeline.config import knob_tree, loading
 from staleflow.pipeline.config.job_conversion import convert_job, is_earlier_job
+from staleflow.pipeline.coordination.journal import files, open_part
+from staleflow.pipeline.coordination.journal_conversion import convert_entry
+from staleflow.pipeline.recovery.resumption import parts
 from staleflow.pipeline.recovery.run_folder import LOCK, lock_folder, require_run
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import claim_folder, publish, remove
@@ -16,6 +23,10 @@ from staleflow.stores.trajectories.store_conversion import ConvertedStore, conve
 
 NOT_COPIED = (LOCK, ".store.lock", "store")
 """What is in a run's folder and belongs to its place, besides the store, which is converted."""
+
+
+LEVEL = 6
+"""Of the compression of a closed part of a journal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +38,12 @@ class ConvertedRun:
     """None if the store was of this version, and is copied as it is."""
     jobs: int
     """The number of job files, one for each start."""
+    entries: int
+    """Entries of its journals."""
 
 
 def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
-    """Write a converted copy of a run to the folder `out`: its store with all branches, and its job files; journal,
+    """Write a converted copy of a run to the folder `out`: its store with all branches, its job files and journals;
     spool, resume points and checkpoints are the same. The run itself is not changed. A store in a bucket is copied into
     the folder if it needs conversion; else the copy names the same place. Raises ConfigError if there is nothing to
     convert, if `out` exists or if the run is live, StoreError."""
@@ -38,7 +51,8 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
     if not (run_dir / "store").exists():
         raise ConfigError(f"{run_dir}: the run has no store; start it again with `staleflow run`")
     converts_store = needs_conversion(run_dir / "store")
-    if not converts_store and not any(is_earlier_job(loading.read_tree(job)) for job in run_dir.glob("config*.toml")):
+    earlier_job = any(is_earlier_job(loading.read_tree(job)) for job in run_dir.glob("config*.toml"))
+    if not (converts_store or earlier_job or _has_earlier_journal(run_dir)):
         raise ConfigError(f"{run_dir}: already of this version; nothing to convert")
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another place, or remove it")
@@ -52,6 +66,7 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
             jobs = sorted(part.glob("config*.toml"))
             for job in jobs:
                 _convert_job_file(job)
+            entries = sum(_convert_journal_file(file) for file in list(_journal_files(part)))
             keeps_bound = loading.load(part / "config.toml").eta is not None
             store = None
             if converts_store:
@@ -65,7 +80,44 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
         if isinstance(error, StaleflowError):
             raise
         raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
-    return ConvertedRun(out=str(out), store=store, jobs=len(jobs))
+    return ConvertedRun(out=str(out), store=store, jobs=len(jobs), entries=entries)
+
+
+def _journal_files(run_dir: Path) -> Iterator[Path]:
+    for _, journal in parts(run_dir):
+        yield from files(journal)
+
+
+def _has_earlier_journal(run_dir: Path) -> bool:
+    """Whether commit 9e20fc41 wrote a run's journals. Reads up to the first routing of a trajectory, whose fields have
+    other names now."""
+    for file in _journal_files(run_dir):
+        with open_part(file) as lines:
+            for line in lines:
+                if b'"type":"Route"' in line:
+                    return b'"epoch":' in line
+    return False
+
+
+def _convert_journal_file(path: Path) -> int:
+    """Replace a file of a journal by one with the names of this version; returns its entries. A line that is not JSON
+    stays as it is: the last one, if its writer was killed."""
+    count = 0
+    converted = path.with_name(f"{path.name}.converting")
+    with open_part(path) as lines, contextlib.ExitStack() as stack:
+        target: BinaryIO = stack.enter_context(converted.open("wb"))
+        if path.suffix == ".gz":
+            target = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=target, mode="wb", compresslevel=LEVEL)))
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                target.write(line)
+                continue
+            target.write(json.dumps(convert_entry(entry), separators=(",", ":")).encode() + b"\n")
+            count += "event" in entry
+    converted.replace(path)
+    return count
 
 
 def _convert_job_file(path: Path) -> None:

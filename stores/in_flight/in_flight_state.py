@@ -88,7 +88,7 @@ class GroupInFlight:
 class LatestRouting(NamedTuple):
     """A trajectory's latest routing. tokens: how many it had then."""
 
-    epoch: int
+    route_number: int
     tokens: int
 
 
@@ -103,7 +103,7 @@ class InFlightState:
     scored: set[TrajectoryId] = field(default_factory=set)
     """Those that have their reward, or have failed to get one."""
     routings: dict[TrajectoryId, LatestRouting] = field(default_factory=dict)
-    """Of the live ones that were routed: what an instance of an earlier epoch still delivers is not taken."""
+    """Of the live ones that were routed: what an instance of an earlier route number still delivers is not taken."""
     restarts: dict[TrajectoryId, int] = field(default_factory=dict)
     """How often live ones began again with their prompt."""
     turn_tokens: dict[TrajectoryId, int] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class InFlightState:
         if isinstance(entry, OfEpisode) and t is not None and entry.attempt not in (UNKNOWN, self.attempt(t.id)):
             if entry.attempt < self.attempt(t.id):
                 return False
-            self._begin_again(t, entry.attempt, self.epoch(t.id))
+            self._begin_again(t, entry.attempt, self.route_number(t.id))
             self._apply(entry)
             return True
         return self._apply(entry)
@@ -153,18 +153,18 @@ class InFlightState:
         """The attempt of a live trajectory's episode: how often it began again."""
         return self.restarts.get(trajectory, 0)
 
-    def epoch(self, trajectory: TrajectoryId) -> int:
-        """The epoch of a trajectory's latest routing; 0 if there was none."""
-        return self.routings.get(trajectory, LatestRouting(0, 0)).epoch
+    def route_number(self, trajectory: TrajectoryId) -> int:
+        """The route number of a trajectory's latest routing; 0 if there was none."""
+        return self.routings.get(trajectory, LatestRouting(0, 0)).route_number
 
-    def hears(self, trajectory: TrajectoryId, epoch: int) -> bool:
-        """Whether a trajectory is live, and was not routed anew since `epoch`."""
-        return trajectory in self.live and epoch >= self.epoch(trajectory)
+    def hears(self, trajectory: TrajectoryId, route_number: int) -> bool:
+        """Whether a trajectory is live, and was not routed anew since `route_number`."""
+        return trajectory in self.live and route_number >= self.route_number(trajectory)
 
-    def awaits(self, trajectory: TrajectoryId, tokens: int, epoch: int) -> bool:
-        """Whether a trajectory that had so many tokens under `epoch` still has just these, without an answer to the
-        last of them, and without a reward."""
-        if not self.hears(trajectory, epoch) or trajectory in self.scored:
+    def awaits(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
+        """Whether a trajectory that had so many tokens under `route_number` still has just these, without an answer to
+        the last of them, and without a reward."""
+        if not self.hears(trajectory, route_number) or trajectory in self.scored:
             return False
         t = self.live[trajectory]
         return t.num_tokens == tokens and not (t.spans and isinstance(t.spans[-1], Given))
@@ -296,17 +296,17 @@ class InFlightState:
 
     def _route(self, entry: TrajectoriesRouted) -> bool:
         changed = False
-        for member, epoch in entry.routed:
+        for member, route_number in entry.routed:
             t = self.live.get(member)
-            if t is not None and epoch >= self.epoch(member):
-                self.routings[member] = LatestRouting(epoch, t.num_tokens)
+            if t is not None and route_number >= self.route_number(member):
+                self.routings[member] = LatestRouting(route_number, t.num_tokens)
                 if not t.timings.routed_s:
                     self.live[member] = replace(t, timings=replace(t.timings, routed_s=entry.at_s))
                 changed = True
         return changed
 
-    def _begin_again(self, t: Trajectory, attempt: int, epoch: int) -> None:
-        """Leave a trajectory only its prompt. attempt: that begins. epoch: earlier ones are not heard."""
+    def _begin_again(self, t: Trajectory, attempt: int, route_number: int) -> None:
+        """Leave a trajectory only its prompt. attempt: that begins. route_number: earlier ones are not heard."""
         self.live[t.id] = replace(
             t, spans=(), finish=FinishReason.UNFINISHED, reward=0.0, reward_parts={}, error="",
             timings=replace(t.timings, rewarded_s=0.0),
@@ -314,13 +314,13 @@ class InFlightState:
         self.scored.discard(t.id)
         self.turn_tokens.pop(t.id, None)
         self.stops.pop(t.id, None)
-        self.routings[t.id] = LatestRouting(epoch, 0)
+        self.routings[t.id] = LatestRouting(route_number, 0)
         self.restarts[t.id] = attempt
 
     def _deliver(self, entry: TokensDelivered) -> bool:
         t = self.live.get(entry.trajectory)
         routing = self.routings.get(entry.trajectory, LatestRouting(0, 0))
-        if t is None or not self.hears(t.id, entry.epoch) or t.finish is not FinishReason.UNFINISHED:
+        if t is None or not self.hears(t.id, entry.route_number) or t.finish is not FinishReason.UNFINISHED:
             return False
         held = t.num_tokens
         end = entry.first + sum(len(s.tokens) for s in entry.segments)
@@ -361,9 +361,9 @@ class InFlightState:
 
     def _restart(self, entry: EpisodeRestarted) -> bool:
         t = self.live.get(entry.trajectory)
-        if t is None or entry.epoch < self.epoch(t.id) or t.id in self.scored:
+        if t is None or entry.route_number < self.route_number(t.id) or t.id in self.scored:
             return False
-        self._begin_again(t, self.attempt(t.id) + 1, entry.epoch + 1)
+        self._begin_again(t, self.attempt(t.id) + 1, entry.route_number + 1)
         return True
 
     def _reward(self, entry: RewardDelivered) -> bool:

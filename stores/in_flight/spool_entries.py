@@ -46,7 +46,7 @@ class GroupDrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoriesRouted:
-    """Instances have begun to sample trajectories. routed: (trajectory, epoch)."""
+    """Instances have begun to sample trajectories. routed: (trajectory, route_number)."""
 
     routed: tuple[tuple[TrajectoryId, int], ...]
     at_s: float
@@ -57,7 +57,7 @@ class TokensDelivered:
     """An instance has sampled tokens of a response. first: the position in the response of the first of them."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     first: int
     segments: tuple[Segment, ...]
     finish: FinishReason
@@ -88,12 +88,12 @@ class AnswerGiven:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRestarted:
     """An environment failed, and the trajectory begins again with its prompt. tokens: those it had, which are lost.
-    epoch: the latest that it was routed under; what is sampled from now on has a higher one. attempt: the one that has
-    failed."""
+    route_number: the latest that it was routed under; what is sampled from now on has a higher one. attempt: the one
+    that has failed."""
 
     trajectory: TrajectoryId
     tokens: int
-    epoch: int
+    route_number: int
     attempt: int = UNKNOWN
 
 
@@ -173,7 +173,15 @@ def encode(entry: Entry) -> bytes:
             head = ["routed", entry.routed, entry.at_s]
         case TokensDelivered():
             segments = [(s.version, s.instance, len(s.tokens)) for s in entry.segments]
-            head = ["tokens", entry.trajectory, entry.epoch, entry.first, entry.finish.value, entry.at_s, segments]
+            head = [
+                "tokens",
+                entry.trajectory,
+                entry.route_number,
+                entry.first,
+                entry.finish.value,
+                entry.at_s,
+                segments,
+            ]
             head += [entry.attempt]
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
         case AnswerGiven():
@@ -181,7 +189,7 @@ def encode(entry: Entry) -> bytes:
             head += [entry.attempt, *_next_turn(entry)]
             arrays = (entry.tokens.astype("<i4"),)
         case EpisodeRestarted():
-            head = ["restarted", entry.trajectory, entry.tokens, entry.epoch, entry.attempt]
+            head = ["restarted", entry.trajectory, entry.tokens, entry.route_number, entry.attempt]
         case RewardDelivered():
             parts = {name: float(value) for name, value in entry.parts.items()}
             head = ["reward", entry.trajectory, entry.tokens, float(entry.reward), parts, entry.error, entry.at_s]
@@ -227,7 +235,7 @@ def _tokens(
     data: bytes,
     at: int,
     trajectory: int,
-    epoch: int,
+    route_number: int,
     first: int,
     finish: str,
     at_s: float,
@@ -247,7 +255,7 @@ def _tokens(
         at += 8 * count
     return TokensDelivered(
         trajectory=TrajectoryId(trajectory),
-        epoch=epoch,
+        route_number=route_number,
         first=first,
         segments=tuple(segments),
         finish=FinishReason(finish),
@@ -303,12 +311,12 @@ _DECODERS: dict[str, Any] = {
         group=GroupId(group), prompt_tokens=_ints(data, at, count), at_s=at_s, dataset_row=row
     ),
     "routed": lambda data, at, routed, at_s: TrajectoriesRouted(
-        routed=tuple((TrajectoryId(t), epoch) for t, epoch in routed), at_s=at_s
+        routed=tuple((TrajectoryId(t), route_number) for t, route_number in routed), at_s=at_s
     ),
     "tokens": _tokens,
     "given": _given,
-    "restarted": lambda data, at, trajectory, tokens, epoch, attempt=UNKNOWN: EpisodeRestarted(
-        trajectory=TrajectoryId(trajectory), tokens=tokens, epoch=epoch, attempt=attempt
+    "restarted": lambda data, at, trajectory, tokens, route_number, attempt=UNKNOWN: EpisodeRestarted(
+        trajectory=TrajectoryId(trajectory), tokens=tokens, route_number=route_number, attempt=attempt
     ),
     "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s, attempt=UNKNOWN: RewardDelivered(
         trajectory=TrajectoryId(trajectory),

@@ -44,7 +44,7 @@ class ActItem:
     """An Act command as an environment host receives it. cut: the turn was cut short, so the episode ends."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     cut: bool
 
 
@@ -56,7 +56,7 @@ class EnvStepOutcome:
     the step was done before."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     tokens: int = 0
     ended: bool = False
     reward: float = 0.0
@@ -141,7 +141,7 @@ class EnvironmentHost:
         self._environments = settings.build()
         self._call_s = call_s
         self._acts: dict[tuple[TrajectoryId, int], asyncio.Task[None]] = {}
-        """Running env steps, by trajectory and epoch."""
+        """Running env steps, by trajectory and route number."""
         self._keys: dict[TrajectoryId, EpisodeKey] = {}
         """Open episodes."""
         self._done: list[EnvStepOutcome] = []
@@ -157,7 +157,7 @@ class EnvironmentHost:
         """Start env steps for the turns that trajectories ended with. Steps that already run go on."""
         ask = ServerBatcher(server, self._call_s)
         for item in items:
-            key = item.trajectory, item.epoch
+            key = item.trajectory, item.route_number
             if key not in self._acts:
                 self._acts[key] = asyncio.create_task(self._act(ask, item))
 
@@ -191,18 +191,18 @@ class EnvironmentHost:
         try:
             outcome = await self._outcome(ask, item)
         except ActorLost:  # nobody else is called
-            outcome = EnvStepOutcome(trajectory=item.trajectory, epoch=item.epoch, server_lost=True)
+            outcome = EnvStepOutcome(trajectory=item.trajectory, route_number=item.route_number, server_lost=True)
         except Exception as error:  # noqa: BLE001  it is raised where outcomes are asked for
             self._error, outcome = error, None
             self._changed.set()
-        self._acts.pop((item.trajectory, item.epoch), None)
+        self._acts.pop((item.trajectory, item.route_number), None)
         if outcome is not None:
             self._done.append(outcome)
             self._changed.set()
 
     async def _outcome(self, ask: ServerBatcher, item: ActItem) -> EnvStepOutcome | None:
         """Do an env step as far as it is not done yet. None if nobody waits for it any more."""
-        trajectory, epoch = item.trajectory, item.epoch
+        trajectory, route_number = item.trajectory, item.route_number
         state, done = await self._check_server(ask, item)
         if state is None or done is not None:
             return done
@@ -210,7 +210,7 @@ class EnvironmentHost:
         self._keys[trajectory] = key
         newest: SampledTurn | None = None
         if self._environments.needs_token_ids:
-            turn = TurnItem(trajectory, state.tokens, epoch, state.turns[-1] if state.turns else "")
+            turn = TurnItem(trajectory, state.tokens, route_number, state.turns[-1] if state.turns else "")
             newest = await ask("newest_turns", turn)
             if newest is None:  # it is another host's by now, so the agent is told nothing
                 return (await self._check_server(ask, item))[1]
@@ -221,14 +221,16 @@ class EnvironmentHost:
             observation = ObservationItem(
                 trajectory=trajectory,
                 tokens=state.tokens,
-                epoch=epoch,
+                route_number=route_number,
                 messages=answer.messages,
                 seconds=answer.seconds,
                 replayed=answer.replayed,
             )
             receipt: ObservationReceipt = await ask("add_observations", observation)
             if not receipt.problem:
-                return EnvStepOutcome(trajectory=trajectory, epoch=epoch, tokens=receipt.tokens, seconds=took_s)
+                return EnvStepOutcome(
+                    trajectory=trajectory, route_number=route_number, tokens=receipt.tokens, seconds=took_s
+                )
             if receipt.problem == "late":
                 return (await self._check_server(ask, item))[1]
             if receipt.problem == "full":
@@ -239,18 +241,18 @@ class EnvironmentHost:
                 answer = HostedStepResult(ended=True, error=receipt.why or DIFFERS)
         self._keys.pop(trajectory, None)
         if answer.error:
-            if not await ask("restart", (trajectory, state.tokens, epoch)):
+            if not await ask("restart", (trajectory, state.tokens, route_number)):
                 return (await self._check_server(ask, item))[1]
-            return EnvStepOutcome(trajectory=trajectory, epoch=epoch, failed=answer.error)
+            return EnvStepOutcome(trajectory=trajectory, route_number=route_number, failed=answer.error)
         score = ScoredResponse(reward=answer.reward, parts=dict(answer.parts))
         recorded: ScoredResponse | None = await ask(
-            "record_rewards", RewardItem(trajectory, state.tokens, epoch, score)
+            "record_rewards", RewardItem(trajectory, state.tokens, route_number, score)
         )
         if recorded is None:
             return (await self._check_server(ask, item))[1]
         return EnvStepOutcome(
             trajectory=trajectory,
-            epoch=epoch,
+            route_number=route_number,
             ended=True,
             reward=recorded.reward,
             error=recorded.error,
@@ -262,16 +264,16 @@ class EnvironmentHost:
     ) -> tuple[EpisodeState | None, EnvStepOutcome | None]:
         """Return the state of a trajectory, None if it is no longer live, and the outcome of its env step, if it has
         one: of an earlier request, or of another host that was taken for lost and answered first."""
-        trajectory, epoch = item.trajectory, item.epoch
-        state: EpisodeState | None = await ask("episode_states", (trajectory, epoch))
+        trajectory, route_number = item.trajectory, item.route_number
+        state: EpisodeState | None = await ask("episode_states", (trajectory, route_number))
         if state is None:
             return None, None
         if (score := state.score) is not None:
             return state, EnvStepOutcome(
-                trajectory=trajectory, epoch=epoch, ended=True, reward=score.reward, error=score.error
+                trajectory=trajectory, route_number=route_number, ended=True, reward=score.reward, error=score.error
             )
         if state.restarted:
-            return state, EnvStepOutcome(trajectory=trajectory, epoch=epoch, failed=FAILED_BEFORE)
+            return state, EnvStepOutcome(trajectory=trajectory, route_number=route_number, failed=FAILED_BEFORE)
         if state.answered:
-            return state, EnvStepOutcome(trajectory=trajectory, epoch=epoch, tokens=state.tokens)
+            return state, EnvStepOutcome(trajectory=trajectory, route_number=route_number, tokens=state.tokens)
         return state, None

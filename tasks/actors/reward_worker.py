@@ -37,7 +37,7 @@ class RewardWorker:
         )
         scores = await self.score_texts([(item.text, item.record) for item in items])
         scored = [
-            RewardItem(item.trajectory, item.tokens, item.epoch, score)
+            RewardItem(item.trajectory, item.tokens, item.route_number, score)
             for item, score in zip(items, scores, strict=True)
         ]
         recorded = await call_actor(server, "record_rewards", scored, timeout_s=self._call_s, actor_name="server")

@@ -38,7 +38,7 @@ class RouteItem:
     """A Route command as a rollout instance receives it."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     version: PolicyVersion
 
 
@@ -47,7 +47,7 @@ class RequestOutcome:
     """The result of a request for the driver: ids and lengths. error: empty if it was sampled."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     tokens: int
     error: str = ""
     drafted_tokens: int = 0
@@ -116,7 +116,7 @@ class RolloutInstance:
         self._spooled_s: float | None = None
         """When running responses' tokens were last delivered, on the loop's clock."""
         self._delivered: dict[TrajectoryId, tuple[int, int]] = {}
-        """(epoch, tokens) of running responses that the server has."""
+        """(route number, tokens) of running responses that the server has."""
         self._unreported: dict[TrajectoryId, int] = {}
         """Tokens of running responses that the server has, where the number has changed since the last report."""
 
@@ -127,7 +127,7 @@ class RolloutInstance:
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
         """Start sampling trajectories after the tokens that the server has of them. Trajectories that are no longer
         live are skipped; a response that is complete is reported as sampled."""
-        routed = tuple((i.trajectory, i.epoch) for i in items)
+        routed = tuple((i.trajectory, i.route_number) for i in items)
         payloads = await call_actor(server, "payloads", routed, timeout_s=self._call_s, actor_name="server")
 
         def submit() -> list[SampledTokens]:
@@ -143,14 +143,18 @@ class RolloutInstance:
                     )
                 if finish is not FinishReason.UNFINISHED:
                     ended = SampledTokens(
-                        trajectory=item.trajectory, epoch=item.epoch, first=len(sampled), segments=(), finish=finish
+                        trajectory=item.trajectory,
+                        route_number=item.route_number,
+                        first=len(sampled),
+                        segments=(),
+                        finish=finish,
                     )
                     whole.append(ended)
                     continue
                 requests.append(
                     Request(
                         trajectory=item.trajectory,
-                        epoch=item.epoch,
+                        route_number=item.route_number,
                         tokens=(*prompt, *sampled) if context is None else context,
                         max_new_tokens=min(
                             (self._max_new_tokens if evaluated is None else evaluated.max_new_tokens) - len(sampled),
@@ -261,8 +265,8 @@ class RolloutInstance:
     async def report(self) -> EngineLoad:
         """Return the engine's current load, and the tokens that reached the server since the last report."""
         load = await asyncio.to_thread(self._engine.load_statistics)  # it may wait for the engine's lock
-        safe, self._unreported = tuple(self._unreported.items()), {}
-        return dataclasses.replace(load, safe=safe)
+        delivered, self._unreported = tuple(self._unreported.items()), {}
+        return dataclasses.replace(load, delivered=delivered)
 
     async def close(self) -> None:
         self._closed = True
@@ -283,7 +287,9 @@ class RolloutInstance:
         self._spooled_s = loop.time()
         running: list[SampledTokens] = await loop.run_in_executor(self._waiting, self._engine.peek)
         totals = await self._send(server, [s for s in running if _end(s) > s.first])
-        self._delivered = {s.trajectory: (s.epoch, totals[s.trajectory]) for s in running if s.trajectory in totals}
+        self._delivered = {
+            s.trajectory: (s.route_number, totals[s.trajectory]) for s in running if s.trajectory in totals
+        }
         self._unreported |= totals
 
     async def _learn(self, server: Any) -> None:
@@ -314,7 +320,7 @@ class RolloutInstance:
             drafted, accepted = (e.drafted_tokens, e.accepted_tokens) if isinstance(e, SampledTokens) else (0, 0)
             outcome = RequestOutcome(
                 trajectory=e.trajectory,
-                epoch=e.epoch,
+                route_number=e.route_number,
                 tokens=tokens,
                 error=error,
                 drafted_tokens=drafted,
@@ -368,9 +374,9 @@ def _not_finite(sampled: SampledTokens) -> str:
 
 
 def _after(sampled: SampledTokens, delivered: tuple[int, int] | None) -> SampledTokens:
-    """Drop the tokens that the server has. delivered: (epoch, tokens) of the latest delivery; one of another epoch does
-    not count."""
-    if delivered is None or delivered[0] != sampled.epoch or delivered[1] <= sampled.first:
+    """Drop the tokens that the server has. delivered: (route number, tokens) of the latest delivery; one of another
+    route number does not count."""
+    if delivered is None or delivered[0] != sampled.route_number or delivered[1] <= sampled.first:
         return sampled
     skip = delivered[1] - sampled.first
     segments = []

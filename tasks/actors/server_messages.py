@@ -74,32 +74,32 @@ def payload(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationItem:
     """An observation: the messages of an environment after the turn that ends a response at `tokens` tokens, routed
-    under `epoch`. replayed: its messages after the first turns, if it took them again."""
+    under `route_number`. replayed: its messages after the first turns, if it took them again."""
 
     trajectory: TrajectoryId
     tokens: int
-    epoch: int
+    route_number: int
     messages: tuple[Message, ...]
     seconds: float
     replayed: tuple[tuple[Message, ...], ...]
 
 
 class ScoringItem(NamedTuple):
-    """A response to be scored: its text, its length in tokens, and the epoch of its latest routing."""
+    """A response to be scored: its text, its length in tokens, and the route number of its latest routing."""
 
     trajectory: TrajectoryId
     tokens: int
-    epoch: int
+    route_number: int
     text: str
     record: Record
 
 
 class RewardItem(NamedTuple):
-    """The reward of a response of `tokens` tokens, routed under `epoch`."""
+    """The reward of a response of `tokens` tokens, routed under `route_number`."""
 
     trajectory: TrajectoryId
     tokens: int
-    epoch: int
+    route_number: int
     score: ScoredResponse
 
 
@@ -126,11 +126,11 @@ class EpisodeState:
 
 
 class TurnItem(NamedTuple):
-    """A request for the turn, of this text, that ends a response at `tokens` tokens, routed under `epoch`."""
+    """A request for the turn, of this text, that ends a response at `tokens` tokens, routed under `route_number`."""
 
     trajectory: TrajectoryId
     tokens: int
-    epoch: int
+    route_number: int
     text: str
 
 

@@ -213,15 +213,15 @@ class TrajectoryServer:
     # -- trajectories --------------------------------------------------------------------------------------------
 
     async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
-        """Return the payloads of routed trajectories that are still live. routed: (trajectory, epoch) of each routing;
-        deliveries of earlier epochs are ignored from now on."""
+        """Return the payloads of routed trajectories that are still live. routed: (trajectory, route_number) of each
+        routing; deliveries of earlier epochs are ignored from now on."""
         evaluated, begun = await self._evaluated.begin((member for member, _ in routed), self._now())
         await self._writing.append(begun)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.source.is_agent_source:
             live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
             records = await self._tasks.records(t.group for t in live if not t.has_env_steps)
-        live_routed = tuple((member, epoch) for member, epoch in routed if member in self._flight.live)
+        live_routed = tuple((member, route_number) for member, route_number in routed if member in self._flight.live)
         entry = TrajectoriesRouted(routed=live_routed, at_s=self._now())
         changed = self._flight.apply(entry)
         payloads = {}
@@ -238,8 +238,8 @@ class TrajectoryServer:
     async def deliver(self, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
         """Add sampled tokens. Returns each trajectory's total.
 
-        Ignored are: ended trajectories, deliveries of an earlier epoch, tokens that are here already, deliveries that
-        would leave a gap, and those with a logprob that is not finite. For the last two the total is less than was
+        Ignored are: ended trajectories, deliveries of an earlier route number, tokens that are here already, deliveries
+        that would leave a gap, and those with a logprob that is not finite. For the last two the total is less than was
         delivered."""
         now = self._now()
         accepted: list[Entry] = []
@@ -247,7 +247,7 @@ class TrajectoryServer:
         for item in sampled:
             entry = TokensDelivered(
                 trajectory=item.trajectory,
-                epoch=item.epoch,
+                route_number=item.route_number,
                 first=item.first,
                 segments=item.segments,
                 finish=item.finish,
@@ -256,7 +256,7 @@ class TrajectoryServer:
             )
             if self._flight.apply(entry):
                 accepted.append(entry)
-            if self._flight.hears(item.trajectory, item.epoch):
+            if self._flight.hears(item.trajectory, item.route_number):
                 totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
         await self._writing.append(accepted)
         return totals
@@ -267,7 +267,7 @@ class TrajectoryServer:
 
     async def episode_states(self, requested: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
         """Return the episode states of trajectories whose turns have ended; None where one is no longer live.
-        requested: (trajectory, epoch of its routing) of each."""
+        requested: (trajectory, route number of its routing) of each."""
         trajectories = [self._flight.live.get(trajectory) for trajectory, _ in requested]
         records = await self._tasks.records(t.group for t in trajectories if t is not None)
         max_new_tokens = await self._evaluated.max_new_tokens(t.group for t in trajectories if t is not None)
@@ -275,19 +275,21 @@ class TrajectoryServer:
             lambda: [self._texts(u.tolist() for u in t.turns) if t else [] for t in trajectories]
         )
         return [
-            None if t is None else self._episode(t, epoch, tuple(turns), records[t.group], max_new_tokens.get(t.group))
-            for t, (_, epoch), turns in zip(trajectories, requested, texts, strict=True)
+            None
+            if t is None
+            else self._episode(t, route_number, tuple(turns), records[t.group], max_new_tokens.get(t.group))
+            for t, (_, route_number), turns in zip(trajectories, requested, texts, strict=True)
         ]
 
     async def newest_turns(self, items: list[TurnItem]) -> list[SampledTurn | None]:
         """Return the newest turns of trajectories, with the tokens and logprobs that are stored. None where another
         turn has followed, or its observation."""
-        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in items]
+        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.route_number) for item in items]
         turns = [(self._flight.live[i.trajectory] if a else None, i.text) for i, a in zip(items, awaited, strict=True)]
         return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in turns])
 
     def _episode(
-        self, t: Trajectory, epoch: int, turns: tuple[str, ...], record: Record, max_new_tokens: int | None
+        self, t: Trajectory, route_number: int, turns: tuple[str, ...], record: Record, max_new_tokens: int | None
     ) -> EpisodeState:
         """Make an episode's state. max_new_tokens: token limit of its response, if it is not the run's."""
         return EpisodeState(
@@ -300,7 +302,7 @@ class TrajectoryServer:
             held_out=is_evaluation(t.id),
             full=t.num_tokens >= (max_new_tokens or self._settings.prompts.max_new_tokens),
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
-            restarted=not self._flight.hears(t.id, epoch),
+            restarted=not self._flight.hears(t.id, route_number),
             score=self._score(t.id),
         )
 
@@ -310,7 +312,7 @@ class TrajectoryServer:
         max_new_tokens = await self._evaluated.max_new_tokens(
             GroupId(i.trajectory // self._flight.members) for i in items
         )
-        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.epoch) for item in items]
+        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.route_number) for item in items]
         trajectories = [self._flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]
         default = self._settings.prompts.max_new_tokens
         encoded = await asyncio.to_thread(
@@ -322,7 +324,7 @@ class TrajectoryServer:
         accepted: list[Entry] = []
         receipts: list[ObservationReceipt] = []
         for item, result in zip(items, encoded, strict=True):
-            if result is None or not self._flight.awaits(item.trajectory, item.tokens, item.epoch):
+            if result is None or not self._flight.awaits(item.trajectory, item.tokens, item.route_number):
                 receipts.append(ObservationReceipt(item.tokens, "late"))
             elif isinstance(result, str):
                 receipts.append(ObservationReceipt(item.tokens, result))
@@ -338,15 +340,18 @@ class TrajectoryServer:
 
     async def restart(self, failed: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
         """Restart trajectories whose environments have failed: drop all their tokens but the prompts. failed:
-        (trajectory, tokens of its response, epoch of its last routing). Returns which were restarted: not those that
-        have changed since."""
+        (trajectory, tokens of its response, route number of its last routing). Returns which were restarted: not those
+        that have changed since."""
         accepted: list[Entry] = []
         restarted: list[bool] = []
-        for trajectory, tokens, epoch in failed:
+        for trajectory, tokens, route_number in failed:
             entry = EpisodeRestarted(
-                trajectory=trajectory, tokens=tokens, epoch=epoch, attempt=self._flight.attempt(trajectory)
+                trajectory=trajectory,
+                tokens=tokens,
+                route_number=route_number,
+                attempt=self._flight.attempt(trajectory),
             )
-            restarted.append(self._flight.awaits(trajectory, tokens, epoch) and self._flight.apply(entry))
+            restarted.append(self._flight.awaits(trajectory, tokens, route_number) and self._flight.apply(entry))
             if restarted[-1]:
                 accepted.append(entry)
         await self._writing.append(accepted)
@@ -355,7 +360,7 @@ class TrajectoryServer:
     async def scoring_items(self, trajectories: tuple[TrajectoryId, ...]) -> list[ScoringItem]:
         """Return the texts to be scored of trajectories that are still live."""
         live = [t for i in trajectories if (t := self._flight.live.get(i)) is not None]
-        states = [(t.num_tokens, self._flight.epoch(t.id)) for t in live]
+        states = [(t.num_tokens, self._flight.route_number(t.id)) for t in live]
         by_group = await self._tasks.records(t.group for t in live)
         records = [by_group[t.group] for t in live]
         texts = await asyncio.to_thread(self._texts, (t.response_tokens.tolist() for t in live))
@@ -380,7 +385,7 @@ class TrajectoryServer:
                 at_s=now,
                 attempt=self._flight.attempt(item.trajectory),
             )
-            if self._flight.awaits(item.trajectory, item.tokens, item.epoch) and self._flight.apply(entry):
+            if self._flight.awaits(item.trajectory, item.tokens, item.route_number) and self._flight.apply(entry):
                 accepted.append(entry)
             rewards.append(self._score(item.trajectory))
         await self._writing.append(accepted)

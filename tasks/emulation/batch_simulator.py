@@ -59,7 +59,7 @@ class Decoding:
     """A request on an instance. `tokens`: of its response, including earlier ones and tool output, as of `since`."""
 
     trajectory: int
-    epoch: int
+    route_number: int
     kv_tokens: int
     tokens: int
     turns: Sequence[Turn]
@@ -79,7 +79,7 @@ class Decoding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     trajectory: int
-    epoch: int
+    route_number: int
     tokens: int
     at_s: float
     drafts: DraftedTokens = DraftedTokens()
@@ -89,7 +89,7 @@ class Finished:
 class Stopped(NamedTuple):
     """A request that was stopped. tokens: of its response. drafts: since it was submitted."""
 
-    epoch: int
+    route_number: int
     tokens: int
     drafts: DraftedTokens
 
@@ -227,7 +227,7 @@ class SimulatedBatch:
         self,
         now: float,
         trajectory: int,
-        epoch: int,
+        route_number: int,
         prompt_tokens: int,
         tokens: int,
         turns: Sequence[Turn],
@@ -244,7 +244,7 @@ class SimulatedBatch:
         context = prompt_tokens + tokens + max(0, -done)
         request = Decoding(
             trajectory=trajectory,
-            epoch=epoch,
+            route_number=route_number,
             kv_tokens=context,
             tokens=tokens + max(0, -done),
             turns=turns,
@@ -429,7 +429,7 @@ class SimulatedBatch:
             self._finished.append(
                 Finished(
                     trajectory=decoding.trajectory,
-                    epoch=decoding.epoch,
+                    route_number=decoding.route_number,
                     tokens=decoding.tokens,
                     at_s=self.clock,
                     drafts=decoding.drafts,
@@ -458,7 +458,7 @@ class SimulatedBatch:
 
 
 def _stopped(request: Decoding) -> Stopped:
-    return Stopped(epoch=request.epoch, tokens=request.tokens, drafts=request.drafts)
+    return Stopped(route_number=request.route_number, tokens=request.tokens, drafts=request.drafts)
 
 
 def _still_valid(requests: dict[int, Decoding], scheduled: tuple[float, int, Decoding]) -> bool:

@@ -89,7 +89,7 @@ class ServedPolicy:
         answer = self._waiting[number] = self._loop.create_future()
         sampled = Request(
             trajectory=TrajectoryId(number),
-            epoch=0,
+            route_number=0,
             tokens=prompt_tokens,
             max_new_tokens=max_tokens,
             stop=request.stop,
@@ -157,7 +157,7 @@ class ServedPolicy:
         """Fail all pending requests: the engine has ended."""
         for number, answer in self._waiting.items():
             if not answer.done():
-                answer.set_result(Failed(trajectory=TrajectoryId(number), epoch=0, error="the engine has ended"))
+                answer.set_result(Failed(trajectory=TrajectoryId(number), route_number=0, error="the engine has ended"))
 
     def _settle(self, event: SampledTokens | Failed) -> None:
         answer = self._waiting.get(event.trajectory)

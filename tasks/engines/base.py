@@ -1,8 +1,8 @@
 """The contract of a rollout engine. One conformance suite (tests/tasks/engine_conformance.py) tests every engine.
 
 An engine samples continuations of token ids. Every sampled token comes back with its logprob under the sampling policy
-and the version of that policy. Requests are identified by (trajectory, epoch). An engine sees text only where a request
-has stop strings.
+and the version of that policy. Requests are identified by (trajectory, route_number). An engine sees text only where a
+request has stop strings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Request:
     """Sample up to `max_new_tokens` after `tokens` (the prompt and what was sampled before)."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     tokens: tuple[int, ...]
     max_new_tokens: int
     num_prior: int = 0
@@ -56,7 +56,7 @@ class SampledTokens:
     response of the first of these tokens. finish: UNFINISHED unless the request ended by itself."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     first: int
     segments: tuple[Segment, ...]
     finish: FinishReason
@@ -79,7 +79,7 @@ class Failed:
     """A request that the engine cannot continue."""
 
     trajectory: TrajectoryId
-    epoch: int
+    route_number: int
     error: str
 
 
@@ -116,7 +116,7 @@ class EngineLoad:
     """Drafted tokens that were verified since start."""
     accepted_tokens: int = 0
     """Those that the policy sampled too."""
-    safe: tuple[tuple[TrajectoryId, int], ...] = ()
+    delivered: tuple[tuple[TrajectoryId, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Start sampling; returns at once. A repeated request is ignored; a newer epoch replaces an older one."""
+        """Start sampling; returns at once. A repeated request is ignored; a newer route number replaces an older
+        one."""
         ...
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:

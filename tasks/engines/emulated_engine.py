@@ -128,7 +128,7 @@ class EmulatedEngine:
             now = self._begin_call()
             for request in requests:
                 older = self._running.get(request.trajectory)
-                if older is not None and older.request.epoch >= request.epoch:
+                if older is not None and older.request.route_number >= request.route_number:
                     continue
                 if older is not None:
                     self._batch.remove(now, request.trajectory)
@@ -141,7 +141,7 @@ class EmulatedEngine:
                 running.marks.append((version, prior))
                 self._running[request.trajectory] = running
                 turns = (Turn(running.length),)
-                self._batch.submit(now, request.trajectory, request.epoch, prompt, prior, turns)
+                self._batch.submit(now, request.trajectory, request.route_number, prompt, prior, turns)
             self._changed.notify_all()
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
@@ -370,7 +370,7 @@ class EmulatedEngine:
         request = running.request
         return SampledTokens(
             trajectory=request.trajectory,
-            epoch=request.epoch,
+            route_number=request.route_number,
             first=request.num_prior,
             segments=tuple(segments),
             finish=finish,

@@ -37,7 +37,7 @@ def generate_sampled(
     """The same with logprobs, and why each response has ended."""
     most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     requests = [
-        Request(trajectory=TrajectoryId(-1 - i), epoch=0, tokens=prompt, max_new_tokens=most[i], greedy=greedy)
+        Request(trajectory=TrajectoryId(-1 - i), route_number=0, tokens=prompt, max_new_tokens=most[i], greedy=greedy)
         for i, prompt in enumerate(prompts)
     ]
     engine.submit(requests)

@@ -65,7 +65,7 @@ class RunningRequest:
         request, segments = self.request, tuple(part.segment for part in self.closed)
         return SampledTokens(
             trajectory=request.trajectory,
-            epoch=request.epoch,
+            route_number=request.route_number,
             first=request.num_prior,
             segments=segments,
             finish=finish,
@@ -136,7 +136,7 @@ class RunningRequests:
         request = running.request
         self._num_entered += 1
         running.version = adapters.version_for(self._served, request.version)
-        running.key = f"{request.trajectory}.{request.epoch}.{self._num_entered}"
+        running.key = f"{request.trajectory}.{request.route_number}.{self._num_entered}"
         if not self._running:
             self._busy_since = time.monotonic()
         self._running[running.key] = running

@@ -102,7 +102,7 @@ class TransformersEngine:
         self._stops.prepare(requests)
         for request in requests:
             older = self._requests.of(request.trajectory)
-            if older is not None and older.request.epoch != request.epoch:
+            if older is not None and older.request.route_number != request.route_number:
                 self._call(partial(self._stop, [request.trajectory])).result()
             with self._changed:
                 self._check()
@@ -265,7 +265,7 @@ class TransformersEngine:
         for row in self._scheduler.failed:
             self._leave(row)
             small = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
-            self._end(Failed(trajectory=row.trajectory, epoch=row.running.request.epoch, error=small))
+            self._end(Failed(trajectory=row.trajectory, route_number=row.running.request.route_number, error=small))
         self._scheduler.failed.clear()
 
     # -- calls, in the loop's thread -----------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class TransformersEngine:
             return
         if max(request.tokens) >= vocabulary:  # a pass with it would end the whole engine
             unknown = f"token {max(request.tokens)} is none of the {vocabulary} of the model"
-            self._end(Failed(trajectory=request.trajectory, epoch=request.epoch, error=unknown))
+            self._end(Failed(trajectory=request.trajectory, route_number=request.route_number, error=unknown))
             return
         key = self._requests.enter(running)
         row = self._rows[key] = RequestRow(

@@ -209,7 +209,7 @@ class VllmEngine:
         for request in requests:
             older = self._requests.of(request.trajectory)
             if older is not None:
-                if older.request.epoch == request.epoch:
+                if older.request.route_number == request.route_number:
                     continue  # a repeated request
                 self._stop([request.trajectory])
             running = RunningRequest(request, stop=self._stops.check(request))
@@ -225,7 +225,7 @@ class VllmEngine:
             except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
                 with self._changed:
                     self._leave(running)
-                self._end(Failed(trajectory=request.trajectory, epoch=request.epoch, error=str(error)))
+                self._end(Failed(trajectory=request.trajectory, route_number=request.route_number, error=str(error)))
 
     def _end(self, ended: SampledTokens | Failed) -> None:
         """Tell of a request that ends without a step."""
@@ -388,7 +388,9 @@ class VllmEngine:
                     self._ended.append(running.sampled(FinishReason.STOP if recurring else FinishReason.LENGTH))
                 else:
                     request, why = running.request, f"vLLM ended it: {output.finish_reason}"
-                    self._ended.append(Failed(trajectory=request.trajectory, epoch=request.epoch, error=why))
+                    self._ended.append(
+                        Failed(trajectory=request.trajectory, route_number=request.route_number, error=why)
+                    )
             self._figures = self._scheduler.figures()
             if self._ended:
                 self._changed.notify_all()

@@ -12,11 +12,11 @@ import pytest
 from staleflow.pipeline.coordination.commands import (
     Abort,
     Command,
-    Draw,
-    Forget,
+    Discard,
+    FetchPrompts,
     Interrupt,
     Pull,
-    Retire,
+    ReleaseCache,
     Route,
     Score,
     Train,
@@ -24,8 +24,8 @@ from staleflow.pipeline.coordination.commands import (
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.events import (
-    EnvironmentAnswered,
     EnvironmentFailed,
+    EnvironmentStepped,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -99,12 +99,12 @@ class Bench:
         forecast = LengthForecast(100)
         self.coordinator = Coordinator(ledger, strategies, forecast, DraftLengths(cost, 0), validate_each=True)
         self.now = 0.0
-        self.epochs: dict[int, int] = {}
+        self.route_numbers: dict[int, int] = {}
 
     def tell(self, event: Event) -> list[Command]:
         self.now += 1.0
         commands = self.coordinator.handle(event, self.now)
-        self.epochs.update({c.trajectory: c.epoch for c in commands if isinstance(c, Route)})
+        self.route_numbers.update({c.trajectory: c.route_number for c in commands if isinstance(c, Route)})
         return commands
 
     def join(self, instance: InstanceId = A, version: int = 0, max_running: int = 8, kv: int = 10_000) -> list[Command]:
@@ -117,7 +117,9 @@ class Bench:
 
     def sampled(self, trajectory: int, tokens: int = 5) -> list[Command]:
         return self.tell(
-            TrajectorySampled(trajectory=TrajectoryId(trajectory), epoch=self.epochs[trajectory], tokens=tokens)
+            TrajectorySampled(
+                trajectory=TrajectoryId(trajectory), route_number=self.route_numbers[trajectory], tokens=tokens
+            )
         )
 
     def scored(self, trajectory: int, reward: float = 1.0, error: str = "") -> list[Command]:
@@ -140,7 +142,7 @@ def only(commands: Iterable[Command], kind: type[Any]) -> list[Any]:
 
 def test_it_draws_as_many_groups_as_can_be_promised_a_place() -> None:
     bench = Bench(eta=2, groups=4)
-    assert only(bench.join(), Draw)[0].num_groups == 12
+    assert only(bench.join(), FetchPrompts)[0].num_groups == 12
 
 
 def test_it_does_not_draw_before_there_is_an_instance() -> None:
@@ -151,13 +153,13 @@ def test_a_trajectorys_way_through() -> None:
     bench = Bench(eta=0)
     bench.join()
     (route,) = only(bench.arrive(0), Route)
-    assert (route.trajectory, route.instance, route.version, route.epoch) == (0, A, 0, 1)
+    assert (route.trajectory, route.instance, route.version, route.route_number) == (0, A, 0, 1)
     assert route.cause.startswith("GroupsArrived#")
     assert [type(c) for c in bench.sampled(0)] == [Score]
     (train,) = only(bench.scored(0), Train)
     assert (train.step, train.trajectories, train.versions) == (0, (0,), (0,))
     commands = bench.publish(1)
-    assert [type(c) for c in commands] == [Pull, Draw]
+    assert [type(c) for c in commands] == [Pull, FetchPrompts]
     assert bench.coordinator.story(TrajectoryId(0))[-1].split("  ")[-2].strip() == "consumed by step 0"
 
 
@@ -172,9 +174,9 @@ def test_continued_work_goes_before_new_work() -> None:
     bench = Bench(eta=1, groups=2)
     bench.join(max_running=2)
     bench.arrive(0, 1, 2, 3)
-    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), epoch=1, tokens=7))
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=7))
     assert [r.trajectory for r in only(commands, Route)] == [0]
-    assert only(commands, Route)[0].epoch == 2
+    assert only(commands, Route)[0].route_number == 2
 
 
 def test_the_bound_keeps_work_queued_until_a_version_is_published() -> None:
@@ -191,8 +193,8 @@ def test_a_late_answer_to_an_older_routing_is_ignored() -> None:
     bench = Bench(eta=1)
     bench.join()
     bench.arrive(0)
-    bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), epoch=1, tokens=3))
-    assert bench.tell(TrajectorySampled(trajectory=TrajectoryId(0), epoch=1, tokens=9)) == []
+    bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=3))
+    assert bench.tell(TrajectorySampled(trajectory=TrajectoryId(0), route_number=1, tokens=9)) == []
     assert only(bench.sampled(0), Score)
 
 
@@ -219,10 +221,14 @@ def test_a_story_tells_drafted_and_accepted_tokens() -> None:
     bench = Bench()
     bench.join()
     bench.arrive(0)
-    bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), epoch=1, tokens=3))
+    bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=3))
     bench.tell(
         TrajectorySampled(
-            trajectory=TrajectoryId(0), epoch=bench.epochs[0], tokens=9, drafted_tokens=7, accepted_tokens=4
+            trajectory=TrajectoryId(0),
+            route_number=bench.route_numbers[0],
+            tokens=9,
+            drafted_tokens=7,
+            accepted_tokens=4,
         )
     )
     story = bench.coordinator.story(TrajectoryId(0))
@@ -235,8 +241,8 @@ def test_what_the_server_has_of_a_lost_instances_work_is_not_sampled_again() -> 
     bench.join(A)
     bench.arrive(0, 1)
     zero, one, other = TrajectoryId(0), TrajectoryId(1), TrajectoryId(99)
-    bench.tell(InstanceReported(instance=A, progress=((zero, 40), (one, 30)), safe=((zero, 35), (other, 9))))
-    bench.tell(InstanceReported(instance=A, progress=((zero, 50),), safe=((zero, 20), (one, 31))))
+    bench.tell(InstanceReported(instance=A, progress=((zero, 40), (one, 30)), delivered=((zero, 35), (other, 9))))
+    bench.tell(InstanceReported(instance=A, progress=((zero, 50),), delivered=((zero, 20), (one, 31))))
     (view,) = bench.coordinator.snapshot().instances
     assert view.kv_tokens == 10 + 50 + 10 + 31
     bench.join(B)
@@ -270,7 +276,7 @@ def test_a_resumed_run_goes_on_with_each_trajectory_where_it_was() -> None:
     assert [c.trajectory for c in only(commands, Score)] == [11]
     assert bench.coordinator.ledger.num_started == 14
     routes = only(bench.join(version=2), Route)
-    assert [(r.trajectory, r.epoch, r.version) for r in routes] == [(10, 2, 2)]
+    assert [(r.trajectory, r.route_number, r.version) for r in routes] == [(10, 2, 2)]
     (view,) = bench.coordinator.snapshot().instances
     assert view.kv_tokens == 16
     bench.scored(11)
@@ -278,19 +284,19 @@ def test_a_resumed_run_goes_on_with_each_trajectory_where_it_was() -> None:
     bench.scored(10)
     commands = bench.publish(3)
     assert [t.trajectories for t in only(commands, Train)] == [(11, 10)]
-    assert [(r.trajectory, r.epoch, r.version) for r in only(commands, Route)] == [(12, 1, 3), (13, 1, 3)]
+    assert [(r.trajectory, r.route_number, r.version) for r in only(commands, Route)] == [(12, 1, 3), (13, 1, 3)]
 
 
 def test_a_taken_up_group_without_signal_is_filtered_at_once() -> None:
     bench = Bench(eta=1, groups=1, size=2, filtering="no_signal")
     group = in_flight(0, member(0, 0, 9, reward=1.0), member(1, 0, 9, reward=1.0))
     (retire,) = bench.tell(RunResumed(step=0, num_ended=(), groups=(group,)))
-    assert isinstance(retire, Retire)
+    assert isinstance(retire, Discard)
     assert {(e.trajectory, e.reason) for e in retire.endings} == {
         (0, AbortReason.NO_SIGNAL),
         (1, AbortReason.NO_SIGNAL),
     }
-    assert only(bench.join(), Draw)[0].num_groups == 2
+    assert only(bench.join(), FetchPrompts)[0].num_groups == 2
 
 
 def test_a_promise_that_cannot_be_kept_is_no_resume() -> None:
@@ -306,22 +312,22 @@ def test_a_trajectory_that_keeps_failing_takes_its_group_with_it() -> None:
     bench.arrive(0)
     for _ in range(2):
         commands = bench.tell(
-            TrajectoryFailed(trajectory=TrajectoryId(1), epoch=bench.epochs[1], error="out of memory")
+            TrajectoryFailed(trajectory=TrajectoryId(1), route_number=bench.route_numbers[1], error="out of memory")
         )
     (abort,) = only(commands, Abort)
     assert abort.trajectory == 0
-    (retire,) = only(commands, Retire)
+    (retire,) = only(commands, Discard)
     reasons = {e.trajectory: e.reason for e in retire.endings}
     assert reasons == {1: AbortReason.ENGINE_FAILED, 0: AbortReason.GROUP_FAILED}
-    assert only(commands, Draw)[0].num_groups == 1
+    assert only(commands, FetchPrompts)[0].num_groups == 1
 
 
 def test_a_spare_member_may_fail_alone() -> None:
     bench = Bench(eta=0, size=1, members_started=2, max_attempts=0)
     bench.join()
     bench.arrive(0)
-    commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), epoch=1, error="x"))
-    assert [e.trajectory for e in only(commands, Retire)[0].endings] == [1]
+    commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), route_number=1, error="x"))
+    assert [e.trajectory for e in only(commands, Discard)[0].endings] == [1]
     assert only(bench.finish(0), Train)
 
 
@@ -330,8 +336,8 @@ def test_a_group_without_signal_is_filtered_and_replaced() -> None:
     bench.join()
     bench.arrive(0)
     commands = bench.finish(0, 1)
-    assert {e.reason for e in only(commands, Retire)[0].endings} == {AbortReason.NO_SIGNAL}
-    assert only(commands, Draw)[0].num_groups == 1
+    assert {e.reason for e in only(commands, Discard)[0].endings} == {AbortReason.NO_SIGNAL}
+    assert only(commands, FetchPrompts)[0].num_groups == 1
     assert not only(commands, Train)
 
 
@@ -344,7 +350,7 @@ def test_a_reward_that_could_not_be_computed_is_no_reward_of_zero_to_a_filter() 
     bench.scored(0, 1.0)
     bench.sampled(1)
     commands = bench.scored(1, 0.0, error="it raised")
-    assert {e.reason for e in only(commands, Retire)[0].endings} == {AbortReason.NO_SIGNAL}
+    assert {e.reason for e in only(commands, Discard)[0].endings} == {AbortReason.NO_SIGNAL}
 
 
 def test_surplus_members_are_aborted_where_they_run() -> None:
@@ -358,12 +364,12 @@ def test_surplus_members_are_aborted_where_they_run() -> None:
 
 def test_synchronous_admission_starts_nothing_while_training() -> None:
     bench = Bench(eta=3, admission="synchronous")
-    assert only(bench.join(), Draw)[0].num_groups == 1
+    assert only(bench.join(), FetchPrompts)[0].num_groups == 1
     bench.arrive(0)
     commands = bench.finish(0)
     assert only(commands, Train)
-    assert not only(commands, Draw)
-    assert only(bench.publish(1), Draw)[0].num_groups == 1
+    assert not only(commands, FetchPrompts)
+    assert only(bench.publish(1), FetchPrompts)[0].num_groups == 1
 
 
 def test_asynchronous_admission_starts_the_next_batch_while_training() -> None:
@@ -371,9 +377,9 @@ def test_asynchronous_admission_starts_the_next_batch_while_training() -> None:
     bench.join()
     bench.arrive(0, 1)
     assert only(bench.finish(0), Train)
-    assert only(bench.tell(Tick()), Draw) == []  # step 1 is promised to group 1
+    assert only(bench.tell(Tick()), FetchPrompts) == []  # step 1 is promised to group 1
     commands = bench.publish(1)
-    assert only(commands, Draw)[0].num_groups == 1
+    assert only(commands, FetchPrompts)[0].num_groups == 1
 
 
 def test_greedy_pulls_at_once_and_routes_under_the_new_version() -> None:
@@ -411,7 +417,7 @@ def test_a_stop_ends_everything_in_flight_with_its_reason() -> None:
     bench.join()
     bench.arrive(0, 1)
     commands = bench.tell(StopRequested(why="test"))
-    assert {e.reason for e in only(commands, Retire)[0].endings} == {AbortReason.RUN_ENDED}
+    assert {e.reason for e in only(commands, Discard)[0].endings} == {AbortReason.RUN_ENDED}
     assert len(only(commands, Abort)) == 2
     assert bench.coordinator.snapshot().num_live == 0
     assert bench.tell(Tick()) == []
@@ -449,7 +455,7 @@ def test_a_known_name_that_joins_again_was_lost() -> None:
     bench.join()
     bench.arrive(0)
     commands = bench.join()
-    assert [(r.trajectory, r.epoch) for r in only(commands, Route)] == [(0, 2)]
+    assert [(r.trajectory, r.route_number) for r in only(commands, Route)] == [(0, 2)]
 
 
 def test_single_trajectories_move_from_a_crowd_to_an_empty_instance() -> None:
@@ -461,8 +467,8 @@ def test_single_trajectories_move_from_a_crowd_to_an_empty_instance() -> None:
     assert 0 < len(interrupts) < 150
     assert {i.instance for i in interrupts} == {A}
     first = interrupts[0].trajectory
-    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=first, epoch=1, tokens=3)), Route)
-    assert (route.trajectory, route.instance, route.epoch) == (first, B, 2)
+    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=first, route_number=1, tokens=3)), Route)
+    assert (route.trajectory, route.instance, route.route_number) == (first, B, 2)
     assert any("moves to b" in line for line in bench.coordinator.story(first))
     assert only(bench.tell(Tick()), Interrupt) == []  # the others are on their way, and nothing moves twice a version
 
@@ -474,7 +480,7 @@ def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None
     bench.join(B, max_running=200)
     moved = only(bench.tell(Tick()), Interrupt)[0].trajectory
     bench.tell(InstanceLost(instance=B, why="gone"))
-    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=moved, epoch=1, tokens=3)), Route)
+    (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=moved, route_number=1, tokens=3)), Route)
     assert route.instance == A
 
 
@@ -486,7 +492,7 @@ def test_a_move_to_an_instance_that_restarts_meanwhile_is_still_counted() -> Non
     moved = {i.trajectory for i in only(bench.tell(Tick()), Interrupt)}
     bench.join(B, max_running=200)  # validated: it expects what is on its way to it
     for t in sorted(moved):
-        (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=t, epoch=1, tokens=3)), Route)
+        (route,) = only(bench.tell(TrajectoryInterrupted(trajectory=t, route_number=1, tokens=3)), Route)
         assert route.instance == B
 
 
@@ -505,12 +511,12 @@ def test_a_straggler_that_fails_before_it_is_cut_off_is_cut_off_in_its_next_atte
         place = next(i.instance for i in bench.coordinator.snapshot().instances if i.num_running)
         bench.tell(InstanceReported(instance=place, progress=((TrajectoryId(3), 4),)))
         orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
-        assert [(o.trajectory, o.epoch) for o in orders] == [(3, attempt)]
+        assert [(o.trajectory, o.route_number) for o in orders] == [(3, attempt)]
         if attempt == 1 and lost:
             bench.tell(InstanceLost(instance=place, why="killed"))
         elif attempt == 1:
-            bench.tell(TrajectoryFailed(trajectory=TrajectoryId(3), epoch=1, error="x"))
-    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), epoch=2, tokens=4))
+            bench.tell(TrajectoryFailed(trajectory=TrajectoryId(3), route_number=1, error="x"))
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), route_number=2, tokens=4))
     assert [c.trajectory for c in only(commands, Score)] == [3]
 
 
@@ -523,7 +529,7 @@ def test_a_step_no_longer_waits_for_due_work_that_was_given_up() -> None:
     bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
     bench.arrive(2)
     assert only(bench.finish(2), Train) == []  # group 1 is due by step 1, group 2 only by step 2
-    commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), epoch=1, error="out of memory"))
+    commands = bench.tell(TrajectoryFailed(trajectory=TrajectoryId(1), route_number=1, error="out of memory"))
     assert [t.trajectories for t in only(commands, Train)] == [(2,)]
 
 
@@ -543,7 +549,7 @@ def test_the_last_of_a_stuck_step_is_cut_off_once() -> None:
     for _ in range(20):
         orders += only(bench.tell(Tick()), Interrupt)
     assert [o.trajectory for o in orders] == [3]
-    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), epoch=1, tokens=4))
+    commands = bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(3), route_number=1, tokens=4))
     assert [c.trajectory for c in only(commands, Score)] == [3]
     assert only(bench.scored(3), Train)
 
@@ -579,29 +585,29 @@ def acting(**changes: Any) -> Bench:
 
 
 def answered(bench: Bench) -> list[Command]:
-    return bench.tell(EnvironmentAnswered(trajectory=TrajectoryId(0), epoch=bench.epochs[0], tokens=9))
+    return bench.tell(EnvironmentStepped(trajectory=TrajectoryId(0), route_number=bench.route_numbers[0], tokens=9))
 
 
 def test_an_instance_is_told_once_when_nothing_goes_on_from_what_it_keeps() -> None:
     for ending in (
         TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0),
         StopRequested(why="enough"),
-        EnvironmentFailed(trajectory=TrajectoryId(0), epoch=1, error="x"),
+        EnvironmentFailed(trajectory=TrajectoryId(0), route_number=1, error="x"),
     ):
         bench = acting()
         told = [*bench.tell(ending), *bench.tell(StopRequested(why="enough"))]
-        assert [(f.trajectory, f.instance) for f in only(told, Forget)] == [(0, A)]
+        assert [(f.trajectory, f.instance) for f in only(told, ReleaseCache)] == [(0, A)]
 
 
 def test_what_is_kept_stays_when_a_turn_is_taken_elsewhere_and_is_taken_over_at_home() -> None:
     bench = acting()
     told = [*bench.tell(InstanceLeaving(instance=A)), *answered(bench)]
     assert [r.instance for r in only(told, Route)] == [B]
-    assert not only([*told, *bench.tell(StopRequested(why="enough"))], Forget)
+    assert not only([*told, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
     bench = acting()
     told = answered(bench)
     assert [r.instance for r in only(told, Route)] == [A]
-    assert not only([*told, *bench.tell(StopRequested(why="enough"))], Forget)
+    assert not only([*told, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
 
 
 def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:
@@ -609,7 +615,7 @@ def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:
     bench.arrive(1)
     assert only(bench.finish(1), Train)
     assert [pull.instance for pull in only(bench.publish(1), Pull)] == [A, B]
-    assert not only(bench.scored(0), Forget)
+    assert not only(bench.scored(0), ReleaseCache)
 
 
 def test_a_pull_beside_what_is_served_is_worth_any_gain() -> None:
@@ -639,4 +645,4 @@ def test_what_an_adapter_has_computed_outlives_a_pull() -> None:
     bench.arrive(1)
     bench.finish(1)
     bench.publish(1)
-    assert [(f.trajectory, f.instance) for f in only(bench.scored(0), Forget)] == [(0, A)]
+    assert [(f.trajectory, f.instance) for f in only(bench.scored(0), ReleaseCache)] == [(0, A)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from staleflow.pipeline.coordination.draft_lengths import DecayingDraftStats, DraftLengths, DraftRates, rates
-from staleflow.pipeline.coordination.events import StepsTaken
+from staleflow.pipeline.coordination.events import DecodeStats
 from staleflow.pipeline.coordination.fleet import MutableFleet
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel, DraftingCosts, Numbers, tokens_per_step
@@ -30,10 +30,10 @@ def fleet_of(**running: int) -> MutableFleet:
 
 def steps(
     running: int, *, length: int = 0, acceptance: float = 0.0, cost: CostModel = COST, count: int = 100
-) -> StepsTaken:
+) -> DecodeStats:
     """What an instance reports of `count` decode steps, each request's with a draft of just this length."""
     gained = tokens_per_step(length, acceptance)
-    return StepsTaken(
+    return DecodeStats(
         running=running,
         kv_tokens=0,
         seconds=count * cost.step_s(running * (1 + length), 0),
@@ -44,7 +44,7 @@ def steps(
     )
 
 
-def heard(drafts: DraftLengths, instance: InstanceId, length: int, taken: StepsTaken) -> None:
+def heard(drafts: DraftLengths, instance: InstanceId, length: int, taken: DecodeStats) -> None:
     """Two reports of the same: of the first nobody knows what ran before."""
     for _ in range(2):
         drafts.hear(instance, length, taken)

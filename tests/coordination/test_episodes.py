@@ -9,7 +9,7 @@ import pytest
 
 from staleflow.pipeline.coordination.commands import Interrupt, Route
 from staleflow.pipeline.coordination.events import (
-    EnvironmentAnswered,
+    EnvironmentStepped,
     InstanceReported,
     PullFinished,
     RunResumed,
@@ -31,7 +31,9 @@ def ended(bench: Bench, trajectory: int) -> None:
 
 
 def answered(bench: Bench, trajectory: int, tokens: int) -> list[Any]:
-    event = EnvironmentAnswered(trajectory=TrajectoryId(trajectory), epoch=bench.epochs[trajectory], tokens=tokens)
+    event = EnvironmentStepped(
+        trajectory=TrajectoryId(trajectory), route_number=bench.route_numbers[trajectory], tokens=tokens
+    )
     return bench.tell(event)
 
 
@@ -57,13 +59,13 @@ def cut_off(bench: Bench, tokens: int) -> list[Any]:
 
 def test_a_turn_that_ends_before_it_is_cut_off_leaves_the_next_one_to_be_cut_off() -> None:
     bench = waiting_for_the_last()
-    assert [o.epoch for o in cut_off(bench, 4)] == [1]
+    assert [o.route_number for o in cut_off(bench, 4)] == [1]
     bench.sampled(LAST, 10)
     cuts = bench.coordinator._state.cuts
-    assert (cuts.told, cuts.in_step) == (0, 0)
+    assert (cuts.truncated, cuts.in_step) == (0, 0)
     answered(bench, LAST, 20)
-    assert [o.epoch for o in cut_off(bench, 24)] == [2]
-    assert (cuts.told, cuts.in_step) == (1, 1)
+    assert [o.route_number for o in cut_off(bench, 24)] == [2]
+    assert (cuts.truncated, cuts.in_step) == (1, 1)
     assert cut_off(bench, 25) == []
 
 
@@ -74,7 +76,7 @@ def test_of_the_length_of_an_episode_that_was_cut_off_nothing_is_learned(recurri
     if recurring:
         bench.sampled(LAST, 6)
     else:
-        bench.tell(TrajectoryInterrupted(trajectory=LAST, epoch=order.epoch, tokens=6))
+        bench.tell(TrajectoryInterrupted(trajectory=LAST, route_number=order.route_number, tokens=6))
     bench.tell(TrajectoryScored(trajectory=LAST, reward=1.0))
     assert list(bench.coordinator.forecast._latest) == [5, 5, 5] + [6] * recurring
 
@@ -88,7 +90,7 @@ def test_a_resumed_episode_teaches_what_a_whole_one_does() -> None:
     resumed.join()
     begun = replace(member(0, 0, 905), given_tokens=900)
     resumed.tell(RunResumed(step=0, num_ended=(), groups=(in_flight(0, begun),)))
-    resumed.epochs[0] = 2
+    resumed.route_numbers[0] = 2
     for bench in (whole, resumed):
         bench.sampled(0, 1000)
         bench.tell(TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0))
@@ -106,7 +108,7 @@ def test_a_row_that_is_no_instance_is_refused_in_every_turn(turn: int) -> None:
             return 7 if self.turns >= turn else 0
 
     bench = Bench(eta=0, environments=True, max_attempts=3)
-    bench.coordinator._placement._routing = UserRouting(name="mine.py:Rule", code=Rule())
+    bench.coordinator._planner._routing = UserRouting(name="mine.py:Rule", code=Rule())
     bench.join()
     routes = only(bench.arrive(0), Route)
     assert len(routes) == turn - 1

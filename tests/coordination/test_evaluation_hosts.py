@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from staleflow.pipeline.coordination.commands import Command, Conclude, Interrupt, Route
+from staleflow.pipeline.coordination.commands import Command, FinishEvaluation, Interrupt, Route
 from staleflow.pipeline.coordination.events import EvaluationRequested, InstanceLeaving, InstanceLost, NewGroup, Tick
 from staleflow.pipeline.coordination.events import TrajectoryInterrupted as Interrupted
 from staleflow.stores.trajectory import GroupId, InstanceId
@@ -76,6 +76,9 @@ def test_a_host_that_leaves_is_replaced_before_it_is_gone() -> None:
     commands = bench.tell(InstanceLeaving(instance=A))
     on_the_way = only(commands, Interrupt)
     assert len(on_the_way) == 4
-    routed = [bench.tell(Interrupted(trajectory=one.trajectory, epoch=one.epoch, tokens=3)) for one in on_the_way]
+    routed = [
+        bench.tell(Interrupted(trajectory=one.trajectory, route_number=one.route_number, tokens=3))
+        for one in on_the_way
+    ]
     assert evaluated([command for commands in routed for command in commands]) == [(B, 0)] * 4
-    assert not only(bench.tell(InstanceLost(instance=A, why="it has left")), Conclude)
+    assert not only(bench.tell(InstanceLost(instance=A, why="it has left")), FinishEvaluation)

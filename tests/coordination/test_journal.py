@@ -15,21 +15,21 @@ from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import (
     Abort,
-    Act,
+    CloseEnvironment,
     Command,
-    Dismiss,
-    Draw,
+    Discard,
+    FetchPrompts,
     Interrupt,
     Pull,
-    Retire,
     Route,
     Score,
+    StepEnvironment,
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import (
-    EnvironmentAnswered,
     EnvironmentFailed,
+    EnvironmentStepped,
     Event,
     GroupsArrived,
     InstanceJoined,
@@ -100,24 +100,24 @@ class TinyBody:
 
     def carry_out(self, command: Command) -> None:  # noqa: PLR0912  one case per command
         match command:
-            case Draw():
+            case FetchPrompts():
                 groups = range(self.next_group, self.next_group + command.num_groups)
                 self.next_group = groups.stop
                 new = tuple(NewGroup(group=GroupId(g), prompt_tokens=5) for g in groups)
                 self.pending.append(GroupsArrived(groups=new))
             case Route():
-                t, e = command.trajectory, command.epoch
+                t, e = command.trajectory, command.route_number
                 self.tokens[t] = self.tokens.get(t, 0) + self.rng.randint(1, 9)
-                answer: Event = TrajectorySampled(trajectory=t, epoch=e, tokens=self.tokens[t])
+                answer: Event = TrajectorySampled(trajectory=t, route_number=e, tokens=self.tokens[t])
                 if self.rng.random() < 0.05:
-                    answer = TrajectoryFailed(trajectory=t, epoch=e, error="x")
+                    answer = TrajectoryFailed(trajectory=t, route_number=e, error="x")
                 self.pending.append(answer)
             case Score():
                 reward = float(self.rng.random() < 0.5)
                 self.pending.append(TrajectoryScored(trajectory=command.trajectory, reward=reward))
-            case Act():
+            case StepEnvironment():
                 self.act(command)
-            case Dismiss():
+            case CloseEnvironment():
                 assert command.trajectory in self.playing
                 self.playing.remove(command.trajectory)
             case Pull():
@@ -127,25 +127,25 @@ class TinyBody:
                     assert v <= command.step <= v + self.brain.ledger.eta  # all steps, of rules that keep no bound
                     assert self.ended.setdefault(t, Fate.CONSUMED) is Fate.CONSUMED
                 self.pending.append(VersionPublished(version=PolicyVersion(command.step + 1)))
-            case Retire():
+            case Discard():
                 for ending in command.endings:
                     assert ending.trajectory not in self.ended
                     self.ended[ending.trajectory] = ending.fate
             case Interrupt():
-                t, e = command.trajectory, command.epoch
-                self.pending.append(TrajectoryInterrupted(trajectory=t, epoch=e, tokens=self.tokens[t]))
+                t, e = command.trajectory, command.route_number
+                self.pending.append(TrajectoryInterrupted(trajectory=t, route_number=e, tokens=self.tokens[t]))
             case Abort():
                 pass
 
-    def act(self, command: Act) -> None:
-        t, e = command.trajectory, command.epoch
+    def act(self, command: StepEnvironment) -> None:
+        t, e = command.trajectory, command.route_number
         self.playing.add(t)
         chance = self.rng.random()
-        if chance < 0.1 and not command.cut:
-            self.pending.append(EnvironmentFailed(trajectory=t, epoch=e, error="x"))
-        elif chance < 0.6 and not command.cut:
+        if chance < 0.1 and not command.truncated:
+            self.pending.append(EnvironmentFailed(trajectory=t, route_number=e, error="x"))
+        elif chance < 0.6 and not command.truncated:
             self.tokens[t] += 2
-            self.pending.append(EnvironmentAnswered(trajectory=t, epoch=e, tokens=self.tokens[t]))
+            self.pending.append(EnvironmentStepped(trajectory=t, route_number=e, tokens=self.tokens[t]))
         else:
             self.pending.append(TrajectoryScored(trajectory=t, reward=float(self.rng.random() < 0.5)))
 
@@ -166,8 +166,8 @@ class TinyBody:
                 self.join("ab"[self.losses % 2])
             for one in (InstanceId("a"), InstanceId("b")):
                 progress = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 9))
-                safe = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 3))
-                self.tell(InstanceReported(instance=one, progress=progress, safe=safe))
+                delivered = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 3))
+                self.tell(InstanceReported(instance=one, progress=progress, delivered=delivered))
             self.tell(Tick())
         self.tell(StopRequested(why="all steps are trained"))
         self.journal.close()
@@ -211,25 +211,25 @@ def test_a_changed_command_is_noticed(tmp_path: Path) -> None:
 WRITTEN = (
     '{"now":1.5,"event":{"type":"RunResumed","step":3,"num_ended":[["consumed:none",18]]},"commands":[]}',
     '{"now":1.5,"event":{"type":"InstanceJoined","instance":"a","version":0,"kv_capacity":500,"max_running":7},'
-    '"commands":[{"type":"Draw","num_groups":9,"cause":"InstanceJoined#1"}]}',
+    '"commands":[{"type":"FetchPrompts","num_groups":9,"cause":"InstanceJoined#1"}]}',
     '{"now":1.5,"event":{"type":"GroupsArrived","groups":[{"type":"NewGroup","group":3,"prompt_tokens":5}]},'
-    '"commands":[{"type":"Route","trajectory":54,"epoch":1,"instance":"b","version":3,"cause":"Tick#396"}]}',
+    '"commands":[{"type":"Route","trajectory":54,"route_number":1,"instance":"b","version":3,"cause":"Tick#396"}]}',
     '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3],[4,2]]},"commands":[]}',
-    '{"now":1.5,"event":{"type":"TrajectorySampled","trajectory":7,"epoch":1,"tokens":9},'
+    '{"now":1.5,"event":{"type":"TrajectorySampled","trajectory":7,"route_number":1,"tokens":9},'
     '"commands":[{"type":"Score","trajectory":7,"cause":"TrajectorySampled#7"}]}',
     '{"now":1.5,"event":{"type":"TrajectoryScored","trajectory":1,"reward":1.0},'
     '"commands":[{"type":"Train","step":0,"trajectories":[1,0],"versions":[0,0],"cause":"TrajectoryScored#87"},'
-    '{"type":"Retire","endings":[{"type":"Ending","trajectory":2,"group":0,"fate":"aborted","reason":"surplus_member",'
+    '{"type":"Discard","endings":[{"type":"Ending","trajectory":2,"group":0,"fate":"aborted","reason":"surplus_member",'
     '"step":0}],"versions":[0],"cause":"TrajectoryScored#55"}]}',
     '{"now":1.5,"event":{"type":"TrajectoryScored","trajectory":1,"reward":0.0,"error":"no"},"commands":[]}',
     '{"now":1.5,"event":{"type":"VersionPublished","version":1},'
     '"commands":[{"type":"Pull","instance":"a","version":1,"cause":"Tick#138"}]}',
     '{"now":1.5,"event":{"type":"PullFinished","instance":"a","version":1},'
-    '"commands":[{"type":"Interrupt","trajectory":19,"epoch":1,"instance":"b","cause":"Tick#246"},'
-    '{"type":"Abort","trajectory":4,"epoch":1,"instance":"a","cause":"TrajectoryScored#39"}]}',
+    '"commands":[{"type":"Interrupt","trajectory":19,"route_number":1,"instance":"b","cause":"Tick#246"},'
+    '{"type":"Abort","trajectory":4,"route_number":1,"instance":"a","cause":"TrajectoryScored#39"}]}',
     '{"now":1.5,"event":{"type":"InstanceLost","instance":"b","why":"x"},"commands":[]}',
-    '{"now":1.5,"event":{"type":"TrajectoryFailed","trajectory":9,"epoch":1,"error":"x"},"commands":[]}',
-    '{"now":1.5,"event":{"type":"TrajectoryInterrupted","trajectory":20,"epoch":2,"tokens":7},"commands":[]}',
+    '{"now":1.5,"event":{"type":"TrajectoryFailed","trajectory":9,"route_number":1,"error":"x"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"TrajectoryInterrupted","trajectory":20,"route_number":2,"tokens":7},"commands":[]}',
     '{"now":1.5,"event":{"type":"Tick"},"commands":[]}',
     '{"now":1.5,"event":{"type":"StopRequested","why":"all steps are trained"},"commands":[]}',
 )
@@ -241,19 +241,19 @@ ADDED = (
     '{"type":"GroupInFlight","group":3,"prompt_tokens":5,"members":['
     '{"type":"MemberInFlight","trajectory":10,"version":0,"tokens":7,"sampled":true,"scored":true,"reward":0.5},'
     '{"type":"MemberInFlight","trajectory":9}]}]},"commands":[]}',
-    '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"safe":[[5,2]]},"commands":[]}',
-    '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"steps":{"type":"StepsTaken",'
+    '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"delivered":[[5,2]]},"commands":[]}',
+    '{"now":1.5,"event":{"type":"InstanceReported","instance":"b","progress":[[5,3]],"steps":{"type":"DecodeStats",'
     '"running":1,"kv_tokens":9,"seconds":0.5,"tokens":3,"drafts":1,"drafted_tokens":2,"accepted_tokens":1}},'
-    '"commands":[{"type":"Speculate","instance":"b","length":4,"cause":"InstanceReported#7"}]}',
+    '"commands":[{"type":"SetDraftLength","instance":"b","length":4,"cause":"InstanceReported#7"}]}',
     '{"now":1.5,"event":{"type":"InstanceLeaving","instance":"b"},"commands":[]}',
-    '{"now":1.5,"event":{"type":"EnvironmentAnswered","trajectory":7,"epoch":1,"tokens":9},'
-    '"commands":[{"type":"Act","trajectory":7,"epoch":1,"cause":"TrajectorySampled#7"},'
-    '{"type":"Dismiss","trajectory":8,"cause":"TrajectoryScored#9"},'
-    '{"type":"Forget","trajectory":8,"instance":"a","cause":"TrajectoryScored#9"}]}',
+    '{"now":1.5,"event":{"type":"EnvironmentStepped","trajectory":7,"route_number":1,"tokens":9},'
+    '"commands":[{"type":"StepEnvironment","trajectory":7,"route_number":1,"cause":"TrajectorySampled#7"},'
+    '{"type":"CloseEnvironment","trajectory":8,"cause":"TrajectoryScored#9"},'
+    '{"type":"ReleaseCache","trajectory":8,"instance":"a","cause":"TrajectoryScored#9"}]}',
     '{"now":1.5,"event":{"type":"EvaluationRequested","evaluation":0,"groups":['
     '{"type":"NewGroup","group":-1,"prompt_tokens":5}]},"commands":['
-    '{"type":"Conclude","evaluation":0,"version":3,"cause":"TrajectoryScored#9","unanswered":[-8]}]}',
-    '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"epoch":1,"error":"x"},"commands":[]}',
+    '{"type":"FinishEvaluation","evaluation":0,"version":3,"cause":"TrajectoryScored#9","failed":[-8]}]}',
+    '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"route_number":1,"error":"x"},"commands":[]}',
 )
 """Lines with what later versions have added."""
 
@@ -295,7 +295,10 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
         (b'{"now":"soon","event":{"type":"Tick"},"commands":[]}', "now: expected float, got 'soon'"),
         (b'{"now":1,"event":{"type":"Tock"},"commands":[]}', "event: unknown type 'Tock'"),
         (b'{"now":1,"event":{"type":["Tick"]},"commands":[]}', "event: unhashable"),
-        (b'{"now":1,"event":{"type":"Draw","num_groups":1,"cause":""},"commands":[]}', "event: unknown type 'Draw'"),
+        (
+            b'{"now":1,"event":{"type":"FetchPrompts","num_groups":1,"cause":""},"commands":[]}',
+            "event: unknown type 'FetchPrompts'",
+        ),
         (b'{"now":1,"event":{"type":"Tick","tack":1},"commands":[]}', "event: unknown field 'tack'"),
         (b'{"now":1,"event":{"type":"VersionPublished"},"commands":[]}', "event.version: missing"),
         (
@@ -308,7 +311,7 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
         (b'{"now":1e400,"event":{"type":"Tick"},"commands":[]}', "now: inf is no time"),
         (b'{"now":1%s,"event":{"type":"Tick"},"commands":[]}' % (b"0" * 400), "now: a number of 401 digits is out of"),
         (
-            b'{"now":1,"event":{"type":"TrajectorySampled","trajectory":1,"epoch":1,"tokens":1%s},"commands":[]}'
+            b'{"now":1,"event":{"type":"TrajectorySampled","trajectory":1,"route_number":1,"tokens":1%s},"commands":[]}'
             % (b"0" * 400),
             "event.tokens: a number of 401 digits is out of range",
         ),

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.pipeline.config import factories, loading
-from staleflow.pipeline.coordination.commands import Abort, Command, Draw, Interrupt, Pull, Retire, Route, Score, Train
+from staleflow.pipeline.coordination.commands import (
+    Abort,
+    Command,
+    Discard,
+    FetchPrompts,
+    Interrupt,
+    Pull,
+    Route,
+    Score,
+    Train,
+)
 from staleflow.pipeline.coordination.events import (
     Event,
     GroupsArrived,
@@ -86,8 +96,8 @@ class Life:
                 return InstanceLost(instance=name, why="killed")
             case 2 | 3:
                 progress = [(TrajectoryId(t), rng.randint(0, 60)) for t in rng.sample(range(60), 15)]
-                safe = [(TrajectoryId(t), rng.randint(0, 70)) for t in rng.sample(range(60), 15)]
-                return InstanceReported(instance=name, progress=tuple(progress), safe=tuple(safe))
+                delivered = [(TrajectoryId(t), rng.randint(0, 70)) for t in rng.sample(range(60), 15)]
+                return InstanceReported(instance=name, progress=tuple(progress), delivered=tuple(delivered))
             case 4:
                 return PullFinished(instance=name, version=PolicyVersion(rng.randrange(4)))
             case 5:
@@ -101,20 +111,20 @@ class Life:
     def obey(self, command: Command) -> None:
         rng = self.rng
         match command:
-            case Draw():
+            case FetchPrompts():
                 groups = range(self.next_group, self.next_group + command.num_groups)
                 self.next_group = groups.stop
                 new = tuple(NewGroup(group=GroupId(g), prompt_tokens=rng.randint(1, 20)) for g in groups)
                 self.pending.append(GroupsArrived(groups=new))
-            case Route(trajectory=t, epoch=e):
+            case Route(trajectory=t, route_number=e):
                 outcomes: list[Event] = [
-                    TrajectorySampled(trajectory=t, epoch=e, tokens=rng.randint(1, 60)),
-                    TrajectoryInterrupted(trajectory=t, epoch=e, tokens=rng.randint(0, 20)),
-                    TrajectoryFailed(trajectory=t, epoch=e, error="x"),
+                    TrajectorySampled(trajectory=t, route_number=e, tokens=rng.randint(1, 60)),
+                    TrajectoryInterrupted(trajectory=t, route_number=e, tokens=rng.randint(0, 20)),
+                    TrajectoryFailed(trajectory=t, route_number=e, error="x"),
                 ]
                 self.pending.append(rng.choices(outcomes, weights=[80, 14, 6])[0])
-            case Interrupt(trajectory=t, epoch=e):
-                self.pending.append(TrajectoryInterrupted(trajectory=t, epoch=e, tokens=rng.randint(0, 30)))
+            case Interrupt(trajectory=t, route_number=e):
+                self.pending.append(TrajectoryInterrupted(trajectory=t, route_number=e, tokens=rng.randint(0, 30)))
             case Score(trajectory=t):
                 error = "" if rng.random() < 0.9 else "no answer"
                 self.pending.append(TrajectoryScored(trajectory=t, reward=float(rng.random() < 0.5), error=error))
@@ -125,7 +135,7 @@ class Life:
                 assert all(v <= command.step <= v + bound for v in command.versions)
                 self.end(command.trajectories)
                 self.pending.append(VersionPublished(version=PolicyVersion(command.step + 1)))
-            case Retire():
+            case Discard():
                 self.end(tuple(ending.trajectory for ending in command.endings))
             case Abort():
                 assert command.trajectory not in self.ended  # its Retire follows

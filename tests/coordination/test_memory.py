@@ -15,7 +15,7 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.coordination import decision_log, forecast
-from staleflow.pipeline.coordination.events import InstanceLost, InstanceReported, PullFinished, StepsTaken
+from staleflow.pipeline.coordination.events import DecodeStats, InstanceLost, InstanceReported, PullFinished
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
@@ -92,7 +92,7 @@ def test_a_coordinator_keeps_no_more_than_its_limits_over_ten_thousand_trajector
     bench.coordinator._validate_each = False  # other tests do
     bench.join(A)
     name, group, trained = A, 0, 0
-    steps = StepsTaken(running=4, kv_tokens=40, seconds=1.0, tokens=20)
+    steps = DecodeStats(running=4, kv_tokens=40, seconds=1.0, tokens=20)
     while 2 * group < TRAJECTORIES:
         bench.arrive(group, group + 1)
         for member in range(2 * group, 2 * group + 4):
@@ -127,7 +127,7 @@ def response_of(trajectory: TrajectoryId) -> SampledTokens:
     segment = Segment(
         version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens, logprobs=-np.ones(3, np.float32)
     )
-    return SampledTokens(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=trajectory, route_number=1, first=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thousand_trajectories(

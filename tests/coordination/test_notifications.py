@@ -15,8 +15,9 @@ from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
 from staleflow.pipeline.coordination.evaluations import MutableEvaluations
 from staleflow.pipeline.coordination.events import (
-    EnvironmentAnswered,
+    DecodeStats,
     EnvironmentFailed,
+    EnvironmentStepped,
     EvaluationRequested,
     Event,
     GroupsArrived,
@@ -27,7 +28,6 @@ from staleflow.pipeline.coordination.events import (
     NewGroup,
     PullFinished,
     RunResumed,
-    StepsTaken,
     StopRequested,
     Tick,
     TrajectoryFailed,
@@ -62,7 +62,7 @@ QUESTIONS = {
 
 V1 = PolicyVersion(1)
 ZERO = TrajectoryId(0)
-STEPS = StepsTaken(running=1, kv_tokens=10, seconds=1.0, tokens=4)
+STEPS = DecodeStats(running=1, kv_tokens=10, seconds=1.0, tokens=4)
 
 
 Call = tuple[object, str, tuple[Any, ...]]
@@ -187,7 +187,7 @@ def scored(trajectory: int, error: str = "") -> Callable[[NotedBench], Event]:
 
 def sampled(trajectory: int) -> Callable[[NotedBench], Event]:
     return lambda bench: TrajectorySampled(
-        trajectory=TrajectoryId(trajectory), epoch=bench.epochs[trajectory], tokens=5
+        trajectory=TrajectoryId(trajectory), route_number=bench.route_numbers[trajectory], tokens=5
     )
 
 
@@ -261,25 +261,25 @@ CASES = (
     Case(
         "a trajectory is interrupted",
         routed(eta=1),
-        lambda bench: TrajectoryInterrupted(trajectory=ZERO, epoch=1, tokens=3),
+        lambda bench: TrajectoryInterrupted(trajectory=ZERO, route_number=1, tokens=3),
         (),
     ),
     Case(
         "a trajectory fails for good",
         routed(eta=1, max_attempts=0),
-        lambda bench: TrajectoryFailed(trajectory=ZERO, epoch=1, error="x"),
+        lambda bench: TrajectoryFailed(trajectory=ZERO, route_number=1, error="x"),
         ("LengthForecast.forget(0)",),
     ),
     Case(
         "an environment answers",
         lambda: acted(NotedBench(eta=1, environments=True)),
-        lambda bench: EnvironmentAnswered(trajectory=ZERO, epoch=1, tokens=9),
+        lambda bench: EnvironmentStepped(trajectory=ZERO, route_number=1, tokens=9),
         (),
     ),
     Case(
         "an environment fails for good",
         lambda: acted(NotedBench(eta=1, environments=True, max_attempts=0)),
-        lambda bench: EnvironmentFailed(trajectory=ZERO, epoch=1, error="x"),
+        lambda bench: EnvironmentFailed(trajectory=ZERO, route_number=1, error="x"),
         ("LengthForecast.forget(0)",),
     ),
     Case(

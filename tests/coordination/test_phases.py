@@ -25,12 +25,12 @@ LAWFUL = 17
 VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = {
     Transition.ROUTED: lambda state, live: state.send(live, state.fleet[0], forecast=9.0),
     Transition.SAMPLED: lambda state, live: state.finish_sampling(live, 7),
-    Transition.CUT_OFF: lambda state, live: state.finish_sampling(live, 7, cut_off=True),
+    Transition.TRUNCATED: lambda state, live: state.finish_sampling(live, 7, cut_off=True),
     Transition.INTERRUPTED: lambda state, live: state.interrupt(live, 7),
     Transition.FAILED: lambda state, live: state.fail(live, Transition.FAILED),
     Transition.INSTANCE_LOST: lambda state, live: state.fail(live, Transition.INSTANCE_LOST),
     Transition.TURN_SAMPLED: lambda state, live: state.finish_turn(live, 7),
-    Transition.ANSWERED: lambda state, live: state.answer(live, 9),
+    Transition.ENVIRONMENT_STEPPED: lambda state, live: state.answer(live, 9),
     Transition.RESTARTED: lambda state, live: state.restart(live),
     Transition.SCORED: lambda state, live: state.score(live, 1.0),
 }
@@ -39,7 +39,7 @@ VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = 
 
 WAYS = {
     Phase.RUNNING: (Transition.ROUTED,),
-    Phase.ACTING: (Transition.ROUTED, Transition.TURN_SAMPLED),
+    Phase.IN_ENVIRONMENT: (Transition.ROUTED, Transition.TURN_SAMPLED),
     Phase.SCORING: (Transition.ROUTED, Transition.SAMPLED),
     Phase.DONE: (Transition.ROUTED, Transition.SAMPLED, Transition.SCORED),
 }

@@ -112,8 +112,8 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "completed and not done": (lambda s: setattr(live(s, 3), "phase", Phase.SCORING), "3 is scoring, its group has"),
     "version without a routing": (lambda s: setattr(live(s, 6), "v_traj", PolicyVersion(0)), "was routed 0 times"),
     "routing without a version": (lambda s: setattr(live(s, 2), "v_traj", PolicyVersion(-1)), "version -1"),
-    "routed without an epoch": (lambda s: setattr(live(s, 2), "epoch", 0), "was routed 0 times"),
-    "more safe than sampled": (lambda s: setattr(live(s, 4), "safe_tokens", 3), "3 of them safe"),
+    "routed without an route_number": (lambda s: setattr(live(s, 2), "route_number", 0), "was routed 0 times"),
+    "more safe than sampled": (lambda s: setattr(live(s, 4), "delivered_tokens", 3), "3 of them delivered"),
     "cut off after it left": (lambda s: setattr(live(s, 4), "cut", True), "4 is to be cut off but queued"),
     "moved after it was sampled": (
         lambda s: setattr(live(s, 2), "target", InstanceId("c")),
@@ -232,7 +232,7 @@ def test_a_batch_is_noted_scored_consumed_published_and_pulled() -> None:
     assert state.score(live(state, 1), 0.0)
     assert changes(state) == (True, [], False, False)
     (surplus,) = state.occupy(GroupId(0))
-    assert (surplus.ending.trajectory, surplus.running_on, surplus.epoch) == (2, A, 1)
+    assert (surplus.ending.trajectory, surplus.running_on, surplus.route_number) == (2, A, 1)
     assert changes(state) == (True, [A], True, True)
     state.start_event(4.0)
     assert state.waited_s == 4.0
@@ -270,7 +270,7 @@ def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no
     state.hear_progress(state.fleet[1], [(TrajectoryId(0), 30)])
     assert state.fleet[1].kv_tokens == 40
     assert state.fail(live(state, 0), Transition.INSTANCE_LOST) == 1
-    assert (live(state, 0).tokens, live(state, 0).safe_tokens) == (9, 9)
+    assert (live(state, 0).tokens, live(state, 0).delivered_tokens) == (9, 9)
     assert state.fleet[1].kv_tokens == 0
     validate(state)
 
@@ -367,7 +367,7 @@ def test_nobody_outside_the_room_calls_the_ledgers_verbs() -> None:
         "live.tokens += 4",
         "live.tokens: int = 4",
         "live.instance, rest = None, 3",
-        "for live.epoch in range(3): pass",
+        "for live.route_number in range(3): pass",
         "del live.reward",
         "self._state.live[3].level = 2",
         "setattr(live, 'phase', Phase.DONE)",

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from staleflow.cli.profile import command
 from staleflow.pipeline.config import factories, knob_tree, loading
-from staleflow.pipeline.coordination.commands import Draw, Pull, Score, Train
+from staleflow.pipeline.coordination.commands import FetchPrompts, Pull, Score, Train
 from staleflow.pipeline.coordination.events import (
     GroupsArrived,
     NewGroup,
@@ -266,10 +266,10 @@ def finished_run(folder: Path, refit: Fit | None) -> Path:
     (folder / "summary.json").write_text(json.dumps(summary))
     book = Journal(folder / "events.jsonl")
     one, two = TrajectoryId(0), TrajectoryId(1)
-    book.append(0.0, Tick(), [Draw(num_groups=1, cause="")])
+    book.append(0.0, Tick(), [FetchPrompts(num_groups=1, cause="")])
     book.append(0.5, GroupsArrived(groups=(NewGroup(group=GroupId(0), prompt_tokens=5),)), [])
-    book.append(2.0, TrajectorySampled(trajectory=one, epoch=1, tokens=9), [Score(trajectory=one, cause="")])
-    book.append(2.1, TrajectorySampled(trajectory=two, epoch=1, tokens=9), [Score(trajectory=two, cause="")])
+    book.append(2.0, TrajectorySampled(trajectory=one, route_number=1, tokens=9), [Score(trajectory=one, cause="")])
+    book.append(2.1, TrajectorySampled(trajectory=two, route_number=1, tokens=9), [Score(trajectory=two, cause="")])
     book.append(2.4, TrajectoryScored(trajectory=two, reward=1.0), [])
     train = Train(step=0, trajectories=(one, two), versions=(PolicyVersion(0), PolicyVersion(0)), cause="")
     book.append(2.5, TrajectoryScored(trajectory=one, reward=1.0), [train])
@@ -314,7 +314,9 @@ class Broken:
         self.asked = requests
 
     def events(self, timeout_s: float) -> list[Failed]:
-        return [Failed(trajectory=r.trajectory, epoch=r.epoch, error="no such kernel") for r in self.asked]
+        return [
+            Failed(trajectory=r.trajectory, route_number=r.route_number, error="no such kernel") for r in self.asked
+        ]
 
     def load_statistics(self) -> EngineLoad:
         return EngineLoad(version=PolicyVersion(0), running=0, kv_tokens=0, busy_s=0.0, tokens_sampled=0, progress=())

@@ -12,11 +12,11 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.events import (
+    DecodeStats,
     InstanceJoined,
     InstanceLost,
     InstanceReported,
     RunResumed,
-    StepsTaken,
     Tick,
     TrajectorySampled,
     VersionPublished,
@@ -120,7 +120,7 @@ def test_what_became_of_drafts_is_known_from_responses_where_instances_report_no
 
 def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_cheaper() -> None:
     drafts = DraftsUsed()
-    taken = StepsTaken(
+    taken = DecodeStats(
         running=4, kv_tokens=100, seconds=1.0, tokens=130, drafts=50, drafted_tokens=100, accepted_tokens=30
     )
     drafts.add(taken, 2)
@@ -186,16 +186,24 @@ def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
         (),
     )
 
-    def route(epoch: int, instance: InstanceId) -> tuple[Route, ...]:
-        return (Route(trajectory=TrajectoryId(0), epoch=epoch, instance=instance, version=PolicyVersion(0), cause=""),)
+    def route(route_number: int, instance: InstanceId) -> tuple[Route, ...]:
+        return (
+            Route(
+                trajectory=TrajectoryId(0),
+                route_number=route_number,
+                instance=instance,
+                version=PolicyVersion(0),
+                cause="",
+            ),
+        )
 
     for name in (one, two):
         watch.observe(0.0, InstanceJoined(instance=name, version=PolicyVersion(0), kv_capacity=999, max_running=9), ())
     watch.observe(0.0, Tick(), route(1, one))
-    progress, safe = ((TrajectoryId(0), 90),), ((TrajectoryId(0), 70),)
-    watch.observe(0.6, InstanceReported(instance=one, progress=progress, safe=safe), ())
+    progress, delivered = ((TrajectoryId(0), 90),), ((TrajectoryId(0), 70),)
+    watch.observe(0.6, InstanceReported(instance=one, progress=progress, delivered=delivered), ())
     watch.observe(0.7, InstanceLost(instance=one, why="x"), route(2, two))
-    watch.observe(1.0, TrajectorySampled(trajectory=TrajectoryId(0), epoch=2, tokens=100), ())
+    watch.observe(1.0, TrajectorySampled(trajectory=TrajectoryId(0), route_number=2, tokens=100), ())
     watch.observe(1.0, VersionPublished(version=PolicyVersion(1)), ())
     (load,) = watch.loads
     assert load.tokens == 30

@@ -34,7 +34,7 @@ def route(trajectory: int, instance: str, version: int = 0) -> dict[str, Any]:
     return {
         "type": "Route",
         "trajectory": trajectory,
-        "epoch": 1,
+        "route_number": 1,
         "instance": instance,
         "version": version,
         "cause": "c",
@@ -42,14 +42,14 @@ def route(trajectory: int, instance: str, version: int = 0) -> dict[str, Any]:
 
 
 def ended(kind: str, trajectory: int, tokens: int = 5) -> dict[str, Any]:
-    return {"type": kind, "trajectory": trajectory, "epoch": 1, "tokens": tokens}
+    return {"type": kind, "trajectory": trajectory, "route_number": 1, "tokens": tokens}
 
 
 ARRIVED = {"type": "GroupsArrived", "groups": [{"type": "NewGroup", "group": 3, "prompt_tokens": 4}]}
 
 
 def act(trajectory: int) -> dict[str, Any]:
-    return {"type": "Act", "trajectory": trajectory, "epoch": 1, "cut": False, "cause": "c"}
+    return {"type": "StepEnvironment", "trajectory": trajectory, "route_number": 1, "truncated": False, "cause": "c"}
 
 
 def test_the_life_of_an_episode_tells_its_turns_and_what_its_environment_did() -> None:
@@ -57,10 +57,10 @@ def test_the_life_of_an_episode_tells_its_turns_and_what_its_environment_did() -
         (0.0, joined("a"), []),
         (1.0, ARRIVED, [route(6, "a"), route(7, "a")]),
         (2.0, ended("TrajectorySampled", 6, 9), [act(6)]),
-        (4.0, ended("EnvironmentAnswered", 6, 12), [route(6, "a")]),
-        (4.5, ended("EnvironmentAnswered", 6, 12), []),  # a late one
+        (4.0, ended("EnvironmentStepped", 6, 12), [route(6, "a")]),
+        (4.5, ended("EnvironmentStepped", 6, 12), []),  # a late one
         (5.0, ended("TrajectorySampled", 6, 15), [act(6)]),
-        (6.0, {"type": "EnvironmentFailed", "trajectory": 6, "epoch": 2, "error": "hung"}, [route(6, "a")]),
+        (6.0, {"type": "EnvironmentFailed", "trajectory": 6, "route_number": 2, "error": "hung"}, [route(6, "a")]),
         (7.0, ended("TrajectorySampled", 6, 4), [act(6)]),
         (9.0, {"type": "TrajectoryScored", "trajectory": 6, "reward": 1.0}, []),
     )
@@ -169,8 +169,8 @@ def test_a_lost_instance_is_gone_and_what_it_ran_waits_again() -> None:
 
 def test_what_is_dropped_says_why_and_a_late_answer_changes_nothing() -> None:
     ending = {"type": "Ending", "trajectory": 7, "group": 3, "fate": "aborted", "reason": "surplus_member", "step": 0}
-    retire = {"type": "Retire", "endings": [ending], "versions": [0], "cause": "c"}
-    abort = {"type": "Abort", "trajectory": 7, "epoch": 1, "instance": "a", "cause": "c"}
+    retire = {"type": "Discard", "endings": [ending], "versions": [0], "cause": "c"}
+    abort = {"type": "Abort", "trajectory": 7, "route_number": 1, "instance": "a", "cause": "c"}
     dropped = index(*LIFE[:3], (2.0, {"type": "Tick"}, [abort, retire]), (3.0, ended("TrajectorySampled", 7), []))
     assert [m["what"] for m in dropped.story(7)][2:] == ["sampling aborted on a", "aborted: surplus_member"]
     assert dropped.window(0.0, 3.0, 3)["instances"][0]["running"] == [0, 2, 1]

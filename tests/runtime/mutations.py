@@ -81,8 +81,8 @@ MUTATIONS = (
         name="retirement_forgotten",
         module="driver",
         breaks="conservation: trajectories end and are not stored",
-        old="            case Retire():\n                self._commits.put(command)\n",
-        new="            case Retire():\n                pass\n",
+        old="            case Discard():\n                self._commits.put(command)\n",
+        new="            case Discard():\n                pass\n",
         check=check(on_driver.test_a_step_is_queued_for_commit_before_its_version_is_announced),
     ),
     Mutation(
@@ -309,9 +309,9 @@ MUTATIONS = (
     Mutation(
         name="wrong_epoch",
         module="instance_link",
-        breaks="a result stands under the epoch it was given for",
-        old="TrajectorySampled(trajectory=o.trajectory, epoch=o.epoch,",
-        new="TrajectorySampled(trajectory=o.trajectory, epoch=1,",
+        breaks="a result stands under the route_number it was given for",
+        old="event: Event = TrajectorySampled(\n                    trajectory=o.trajectory, route_number=o.route_number,",
+        new="event: Event = TrajectorySampled(\n                    trajectory=o.trajectory, route_number=1,",
         check=check(on_link.test_every_result_is_passed_on_once_under_its_epoch),
     ),
     Mutation(

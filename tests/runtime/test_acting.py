@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from staleflow.pipeline.coordination.commands import Act
-from staleflow.pipeline.coordination.events import EnvironmentAnswered
+from staleflow.pipeline.coordination.commands import StepEnvironment
+from staleflow.pipeline.coordination.events import EnvironmentStepped
 from staleflow.pipeline.profiling.latencies import latencies
 from staleflow.pipeline.runtime.environment_hosts import LATEST
 from staleflow.stores.errors import TooManyFailedEnvironments
@@ -38,12 +38,12 @@ def body(tmp_path: Path) -> Body:
 def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) -> None:
     run = body.run(*AGENTS)
     run.check()
-    acts, routes = run.commands("Act"), run.commands("Route")
-    answered = run.events("EnvironmentAnswered")
+    acts, routes = run.commands("StepEnvironment"), run.commands("Route")
+    answered = run.events("EnvironmentStepped")
     assert len(acts) > len(run.events("TrajectoryScored")) >= 12
     assert len(answered) > 12
     assert not run.commands("Score")
-    assert len({(c.trajectory, c.epoch) for c in routes}) == len(routes)
+    assert len({(c.trajectory, c.route_number) for c in routes}) == len(routes)
     rows = [row.trajectory for row in run.store.ended()]
     waited = [span.seconds for t in rows for span in t.spans if isinstance(span, Given)]
     assert all(s > 0 for s in waited)
@@ -68,10 +68,12 @@ def acts_of(run: Run) -> list[tuple[float, float, float]]:
     asked, found = {}, []
     for entry in run.entries:
         event = entry.event
-        if isinstance(event, EnvironmentAnswered):
+        if isinstance(event, EnvironmentStepped):
             assert event.seconds is not None
-            found.append((entry.now, asked[event.trajectory, event.epoch], event.seconds))
-        asked.update({(c.trajectory, c.epoch): entry.now for c in entry.commands if isinstance(c, Act)})
+            found.append((entry.now, asked[event.trajectory, event.route_number], event.seconds))
+        asked.update(
+            {(c.trajectory, c.route_number): entry.now for c in entry.commands if isinstance(c, StepEnvironment)}
+        )
     return found
 
 
@@ -81,13 +83,13 @@ def test_contexts_found_cached_are_counted_step_by_step_and_those_of_ended_episo
     assert all(step["prefilled_tokens"] > 0 for step in steps)
     assert sum(step["cached_tokens"] for step in steps) > 0
     told = [t for call in run.workers.calls if call.method == "abort" for t in call.args[0]]
-    assert {c.trajectory for c in run.commands("Forget")} <= set(told)
-    assert run.commands("Forget")
+    assert {c.trajectory for c in run.commands("ReleaseCache")} <= set(told)
+    assert run.commands("ReleaseCache")
 
 
 def test_what_is_surplus_leaves_no_environment_open(body: Body) -> None:
     run = body.run(*AGENTS)
-    dismissed = [c.trajectory for c in run.commands("Dismiss")]
+    dismissed = [c.trajectory for c in run.commands("CloseEnvironment")]
     assert len(dismissed) == len(set(dismissed)) > 0
     handed = [t for call in run.workers.calls if call.method == "dismiss" for t in call.args[0]]
     assert set(handed) <= set(dismissed)
@@ -157,7 +159,7 @@ def test_a_failure_whose_outcome_is_lost_is_told_and_counted_once(body: Body, ac
     run.check_kept()
     failed = [event for _, event in run.events("EnvironmentFailed")]
     assert any(event.error == FAILED_BEFORE for event in failed)
-    assert len({(event.trajectory, event.epoch) for event in failed}) == len(failed)
+    assert len({(event.trajectory, event.route_number) for event in failed}) == len(failed)
 
 
 def test_a_hung_environment_hurts_only_its_own_episode(body: Body) -> None:

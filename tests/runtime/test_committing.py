@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
-from staleflow.pipeline.coordination.commands import Draw
+from staleflow.pipeline.coordination.commands import FetchPrompts
 from staleflow.pipeline.runtime.commit_queue import MOST_UNCOMMITTED
 from staleflow.stores.weights.resume_points import ResumePoints
 from tests.support.bodies import Body, Run
@@ -63,7 +63,7 @@ def test_prompts_are_drawn_while_a_commit_goes_on(body: Body) -> None:
     run = body.run("steps=8", world=quick(2.5))
     run.check()
     arrived = [at_s for at_s, _ in run.events("GroupsArrived")]
-    drawn = [entry.now for entry in run.entries for command in entry.commands if isinstance(command, Draw)]
+    drawn = [entry.now for entry in run.entries for command in entry.commands if isinstance(command, FetchPrompts)]
     assert len(arrived) > 3
     assert max(a - d for a, d in zip(arrived, drawn, strict=False)) < 0.1
 

@@ -143,7 +143,7 @@ def test_a_step_is_queued_for_commit_before_its_version_is_announced(body: Body)
     for entry in run.entries:
         if type(entry.event).__name__ == "VersionPublished":
             ordered.append(("commit", entry.event.version - 1))
-        ordered += [("retire", c.endings) for c in entry.commands if type(c).__name__ == "Retire"]
+        ordered += [("retire", c.endings) for c in entry.commands if type(c).__name__ == "Discard"]
     ordered.append(("commit", run.config.steps))
     assert ordered == [(c.method, c.args[0].step if c.method == "commit" else c.args[0]) for c in stored]
 

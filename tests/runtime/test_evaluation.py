@@ -15,7 +15,7 @@ import pytest
 from staleflow.cli.display import Display
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.commands import Conclude
+from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.jobs import summary as report
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
@@ -75,8 +75,8 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
             said = {member: answers[payloads[member].prompt] for member in members}
             await server.deliver([_sampled(member, ids(text)) for member, text in said.items() if text is not None])
             await reward.score(server, tuple(members))
-            unanswered = tuple(member for member, text in said.items() if text is None)
-            concluded = Conclude(evaluation=0, version=PolicyVersion(3), unanswered=unanswered, cause="")
+            failed = tuple(member for member, text in said.items() if text is None)
+            concluded = FinishEvaluation(evaluation=0, version=PolicyVersion(3), failed=failed, cause="")
             await evaluating.conclude(concluded)
             assert server._flight.live == {} == server._flight.routings
         finally:
@@ -94,7 +94,7 @@ def _sampled(member: TrajectoryId, tokens: tuple[int, ...]) -> SampledTokens:
         version=PolicyVersion(3), instance=InstanceId("rollout-0"), tokens=np.asarray(tokens, np.int32),
         logprobs=np.zeros(len(tokens), np.float32),
     )  # fmt: skip
-    return SampledTokens(trajectory=member, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=member, route_number=1, first=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: str) -> RunConfig:
@@ -213,7 +213,7 @@ def test_an_engines_failure_is_no_answer() -> None:
         def submit(self, requests: Any) -> None: ...
 
         def events(self, within_s: float) -> list[Failed]:
-            return [Failed(trajectory=TrajectoryId(-1), epoch=0, error="out of memory")]
+            return [Failed(trajectory=TrajectoryId(-1), route_number=0, error="out of memory")]
 
     engine: Any = Failing()
     assert answers(engine, [(1, 2)], max_new_tokens=4, greedy=True, deadline_s=5) == [None]

@@ -62,16 +62,16 @@ V0, V1 = PolicyVersion(0), PolicyVersion(1)
 ONE = InstanceId("rollout-0")
 
 
-def route(trajectory: TrajectoryId, version: PolicyVersion = V0, epoch: int = 1) -> Route:
-    return Route(trajectory=trajectory, epoch=epoch, instance=ONE, version=version, cause="")
+def route(trajectory: TrajectoryId, version: PolicyVersion = V0, route_number: int = 1) -> Route:
+    return Route(trajectory=trajectory, route_number=route_number, instance=ONE, version=version, cause="")
 
 
 def abort(trajectory: TrajectoryId) -> Abort:
-    return Abort(trajectory=trajectory, epoch=1, instance=ONE, cause="")
+    return Abort(trajectory=trajectory, route_number=1, instance=ONE, cause="")
 
 
 def interrupt(trajectory: TrajectoryId) -> Interrupt:
-    return Interrupt(trajectory=trajectory, epoch=1, instance=ONE, cause="")
+    return Interrupt(trajectory=trajectory, route_number=1, instance=ONE, cause="")
 
 
 def pull(version: PolicyVersion) -> Pull:
@@ -172,9 +172,9 @@ def test_a_command_waits_until_the_one_before_it_is_answered(body: Body) -> None
 
 def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> None:
     async def script(one: Linked) -> None:
-        one.give(route(A, epoch=3), route(B, epoch=1), route(C, epoch=2))
+        one.give(route(A, route_number=3), route(B, route_number=1), route(C, route_number=2))
         await asyncio.sleep(5.0)
-        sampled = {(e.trajectory, e.epoch, e.tokens) for e in one.events(TrajectorySampled)}
+        sampled = {(e.trajectory, e.route_number, e.tokens) for e in one.events(TrajectorySampled)}
         assert sampled == {(A, 3, 8), (B, 1, 13), (C, 2, 18)}
         assert len(one.events(TrajectorySampled)) == 3
 
@@ -185,7 +185,7 @@ def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> None:
     "change", [lambda a: a[::-1], lambda a: [*a, *a], lambda a: a[:1]], ids=["turned", "twice", "cut"]
 )
 def test_results_are_passed_on_as_the_instance_gives_them(body: Body, change: Any) -> None:
-    """Whether they are late, doubled or in another order is for the coordinator to judge, which knows the epochs."""
+    """That they are late, doubled or in another order is detected by the coordinator, by their route numbers."""
     given: list[Any] = []
 
     def noted(answer: Any) -> Any:
@@ -227,9 +227,9 @@ def test_a_request_that_the_engine_fails_is_told_with_its_error(body: Body) -> N
         return [dataclasses.replace(o, error="out of memory") for o in answer]
 
     async def script(one: Linked) -> None:
-        one.give(route(A, epoch=4))
+        one.give(route(A, route_number=4))
         await asyncio.sleep(2.0)
-        assert one.events(TrajectoryFailed) == [TrajectoryFailed(trajectory=A, epoch=4, error="out of memory")]
+        assert one.events(TrajectoryFailed) == [TrajectoryFailed(trajectory=A, route_number=4, error="out of memory")]
         assert one.events(TrajectorySampled) == []
 
     linked(body, script, faults=[Fault(actor=ONE, method="next_events", nth=0, change=failing)])
@@ -242,7 +242,7 @@ def test_an_interrupted_response_is_told_with_its_tokens(body: Body) -> None:
         one.give(interrupt(D))
         await asyncio.sleep(0.5)
         (event,) = one.events(TrajectoryInterrupted)
-        assert (event.trajectory, event.epoch) == (D, 1)
+        assert (event.trajectory, event.route_number) == (D, 1)
         assert 5 <= event.tokens < 23
         assert one.events(TrajectorySampled) == []
 

@@ -10,7 +10,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, factories
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
-from staleflow.pipeline.coordination.commands import Command, Speculate
+from staleflow.pipeline.coordination.commands import Command, SetDraftLength
 from staleflow.pipeline.coordination.events import Event
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.tasks.emulation.batch_simulator import DraftedTokens, DraftSettings, SimulatedBatch
@@ -137,7 +137,7 @@ def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
 
     def observe(_: float, event: Event, commands: list[Command]) -> None:
         for command in commands:
-            if isinstance(command, Speculate):
+            if isinstance(command, SetDraftLength):
                 found.append((one.coordinator.loads()[command.instance], command.length))
 
     one = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=observe)
@@ -181,6 +181,6 @@ def test_a_run_that_decides_drafts_is_replayed_to_the_same_commands(tmp_path: Pa
     one = SimulatedRun(config, actor_settings.make_workload(config), observe=written.append)
     one.run()
     written.close()
-    assert one.trace.commands["Speculate"] > 0
+    assert one.trace.commands["SetDraftLength"] > 0
     replayed = journal.replay(factories.make_coordinator(config), journal.read(path))
     assert replayed.difference == ""

@@ -12,8 +12,8 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings, factories
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.commands import Act, Command, Route
-from staleflow.pipeline.coordination.events import EnvironmentAnswered, EnvironmentFailed, Event
+from staleflow.pipeline.coordination.commands import Command, Route, StepEnvironment
+from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event
 from staleflow.pipeline.simulator.analysis import explanation, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
@@ -50,13 +50,13 @@ def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> Non
     trace = SimulatedRun(config, workload, observe=lambda *one: heard.append(one), validate_each=True).run()
     turns = workload.turns(0, 0)
     assert len(turns) > 1
-    assert trace.commands["Act"] == trace.commands["Route"] == len(turns)
+    assert trace.commands["StepEnvironment"] == trace.commands["Route"] == len(turns)
     expected_s, context = cost.prefill * workload.prompt_tokens(0), workload.prompt_tokens(0)
     for turn in turns:
         expected_s += cost.decode_s(1, context, turn.tokens) + turn.tool_s + cost.prefill * turn.tool_tokens
         context += turn.tokens + turn.tool_tokens
     assert trace.steps[0].ready_s == pytest.approx(expected_s + 0.25)
-    given = [event.tokens for _, event, _ in heard if isinstance(event, EnvironmentAnswered)]
+    given = [event.tokens for _, event, _ in heard if isinstance(event, EnvironmentStepped)]
     assert given == [sum(t.tokens + t.tool_tokens for t in turns[: i + 1]) for i in range(len(turns) - 1)]
 
 
@@ -68,7 +68,7 @@ def test_each_turn_of_every_episode_is_answered_once() -> None:
     def observe(_: float, __: Event, commands: list[Command]) -> None:
         for command in commands:
             match command:
-                case Act():
+                case StepEnvironment():
                     acts[command.trajectory] += 1
                 case Route():
                     routed[command.trajectory] += 1
@@ -120,7 +120,7 @@ def test_a_failing_or_hung_environment_is_begun_again_and_only_it() -> None:
             if isinstance(event, EnvironmentFailed):
                 failed[event.trajectory] += 1
                 waits.append(now - asked[event.trajectory])
-            asked.update({c.trajectory: now for c in commands if isinstance(c, Act)})
+            asked.update({c.trajectory: now for c in commands if isinstance(c, StepEnvironment)})
 
         workload = actor_settings.make_workload(config)
         trace = SimulatedRun(config, workload, observe=observe).run()
@@ -171,7 +171,7 @@ def test_what_answers_make_of_a_response_counts_towards_its_limit() -> None:
     trace = run(config, validate_each=True)
     assert max(step.longest_tokens for step in trace.steps) <= 60
     capped = run(agents(environment__max_turns=2), validate_each=True)
-    assert capped.commands["Act"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
+    assert capped.commands["StepEnvironment"] <= 2 * capped.commands["Train"] * config.trajectories_per_step + 200
 
 
 def test_steps_wait_for_a_place_when_as_many_are_under_way_as_hosts_take() -> None:

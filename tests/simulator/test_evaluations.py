@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.pipeline.config import actor_settings
-from staleflow.pipeline.coordination.commands import Command, Conclude, Pull, Route, Train
+from staleflow.pipeline.coordination.commands import Command, FinishEvaluation, Pull, Route, Train
 from staleflow.pipeline.coordination.events import EvaluationRequested, Event, InstanceJoined
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.trajectory import is_evaluation
@@ -26,7 +26,7 @@ class Watch:
         self.sampled: dict[int, set[int]] = {}
         """Versions that each trajectory was routed under, by what its instance served."""
         self.requested: list[EvaluationRequested] = []
-        self.concluded: list[Conclude] = []
+        self.concluded: list[FinishEvaluation] = []
         self.trained: set[int] = set()
 
     def __call__(self, now: float, event: Event, commands: list[Command]) -> None:
@@ -42,7 +42,7 @@ class Watch:
                     self.sampled.setdefault(command.trajectory, set()).add(self.versions[command.instance])
                 case Train():
                     self.trained |= set(command.trajectories)
-                case Conclude():
+                case FinishEvaluation():
                     self.concluded.append(command)
 
 
@@ -64,12 +64,12 @@ def evaluated(**changes: Any) -> tuple[Watch, Any]:
 def test_every_second_version_is_evaluated_and_the_first_and_the_last() -> None:
     watch, trace = evaluated()
     assert [done.version for done in watch.concluded] == [0, 2, 4, 6, 8]
-    assert not any(done.abandoned or done.unanswered for done in watch.concluded)
+    assert not any(done.abandoned or done.failed for done in watch.concluded)
     assert trace.evaluated_tokens > 0
 
 
 def test_a_job_without_evaluations_has_none() -> None:
-    assert run(job()).commands.keys().isdisjoint({"Conclude"})
+    assert run(job()).commands.keys().isdisjoint({"FinishEvaluation"})
 
 
 def test_training_goes_on_beside_an_evaluation() -> None:

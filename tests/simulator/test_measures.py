@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.coordination.commands import Command
-from staleflow.pipeline.coordination.events import EnvironmentAnswered, Event, TrajectoryInterrupted, TrajectorySampled
+from staleflow.pipeline.coordination.events import EnvironmentStepped, Event, TrajectoryInterrupted, TrajectorySampled
 from staleflow.pipeline.simulator.analysis import explanation, measure
 from tests.simulator.test_environments import agents
 from tests.simulator.test_simulator import job, run
@@ -25,7 +25,7 @@ def test_a_sampled_token_is_trained_on_or_wasted(acts: bool, command_s: float) -
         if isinstance(event, TrajectorySampled | TrajectoryInterrupted):
             told += event.tokens - had.get(event.trajectory, 0)
             had[event.trajectory] = event.tokens
-        elif isinstance(event, EnvironmentAnswered):
+        elif isinstance(event, EnvironmentStepped):
             had[event.trajectory] = event.tokens
 
     make = agents if acts else job

@@ -21,7 +21,7 @@ from staleflow.cli.simulate import command, parse_sweeps
 from staleflow.pipeline.api.simulating import SimulatedVariant, sweep_rows
 from staleflow.pipeline.config import actor_settings, factories, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.commands import Act, Command, Retire, Route, Score, Train
+from staleflow.pipeline.coordination.commands import Command, Discard, Route, Score, StepEnvironment, Train
 from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted
 from staleflow.pipeline.simulator.analysis import bound_of, explanation, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -105,12 +105,12 @@ def test_an_interrupted_response_goes_on_elsewhere_with_one_more_prefill() -> No
     assert first.advance(0.2) == []
     stopped = first.remove(0.2, 7)
     assert stopped is not None
-    epoch, tokens, _ = stopped
-    assert (epoch, 0 < tokens < 100) == (1, True)
+    route_number, tokens, _ = stopped
+    assert (route_number, 0 < tokens < 100) == (1, True)
     second = SimulatedBatch(COST, kv_capacity=1000, max_running=4)
     second.submit(0.0, 7, 2, 10, tokens, (Turn(100),))
     (ended,) = second.advance(1e9)
-    assert (ended.tokens, ended.epoch) == (100, 2)
+    assert (ended.tokens, ended.route_number) == (100, 2)
     assert first.work.tokens + second.work.tokens == 100
     assert second.work.reprefilled == 10 + tokens
 
@@ -330,7 +330,7 @@ class Cuts:
         self.count = self.in_step = self.most = 0
 
     def __call__(self, now: float, event: Event, commands: list[Command]) -> None:
-        if isinstance(event, TrajectoryInterrupted) and any(isinstance(c, Score | Act) for c in commands):
+        if isinstance(event, TrajectoryInterrupted) and any(isinstance(c, Score | StepEnvironment) for c in commands):
             self.count += 1
             self.in_step += 1
             self.most = max(self.most, self.in_step)
@@ -413,7 +413,7 @@ class Witness:
                         assert version == self.routed[trajectory]
                         assert version <= one.step <= version + self.eta
                         self._end(trajectory, Fate.CONSUMED)
-                case Retire():
+                case Discard():
                     for ending in one.endings:
                         self._end(ending.trajectory, ending.fate)
 

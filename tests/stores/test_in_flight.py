@@ -42,8 +42,8 @@ def drawn(group: int) -> GroupDrawn:
     return GroupDrawn(group=GroupId(group), prompt_tokens=np.arange(4, dtype=np.int32), at_s=1.0)
 
 
-def routed(trajectory: int, epoch: int) -> TrajectoriesRouted:
-    return TrajectoriesRouted(routed=((TrajectoryId(trajectory), epoch),), at_s=2.0)
+def routed(trajectory: int, route_number: int) -> TrajectoriesRouted:
+    return TrajectoriesRouted(routed=((TrajectoryId(trajectory), route_number),), at_s=2.0)
 
 
 def token(trajectory: int, position: int) -> int:
@@ -52,7 +52,7 @@ def token(trajectory: int, position: int) -> int:
 
 def tokens(
     trajectory: int,
-    epoch: int,
+    route_number: int,
     first: int,
     count: int,
     *,
@@ -77,7 +77,12 @@ def tokens(
                 )
             )
     return TokensDelivered(
-        trajectory=TrajectoryId(trajectory), epoch=epoch, first=first, segments=tuple(segments), finish=finish, at_s=3.0
+        trajectory=TrajectoryId(trajectory),
+        route_number=route_number,
+        first=first,
+        segments=tuple(segments),
+        finish=finish,
+        at_s=3.0,
     )
 
 
@@ -106,18 +111,18 @@ def check_tokens(t: Trajectory, switch: int = 10**9) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_deliveries_in_any_order_never_double_a_token_and_never_leave_a_gap(seed: int) -> None:
-    """Of one epoch an instance sends overlapping parts; some are lost, some come twice or late."""
+    """Of one route number an instance sends overlapping parts; some are lost, some come twice or late."""
     rng = random.Random(seed)
-    state, held, epoch, switch = flight(drawn(0)), 0, 1, rng.randint(1, 30)
-    state.apply(routed(0, epoch))
+    state, held, route_number, switch = flight(drawn(0)), 0, 1, rng.randint(1, 30)
+    state.apply(routed(0, route_number))
     for _ in range(40):
         if rng.random() < 0.1:
-            epoch += 1
-            assert state.apply(routed(0, epoch))
-        sent_under = rng.choice((epoch, epoch, epoch, epoch - 1))
+            route_number += 1
+            assert state.apply(routed(0, route_number))
+        sent_under = rng.choice((route_number, route_number, route_number, route_number - 1))
         first, count = rng.randint(max(0, held - 4), held + 3), rng.randint(0, 6)
         taken = state.apply(tokens(0, sent_under, first, count, switch=switch, at=f"i{sent_under}"))
-        expected = sent_under == epoch and first <= held < first + count
+        expected = sent_under == route_number and first <= held < first + count
         assert taken == expected
         held = first + count if taken else held
         t = state.live[TrajectoryId(0)]

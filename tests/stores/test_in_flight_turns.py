@@ -36,7 +36,7 @@ ID = TrajectoryId(0)
 
 
 def sampled(
-    epoch: int,
+    route_number: int,
     first: int,
     versions: list[int],
     finish: FinishReason = FinishReason.STOP,
@@ -53,7 +53,13 @@ def sampled(
         )
         at += len(ids)
     return TokensDelivered(
-        trajectory=ID, epoch=epoch, first=first, segments=tuple(segments), finish=finish, at_s=3.0, attempt=attempt
+        trajectory=ID,
+        route_number=route_number,
+        first=first,
+        segments=tuple(segments),
+        finish=finish,
+        at_s=3.0,
+        attempt=attempt,
     )
 
 
@@ -67,8 +73,8 @@ def episode_of(entry: AnswerGiven) -> int:
     return int(entry.tokens[0]) // 1000 if len(entry.tokens) else -1
 
 
-def restarted(tokens: int, epoch: int, attempt: int = UNKNOWN) -> EpisodeRestarted:
-    return EpisodeRestarted(trajectory=ID, tokens=tokens, epoch=epoch, attempt=attempt)
+def restarted(tokens: int, route_number: int, attempt: int = UNKNOWN) -> EpisodeRestarted:
+    return EpisodeRestarted(trajectory=ID, tokens=tokens, route_number=route_number, attempt=attempt)
 
 
 BEGIN = (drawn(0), routed(0, 1))
@@ -204,13 +210,13 @@ class Episode:
     @classmethod
     def random(cls, rng: random.Random) -> Episode:
         made = cls([(drawn(0), []), (routed(0, 1), [])])
-        epoch, episode, truth, ended = 1, 0, list[int](), False
+        route_number, episode, truth, ended = 1, 0, list[int](), False
         for _ in range(rng.randint(1, 14)):
             entry: Entry
             if rng.random() < 0.12:
-                entry = restarted(len(truth), epoch, episode)
-                epoch, episode, truth, ended = epoch + 1, episode + 1, [], False
-                made.entries += [(entry, []), (routed(0, epoch), [])]
+                entry = restarted(len(truth), route_number, episode)
+                route_number, episode, truth, ended = route_number + 1, episode + 1, [], False
+                made.entries += [(entry, []), (routed(0, route_number), [])]
                 continue
             if ended:
                 count, ended = rng.randint(0, 3), False
@@ -219,12 +225,12 @@ class Episode:
                 count, ended = rng.randint(1, 4), rng.random() < 0.5
                 finish = FinishReason.STOP if ended else FinishReason.UNFINISHED
                 versions = [rng.randint(0, 2) for _ in range(count)]
-                entry = sampled(epoch, len(truth), versions, finish, episode, episode)
+                entry = sampled(route_number, len(truth), versions, finish, episode, episode)
             truth = [*truth, *(1000 * episode + len(truth) + i for i in range(count))]
             made.entries.append((entry, truth))
             if rng.random() < 0.2:
-                epoch += 1
-                made.entries.append((routed(0, epoch), truth))
+                route_number += 1
+                made.entries.append((routed(0, route_number), truth))
         return made
 
 

@@ -71,7 +71,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
     st.builds(
         TokensDelivered,
         trajectory=IDS,
-        epoch=SMALL,
+        route_number=SMALL,
         first=SMALL,
         segments=st.lists(segments(), max_size=3).map(tuple),
         finish=st.sampled_from(FinishReason),
@@ -86,7 +86,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
         seconds=SECONDS,
         at_s=SECONDS,
     ),
-    st.builds(EpisodeRestarted, trajectory=IDS, tokens=SMALL, epoch=SMALL),
+    st.builds(EpisodeRestarted, trajectory=IDS, tokens=SMALL, route_number=SMALL),
     st.builds(
         RewardDelivered,
         trajectory=IDS,

@@ -207,7 +207,7 @@ class Episode:
     id: TrajectoryId
     prompt: tuple[int, ...]
     state: str = "QUEUED"
-    epoch: int = 0
+    route_number: int = 0
     on: int = 0
     next_on: int | None = None
     version: int = 0
@@ -308,7 +308,9 @@ class Table:
             return
         one = self._instances[episode.on]
         for outcome in await one.interrupt(self._server, (episode.id,)):
-            assert outcome == RequestOutcome(trajectory=episode.id, epoch=episode.epoch, tokens=outcome.tokens)
+            assert outcome == RequestOutcome(
+                trajectory=episode.id, route_number=episode.route_number, tokens=outcome.tokens
+            )
             self._take(episode)
             assert outcome.tokens == len(episode.response)
             episode.state = "QUEUED"
@@ -318,7 +320,7 @@ class Table:
 
     async def _move(self, episode: Episode, number: int) -> None:
         await self._stop(episode, number)
-        if episode.state in {"QUEUED", "ACTING"} and episode.epoch:
+        if episode.state in {"QUEUED", "ACTING"} and episode.route_number:
             episode.next_on = 1 - episode.on
 
     async def _pull(self, episode: Episode, number: int) -> None:
@@ -344,7 +346,7 @@ class Table:
         await self._act(episode)
         if episode.state == "DONE":
             return
-        await self._server.restart([(episode.id, len(episode.response), episode.epoch)])
+        await self._server.restart([(episode.id, len(episode.response), episode.route_number)])
         await self._instances[episode.on].abort((episode.id,))
         episode.response.clear()
         episode.turns = episode.answered = 0
@@ -356,7 +358,7 @@ class Table:
         await self._act(episode)
         if episode.state == "DONE":
             return
-        item = RewardItem(episode.id, len(episode.response), episode.epoch, ScoredResponse(reward=0.5))
+        item = RewardItem(episode.id, len(episode.response), episode.route_number, ScoredResponse(reward=0.5))
         (held,) = await self._server.record_rewards([item])
         assert held == ScoredResponse(reward=0.5)
         await self._instances[episode.on].abort((episode.id,))
@@ -383,21 +385,23 @@ class Table:
         on = number % 2 if episode.next_on is None else episode.next_on
         if self._engines[on].version < episode.version:
             on = 1 - on
-        if episode.epoch and on != episode.on:
+        if episode.route_number and on != episode.on:
             self.counts["migrations"] += 1
-        if not episode.epoch:
+        if not episode.route_number:
             episode.version = self._engines[on].version
-        episode.epoch, episode.on, episode.next_on = episode.epoch + 1, on, None
+        episode.route_number, episode.on, episode.next_on = episode.route_number + 1, on, None
         episode.state = "RUNNING"
-        item = RouteItem(trajectory=episode.id, epoch=episode.epoch, version=PolicyVersion(episode.version))
+        item = RouteItem(
+            trajectory=episode.id, route_number=episode.route_number, version=PolicyVersion(episode.version)
+        )
         await self._instances[on].route(self._server, (item,))
 
     async def _answer(self, episode: Episode, number: int) -> None:
         given = words(episode.id + len(episode.response), number)
         message = Message("tool", " ".join(map(str, given)))
         said = ObservationItem(
-            trajectory=episode.id, tokens=len(episode.response), epoch=episode.epoch, messages=(message,), seconds=0.5,
-            replayed=(),
+            trajectory=episode.id, tokens=len(episode.response), route_number=episode.route_number, messages=(message,),
+            seconds=0.5, replayed=(),
         )  # fmt: skip
         (taken,) = await self._server.add_observations([said])
         if taken.problem:
@@ -435,7 +439,7 @@ class Table:
     def _hear(self, outcome: RequestOutcome) -> None:
         episode = self._episodes[outcome.trajectory]
         assert not outcome.error
-        if episode.state != "RUNNING" or outcome.epoch != episode.epoch:
+        if episode.state != "RUNNING" or outcome.route_number != episode.route_number:
             assert episode.state == "DONE", "told of a turn that does not run"
             return
         self._take(episode)
@@ -465,7 +469,7 @@ class Table:
     def _check_request(self, request: Request) -> None:
         """Called in an instance's thread while its route is awaited, so nothing of the episode changes meanwhile."""
         episode = self._episodes[request.trajectory]
-        assert (request.epoch, request.tokens) == (episode.epoch, (*episode.prompt, *episode.ids))
+        assert (request.route_number, request.tokens) == (episode.route_number, (*episode.prompt, *episode.ids))
         assert request.num_prior == len(episode.response)
         in_turn = len(episode.response) - episode.answered
         assert request.max_new_tokens == min(MAX_TOKENS - len(episode.response), TURN_TOKENS - in_turn)
@@ -474,8 +478,8 @@ class Table:
     def _take(self, episode: Episode) -> None:
         """Add what an engine gave out for the latest routing of an episode to what it must consist of."""
         engine = self._engines[episode.on]
-        result = engine.results[episode.id, episode.epoch]
-        sampling = engine.sampling[episode.id, episode.epoch]
+        result = engine.results[episode.id, episode.route_number]
+        sampling = engine.sampling[episode.id, episode.route_number]
         first = len(episode.response)
         assert result.first == first
         new = [

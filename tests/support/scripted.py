@@ -224,7 +224,7 @@ class VirtualEngine:
         self._advance()
         for request in requests:
             held = self._requests.get(request.trajectory)
-            if held is None or held.request.epoch < request.epoch:
+            if held is None or held.request.route_number < request.route_number:
                 kept = self._kept.pop(request.trajectory, ())
                 found = len(kept) if request.tokens[: len(kept)] == kept else 0
                 self._cached += found
@@ -357,7 +357,7 @@ class VirtualEngine:
                 segments.append(Segment(version=version, instance=self._instance, tokens=ids, logprobs=logprobs))
         return SampledTokens(
             trajectory=key,
-            epoch=held.request.epoch,
+            route_number=held.request.route_number,
             first=held.request.num_prior,
             segments=tuple(segments),
             finish=finish,

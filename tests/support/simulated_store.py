@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
-from staleflow.pipeline.coordination.commands import Command, Retire, Train
+from staleflow.pipeline.coordination.commands import Command, Discard, Train
 from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted, TrajectorySampled, TrajectoryScored
 from staleflow.pipeline.coordination.journal import Journal
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -69,7 +69,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
         if isinstance(event, TrajectoryScored):
             rewards[event.trajectory] = event.reward
         for command in commands:
-            if isinstance(command, Retire):
+            if isinstance(command, Discard):
                 waiting.extend(
                     ended(e.trajectory, v, fate=e.fate, reason=e.reason, step=e.step, loss_mask=False)
                     for e, v in zip(command.endings, command.versions, strict=True)

@@ -56,7 +56,7 @@ class WatchedEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._check(request)
-            self.sampling[request.trajectory, request.epoch] = Sampling(request, self.version)
+            self.sampling[request.trajectory, request.route_number] = Sampling(request, self.version)
         self.engine.submit(requests)
 
     def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
@@ -70,7 +70,7 @@ class WatchedEngine:
         seen = self.engine.peek()
         for one in seen:
             tokens = [int(t) for s in one.segments for t in s.tokens]
-            sampling = self.sampling[one.trajectory, one.epoch]
+            sampling = self.sampling[one.trajectory, one.route_number]
             assert tokens[: len(sampling.seen)] == sampling.seen
             sampling.seen = tokens
         return seen
@@ -114,8 +114,8 @@ class WatchedEngine:
     def _gave(self, endings: list[Ending]) -> list[Ending]:
         for one in endings:
             assert isinstance(one, SampledTokens), one
-            assert (one.trajectory, one.epoch) not in self.results, "ended twice"
-            self.results[one.trajectory, one.epoch] = one
+            assert (one.trajectory, one.route_number) not in self.results, "ended twice"
+            self.results[one.trajectory, one.route_number] = one
         return endings
 
 

@@ -145,7 +145,7 @@ class AdapterEngineTests:
         context = (*PROMPT, *tokens_of(turn), 5, 6, 7)
         sampled_before = len(context) - len(PROMPT)
         second = request(
-            0, prompt=context, epoch=2, max_new_tokens=10, num_prior=sampled_before, version=PolicyVersion(1)
+            0, prompt=context, route_number=2, max_new_tokens=10, num_prior=sampled_before, version=PolicyVersion(1)
         )
         fresh = request(1, prompt=context, max_new_tokens=10)
         engine.submit([second, fresh])
@@ -191,7 +191,12 @@ class AdapterEngineTests:
         (part,) = engine.interrupt([TrajectoryId(0)])
         first = tokens_of(part)
         again = request(
-            0, prompt=(*PROMPT, *first), epoch=2, max_new_tokens=8, num_prior=len(first), version=PolicyVersion(1)
+            0,
+            prompt=(*PROMPT, *first),
+            route_number=2,
+            max_new_tokens=8,
+            num_prior=len(first),
+            version=PolicyVersion(1),
         )
         engine.submit([again])
         versions.check(again, collect(engine, 1)[0], 1)

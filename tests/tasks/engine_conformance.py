@@ -54,7 +54,7 @@ def logprobs_of(sampled: SampledTokens) -> list[float]:
 
 
 def request(i: int, prompt: tuple[int, ...] = (3, 10, 14, 7), **changes: Any) -> Request:
-    values: dict[str, Any] = {"epoch": 1, "tokens": prompt, "max_new_tokens": 24}
+    values: dict[str, Any] = {"route_number": 1, "tokens": prompt, "max_new_tokens": 24}
     return Request(trajectory=TrajectoryId(i), **(values | changes))
 
 
@@ -148,7 +148,7 @@ class EngineTests:
                 request(
                     1,
                     prompt=(3, 10, 14, 7, *first),
-                    epoch=2,
+                    route_number=2,
                     max_new_tokens=60 - len(first),
                     num_prior=len(first),
                     greedy=True,
@@ -156,7 +156,7 @@ class EngineTests:
             ]
         )
         rest = collect(engine, 1)[1]
-        assert rest.epoch == 2
+        assert rest.route_number == 2
         assert first + tokens_of(rest) == expected
 
     def test_weights_change_under_running_requests_and_every_token_knows_its_version(
@@ -193,7 +193,7 @@ class EngineTests:
     def test_submitting_twice_samples_once(self, engine: Engine) -> None:
         engine.submit([request(i, max_new_tokens=60) for i in range(4)])
         engine.submit([request(i, max_new_tokens=60) for i in range(4)])
-        engine.submit([request(0, max_new_tokens=60, epoch=2)])
+        engine.submit([request(0, max_new_tokens=60, route_number=2)])
         done = collect(engine, 4)
         assert set(done) == {0, 1, 2, 3}
         assert engine.events(0.2) == []
@@ -240,7 +240,7 @@ class EngineTests:
         whole = collect(engine, 20, done)
         for trajectory, part in seen.items():
             count = len(tokens_of(part))
-            assert (part.epoch, part.first, part.finish) == (1, 2, FinishReason.UNFINISHED)
+            assert (part.route_number, part.first, part.finish) == (1, 2, FinishReason.UNFINISHED)
             assert tokens_of(part) == tokens_of(whole[trajectory])[:count]
             assert logprobs_of(part) == logprobs_of(whole[trajectory])[:count]
             versions = [s.version for s in whole[trajectory].segments for _ in s.tokens]
@@ -274,7 +274,7 @@ class EngineTests:
         assert engine.events(0.1) == []
         assert engine.interrupt([TrajectoryId(i) for i in range(6)]) == []
 
-        engine.submit([request(i) for i in range(6)])  # under the epoch of before
+        engine.submit([request(i) for i in range(6)])  # under the route number of before
         for sampled in collect(engine, 6).values():
             assert {(s.version, s.instance) for s in sampled.segments} == {(0, "another")}
             tokens = tokens_of(sampled)
@@ -376,9 +376,9 @@ class ReusingEngineTests(EngineTests):
     page_tokens = 1
     """At most so many tokens at the end of a context, its last one included, are not found cached."""
 
-    def turn(self, engine: Engine, tokens: tuple[int, ...], epoch: int) -> list[int]:
+    def turn(self, engine: Engine, tokens: tuple[int, ...], route_number: int) -> list[int]:
         """Have trajectory 0 sample a turn after its prompt and these tokens."""
-        more = {"epoch": epoch, "num_prior": len(tokens) - len(PROMPT), "keep_kv": True, "greedy": True}
+        more = {"route_number": route_number, "num_prior": len(tokens) - len(PROMPT), "keep_kv": True, "greedy": True}
         engine.submit([request(0, tokens, max_new_tokens=16, **more)])
         self.sampled = collect(engine, 1)[TrajectoryId(0)]
         return tokens_of(self.sampled)
@@ -396,8 +396,8 @@ class ReusingEngineTests(EngineTests):
         self, engine: Engine, reference: Callable[..., list[float]]
     ) -> None:
         context, held, before, whole = PROMPT, 0, 0, 0
-        for epoch in (1, 2, 3):
-            tokens = self.turn(engine, context, epoch)
+        for route_number in (1, 2, 3):
+            tokens = self.turn(engine, context, route_number)
             prefilled, cached = self.counts(engine)
             whole += len(context)
             assert prefilled + cached == whole

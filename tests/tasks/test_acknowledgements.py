@@ -77,7 +77,7 @@ class Scene:
         return self.server
 
     async def sample(self, *trajectories: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> None:
-        """Route trajectories under epoch 1, and deliver nine tokens of each."""
+        """Route trajectories under route number 1, and deliver nine tokens of each."""
         await self.server.payloads(tuple((t, 1) for t in trajectories))
         await self.server.deliver([sampled(t, finish) for t in trajectories])
 
@@ -94,7 +94,7 @@ class Scene:
 def sampled(trajectory: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> SampledTokens:
     tokens = np.asarray(response(trajectory, 9), np.int32)
     segment = Segment(version=V0, instance=InstanceId("a"), tokens=tokens, logprobs=np.zeros(9, np.float32))
-    return SampledTokens(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=finish)
+    return SampledTokens(trajectory=trajectory, route_number=1, first=0, segments=(segment,), finish=finish)
 
 
 def block_spool(server: TrajectoryServer) -> tuple[asyncio.Event, asyncio.Future[Any]]:
@@ -111,7 +111,7 @@ def record_of_step() -> StepRecord:
 
 ENDING = Ending(trajectory=ZERO, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
 SAID = ObservationItem(
-    trajectory=ZERO, tokens=9, epoch=1, messages=(Message("tool", "3"),), seconds=0.5, replayed=()
+    trajectory=ZERO, tokens=9, route_number=1, messages=(Message("tool", "3"),), seconds=0.5, replayed=()
 )  # fmt: skip
 Step = Callable[[Scene], Awaitable[Any]]
 

@@ -106,7 +106,11 @@ def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None
                 1,
                 b"two",
                 None,
-                [SampledTokens(trajectory=TrajectoryId(3), epoch=1, first=0, segments=(), finish=FinishReason.STOP)],
+                [
+                    SampledTokens(
+                        trajectory=TrajectoryId(3), route_number=1, first=0, segments=(), finish=FinishReason.STOP
+                    )
+                ],
                 {"a": (1.5,)},
             )
             assert await call_actor(actor, "take", *sent, timeout_s=30.0, actor_name="it") == sent

@@ -242,7 +242,7 @@ def test_versions_are_served_side_by_side(tmp_path: Path) -> None:
         before = tokens_of(done[1])
         context = (3, 10, 14, 7, *before, 50, 51)
         turn = request(
-            1, prompt=context, epoch=2, max_new_tokens=9, num_prior=len(before) + 2, version=PolicyVersion(0)
+            1, prompt=context, route_number=2, max_new_tokens=9, num_prior=len(before) + 2, version=PolicyVersion(0)
         )
         engine.submit([turn])
         again = collect(engine, 1)[1]

@@ -69,7 +69,7 @@ def test_logprobs_are_those_of_a_whole_forward_pass(family: str, tmp_path: Path)
         cached = engine.load_statistics().cached_tokens
         assert cached == 3 * 24  # the group's prompt was computed once, but for its last token
         contexts = {i: (*prompts[i], *tokens_of(first[TrajectoryId(i)]), 7, 8, 9, 10, 11) for i in range(3)}
-        engine.submit([request(i, context, epoch=2, max_new_tokens=8) for i, context in contexts.items()])
+        engine.submit([request(i, context, route_number=2, max_new_tokens=8) for i, context in contexts.items()])
         second = collect(engine, 3)
         for i, context in contexts.items():
             check(context, second[TrajectoryId(i)])

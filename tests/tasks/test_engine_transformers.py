@@ -137,17 +137,22 @@ class TestKeptContexts:
     def cached(self, engine: Engine, trajectory: int, context: tuple[int, ...]) -> int:
         """Tokens of a next turn after this context that are found cached."""
         before = engine.load_statistics().cached_tokens
-        self.turn(engine, trajectory, (*context, *GIVEN), epoch=2, keep_kv=False)
+        self.turn(engine, trajectory, (*context, *GIVEN), route_number=2, keep_kv=False)
         return engine.load_statistics().cached_tokens - before
 
     def test_tokens_and_logprobs_are_those_of_a_context_that_is_computed_anew(self, engine: Engine) -> None:
         context = PROMPT
-        for epoch in (1, 2, 3):
+        for route_number in (1, 2, 3):
             ids: list[list[int]] = []
             logprobs: list[list[float]] = []
             for trajectory in (0, 1):
                 again = request(
-                    trajectory, context, epoch=epoch, max_new_tokens=16, keep_kv=not trajectory, greedy=True
+                    trajectory,
+                    context,
+                    route_number=route_number,
+                    max_new_tokens=16,
+                    keep_kv=not trajectory,
+                    greedy=True,
                 )
                 engine.submit([again])
                 sampled = collect(engine, 1)[again.trajectory]
@@ -184,7 +189,7 @@ class TestKeptContexts:
         contexts = {i: (*self.prompt(i), *self.turn(engine, i, self.prompt(i))) for i in range(4)}
         engine.submit(
             [
-                request(i, (*context, *PROMPT[:30]), epoch=2, max_new_tokens=16, keep_kv=True, greedy=True)
+                request(i, (*context, *PROMPT[:30]), route_number=2, max_new_tokens=16, keep_kv=True, greedy=True)
                 for i, context in contexts.items()
             ]
         )
@@ -248,7 +253,7 @@ def test_keep_goes_on_with_the_old_cache_which_nothing_else_sees(tiny_model: Pat
         load = one.load_statistics()
         assert (load.prefilled_tokens, load.kept_tokens) == (2 * len(PROMPT), 0)
         context = (*PROMPT, *tokens_of(done[0]), *GIVEN)
-        one.submit([request(0, context, epoch=2, max_new_tokens=8)])
+        one.submit([request(0, context, route_number=2, max_new_tokens=8)])
         later = collect(one, 1)[TrajectoryId(0)]
     finally:
         one.close()

@@ -136,7 +136,9 @@ class TestVllmEngine(StopTests, ReusingEngineTests):
         assert [s.version for s in first.segments] == [0, 5]
         before = engine.load_statistics().cached_tokens
         context = (*PROMPT, *tokens_of(first), *GIVEN)
-        engine.submit([request(0, prompt=context, epoch=2, num_prior=len(context) - len(PROMPT), max_new_tokens=8)])
+        engine.submit(
+            [request(0, prompt=context, route_number=2, num_prior=len(context) - len(PROMPT), max_new_tokens=8)]
+        )
         second = collect(engine, 1)[0]
         assert engine.load_statistics().cached_tokens - before == 64
         exact = plain_logprobs(tiny_model, [*context, *tokens_of(second)], len(context), path)
@@ -216,8 +218,8 @@ def test_greedy_turns_are_the_same_with_and_without_reuse(tiny_model: Path) -> N
         one = VllmEngine(settings(tiny_model, eos=(), options={"enable_prefix_caching": reuse}), InstanceId("i"))
         try:
             context, played[reuse] = PROMPT, []
-            for epoch in (1, 2, 3):
-                one.submit([request(0, prompt=context, epoch=epoch, max_new_tokens=16, greedy=True)])
+            for route_number in (1, 2, 3):
+                one.submit([request(0, prompt=context, route_number=route_number, max_new_tokens=16, greedy=True)])
                 played[reuse].append(tokens_of(collect(one, 1)[0]))
                 context = (*context, *played[reuse][-1], *GIVEN)
             found[reuse] = one.load_statistics().cached_tokens

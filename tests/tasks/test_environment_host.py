@@ -85,7 +85,9 @@ def acts(server: Server, dismissed: tuple[int, ...] = ()) -> dict[TrajectoryId, 
 
     async def acted() -> list[EnvStepOutcome]:
         host = EnvironmentHost(Environments(), call_s=5)
-        await host.act(server, tuple(ActItem(trajectory=TrajectoryId(i), epoch=0, cut=False) for i in range(100)))
+        await host.act(
+            server, tuple(ActItem(trajectory=TrajectoryId(i), route_number=0, cut=False) for i in range(100))
+        )
         await asyncio.sleep(0)
         await host.dismiss(tuple(map(TrajectoryId, dismissed)))
         found: list[EnvStepOutcome] = []

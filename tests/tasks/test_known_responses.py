@@ -56,7 +56,8 @@ def flight(**finished: Sequence[int]) -> InFlightState:
 
 def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
     entry = TokensDelivered(
-        trajectory=TrajectoryId(trajectory), epoch=1, first=0, segments=(segment(tokens),), finish=finish, at_s=1.0,
+        trajectory=TrajectoryId(trajectory), route_number=1, first=0, segments=(segment(tokens),), finish=finish,
+        at_s=1.0,
         attempt=0,
     )  # fmt: skip
     assert held.apply(entry)

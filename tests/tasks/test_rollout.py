@@ -46,8 +46,8 @@ from tests.tasks.branching import branching_row
 from tests.tasks.test_engine_transformers import changed_weights
 
 
-def item(trajectory: int, epoch: int, version: int = 0) -> RouteItem:
-    return RouteItem(trajectory=TrajectoryId(trajectory), epoch=epoch, version=PolicyVersion(version))
+def item(trajectory: int, route_number: int, version: int = 0) -> RouteItem:
+    return RouteItem(trajectory=TrajectoryId(trajectory), route_number=route_number, version=PolicyVersion(version))
 
 
 def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_prompt() -> None:
@@ -93,13 +93,13 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
                 await asyncio.sleep(0.001)
             (outcome,) = await one.interrupt(server, (TrajectoryId(0),))
             first = (await server.payloads(((TrajectoryId(0), 1),)))[TrajectoryId(0)].sampled
-            assert (outcome.trajectory, outcome.epoch, outcome.tokens) == (0, 1, len(first))
+            assert (outcome.trajectory, outcome.route_number, outcome.tokens) == (0, 1, len(first))
             assert 3 <= len(first) < 100
             await two.route(server, (item(0, 2),))
             ended = []
             while not ended:
                 ended = await two.next_events(server, 5.0)
-            assert [(o.trajectory, o.epoch, o.tokens, o.error) for o in ended] == [(0, 2, 100, "")]
+            assert [(o.trajectory, o.route_number, o.tokens, o.error) for o in ended] == [(0, 2, 100, "")]
             whole = server._flight.live[TrajectoryId(0)]
             assert [s.instance for s in whole.segments] == ["a", "b"]
             np.testing.assert_array_equal(whole.response_tokens[: len(first)], first)
@@ -203,7 +203,7 @@ def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Pat
         assert len(await one.next_events(server, 5.0)) == 2
         await two.route(server, (item(0, 2),))
         answered = await two.next_events(server, 5.0)
-        assert answered == [RequestOutcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
+        assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
         assert await two.next_events(server, 1.0) == []
         held = (await server.payloads(((TrajectoryId(0), 2),)))[TrajectoryId(0)]
         assert (len(held.sampled), held.finish) == (9, FinishReason.STOP)
@@ -227,8 +227,12 @@ def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> N
         await old.route(server, (item(0, 1),))
         await asyncio.sleep(0.2)
         await new.route(server, (item(0, 2),))
-        assert await old.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), epoch=1, tokens=0)]
-        assert await new.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), epoch=2, tokens=9)]
+        assert await old.next_events(server, 5.0) == [
+            RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0)
+        ]
+        assert await new.next_events(server, 5.0) == [
+            RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)
+        ]
         held = (await server.payloads(((TrajectoryId(0), 3),)))[TrajectoryId(0)]
         assert held.sampled == tuple(response(0, 9))
 
@@ -248,24 +252,26 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
         )
         await server.draw(0, 1)
         await lost.route(server, (item(0, 1), item(1, 1)))
-        safe: dict[int, list[int]] = {0: [], 1: []}
+        delivered: dict[int, list[int]] = {0: [], 1: []}
         while asyncio.get_running_loop().time() < 2.7:
             assert await lost.next_events(server, 0.25) == []
-            for trajectory, tokens in (await lost.report()).safe:
-                safe[trajectory].append(tokens)
-        assert len(safe[0]) == len(safe[1]) == 2
-        assert 20 <= safe[0][0] < 40 <= safe[0][1] < 50, "two deliveries of a second's tokens each"
-        assert (await lost.report()).safe == ()
+            for trajectory, tokens in (await lost.report()).delivered:
+                delivered[trajectory].append(tokens)
+        assert len(delivered[0]) == len(delivered[1]) == 2
+        assert 20 <= delivered[0][0] < 40 <= delivered[0][1] < 50, "two deliveries of a second's tokens each"
+        assert (await lost.report()).delivered == ()
         await other.route(server, (item(0, 2),))
         held = (await server.payloads(((TrajectoryId(0), 2),)))[TrajectoryId(0)]
-        assert held.sampled == tuple(response(0, safe[0][1]))
+        assert held.sampled == tuple(response(0, delivered[0][1]))
         await lost.next_events(server, 1.5)  # it is not dead, only slow
-        assert await other.next_events(server, 5.0) == [RequestOutcome(trajectory=TrajectoryId(0), epoch=2, tokens=90)]
+        assert await other.next_events(server, 5.0) == [
+            RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=90)
+        ]
         whole = server._flight.live[TrajectoryId(0)]
         assert list(whole.response_tokens) == response(0, 90)
         assert [(s.instance, len(s.tokens)) for s in whole.segments] == [
-            ("lost", safe[0][1]),
-            ("other", 90 - safe[0][1]),
+            ("lost", delivered[0][1]),
+            ("other", 90 - delivered[0][1]),
         ]
 
     virtual_time.run(scenario())
@@ -288,7 +294,7 @@ def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path:
         with pytest.raises(ActorLost, match="server is gone"):
             await one.interrupt(Away(), (TrajectoryId(0), TrajectoryId(1)))
         outcomes = await one.interrupt(server, (TrajectoryId(0), TrajectoryId(1)))
-        assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), epoch=1, tokens=20) for i in (0, 1)]
+        assert outcomes == [RequestOutcome(trajectory=TrajectoryId(i), route_number=1, tokens=20) for i in (0, 1)]
         assert await one.interrupt(server, (TrajectoryId(0),)) == []
 
     virtual_time.run(scenario())
@@ -423,7 +429,7 @@ def whole_response(trajectory: TrajectoryId) -> SampledTokens:
     segment = Segment(
         version=PolicyVersion(0), instance=InstanceId("one"), tokens=tokens, logprobs=np.zeros(9, np.float32)
     )
-    return SampledTokens(trajectory=trajectory, epoch=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=trajectory, route_number=1, first=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(

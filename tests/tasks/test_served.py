@@ -39,7 +39,7 @@ class Echo:
     def submit(self, requests: Sequence[Request]) -> None:
         for one in requests:
             if len(one.tokens) == 13:
-                self._done.put(Failed(trajectory=one.trajectory, epoch=one.epoch, error="of ours"))
+                self._done.put(Failed(trajectory=one.trajectory, route_number=one.route_number, error="of ours"))
                 continue
             tokens = np.asarray(one.tokens[-one.max_new_tokens :], np.int32)
             segment = Segment(
@@ -48,7 +48,7 @@ class Echo:
             )  # fmt: skip
             self._done.put(
                 SampledTokens(
-                    trajectory=one.trajectory, epoch=one.epoch, first=0, segments=(segment,),
+                    trajectory=one.trajectory, route_number=one.route_number, first=0, segments=(segment,),
                     finish=FinishReason.LENGTH,
                 )
             )  # fmt: skip

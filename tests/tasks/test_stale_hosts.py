@@ -76,7 +76,7 @@ class Scene:
 
     def __init__(self, server: TrajectoryServer) -> None:
         self.server = server
-        self.epoch = 0
+        self.route_number = 0
 
     @property
     def trajectory(self) -> Trajectory:
@@ -88,21 +88,21 @@ class Scene:
 
     async def turn(self, tokens: int) -> None:
         """Sample a whole turn."""
-        self.epoch += 1
-        await self.server.payloads(((ID, self.epoch),))
+        self.route_number += 1
+        await self.server.payloads(((ID, self.route_number),))
         ids, first = np.arange(tokens, dtype=np.int32), self.trajectory.num_tokens
         segment = Segment(
             version=PolicyVersion(0), instance=InstanceId("a"), tokens=ids, logprobs=np.zeros(tokens, np.float32)
         )
         sampled = SampledTokens(
-            trajectory=ID, epoch=self.epoch, first=first, segments=(segment,), finish=FinishReason.STOP
+            trajectory=ID, route_number=self.route_number, first=first, segments=(segment,), finish=FinishReason.STOP
         )
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 
     async def act(self, says: Says, server: Any = None) -> list[EnvStepOutcome]:
         """What comes of the present turn's act. server: as the host sees it, if not as it is."""
         host = EnvironmentHost(says, call_s=5.0)
-        await host.act(server or self.server, (ActItem(trajectory=ID, epoch=self.epoch, cut=False),))
+        await host.act(server or self.server, (ActItem(trajectory=ID, route_number=self.route_number, cut=False),))
         outcomes = await host.outcomes(10.0)
         await host.close()
         return outcomes
@@ -126,7 +126,7 @@ async def answered(scene: Scene) -> None:
 
 async def restarted_to_equal_length(scene: Scene) -> None:
     await scene.act(Says(FAILED))
-    scene.epoch += 1  # a restart's own
+    scene.route_number += 1  # a restart's own
     await scene.turn(3)
 
 
@@ -149,17 +149,17 @@ def test_what_a_late_host_says_changes_nothing(tmp_path: Path, meanwhile: Meanwh
         old = asyncio.create_task(scene.act(Says(late, after_s=5.0)))
         await asyncio.sleep(1.0)
         await meanwhile(scene)
-        held, epoch, score = scene.trajectory, scene.server._flight.epoch(ID), scene.reward
+        held, route_number, score = scene.trajectory, scene.server._flight.route_number(ID), scene.reward
         outcomes = await old
         assert scene.trajectory is held
-        assert scene.server._flight.epoch(ID) == epoch
+        assert scene.server._flight.route_number(ID) == route_number
         assert scene.reward == score
         (told,) = outcomes
         assert (told.ended, told.reward) == ((True, 0.25) if meanwhile is rewarded else (False, 0.0))
         if meanwhile in (answered, answered_with_nothing):
             assert told.tokens == scene.trajectory.num_tokens, "of the answer that was heard"
         elif meanwhile is not rewarded:
-            assert told.failed, "of an earlier epoch, which nobody asks about"
+            assert told.failed, "of an earlier route_number, which nobody asks about"
 
     virtual_time.run(scenario())
 
@@ -215,8 +215,8 @@ def test_a_reward_worker_that_scores_again_tells_the_reward_that_is_held(tmp_pat
         await scene.turn(3)
         (asked,) = await scene.server.scoring_items((ID,))
         first, second = ScoredResponse(reward=0.5), ScoredResponse(reward=0.75)
-        assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.epoch, first)]) == [first]
-        assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.epoch, second)]) == [first]
+        assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.route_number, first)]) == [first]
+        assert await scene.server.record_rewards([RewardItem(ID, asked.tokens, asked.route_number, second)]) == [first]
         assert scene.reward == 0.5
         other = RewardItem(TrajectoryId(1), 1, 0, first)
         assert await scene.server.record_rewards([other]) == [None], "it has no such tokens"

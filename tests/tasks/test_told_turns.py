@@ -150,7 +150,7 @@ def said(t: Trajectory, directions: TurnParams, *messages: Message) -> Observati
     return ObservationItem(
         trajectory=t.id,
         tokens=t.num_tokens,
-        epoch=1,
+        route_number=1,
         messages=directions.prepend_to(messages),
         seconds=0.1,
         replayed=(),
