@@ -340,7 +340,7 @@ JOURNALS = (
          prepare=(changed(EVENTS, lambda t: t.replace('"type":', '"type_":').replace('"type" :', '"type_" :')),)),
     Case(name="journal: an unknown trajectory", command="replay runs/finished --trajectory 99999",
          says=("no trajectory 99999",)),
-    Case(name="journal: no number", command="replay runs/finished --story x", says=("'x'", "--trajectory")),
+    Case(name="journal: no number", command="replay runs/finished --trajectory x", says=("'x'", "--trajectory")),
 )  # fmt: skip
 
 RESUMES = (
