@@ -127,6 +127,15 @@ def test_what_is_remembered_is_bounded() -> None:
     assert told(none, 0) == {}
 
 
+def test_of_one_prompt_only_the_latest_responses_are_remembered() -> None:
+    corpus = DraftCorpus(flight(), 1000)
+    for i in range(3 * draft_corpus.OF_PROMPT):
+        corpus.add([stored(1000 + i, range(2))])
+        count = sum(len(responses) for responses in corpus._stored.values())
+        assert count == min(i + 1, draft_corpus.OF_PROMPT)
+    assert corpus._num_tokens == 2 * draft_corpus.OF_PROMPT
+
+
 def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_corpus, "READ_ROWS", 3)
     rows = [stored(1000 + i, range(10)) for i in range(20)]

@@ -300,6 +300,30 @@ def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path:
     virtual_time.run(scenario())
 
 
+def test_ended_responses_reach_the_server_even_if_it_was_away(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda _: 20)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        instance = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 0.0)
+
+        class Away:
+            async def deliver(self, *_: object) -> None:
+                raise OSError("connection closed")
+
+        await server.draw(0, 1)
+        await instance.route(server, (item(0, 1), item(1, 1)))
+        with pytest.raises(ActorLost, match="server is gone"):
+            await instance.next_events(Away(), 5.0)
+        outcomes = []
+        while len(outcomes) < 2 and asyncio.get_running_loop().time() < 60:
+            outcomes += await instance.next_events(server, 5.0)
+        assert [(o.trajectory, o.tokens, o.error) for o in outcomes] == [(0, 20, ""), (1, 20, "")]
+        assert list(server._flight.live[TrajectoryId(0)].response_tokens) == response(0, 20)
+
+    virtual_time.run(scenario())
+
+
 def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_held(tmp_path: Path) -> None:
     """Such a token has no importance ratio. What was sampled before it stays, and others are not concerned."""
 

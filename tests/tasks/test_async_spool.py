@@ -1,0 +1,52 @@
+"""The spool's thread beside an event loop: operations are done in the order of the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from staleflow.stores.in_flight.spool import Spool
+from staleflow.stores.in_flight.spool_entries import Entry
+from staleflow.stores.trajectory import GroupId
+from staleflow.tasks.actors.async_spool import AsyncSpool
+
+
+def test_operations_are_done_in_the_order_of_the_calls(tmp_path: Path) -> None:
+    """The first one waits until all others were asked for; none of them may begin before it has ended."""
+    asked, done = threading.Event(), list[str]()
+
+    class SlowSpool(Spool):
+        def append(self, entries: Sequence[Entry]) -> bool:
+            assert asked.wait(60)
+            done.append("append")
+            return True
+
+        def stored(self, step: int, groups: Any) -> None:
+            done.append("stored")
+
+        def clear(self) -> None:
+            done.append("clear")
+
+    async def scenario() -> None:
+        spool = AsyncSpool(SlowSpool(tmp_path, members=4))
+        entry: Any = object()
+        pending = [
+            asyncio.ensure_future(spool.append([entry])),
+            asyncio.ensure_future(spool.stored(0, [GroupId(0)])),
+            asyncio.ensure_future(spool.clear()),
+        ]
+        # A second thread would do the others now. There is none to wait for, so give it every chance.
+        for _ in range(100):
+            await asyncio.sleep(0)
+        await asyncio.wait(pending[1:], timeout=0.2)
+        early = list(done)
+        asked.set()
+        await asyncio.gather(*pending)
+        spool.close()
+        assert early == []
+
+    asyncio.run(scenario())
+    assert done == ["append", "stored", "clear"]
