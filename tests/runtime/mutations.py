@@ -309,8 +309,9 @@ MUTATIONS = (
     Mutation(
         name="wrong_epoch",
         module="instance_link",
-        breaks="a result stands under the route_number it was given for",
-        old="event: Event = TrajectorySampled(\n                    trajectory=o.trajectory, route_number=o.route_number,",
+        breaks="a result belongs to the routing that it answers",
+        old="event: Event = TrajectorySampled(\n"
+        "                    trajectory=o.trajectory, route_number=o.route_number,",
         new="event: Event = TrajectorySampled(\n                    trajectory=o.trajectory, route_number=1,",
         check=check(on_link.test_every_result_is_passed_on_once_under_its_epoch),
     ),
