@@ -288,6 +288,7 @@ OWN_WAYS = {
     "pipeline/recovery/run_journal.py": "fills a part it is given",
     "tasks/engines/vllm_adapters.py": "in a temporary folder of its own",
     "tasks/training/emulated_trainer.py": "fills a part it is given",
+    "tasks/training/lora.py": "fills a folder that its caller publishes",
 }
 """Modules that write or rename files themselves, and why they may."""
 
