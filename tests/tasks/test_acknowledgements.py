@@ -227,12 +227,15 @@ def test_what_writes_nothing_does_not_wait_for_the_spool_and_changes_nothing_in_
 def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_that_failed(
     make: Callable[[], type[TrajectoryServer]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record counts as the last one once it is in the store, and not when that is tried."""
+    """A record counts as the last one once it is in the store, and not when that is tried; until then no row is
+    forgotten, neither of the batch nor of those that ended otherwise."""
 
     async def scenario() -> None:
         scene = await Scene.create(make(), tmp_path)
         await scene.take()
         server = scene.server
+        await scene.sample(TrajectoryId(2))
+        await server.retire((replace(ENDING, trajectory=TrajectoryId(2), group=GroupId(1)),), (V0,))
         with monkeypatch.context() as patch:
 
             def fail(*_: Any) -> None:
@@ -244,7 +247,7 @@ def test_a_step_is_stored_when_its_commit_is_asked_for_again_after_one_that_fail
         assert (await server.recoverable()).ledger.next_step == 0
         await server.commit(record_of_step())
         (stored,) = server._store.steps()
-        assert (stored.step, stored.num_rows) == (0, 2)
+        assert (stored.step, stored.num_rows) == (0, 3)
         await server.commit(record_of_step())
         assert len(server._store.steps()) == 1, "a repeated one is in the store once"
 
