@@ -83,7 +83,8 @@ def job(tmp_path: Path) -> Path:
     path.write_text(
         f'runs_dir = "{tmp_path}/runs"\nname = "own"\n[model]\npath = "x"\n'
         f'[task]\nsource = "jsonl:{tmp_path}/rows.jsonl"\n'
-        f'chat = true\nsystem = "Tools:\\n{{tools}}"\n[environment]\nmax_turns = 3\ntool_timeout_s = 2\ntools = ["calculator"'
+        'chat = true\nsystem = "Tools:\\n{tools}"\n'
+        '[environment]\nmax_turns = 3\ntool_timeout_s = 2\ntools = ["calculator"'
         + "".join(f', "{tmp_path}/mine.py:{name}"' for name in ("lookup", "slow", "hangs", "breaks"))
         + "]\n"
     )
