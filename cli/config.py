@@ -34,6 +34,8 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, gpus: s
     from staleflow.pipeline.config import loading, preflight, user_files
     from staleflow.pipeline.config.schema import explain as explained
 
+    if gpus and as_json:
+        raise click.UsageError("--gpus prints a table; it cannot be combined with --json")
     config = loading.load(config_path, overrides)
     if gpus:
         from staleflow.pipeline.config.size_plan import explain_plan

@@ -75,22 +75,22 @@ def _slices(nvml: Any, handle: Any) -> Iterator[Any]:
         if not nvml.nvmlDeviceGetMigMode(handle)[0]:
             return
         for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with contextlib.suppress(nvml.NVMLError):  # a place without a slice
+            with contextlib.suppress(nvml.NVMLError):  # a MIG index without a slice
                 yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
 
 
 def _link_domains(nvml: Any, handles: list[Any]) -> list[str]:
-    """The link domain of each GPU: those that NVLink joins, directly or through others; without NVLink, the host."""
+    """Return the link domain of each GPU: those joined by NVLink, directly or through others; without it, the host."""
     domain = list(range(len(handles)))
     linked = False
-    for one, first in enumerate(handles):
-        for other in range(one):
+    for i, handle in enumerate(handles):
+        for j in range(i):
             with contextlib.suppress(nvml.NVMLError):
-                status = nvml.nvmlDeviceGetP2PStatus(first, handles[other], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                status = nvml.nvmlDeviceGetP2PStatus(handle, handles[j], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
                 if status == nvml.NVML_P2P_STATUS_OK:
                     linked = True
-                    domain = [domain[other] if each == domain[one] else each for each in domain]
-    return [f"nvlink-{each}" if linked else "pcie" for each in domain]
+                    domain = [domain[j] if number == domain[i] else number for number in domain]
+    return [f"nvlink-{number}" if linked else "pcie" for number in domain]
 
 
 def _numa(bus_id: str) -> int:

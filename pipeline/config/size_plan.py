@@ -44,16 +44,18 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
 def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     """A job's plan on these GPUs as text, with the placement, and whether it fits. The smallest GPU counts. Raises
     ConfigError if the job has no model on this machine."""
-    what = f"model.path = {config.model.path!r}"
+    label = f"model.path = {config.model.path!r}"
+    if not config.model.path:
+        raise ConfigError("--gpus: the job names no model: set model.path to a folder; its config.json has the sizes")
     folder = find_model(config.model.path) if config.has_texts else None
     if folder is None:
-        raise ConfigError(f"--gpus: {what} is not on this machine; its config.json has the sizes")
+        raise ConfigError(f"--gpus: {label} is not on this machine; its config.json has the sizes")
     devices = [device for host in hosts for device in host.devices]
     sizes = [device.memory_bytes for device in devices if device.memory_bytes]
     if not sizes:
         raise ConfigError("--gpus: no GPU whose memory is known")
     job = sized_job(config, len(devices))
-    plan = make_plan(ModelShape.of(read_architecture(folder, what), what), job, min(sizes))
+    plan = make_plan(ModelShape.of(read_architecture(folder, label), label), job, min(sizes))
     lines = [f"on {describe(devices)}: {job.instances} instances of {job.engine.tensor_parallel}, "
              f"{job.training.ranks} ranks", *table(plan)]  # fmt: skip
     placed = place(hosts, run_roles(config), share=len(devices) == 1)

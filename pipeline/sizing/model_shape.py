@@ -25,9 +25,9 @@ class ModelShape:
     experts_per_token: int = 0
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], what: str) -> ModelShape:
-        """From a config.json. what: names the model, for messages. Raises ConfigError if it does not have these
-        sizes."""
+    def of(cls, config: Mapping[str, Any], label: str) -> ModelShape:
+        """Read the sizes from a config.json. label: names the model in messages. Raises ConfigError if it does not have
+        these sizes."""
         text: Mapping[str, Any] = config.get("text_config") or config
         try:
             heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
@@ -45,8 +45,8 @@ class ModelShape:
                 num_experts=experts,
                 experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{what}: its config.json does not have the sizes of a decoder: {error!r}") from error
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(f"{label}: its config.json does not have the sizes of a decoder: {error!r}") from error
 
     @property
     def layer_parameters(self) -> int:

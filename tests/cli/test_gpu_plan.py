@@ -35,3 +35,13 @@ def test_a_model_that_does_not_fit_is_refused_with_a_change_that_helps(job: Path
         config.write_text(before)
     assert end.returncode == 2
     assert "does not fit; it does with " in end.stdout
+
+
+def test_a_job_without_a_model_or_with_json_is_one_line(job: Path) -> None:
+    end = command("config", "explain", "examples/dryrun.toml", "--gpus", "8xH100-80")
+    assert (end.returncode, end.stderr.strip()) == (
+        2, "staleflow: --gpus: the job names no model: set model.path to a folder; its config.json has the sizes",
+    )  # fmt: skip
+    end = command("config", "explain", job, "--gpus", "8xH100-80", "--json")
+    assert end.returncode == 2
+    assert "cannot be combined with --json" in end.stderr

@@ -19,6 +19,7 @@ from staleflow.pipeline.sizing.memory import (
 )
 from staleflow.pipeline.sizing.model_shape import ModelShape
 from staleflow.pipeline.sizing.plan import SizedJob, make_plan
+from staleflow.stores.errors import ConfigError
 
 QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": {
@@ -142,6 +143,20 @@ def test_a_layer_saves_as_much_as_is_planned(kind: str, dtype: str) -> None:
     )
     model = ModelShape.of(sizes | {"num_hidden_layers": 2, "vocab_size": 64}, kind)
     assert layer_bytes(model, dtype) == pytest.approx((two - one) / 64, rel=0.05)
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "hidden_size", "vocab_size"])
+def test_a_config_without_the_sizes_of_a_decoder_is_one_line(key: str) -> None:
+    complete = config_of("0.6B")
+    for broken in (complete | {key: "many"}, {k: v for k, v in complete.items() if k != key}):
+        with pytest.raises(ConfigError, match=r"^mine: its config\.json does not have the sizes of a decoder"):
+            ModelShape.of(broken, "mine")
+
+
+def test_a_config_without_attention_heads_is_one_line() -> None:
+    config = config_of("0.6B") | {"num_attention_heads": 0, "head_dim": None}
+    with pytest.raises(ConfigError, match=r"^mine: its config\.json does not have the sizes of a decoder"):
+        ModelShape.of(config, "mine")
 
 
 def job(num_gpus: int, *, dtype: str = "bfloat16", ranks: int = 1, longest: int = 4096) -> SizedJob:
