@@ -17,7 +17,7 @@ class SimulatedEvaluations:
         self._workload = workload
         self._schedule = EvaluationSchedule(every=config.evaluation.every, num_steps=config.steps)
         sets = config.evaluation_sets.values() if config.evaluation.every else ()
-        self._size = sum(one.prompts * one.responses_per_prompt for one in sets)
+        self._size = sum(eval_set.prompts * eval_set.responses_per_prompt for eval_set in sets)
         self._number = 0
         self._under_way = self._is_due = False
 

@@ -198,18 +198,20 @@ class SimulatedRun:
             raise RunStuck(f"nothing more can happen: {self.coordinator.waiting_for()}")
         delivers = 0 < self._config.rollout.delivery_interval_s <= self._now - self._delivered_s
         self._delivered_s = self._now if delivers else self._delivered_s
-        for one in list(self._instances.values()):
-            if one.engine.num_requests:
-                progress = tuple((TrajectoryId(t), n) for t, n in one.engine.progress(self._now))
+        for instance in list(self._instances.values()):
+            if instance.engine.num_requests:
+                progress = tuple((TrajectoryId(t), n) for t, n in instance.engine.progress(self._now))
                 steps = (
-                    self._steps_taken(one) if self._config.rollout.engine.speculation.num_speculative_tokens else None
+                    self._steps_taken(instance)
+                    if self._config.rollout.engine.speculation.num_speculative_tokens
+                    else None
                 )
                 delivered = progress if delivers else ()
-                self._tell(InstanceReported(instance=one.id, progress=progress, delivered=delivered, steps=steps))
+                self._tell(InstanceReported(instance=instance.id, progress=progress, delivered=delivered, steps=steps))
                 if delivers:
-                    self._delivered[one.id] = dict(progress)
-            one.trace.loads.append((self._now, one.engine.num_decoding))
-            one.trace.most_kept = max(one.trace.most_kept, one.engine.kept_tokens)
+                    self._delivered[instance.id] = dict(progress)
+            instance.trace.loads.append((self._now, instance.engine.num_decoding))
+            instance.trace.most_kept = max(instance.trace.most_kept, instance.engine.kept_tokens)
         self._tell(Tick())
         view = self.coordinator.ledger.view()
         self.trace.buffers.append(
@@ -221,13 +223,13 @@ class SimulatedRun:
         )
         self._at(self._now + self._simulation.report_s, self._tick, recurring=True)
 
-    def _steps_taken(self, one: SimulatedInstance) -> DecodeStats:
+    def _steps_taken(self, instance: SimulatedInstance) -> DecodeStats:
         """What an instance has decoded since it was last asked."""
-        before, now = one.reported, one.engine.work_by(self._now)
-        one.reported = now
+        before, now = instance.reported, instance.engine.work_by(self._now)
+        instance.reported = now
         return DecodeStats(
-            running=one.engine.num_decoding,
-            kv_tokens=one.engine.kv_tokens,
+            running=instance.engine.num_decoding,
+            kv_tokens=instance.engine.kv_tokens,
             seconds=now.decode_s + now.prefill_s + now.pull_s - before.decode_s - before.prefill_s - before.pull_s,
             tokens=now.tokens - before.tokens,
             drafts=round(now.drafts - before.drafts),
@@ -273,26 +275,26 @@ class SimulatedRun:
                     self._environments.ended(ending.trajectory)
 
     def _on_instance(self, command: Route | Abort | ReleaseCache | Interrupt | Pull | SetDraftLength) -> None:
-        one = self._instances.get(command.instance)
-        if one is None:  # lost, and the coordinator knows it already
+        instance = self._instances.get(command.instance)
+        if instance is None:  # lost, and the coordinator knows it already
             return
-        self._advance(one)
-        self._touched[one.id] = one
+        self._advance(instance)
+        self._touched[instance.id] = instance
         match command:
             case Route():
-                self._sample(one, command)
+                self._sample(instance, command)
             case Abort():
-                one.engine.remove(self._now, command.trajectory)
+                instance.engine.remove(self._now, command.trajectory)
             case ReleaseCache():
-                one.engine.forget(command.trajectory)
+                instance.engine.forget(command.trajectory)
             case SetDraftLength():
-                one.engine.speculate(self._now, command.length)
+                instance.engine.speculate(self._now, command.length)
             case Interrupt():
-                stopped = one.engine.remove(self._now, command.trajectory)
+                stopped = instance.engine.remove(self._now, command.trajectory)
                 if stopped is not None:
                     self._tokens[command.trajectory] = stopped.tokens
                     self._after(
-                        max(0.0, one.engine.clock - self._now) + self._simulation.message_s,
+                        max(0.0, instance.engine.clock - self._now) + self._simulation.message_s,
                         TrajectoryInterrupted(
                             trajectory=command.trajectory,
                             route_number=stopped.route_number,
@@ -306,12 +308,12 @@ class SimulatedRun:
                 if self._config.served_versions:  # beside those that run
                     loaded_s = self._now + seconds
                 else:
-                    loaded_s = one.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
-                one.version = command.version
-                one.trace.pulls.append((self._now, loaded_s))
+                    loaded_s = instance.engine.load(self._now, seconds, keep=self._config.rollout.on_pull == "keep")
+                instance.version = command.version
+                instance.trace.pulls.append((self._now, loaded_s))
                 self._after(
                     loaded_s - self._now + self._simulation.message_s,
-                    PullFinished(instance=one.id, version=command.version),
+                    PullFinished(instance=instance.id, version=command.version),
                 )
 
     def _place(self, trajectory: TrajectoryId) -> tuple[int, int]:
@@ -325,13 +327,13 @@ class SimulatedRun:
             self._given.pop(trajectory, None)
             self._environments.ended(trajectory)
 
-    def _sample(self, one: SimulatedInstance, command: Route) -> None:
+    def _sample(self, instance: SimulatedInstance, command: Route) -> None:
         group, member = self._place(command.trajectory)
         tokens = self._tokens.get(command.trajectory, 0)
         turns = self._workload.turns(group, member)
         if self._acts:
             turns = (Turn(tokens + self._environments.left_to_sample(command.trajectory, tokens)),)
-        one.engine.submit(
+        instance.engine.submit(
             self._now,
             command.trajectory,
             command.route_number,
@@ -381,12 +383,12 @@ class SimulatedRun:
             if left <= 0:  # an episode that was full ended with an earlier turn
                 break
             count = min(turn.tokens, left)
-            given = min(turn.tool_tokens, left - count)
+            observation_tokens = min(turn.tool_tokens, left - count)
             context_tokens += context * count + count * (count - 1) / 2
             alone_s += self._alone.decode_s(1, context, count) + turn.tool_s
             sampled += count
-            tools += given
-            context += count + given
+            tools += observation_tokens
+            context += count + observation_tokens
         return Response(sampled=sampled, prefilled=prompt + tools, context_tokens=context_tokens, alone_s=alone_s)
 
     # -- instances -----------------------------------------------------------------------------------------------
@@ -396,7 +398,7 @@ class SimulatedRun:
         cost = factories.instance_cost(self._config, index)
         name = InstanceId(f"rollout-{index}" + (f".{attempt}" if attempt else ""))
         version = self.coordinator.ledger.version
-        one = SimulatedInstance(
+        instance = SimulatedInstance(
             id=name,
             index=index,
             engine=SimulatedBatch(
@@ -408,38 +410,38 @@ class SimulatedRun:
             trace=InstanceTrace(name=name, joined_s=self._now),
             version=version,
         )
-        one.engine.clock = self._now
-        self._instances[name] = one
-        self.trace.instances.append(one.trace)
+        instance.engine.clock = self._now
+        self._instances[name] = instance
+        self.trace.instances.append(instance.trace)
         self._tell(
             InstanceJoined(instance=name, version=version, kv_capacity=engine.kv_tokens, max_running=engine.max_running)
         )
 
     def _lose_one(self) -> None:
         if self._instances:
-            one = list(self._instances.values())[int(self._faults.integers(len(self._instances)))]
-            running = {t for t, _ in one.engine.progress(self._now)}
-            delivered = self._delivered.pop(one.id, {})
+            instance = list(self._instances.values())[int(self._faults.integers(len(self._instances)))]
+            running = {t for t, _ in instance.engine.progress(self._now)}
+            delivered = self._delivered.pop(instance.id, {})
             self._tokens |= {t: max(n, self._tokens.get(t, 0)) for t, n in delivered.items() if t in running}
-            self._retire_instance(one)
+            self._retire_instance(instance)
             self.trace.losses += 1
             attempt = self.trace.losses
-            self._tell(InstanceLost(instance=one.id, why="drawn at random"))
-            self._at(self._now + self._simulation.replace_s, lambda: self._join(one.index, attempt))
+            self._tell(InstanceLost(instance=instance.id, why="drawn at random"))
+            self._at(self._now + self._simulation.replace_s, lambda: self._join(instance.index, attempt))
         self._at(
             self._now + self._faults.exponential(self._simulation.mean_loss_interval_s), self._lose_one, recurring=True
         )
 
-    def _retire_instance(self, one: SimulatedInstance) -> None:
-        del self._instances[one.id]
-        self._touched.pop(one.id, None)
-        one.alive = False
-        one.trace.lost_s = self._now
-        one.trace.work = one.engine.work_by(self._now)
+    def _retire_instance(self, instance: SimulatedInstance) -> None:
+        del self._instances[instance.id]
+        self._touched.pop(instance.id, None)
+        instance.alive = False
+        instance.trace.lost_s = self._now
+        instance.trace.work = instance.engine.work_by(self._now)
 
-    def _advance(self, one: SimulatedInstance) -> None:
+    def _advance(self, instance: SimulatedInstance) -> None:
         """Advance an instance to the current time; each finished response becomes a separate event."""
-        for ended in one.engine.advance(self._now):
+        for ended in instance.engine.advance(self._now):
             self._tokens[TrajectoryId(ended.trajectory)] = ended.tokens
             self._after(
                 self._simulation.message_s,
@@ -451,23 +453,23 @@ class SimulatedRun:
                 ),
             )
 
-    def _wake(self, one: SimulatedInstance, ticket: int) -> None:
-        if one.alive and ticket == one.wake:
-            self._advance(one)
-            self._touched[one.id] = one
+    def _wake(self, instance: SimulatedInstance, ticket: int) -> None:
+        if instance.alive and ticket == instance.wake:
+            self._advance(instance)
+            self._touched[instance.id] = instance
 
     def _reschedule(self) -> None:
         """Replace the next scheduled event of every changed instance."""
-        for one in self._touched.values():
-            one.wake += 1
-            at = one.engine.next_s()
+        for instance in self._touched.values():
+            instance.wake += 1
+            at = instance.engine.next_s()
             if at < math.inf:
-                self._at(at, partial(self._wake, one, one.wake))
+                self._at(at, partial(self._wake, instance, instance.wake))
         self._touched.clear()
 
     def _close(self) -> None:
-        for one in self._instances.values():
-            one.trace.work = one.engine.work_by(self._now)
+        for instance in self._instances.values():
+            instance.trace.work = instance.engine.work_by(self._now)
         self.trace.finished_s = self._now
         self.trace.refusals = self.coordinator.snapshot().refusals
 
