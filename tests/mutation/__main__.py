@@ -106,7 +106,8 @@ class Worker:
 
     def killer(self, mutant: Mutant, tests: Sequence[str], usual_s: float, fallback: Sequence[str]) -> str | None:
         """The first of the tests that notices a mistake. One that none notices is tried again in a process that
-        imports it, where what runs during imports is wrong too. fallback: what then runs if there are no tests."""
+        imports it if its function runs during imports, or cannot be replaced. fallback: what runs if there are no
+        tests."""
         path = self.copy / mutant.path
         source = path.read_bytes()
         try:
@@ -121,6 +122,8 @@ class Worker:
                 )
                 if "failed" in answer:
                     return str(answer["failed"])
+                if not answer["fresh"]:
+                    return None
             passed = _passes(self.copy, tests or fallback, 10 * usual_s + 10 * PATIENCE_S)
             return None if passed else "in a process of its own"
         finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation import worker
 from tests.mutation.__main__ import PLANTED, SURVIVORS, Measured, Planted, Trial, chosen, report
 from tests.mutation.mutants import mutants, replaced
 from tests.mutation.targets import PACKAGES
@@ -103,7 +104,9 @@ def test_only_tests_that_execute_its_statement_are_tried_and_short_ones_first() 
     assert Trial(PACKAGES[0], measured).tests(one) == ["short", "long"]
 
 
-def test_a_mistake_is_planted_into_functions_that_are_imported_already(tmp_path: Path) -> None:
+def test_a_mistake_is_planted_into_functions_that_are_imported_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "doubled.py"
     source = "def twice(n):\n    return n * 2\n\n\nclass Doubled:\n    def of(self, n):\n        return n * 2\n"
     path.write_text(source)
@@ -112,5 +115,10 @@ def test_a_mistake_is_planted_into_functions_that_are_imported_already(tmp_path:
     functions = [module.twice, module.Doubled.of]
     (mutant,) = [one for one in mutants("doubled.py", source.encode())
                  if one.function == "Doubled.of" and one.kind == "arithmetic"]  # fmt: skip
-    assert _replace(functions, path, source, mutant.planted(source.encode()).decode())
+    mutated = mutant.planted(source.encode()).decode()
+    assert _replace(functions, path, source, mutated) == (True, False)
     assert (module.twice(3), module.Doubled().of(3)) == (6, 1.5)
+    code = module.Doubled.of.__code__
+    called = {(str(path), code.co_qualname, code.co_firstlineno)}
+    monkeypatch.setattr(worker, "_during_imports", called)
+    assert _replace([], path, source, mutated) == (True, True), "what imports got from it is without the mistake"

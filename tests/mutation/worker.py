@@ -40,6 +40,20 @@ REPEATED = 100
 PR_SET_CHILD_SUBREAPER = 36
 
 
+_during_imports: set[tuple[str, str, int]] = set()
+"""Functions that imports and the collection of tests have called: file, qualified name, first line."""
+
+
+def _called_by_import(frame: FrameType, event: str, arg: object) -> None:
+    code = frame.f_code
+    _during_imports.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+
+
+def pytest_load_initial_conftests() -> None:
+    """Begin to note what imports call."""
+    sys.settrace(_called_by_import)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Leave worker processes to the forks: those of a server that is started here would have imported no mistake."""
     from staleflow.pipeline.processes import local_cluster
@@ -50,6 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
     """Answer requests instead of running the tests."""
+    sys.settrace(None)
     requests_at, replies = map(int, os.environ.pop(PIPES).split(","))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.unfreeze()
@@ -111,7 +126,8 @@ def _answer(session: pytest.Session, functions: list[FunctionType], request: dic
                    if line.startswith("VmData"))  # fmt: skip
     resource.setrlimit(resource.RLIMIT_DATA, (data_kb * 1024 + MEMORY_BYTES,) * 2)
     path = Path(request["path"]).resolve()
-    if not _replace(functions, path, request["original"], path.read_text()):
+    in_place, called = _replace(functions, path, request["original"], path.read_text())
+    if not in_place:
         return {"fresh": True}
     failed = Failures()
     session.config.pluginmanager.register(failed)
@@ -120,7 +136,7 @@ def _answer(session: pytest.Session, functions: list[FunctionType], request: dic
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if failed.names:
             return {"failed": failed.names[0]}
-    return {}
+    return {"fresh": called}
 
 
 def _named(session: pytest.Session, name: str) -> list[pytest.Item]:
@@ -149,19 +165,21 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
                 yield from _codes(constant)
 
 
-def _replace(functions: list[FunctionType], path: Path, original: str, mutated: str) -> bool:
-    """Plant a mistake in the functions of a module that is imported; returns False if a function cannot have it."""
+def _replace(functions: list[FunctionType], path: Path, original: str, mutated: str) -> tuple[bool, bool]:
+    """Plant a mistake in the functions of a module that is imported. Returns whether all functions can have it, and
+    whether one of them was called during imports, so that what it returned there is still without the mistake."""
     before, after = (list(_codes(compile(text, str(path), "exec"))) for text in (original, mutated))
     assert len(before) == len(after)
     new = {(a.co_qualname, a.co_firstlineno): b for a, b in zip(before, after, strict=True) if a != b}
+    called = any((name, line) in new and os.path.realpath(file) == str(path) for file, name, line in _during_imports)
     for function in functions:
         code = function.__code__
         found = new.get((code.co_qualname, code.co_firstlineno))
         if found is not None and os.path.realpath(code.co_filename) == str(path):
             if code.co_freevars != found.co_freevars:
-                return False
+                return False, called
             function.__code__ = found
-    return True
+    return True, called
 
 
 class Coverage:
