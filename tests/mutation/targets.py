@@ -80,7 +80,7 @@ PACKAGES = (
         paths=("pipeline/strategies",),
         tests=(
             "tests/strategies", "tests/coordination/test_coordinator.py", "tests/config/test_config.py",
-            "tests/simulator/test_simulator.py",
+            "tests/config/test_own_code.py", "tests/simulator/test_simulator.py",
         ),
     ),
     Package(

@@ -1,0 +1,322 @@
+"""Strategies against their formulas, written out once more: random loads, and the values at which a decision turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from staleflow.pipeline.strategies.admission import (
+    ADMISSION,
+    Admission,
+    Backlog,
+    Credits,
+    OneStep,
+    OverProvision,
+    PipelineDepth,
+    Synchronous,
+    WindowedFifo,
+)
+from staleflow.pipeline.strategies.affinity import CacheAffinity
+from staleflow.pipeline.strategies.filtering import Truncate
+from staleflow.pipeline.strategies.migration import LargestGain, Load, Movable
+from staleflow.pipeline.strategies.routing import Candidate, Deadline, LeastRequests, ThroughputOptimal
+from staleflow.pipeline.strategies.synchronization import Hypothesis, LaggingInstance, Status
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.staleness.ledger import StalenessLedger
+from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel
+from tests.strategies.test_strategies import Loads, loads
+from tests.support.entries import entry
+
+COST = CostModel(k1=0.25, k2=4.0, k3=1.0, k4=0.5, b=1.0, prefill=0.125)
+"""A model in which sums of small whole numbers are exact."""
+FLAT = CostModel(k1=0.0, k2=0.5, k3=0.0, k4=0.5, b=0.0)
+"""Each step takes a second, whatever runs: each trajectory that is added gains one token per second."""
+
+load = st.builds(Load, running=st.integers(0, 20), kv_tokens=st.integers(0, 200))
+
+
+def step_s(running: int, kv_tokens: float) -> float:
+    """Seconds of a decode step, by the published formula."""
+    return 0.25 * kv_tokens + max(4.0, 1.0 + running) + 0.5 if running else 0.0
+
+
+# -- migration and affinity ------------------------------------------------------------------------------------------
+
+
+def allowed(source: Load, target: Load, movable: list[Movable], gain: float, limit: int) -> list[int]:
+    """The moves of LargestGain, by its docstring."""
+    running, kv, to_running, to_kv = source.running, source.kv_tokens, target.running, target.kv_tokens
+    moved: list[int] = []
+    for i, work in sorted(enumerate(movable), key=lambda pair: (pair[1].due, pair[1].kv_tokens)):
+        here_s, there_s = step_s(running, kv), step_s(to_running + 1, to_kv + work.kv_tokens)
+        prefill_s = 0.125 * work.kv_tokens * (to_running + 1)
+        if len(moved) < limit and there_s < (1 - gain) * here_s and work.remaining * (here_s - there_s) > prefill_s:
+            moved.append(i)
+            running, kv = running - 1, kv - work.kv_tokens
+            to_running, to_kv = to_running + 1, to_kv + work.kv_tokens
+    return moved
+
+
+@given(
+    load, load, st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.integers(1, 4)), max_size=6),
+    st.sampled_from([0.0, 0.25, 0.5]), st.integers(0, 6),
+)  # fmt: skip
+def test_migration_moves_what_gains_in_order_of_urgency(
+    source: Load, target: Load, work: list[tuple[int, int, int]], gain: float, limit: int
+) -> None:
+    running = Load(running=source.running + len(work), kv_tokens=source.kv_tokens + sum(kv for kv, _, _ in work))
+    movable = [Movable(kv_tokens=kv, remaining=float(left), due=due) for kv, left, due in work]
+    rule = LargestGain(COST, gain)
+    moves = rule.moves(running, target, movable, limit)
+    assert moves == allowed(running, target, movable, gain, limit)
+    here_s, there_s = step_s(running.running, running.kv_tokens), step_s(target.running + 1, target.kv_tokens)
+    assert rule.worthwhile(running, target) is (there_s < (1 - gain) * here_s)
+    assert rule.worthwhile(running, target) or not moves, "what is not worthwhile moves nothing"
+
+
+def test_a_move_that_gains_nothing_is_not_made() -> None:
+    """At equality: of the step's share, and of the seconds saved and those of the prefill."""
+    assert not LargestGain(COST, 0.0).worthwhile(Load(running=7, kv_tokens=0), Load(running=6, kv_tokens=0))
+    # The step falls from 8.5 s to 4.75 s, and the prefill of a token takes an eighth of a second: 1/30 token.
+    alone = Load(running=7, kv_tokens=0)
+    for remaining, moves in ((0.125 / 3.75, []), (0.1, [0])):
+        work = Movable(kv_tokens=1, remaining=remaining, due=1)
+        assert LargestGain(COST, 0.0).moves(alone, Load(running=0, kv_tokens=0), [work], 1) == moves
+
+
+@given(load, load, st.integers(0, 50), st.integers(0, 40))
+def test_a_turn_stays_at_home_unless_the_prefill_is_earned_back(
+    home: Load, other: Load, kv_tokens: int, remaining: int
+) -> None:
+    slower_s = step_s(home.running + 1, home.kv_tokens + kv_tokens)
+    slower_s -= step_s(other.running + 1, other.kv_tokens + kv_tokens)
+    stays = remaining * slower_s <= 0.125 * kv_tokens * (other.running + 1)
+    assert CacheAffinity(COST).stays(home, other, kv_tokens, remaining) is stays
+
+
+# -- routing ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[Loads, np.ndarray]:
+    """Loads of some instances, and on which of them work fits."""
+    rows = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 60)), min_size=1, max_size=5))
+    fitting = draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)).filter(any))
+    return loads(*((n, kv if n else 0) for n, kv in rows)), np.array(fitting)
+
+
+@given(instances(), st.integers(1, 40), st.sampled_from([0.0, 0.25, 1.0]))
+def test_routing_chooses_by_its_formula_among_those_that_fit(
+    on: tuple[Loads, np.ndarray], kv_tokens: int, mu: float
+) -> None:
+    state, fitting = on
+    work = Candidate(kv_tokens=kv_tokens)
+    rows = [row for row, fits in enumerate(fitting) if fits]
+    running = [int(n) for n in state.running]
+
+    def rate(row: int, added: int) -> float:
+        n = running[row] + added
+        return n / step_s(n, state.kv_tokens[row] + added * kv_tokens) if n else 0.0
+
+    chosen = Deadline(COST).choose(work, state, fitting)
+    after_s = [step_s(running[row] + 1, state.kv_tokens[row] + kv_tokens) for row in rows]
+    assert chosen == rows[after_s.index(min(after_s))]
+    assert LeastRequests().choose(work, state, fitting) == min(rows, key=lambda row: running[row])
+
+    gains = {row: rate(row, 1) - rate(row, 0) for row in rows}
+    rule = ThroughputOptimal(COST, mu)
+    best = rule.choose(work, state, fitting)
+    least = mu / step_s(1, kv_tokens)
+    if best is None:
+        assert max(gains.values()) < least + 1e-12
+        assert min(running[row] for row in rows if gains[row] > max(gains.values()) - 1e-12) > 0
+    else:
+        assert best in rows
+        assert gains[best] == pytest.approx(max(gains.values()))
+        assert running[best] == 0 or gains[best] > least - 1e-12
+    for row in rows:
+        if abs(gains[row] - least) > 1e-9:
+            takes = bool(running[row] == 0 or gains[row] > least)
+            assert bool(rule.takes(work, running[row], float(state.kv_tokens[row]))) is takes
+
+
+def test_a_gain_of_just_mu_is_taken() -> None:
+    rule, work = ThroughputOptimal(FLAT, 1.0), Candidate(kv_tokens=10)
+    assert rule.choose(work, loads((3, 30)), np.array([True])) == 0
+    assert rule.takes(work, 3, 30.0)
+
+
+def test_only_rules_that_weigh_seconds_say_so() -> None:
+    assert ThroughputOptimal(COST, 0.1).weighs_seconds
+    assert not Deadline(COST).weighs_seconds
+    assert not LeastRequests().weighs_seconds
+
+
+# -- synchronization -------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(0, 9), st.integers(0, 60), st.integers(0, 4), st.integers(0, 4), st.integers(0, 20),
+    st.sampled_from([0.0, 0.5, 4.0, 64.0]), st.sampled_from([0.0, 0.5, 8.0]),
+)  # fmt: skip
+def test_a_pull_is_worth_it_if_the_gain_until_the_next_version_is_at_least_what_stalls(
+    running: int, kv_tokens: int, fed: int, added: int, added_kv: int, interval_s: float, pull_s: float
+) -> None:
+    instance = LaggingInstance(
+        lag=1, num_running=running, max_running=8, kv_tokens=kv_tokens, fed=fed, num_added_if_pulled=added,
+        added_kv_tokens=added_kv, interval_s=interval_s, pull_s=pull_s,
+    )  # fmt: skip
+
+    def rate(more: int) -> Fraction:
+        n = running + more
+        return Fraction(n) / Fraction(step_s(n, kv_tokens + more * added_kv)) if n else Fraction(0)
+
+    gained = (rate(added) - rate(fed)) * Fraction(interval_s)
+    stalled = rate(fed) * Fraction(pull_s + 0.125 * kv_tokens)
+    pulls = not running or (rate(added) > rate(fed) and gained >= stalled)
+    if not running or gained != stalled:  # at equality the last bit of a quotient decides
+        assert Hypothesis(COST).should_pull(instance) is pulls
+    for share in (0.0, 0.5, 1.0):
+        assert Status(share).should_pull(instance) is (fed == 0 and running <= 8 * share)
+
+
+def test_a_gain_of_just_what_stalls_is_pulled_for() -> None:
+    # From 4 to 8 tokens per second for a second, against a second without 4.
+    instance = LaggingInstance(
+        lag=1, num_running=4, max_running=8, kv_tokens=40, fed=0, num_added_if_pulled=4, added_kv_tokens=10,
+        interval_s=1.0, pull_s=1.0,
+    )  # fmt: skip
+    assert Hypothesis(FLAT).should_pull(instance)
+    assert not Hypothesis(FLAT).should_pull(dataclasses.replace(instance, pull_s=1.5))
+    nothing = dataclasses.replace(instance, num_added_if_pulled=0, interval_s=0.0, pull_s=0.0)
+    assert not Hypothesis(FLAT).should_pull(nothing), "no gain, though nothing stalls"
+
+
+# -- admission -------------------------------------------------------------------------------------------------------
+
+
+def in_play(rule: Admission, groups: int, *, trained: int, published: bool) -> StalenessLedger:
+    """A ledger with groups in play, every other one finished, after so many steps were trained; the last published or
+    not. Batches of 4, bound 99: no place is short."""
+    ledger = StalenessLedger(eta=99, groups_per_step=4, group_size=1)
+    numbers = itertools.count()
+
+    def start(finish: bool) -> None:
+        group = next(numbers)
+        ledger.start(GroupId(group))
+        ledger.reserve(GroupId(group), TrajectoryId(group), ledger.version)
+        if finish:
+            ledger.complete(GroupId(group), TrajectoryId(group))
+            ledger.occupy(GroupId(group))
+
+    for step in range(trained):
+        for _ in range(4):
+            start(finish=True)
+        ledger.consume(step)
+        if published or step + 1 < trained:
+            ledger.publish(PolicyVersion(step + 1))
+    for number in range(groups):
+        start(finish=number % 2 == 0)
+    return ledger
+
+
+CAPS = [
+    # rule, most groups in play between two steps, and while a batch of 4 is trained
+    (Synchronous(), 4, 0),
+    (OneStep(), 4, 4),
+    (PipelineDepth(depth=1.5), 6, 6),
+    (PipelineDepth(depth=1.1), 5, 5),
+    (WindowedFifo(ahead=2), 12, 8),
+    (WindowedFifo(ahead=0), 4, 0),
+    (Credits(alpha=1.5), 10, 10),
+    (Credits(alpha=0.1), 5, 5),
+    (Backlog(eta=2), 12, 8),
+    (OverProvision(excess=0.6), 7, 0),
+]
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["between steps", "while a batch is trained"])
+@pytest.mark.parametrize(("rule", "between", "during"), CAPS, ids=lambda value: type(value).__name__)
+def test_an_admission_rule_starts_groups_up_to_its_cap(
+    rule: Admission, between: int, during: int, published: bool
+) -> None:
+    cap = between if published else during
+    for groups in range(14):
+        ledger = in_play(rule, groups, trained=3, published=published)
+        assert rule.room(ledger) == max(0, cap - groups)
+        assert (rule.refusal(ledger, ledger.version) is None) is (groups < cap)
+
+
+@pytest.mark.parametrize("name", ADMISSION.names)
+def test_no_rule_starts_more_than_can_reserve_a_place(name: str) -> None:
+    rule = ADMISSION.make(entry(ADMISSION, name, ahead=5, alpha=5.0, depth=5.0, excess=5.0), {"eta": 5})
+    ledger = StalenessLedger(eta=0, groups_per_step=4, group_size=1)
+    assert rule.room(ledger) == 4
+    for group in range(4):
+        assert rule.refusal(ledger, PolicyVersion(0)) is None
+        ledger.start(GroupId(group))
+        ledger.reserve(GroupId(group), TrajectoryId(group), PolicyVersion(0))
+        assert rule.room(ledger) == 3 - group
+    assert rule.refusal(ledger, PolicyVersion(0)) is not None
+
+
+def test_a_synchronous_group_starts_from_the_version_of_its_step_alone() -> None:
+    ledger = in_play(Synchronous(), 0, trained=2, published=True)
+    assert Synchronous().refusal(ledger, PolicyVersion(2)) is None
+    reason = Synchronous().refusal(ledger, PolicyVersion(1))
+    assert reason == "synchronous: version 1 is not the one that step 2 starts from"
+
+
+@given(st.integers(0, 6), st.integers(0, 40), st.integers(1, 40))
+def test_knobs_that_let_work_lag_beyond_the_bound_are_refused(eta: int, tenths: int, share: int) -> None:
+    """A group lags by the batches ahead of it, rounded up; of windowed_fifo, see tinker-cookbook's proof."""
+
+    def accepted(rule: Admission) -> bool:
+        try:
+            rule.check(eta)
+        except ConfigError:
+            return False
+        return True
+
+    assert accepted(PipelineDepth(depth=1 + tenths / 10)) is (tenths <= 10 * eta)
+    assert accepted(Credits(alpha=tenths / 10)) is (tenths <= 10 * eta)
+    ahead = tenths // 10
+    lag = ahead + math.ceil(share * (ahead + 1) / 40)
+    rule = WindowedFifo(ahead=ahead, window_share=share / 40)
+    assert accepted(rule) is (lag <= eta)
+    assert rule.window == pytest.approx(share * (ahead + 1) / 40)
+
+
+@pytest.mark.parametrize(
+    ("rule", "behind"), [(Synchronous(), 0), (OneStep(), 1), (PipelineDepth(), 7), (Credits(), 7), (Backlog(eta=2), 7)]
+)
+def test_how_far_behind_work_may_lie(rule: Admission, behind: int) -> None:
+    assert rule.versions_behind(7) == behind
+
+
+# -- stragglers ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_cut_stays_within_the_share_of_all_that_is_trained() -> None:
+    """Steps of 30 of which as many are cut as the rule allows: never more than a tenth of all."""
+    rule = Truncate(patience=2.0, share=0.1)
+    trained = cut = 0
+    for step in range(20):
+        unfinished = 1 + step % 5
+        if rule.may_truncate(unfinished, per_step=30, cut_in_step=0, trained=trained, cut=cut):
+            cut += unfinished
+        trained += 30
+        assert cut <= 0.1 * trained
+    assert cut > 0
+    assert rule.may_truncate(1, per_step=4, cut_in_step=0, trained=96, cut=9), "one of a small step"
+    assert not rule.may_truncate(2, per_step=4, cut_in_step=0, trained=96, cut=0), "but not two"
+    assert not rule.waited_too_long(waited_s=20.0, interval_s=10.0), "patience is two intervals"
+    assert rule.waited_too_long(waited_s=20.5, interval_s=10.0)
