@@ -360,36 +360,42 @@ def write_results(folder: Path, results: dict[str, dict[str, str]]) -> None:
 
 
 def page(stored: dict[str, Any]) -> str:
-    """docs/models.md: a row per family, and a reason for each gap."""
+    """docs/models.md: the families for which all works, and for each other one what does not, with the reason."""
     *packages, processor = stored["versions"].items()
     lines = [
         "# Models",
         "",
         "What works for each family of causal language models, tried on tiny random models by `make models` "
-        f"({', '.join(' '.join(package) for package in packages)}; {processor[1]} processor; float32 unless a column "
-        "says otherwise). A family is a `model_type` of transformers; one without a row has not been tried. Not tried "
-        "here: GPUs, vLLM, more than one rank, real weights.",
+        f"({', '.join(' '.join(package) for package in packages)}; {processor[1]} processor; float32 unless a check "
+        "says otherwise). A family is a `model_type` of transformers. Not tried: other families, GPUs, vLLM, more than "
+        "one rank, real weights.",
         "",
         *(f"- **{column}**: {meaning}" for column, meaning in COLUMNS.items()),
         "",
-        f"| family | {' | '.join(COLUMNS)} |",
-        f"|---|{'---|' * len(COLUMNS)}",
     ]
-    reasons: dict[str, int] = {}
+    works = [family for family, outcomes in stored["families"].items() if not differences(outcomes)]
+    lines += [f"All of this works for {', '.join(f'`{family}`' for family in works) or 'no family'}.", ""]
+    families: dict[str, list[str]] = {}
     for family, outcomes in stored["families"].items():
-        cells = []
-        for column in COLUMNS:
-            outcome = outcomes.get(column, "not tried")
-            if outcome not in ("yes", "not tried"):
-                answer = "padded" if outcome.startswith(PADDED) else "no"
-                reason = outcome.removeprefix(PADDED)
-                outcome = f"{answer} ({reasons.setdefault(reason, len(reasons) + 1)})"
-            cells.append(outcome)
-        lines.append(f"| `{family}` | {' | '.join(cells)} |")
-    if reasons:
-        lines += ["", "Reasons, as they were reported:", ""]
-        lines += [f"{number}. {reason}" for reason, number in reasons.items()]
+        if gaps := differences(outcomes):
+            families.setdefault("; ".join(gaps), []).append(f"`{family}`")
+    lines += ["| family | all but |", "|---|---|"]
+    lines += [f"| {', '.join(names)} | {gaps} |" for gaps, names in families.items()]
     return "\n".join(lines) + "\n"
+
+
+def differences(outcomes: dict[str, str]) -> list[str]:
+    """What does not work for a family, works with padding only, or was not tried, each with its reason."""
+    gaps = []
+    for column in COLUMNS:
+        outcome = outcomes.get(column, "yes")
+        if outcome.startswith(PADDED):
+            reason = outcome.removeprefix(PADDED).partition(", by ")[0]  # by how much, which differs by family
+            gaps.append(f"{column} padded: {reason}")
+        elif outcome != "yes":
+            gaps.append(f"no {column}: {outcome}")
+    untried = [column for column in COLUMNS if column not in outcomes]
+    return [*gaps, *([f"{', '.join(untried)} not tried"] if untried else [])]
 
 
 def main() -> None:

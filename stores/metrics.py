@@ -56,8 +56,8 @@ METRICS = (
     Metric(name="response_max", unit="tokens", doc="longest response, sampled tokens", label="longest"),
     Metric(name="turns_mean", unit="turns", doc="mean number of turns of a trajectory", label="mean"),
     Metric(name="turns_max", unit="turns", doc="most turns of a trajectory", label="most"),
-    Metric(name="branches", unit="branches", doc="branches of the batch: how often a conversation left its past"),
-    Metric(name="given_tokens", unit="tokens", doc="tokens that environments gave between turns, of the batch"),
+    Metric(name="branches", unit="branches", doc="times that a conversation continued from an earlier point"),
+    Metric(name="given_tokens", unit="tokens", doc="tokens that environments returned between turns"),
     Metric(name="tool_s", unit="s", doc="mean time a trajectory waited for its environment, all turns together"),
     Metric(name="prefilled_tokens", unit="tokens", doc="tokens of contexts that instances computed, since the step "
            "before", label="computed"),
@@ -209,11 +209,11 @@ HEADINGS = {
     Kind.COUNTER: "Counters",
 }
 SECTIONS = {
-    Kind.STEP: "Values of a training step: in TensorBoard under these names, in Prometheus for the last step, and in\n"
-    f"its record in the store (`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED))}. A reward\n"
-    f"with parts adds `{REWARD_PART}NAME`, the mean of part NAME over the batch's responses that could be scored.",
-    Kind.EVALUATION: f"Values of an evaluation of one set: in TensorBoard as `{EVALUATION}SET/NAME`, at the evaluated\n"
-    "version; in the run's folder in evaluations.json.",
+    Kind.STEP: "Values of a training step: in TensorBoard under these names, and in its record in the store\n"
+    f"(`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED))}. A reward with parts adds\n"
+    f"`{REWARD_PART}NAME`, the mean of part NAME over the batch's responses that could be scored.",
+    Kind.EVALUATION: f"Values of one evaluation set: in TensorBoard as `{EVALUATION}SET/NAME`, at the evaluated\n"
+    "version, and in evaluations.json.",
     Kind.RUN: "Values over all steps of a run.",
     Kind.GAUGE: "Current values: `staleflow status --json`, the dashboard, Prometheus.",
     Kind.COUNTER: "Values that only grow.",
@@ -227,17 +227,26 @@ def page() -> str:
         "",
         "Generated from `stores/metrics.py` by `make generated`.",
         "",
-        "Tokens per second has one meaning: response tokens that were trained on, over wall time. For a run, from when",
-        "its first step could begin to the end of its last step; for a step, its batch over the time since",
-        "the end of the step before.",
+        "Tokens per second are response tokens that were trained on, over wall time: of a run from when its first step",
+        "could begin to the end of its last step, of a step since the end of the step before.",
     ]
     for kind, intro in SECTIONS.items():
-        lines += ["", f"## {HEADINGS[kind]}", "", intro, "", "| name | unit | meaning | Prometheus |"]
-        lines.append("|---|---|---|---|")
-        for m in (m for m in METRICS if m.kind is kind):
-            name = f"`{PREFIX}{m.exported}{TOTAL if kind is Kind.COUNTER else ''}`" if m.exported else ""
-            lines.append(f"| `{m.name}` | {m.unit} | {m.doc.replace('|', chr(92) + '|')} | {name} |")
+        rows = [(m, _meaning(m).replace("|", "\\|")) for m in METRICS if m.kind is kind]
+        lines += ["", f"## {HEADINGS[kind]}", ""]
+        lines += [intro, "", "| name | meaning, unit |", "|---|---|"]
+        lines += [f"| `{metric.name}` | {meaning} |" for metric, meaning in rows]
+    lines += ["", "## Prometheus", "", "Values of steps are those of the last one.", ""]
+    lines += ["| name | metric |", "|---|---|"]
+    for metric in METRICS:
+        if metric.exported:
+            total = TOTAL if metric.kind is Kind.COUNTER else ""
+            lines.append(f"| `{PREFIX}{metric.exported}{total}` | `{metric.name}` |")
     return "\n".join(lines) + "\n"
+
+
+def _meaning(metric: Metric) -> str:
+    """Meaning, and the unit where the meaning does not name it."""
+    return metric.doc if metric.unit in metric.doc.replace(",", "").split() else metric.help
 
 
 PREFIX, TOTAL = "staleflow_", "_total"
