@@ -325,15 +325,7 @@ def page(results: list[dict[str, Any]]) -> str:
     lines += [PREFIX]
     lines += table(
         ["engine, routing", "KV tokens", "cached with affinity", "without", "s a step with", "without"],
-        _affinity([r for r in of("prefix") if r["routing"] != "throughput_optimal"] + of("prefix_real")),
-    )
-    lines += [SINGLE]
-    lines += table(
-        ["job", "baseline, s", "here, s", "the paper, s"],
-        [
-            *(_single(f"queue, {r['extra']} extra groups", r["batch_s"], r["queue_s"]) for r in of("queue")),
-            *(_single(f"{r['groups']} x {r['members']}", r["together_s"], r["apart_s"]) for r in of("replication")),
-        ],
+        _affinity([r for r in of("prefix") if r["routing"] == "least_requests"] + of("prefix_real")),
     )
     return "\n".join(lines).rstrip() + "\n"
 
@@ -379,25 +371,13 @@ def _affinity(results: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _single(name: str, baseline_s: float, here_s: float) -> list[str]:
-    return [name, f"{baseline_s:.0f}", f"{here_s:.0f}", PAPER.get(name, "")]
-
-
-PAPER = {
-    "queue, 0 extra groups": "125 to 58",
-    "queue, 16 extra groups": "37",
-    "32 x 16": "116 to 89",
-    "64 x 16": "149 to 81",
-    "16 x 64": "162 to 83",
-}
-"""Seconds that the paper gives for its baseline and for its own system."""
 HEAD = """\
 # Agents in virtual time
 
 ROLL Flash's experiments (arXiv 2510.11345), simulated with the coordinator of real runs: `python -m
-benchmarks.agentic --out docs`; agentic.json has every run. The paper gives latencies, batch sizes and seconds, but
-neither turns, tokens nor engines. Assumed here: a 7B model on eight instances, prompts of 500 tokens, 100 tokens a
-turn and an observation, `on_pull = "keep"`, `least_requests`. Ratios depend on these.
+benchmarks.agentic --out docs`; agentic.json has every run, also of single turns. The paper gives latencies, batch sizes
+and seconds, but neither turns, tokens nor engines. Assumed here: a 7B model on eight instances, prompts of 500 tokens,
+100 tokens a turn and an observation, `on_pull = "keep"`, `least_requests`. Ratios depend on these.
 
 ![Seconds a batch and steps per second](agentic.png)
 """
@@ -411,8 +391,8 @@ REDUNDANCY = """\
 ## Redundant environments
 
 Latency N(10, 5) s, four turns, 32 x 8 trained; what is surplus is aborted. The paper: 243 s for 32 x 8, 45 s for 36 x
-9 (5.4 times), 46 s for 36 x 12. It does not say how often environments hang; normal latencies alone do not give its
-ratio. Here a step that hangs is given up after 200 s. In brackets: times as fast as 32 x 8 of the same row.
+9 (5.4 times), 46 s for 36 x 12. It does not say how often environments hang. Here a step that hangs is given up after
+200 s. In brackets: times as fast as 32 x 8 of the same row.
 """
 ASYNCHRONOUS = f"""\
 ## Asynchronous training
@@ -429,14 +409,6 @@ PREFIX = """\
 Share of the context computed before that a turn finds cached, bound 1, with and without `rollout.cache_affinity`; a
 pull drops what is cached. Simulated (`emulated`): ten turns, 32 x 8. Real engines on CPUs
 (`python -m benchmarks.prefix`): a tiny model, two instances, 8 x 4.
-"""
-SINGLE = """\
-## Single turns
-
-Baselines, as in the paper: a batch (8 x 8, half of the groups filtered) is sampled, scored and filtered as a whole,
-and drawn again while groups are missing; or a group goes to one instance as one request. Here a response is scored
-when it ends, a filtered group is replaced at once, and members go to different instances. Eight instances of 16
-slots, at most 8,192 tokens; lengths correlate by .7 within the groups of the last three rows.
 """
 
 

@@ -28,19 +28,15 @@ import numpy as np
 from benchmarks.models.model_families import CONTEXT, FAMILIES, VOCABULARY, WINDOW, make_family_model
 
 COLUMNS = {
-    "engine": "the embedded engine samples 6 requests of different lengths that join and leave, longer than any window "
-    "or chunk; logprobs of sampled tokens equal one full forward pass to 1e-5 nats",
-    "train": "two steps on rows of different lengths; `padded`: rows are computed with padding, as packed ones would "
-    "have other logprobs",
+    "engine": "requests of different lengths join and leave; logprobs equal one full forward pass to 1e-5 nats",
+    "train": "two steps on rows of different lengths; `padded`: packed rows would have other logprobs",
     "recompute": "two steps with activations computed again give the same weights to 1e-6",
     "bfloat16": "two steps under autocast",
     "LoRA": "two steps of an adapter of rank 4 on the default layers",
-    "resume": "a step after loading a resume point gives the same weights, bit for bit",
-    "reload": "the engine loads the trained weights, all parts verified; its logprobs equal the trainer's to 1e-5 nats",
-    "checkpoint": "`from_pretrained` reads the saved checkpoint and gives the trainer's logprobs; its tensors have the "
-    "names and shapes of the original",
-    "run": "`staleflow run`, 3 steps: clean audit, mismatch below 1e-5 nats, and `train-offline` repeats all steps bit "
-    "for bit",
+    "resume": "a step after a resume point gives the same weights, bit for bit",
+    "reload": "the engine loads the trained weights; its logprobs equal the trainer's to 1e-5 nats",
+    "checkpoint": "`from_pretrained` reads it and gives the trainer's logprobs; tensors have the original's names",
+    "run": "`staleflow run`, 3 steps, with a clean audit; `train-offline` repeats them bit for bit",
 }
 """What is tried, by column."""
 QUICK = ("llama", "qwen3_moe", "gemma3_text", "qwen3_5_text", "gpt_oss")

@@ -239,9 +239,6 @@ in five turns, tools of 5 s |
 | rollout | 4 or 16 instances of at most 256 running, `synchronization = "greedy"`, `on_pull = "keep"` |
 | training | on as many GPUs as rollout; a step takes the rollout's roofline / {TRAINER_SHARE:g} |
 
-So these are not the defaults: `on_pull` is `"interrupt"` unless it is set. `deadline` could delay new work to shorten
-decode steps.
-
 ## Rules
 
 Tokens/s trained on, as a ratio to the best synchronous run (`least_requests`, `deadline`, or one redundant group): mean
@@ -348,16 +345,6 @@ def _details(results: list[dict[str, Any]]) -> list[str]:
         lines += [
             "- `deadline` over `least_requests`, both with `staleflow`, `eta` 0 to 3: on average",
             f"  {statistics.mean(gains):.3f} times ({min(gains):.3f} to {max(gains):.3f}).",
-        ]
-    first = [r for r in results if r["instances"] == SWEPT[0] and r["seed"] == SEEDS[0]]
-    names = [*(f"reservations, {name}" for name in ROUTINGS), "staleflow"]
-    if {*names} <= {r["system"] for r in first}:
-        means = [[float(_cell(first, name, eta).split()[0]) for name in names] for eta in (1, 2, 3)]
-        spans = [f"{min(of_eta):.2f} to {max(of_eta):.2f}" for of_eta in means]
-        lines += [
-            f"- Means of all five routing rules with `staleflow`, {SWEPT[0]} instances, seed {SEEDS[0]}: {spans[0]} at "
-            "`eta` 1,",
-            f"  {spans[1]} at 2, {spans[2]} at 3.",
         ]
     shares = [r["commands"].get("Interrupt", 0) / r["ended"]["consumed"] for r in results if r["system"] == CUTTING]
     if shares:

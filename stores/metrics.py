@@ -231,16 +231,14 @@ def page() -> str:
         "could begin to the end of its last step, of a step since the end of the step before.",
     ]
     for kind, intro in SECTIONS.items():
-        rows = [(m, _meaning(m).replace("|", "\\|")) for m in METRICS if m.kind is kind]
+        rows = [(m, _meaning(m)) for m in METRICS if m.kind is kind]
         lines += ["", f"## {HEADINGS[kind]}", ""]
-        lines += [intro, "", "| name | meaning, unit |", "|---|---|"]
-        lines += [f"| `{metric.name}` | {meaning} |" for metric, meaning in rows]
+        lines += [intro, "", *(f"- `{metric.name}`: {meaning}" for metric, meaning in rows)]
     lines += ["", "## Prometheus", "", "Values of steps are those of the last one.", ""]
-    lines += ["| name | metric |", "|---|---|"]
     for metric in METRICS:
         if metric.exported:
             total = TOTAL if metric.kind is Kind.COUNTER else ""
-            lines.append(f"| `{PREFIX}{metric.exported}{total}` | `{metric.name}` |")
+            lines.append(f"- `{PREFIX}{metric.exported}{total}`: `{metric.name}`")
     return "\n".join(lines) + "\n"
 
 

@@ -143,9 +143,10 @@ def span_seconds(span: Span) -> float:
 
 
 def reference() -> str:
-    """The table of columns in Markdown, for docs/store.md."""
-    lines = ["| column | type | unit | meaning |", "|---|---|---|---|"]
+    """The list of columns in Markdown, for docs/store.md."""
+    lines = []
     for column in COLUMNS:
         kind = "word" if column.members else column.dtype
-        lines.append(f"| `{column.name}` | {kind} | {column.unit} | {column.meaning} |")
+        unit = f", {column.unit}" if column.unit else ""
+        lines.append(f"- `{column.name}` ({kind}{unit}): {column.meaning}")
     return "\n".join(lines)

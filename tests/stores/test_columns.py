@@ -52,7 +52,7 @@ frame = dataframes.to_pandas(store.ended())
 assert frame.first_token.dtype == "int32" and frame.first_token.tolist()[3:] == expected[3:]
 assert "first_token" in store.to_xarray()
 assert not [finding for finding in audit(store).findings if finding.check == "arrays"]
-assert "| `first_token` | int32 |  | first token of the prompt |" in columns.reference()
+assert "- `first_token` (int32): first token of the prompt" in columns.reference()
 """
 
 
