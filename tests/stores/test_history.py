@@ -23,10 +23,10 @@ from tests.stores.store_conformance import HEADER, ended, record
 
 @pytest.fixture
 def store(tmp_path: Path) -> VersionedStore:
-    """A store of four steps: each commit replaces the last chunk of most arrays."""
+    """A store of three steps: each commit replaces the last chunk of most arrays."""
     rng = np.random.default_rng(0)
     made = VersionedStore.create(tmp_path / "store", HEADER)
-    for step in range(4):
+    for step in range(3):
         made.commit(record(step), [ended(rng, 100 * step + i, step) for i in range(100)])
     return made
 
@@ -68,15 +68,15 @@ def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedSto
                 earlier[name] += 1
         path.write_bytes(before)
     # Small chunks, such as columns of few rows, are kept in manifests; of texts some earlier ones are files.
-    assert earlier["text"] >= 2, earlier
+    assert earlier["text"], earlier
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut off"])
-def test_every_damaged_chunk_is_found(tmp_path: Path, how: str) -> None:
-    """Also where nothing else would show: times, reward parts, masks, tokens of dropped responses, earlier steps."""
+def test_every_damaged_chunk_is_found(tmp_path: Path) -> None:
+    """A bit is flipped in one file, the next is cut off. Also where nothing else would show: times, reward parts, masks,
+    tokens of dropped responses, earlier steps."""
     rng = np.random.default_rng(0)
     store = VersionedStore.create(tmp_path / "store", HEADER)
-    for step in range(3):
+    for step in range(2):
         rows = [ended(rng, 2000 * step + i, step, Fate.CONSUMED if i % 5 else Fate.ABORTED) for i in range(800)]
         batch = batch_fingerprint((r.trajectory, r.advantage) for r in rows if r.fate is Fate.CONSUMED)
         store.commit(replace(record(step), batch_fingerprint=batch), rows)
@@ -86,9 +86,9 @@ def test_every_damaged_chunk_is_found(tmp_path: Path, how: str) -> None:
 
     sound = findings()
     named = set()
-    for path in sorted((store.path / "chunks").iterdir()):
+    for number, path in enumerate(sorted((store.path / "chunks").iterdir())):
         before = flip(path)
-        if how == "cut off":
+        if number % 2:
             path.write_bytes(before[: len(before) // 2])
         new = [f for f in findings() if f not in sound]
         assert new, f"{path.name}, {len(before)} bytes"
@@ -101,7 +101,7 @@ def test_every_damaged_chunk_is_found(tmp_path: Path, how: str) -> None:
 def test_a_broken_file_of_an_earlier_snapshot_is_a_finding(store: VersionedStore, what: str) -> None:
     broken = 0
     for path in sorted((store.path / what).iterdir())[
-        :: 4 if what == "manifests" else 1
+        :: 12 if what == "manifests" else 1
     ]:  # of each column one a commit
         before = path.read_bytes()
         path.write_bytes(before[: len(before) // 2])
