@@ -72,8 +72,8 @@ def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedSto
 
 
 def test_every_damaged_chunk_is_found(tmp_path: Path) -> None:
-    """A bit is flipped in one file, the next is cut off. Also where nothing else would show: times, reward parts, masks,
-    tokens of dropped responses, earlier steps."""
+    """A bit is flipped in one file, the next is cut off. Also where nothing else would show: times, reward parts,
+    masks, tokens of dropped responses, earlier steps."""
     rng = np.random.default_rng(0)
     store = VersionedStore.create(tmp_path / "store", HEADER)
     for step in range(2):
