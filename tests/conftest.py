@@ -22,6 +22,7 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 settings.register_profile("ci", max_examples=200, deadline=None, suppress_health_check=slow_ok)
+settings.register_profile("quick", max_examples=10, deadline=None, suppress_health_check=slow_ok)
 settings.register_profile("mutants", max_examples=30, deadline=None, suppress_health_check=slow_ok, derandomize=True)
 settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=slow_ok)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -47,7 +48,6 @@ HEAVIEST = (
     "runtime/test_driver_losses.py",
     "stored_runs/test_threads.py",
     "stores/test_history.py",
-    "runtime/test_mutations.py",
     "test_benchmarks.py",
 )
 """The files that take longest. Processes that share the tests by file begin with them: the last ones are short, and no

@@ -20,7 +20,7 @@ from staleflow.pipeline.coordination.events import (
     TrajectorySampled,
 )
 from staleflow.pipeline.profiling.fit import CostDriftDetector
-from staleflow.pipeline.runtime.instance_link import StallDetector
+from staleflow.pipeline.runtime.instance_link import InstanceLink, StallDetector
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
@@ -121,7 +121,7 @@ def linked(body: Body, script: Callable[[Linked], Awaitable[None]], **kwargs: An
         time = asyncio.get_running_loop().time
         costs = CostDriftDetector(CostModel(k1=0, k2=0, k3=0, k4=1, b=0, prefill=0), 1.0)
         one: Linked
-        link = body.runtime.instance_link.InstanceLink(
+        link = InstanceLink(
             stage.actors.instances[ONE], stage.actors, stage.config.deadlines, 1.0, costs,
             lambda event: one.told.append((time(), event)),
         )  # fmt: skip

@@ -18,7 +18,8 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.runtime import actors, driver, instance_link
+from staleflow.pipeline.runtime.actors import Actors
+from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import StepRecord
@@ -62,15 +63,6 @@ stuck_s = 30
 step_timeout_s = 25
 """
 """A job of three steps of four trajectories on two instances. All deadlines differ."""
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """The modules a run is made of; tests/runtime/mutations.py puts broken ones in their place."""
-
-    actors: Any = actors
-    instance_link: Any = instance_link
-    driver: Any = driver
 
 
 @dataclass
@@ -222,9 +214,8 @@ FACTS = ModelFacts(context=1000, eos=(1,), nonce="0")
 class Body:
     """Makes runs below a folder, each in its own."""
 
-    def __init__(self, folder: Path, runtime: Runtime | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.runtime = runtime or Runtime()
         self._numbers = itertools.count()
 
     def config(self, *overrides: str) -> RunConfig:
@@ -266,7 +257,7 @@ class Body:
         workers = InProcessWorkers(world.actors, faults, hosts)
 
         async def work() -> Stage:
-            stage = Stage(config, world, workers, self.runtime.actors.Actors(config, workers, config.run_dir, FACTS))
+            stage = Stage(config, world, workers, Actors(config, workers, config.run_dir, FACTS))
             try:
                 await stage.actors.place_all(0.0)
                 await script(stage)
@@ -285,8 +276,8 @@ class Body:
             run.losses_said.append(len(outcomes.losses))
             run.instances_said.append(outcomes.instances)
 
-        run.actors = self.runtime.actors.Actors(run.config, run.workers, run.config.run_dir, FACTS)
-        run.driver = self.runtime.driver.Driver(run.config, run.actors, run.config.run_dir, progress, resumption)
+        run.actors = Actors(run.config, run.workers, run.config.run_dir, FACTS)
+        run.driver = Driver(run.config, run.actors, run.config.run_dir, progress, resumption)
         beside = asyncio.ensure_future(meanwhile(run)) if meanwhile is not None else None
         try:
             await run.driver.run()
