@@ -119,7 +119,7 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where:
             for line in result.weights.lines if check == "fingerprints" else ():
                 click.echo(f"      {line}")
             for finding in findings[:10]:
-                click.echo(f"      {finding.where}: {finding.what}")
+                click.echo(f"      {finding.where}: {finding.message}")
         for check in result.unchecked:
             click.echo(f"  {check:<13} not checked: it needs what cannot be read")
         for line in bias.lines if bias is not None else ():

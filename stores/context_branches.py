@@ -42,18 +42,18 @@ def ranges(branches: Sequence[Branch], end: int) -> list[tuple[int, int]]:
     >>> ranges([Branch(5, 2)], 4)
     [(0, 4)]
     """
-    found: list[tuple[int, int]] = []
+    parts: list[tuple[int, int]] = []
     newest = len(branches) - 1
     while newest >= 0 and branches[newest].at > end:
         newest -= 1
     while newest >= 0:
-        found.append((branches[newest].at, end))
+        parts.append((branches[newest].at, end))
         end = branches[newest].after
         newest -= 1
         while newest >= 0 and branches[newest].at >= end:  # the token at end - 1 is of an earlier one
             newest -= 1
-    found.append((0, end))
-    return [part for part in reversed(found) if part[0] < part[1]]
+    parts.append((0, end))
+    return [part for part in reversed(parts) if part[0] < part[1]]
 
 
 def places(branches: Sequence[Branch], end: int) -> Places:
@@ -74,14 +74,14 @@ def training_sequences(branches: Sequence[Branch], trained: SampledTokens) -> li
     left = trained.copy()
     ends = [*(branch.at for branch in branches), len(trained)]
     begins = [0, *(branch.at for branch in branches)]
-    found: list[tuple[Places, SampledTokens]] = []
+    sequences: list[tuple[Places, SampledTokens]] = []
     for number in reversed(range(len(ends))):
         own = np.flatnonzero(left[begins[number] : ends[number]])
         if len(own):
             path = places(branches[:number], begins[number] + int(own[-1]) + 1)
-            found.append((path, left[path]))
+            sequences.append((path, left[path]))
             left[path] = False
-    return found[::-1]
+    return sequences[::-1]
 
 
 def longest_shared_prefix(

@@ -136,24 +136,24 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
         part = _beside(path, "part")
         if folder:
             part.mkdir()
-            held = os.open(part, os.O_RDONLY)
+            fd = os.open(part, os.O_RDONLY)
         else:
-            held = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            if not _lock(held) or not part.exists():
+            if not _lock(fd) or not part.exists():
                 continue  # another writer sweeps it, or has swept it
             yield part
             return
         finally:
-            os.close(held)
+            os.close(fd)
             remove(part)
 
 
-def _lock(held: int) -> bool:
+def _lock(fd: int) -> bool:
     """Lock an open file or folder; False if another holds its lock. Where files cannot be locked, nothing can be swept
     either: True."""
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -167,12 +167,12 @@ def _sweep(path: Path) -> None:
     called = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
     for left in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
         with contextlib.suppress(OSError):
-            held = os.open(left, os.O_RDONLY)
+            fd = os.open(left, os.O_RDONLY)
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove(left)
             finally:
-                os.close(held)
+                os.close(fd)
     if len(path.name) >= NAME_CHARS:
         return  # an old folder may be that of a longer name
     called = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.old")
@@ -210,11 +210,11 @@ def _flush_all(path: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Flush a file's bytes, or a folder's entries, to disk. Folders only where the file system supports it."""
-    held = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(held)
+        os.fsync(fd)
     except OSError as error:
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
-        os.close(held)
+        os.close(fd)

@@ -172,10 +172,10 @@ DERIVED = frozenset({"commit_s", "tokens_per_s"})
 """Metrics of a step that are not in its stored record: known after it is stored, or computed from the step before."""
 
 
-def axis(what: str, *names: str) -> str:
+def axis(quantity: str, *names: str) -> str:
     """Title of a plot of these step metrics, with their unit. Raises ValueError if their units differ."""
     (unit,) = {STEP[name].unit for name in names}
-    return f"{what}, {unit}" if unit else what
+    return f"{quantity}, {unit}" if unit else quantity
 
 
 def with_rate(step: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, float]:

@@ -108,13 +108,13 @@ class Codec:
         return lambda value: {str(k): values(v) for k, v in value.items()}
 
     def _decode_dict(self, kind: Any) -> Callable[[Any, Any], dict[Any, Any]]:
-        key, held = get_args(kind)
+        key, value_type = get_args(kind)
         keys = _int_key if key is int else self._converter.get_structure_hook(key)
-        values = self._converter.get_structure_hook(held)
+        values = self._converter.get_structure_hook(value_type)
 
         def structure(value: Any, _: Any) -> dict[Any, Any]:
             _require_dict(value)
-            return {keys(k, key): values(v, held) for k, v in value.items()}
+            return {keys(k, key): values(v, value_type) for k, v in value.items()}
 
         return structure
 
@@ -165,13 +165,13 @@ def _exact(kind: type[Any]) -> Callable[[Any, Any], Any]:
 def _first(error: Exception) -> str:
     """The first fault, in one line: "field.field: what"."""
 
-    def described(one: BaseException, _: Any) -> str:
-        if isinstance(one, KeyError):
+    def described(error: BaseException, _: Any) -> str:
+        if isinstance(error, KeyError):
             return "missing"
-        if isinstance(one, ForbiddenExtraKeysError):
-            return f"unknown field {', '.join(sorted(map(repr, one.extra_fields)))}"
-        return str(one) or type(one).__name__
+        if isinstance(error, ForbiddenExtraKeysError):
+            return f"unknown field {', '.join(sorted(map(repr, error.extra_fields)))}"
+        return str(error) or type(error).__name__
 
-    what, _, where = transform_error(error, path="", format_exception=described)[0].rpartition(" @ ")
-    what, where = what.splitlines()[0], where.removeprefix(".")
-    return f"{where}: {what}" if where else what
+    message, _, where = transform_error(error, path="", format_exception=described)[0].rpartition(" @ ")
+    message, where = message.splitlines()[0], where.removeprefix(".")
+    return f"{where}: {message}" if where else message

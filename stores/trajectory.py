@@ -199,12 +199,12 @@ class Trajectory:
     @property
     def branches(self) -> tuple[Branch, ...]:
         """Where the conversation left what came before; none if it only went on."""
-        found, at = [], len(self.prompt_tokens)
+        starts, at = [], len(self.prompt_tokens)
         for span in self.spans:
             if isinstance(span, Given) and span.after is not None:
-                found.append(Branch(at, span.after))
+                starts.append(Branch(at, span.after))
             at += len(span.tokens)
-        return tuple(found)
+        return tuple(starts)
 
     @property
     def context(self) -> IntArray:
@@ -234,8 +234,8 @@ class Trajectory:
     @property
     def sampled(self) -> npt.NDArray[np.bool_]:
         """[T] whether each token was sampled."""
-        found: npt.NDArray[np.bool_] = self.versions != NO_VERSION
-        return found
+        mask: npt.NDArray[np.bool_] = self.versions != NO_VERSION
+        return mask
 
     @property
     def num_in_turn(self) -> int:

@@ -100,5 +100,5 @@ def dry_run_result(run_dir: Path) -> DryRunResult:
         rewards=len(rewards),
         reward=(min(rewards, default=0.0), max(rewards, default=0.0)),
         reward_errors=dict(errors.most_common()),
-        findings=tuple(finding.what for finding in audited.findings),
+        findings=tuple(finding.message for finding in audited.findings),
     )

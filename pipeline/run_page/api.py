@@ -151,7 +151,7 @@ class RunApi:
 
     def _member(self, row: Ended | UnreadableRow, limit: int) -> dict[str, Any]:
         if isinstance(row, UnreadableRow):
-            return {"trajectory": int(row.trajectory), "damaged": row.what}
+            return {"trajectory": int(row.trajectory), "damaged": row.error}
         t = row.trajectory
         # Decoding stops soon after the limit: a token is rarely less than a character.
         text = self._reader.texts.text(t.response_tokens[: limit + 1].tolist(), special=True)
@@ -203,7 +203,7 @@ class RunApi:
         texts = {}
         for row in stored.store.picked(positions):
             if isinstance(row, UnreadableRow):
-                texts[int(row.trajectory)] = {"damaged": row.what}
+                texts[int(row.trajectory)] = {"damaged": row.error}
                 continue
             t, decode = row.trajectory, self._reader.texts.text
             texts[int(t.id)] = {
@@ -238,7 +238,7 @@ class RunApi:
             ],
         }
         if isinstance(row, UnreadableRow):
-            return {"trajectory": id, "damaged": row.what, **around}
+            return {"trajectory": id, "damaged": row.error, **around}
         view = trajectory_view(row, self._reader.texts, stored.store.rescored(TrajectoryId(id)))
         with self._reader.journal() as journal:
             story, read_share = journal.story(id), journal.read_share

@@ -62,9 +62,9 @@ def _buffers(axes: Any, trace: Trace) -> None:
     deepest = max((len(r) for _, r, _ in trace.buffers), default=0)
     layers, labels, colors = [], [], []
     for depth in range(min(deepest, 6)):
-        for what, column, shade in (("finished", 2, 0.85), ("reserved", 1, 0.4)):
+        for state, column, shade in (("finished", 2, 0.85), ("reserved", 1, 0.4)):
             layers.append([_at_depth(sample, column, depth) for sample in trace.buffers])
-            labels.append(f"{what}, next step" + (f" + {depth}" if depth else ""))
+            labels.append(f"{state}, next step" + (f" + {depth}" if depth else ""))
             colors.append((*_COLORS[depth % len(_COLORS)], shade))
     axes.stackplot(times, layers, labels=labels, colors=colors)
     axes.legend(fontsize=7, ncols=4, loc="upper left")

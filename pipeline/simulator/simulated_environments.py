@@ -184,5 +184,5 @@ class Barrier:
 
     def _open_if_all_wait(self) -> None:
         if self._held and len(self._held) == len(self._playing):
-            held, self._held = list(self._held.values()), {}
-            self._release(held)
+            waiting, self._held = list(self._held.values()), {}
+            self._release(waiting)

@@ -52,7 +52,7 @@ def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], first: int
     rows = []
     for row in store_at(path, snapshot).picked(positions[first:last].tolist()):
         if isinstance(row, UnreadableRow):
-            raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.what}")
+            raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.error}")
         rows.append(row)
     return rows
 

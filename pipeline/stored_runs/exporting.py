@@ -195,7 +195,7 @@ def write_part(
 
     def read() -> Iterator[tuple[list[Ended], list[RowTexts]]]:
         for picked in read_windows(store, rows):
-            errors.update({int(row.trajectory): row.what for row in picked if isinstance(row, UnreadableRow)})
+            errors.update({int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)})
             kept = [row for row in picked if isinstance(row, Ended)]
             yield kept, [row_texts(row.trajectory, texts) for row in kept]
 

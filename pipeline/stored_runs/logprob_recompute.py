@@ -270,7 +270,7 @@ def read_rows(
     """Compute sums for the chosen ones of rows first <= row < last of a snapshot. A Dask task."""
     rows = list(store_at(path, snapshot).readable(first, last))
     errors = {
-        int(r.trajectory): r.what for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, UnreadableRow)
+        int(r.trajectory): r.error for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, UnreadableRow)
     }
     at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, UnreadableRow)]
     read = response_logprobs(settings, [row for i in at if isinstance(row := rows[i], Ended)])

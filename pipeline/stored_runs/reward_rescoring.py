@@ -205,7 +205,7 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
     prompts, scoring = _prompts(settings)
     rows = list(store_at(path, snapshot).readable(first, last))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
-    errors = {int(row.trajectory): row.what for row in rows if isinstance(row, UnreadableRow)}
+    errors = {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
     answered: list[tuple[int, Trajectory]] = []
     for i, row in enumerate(rows):
         if isinstance(row, UnreadableRow):

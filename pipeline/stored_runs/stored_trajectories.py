@@ -179,5 +179,5 @@ def _readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iter
     for rows in read_windows(store, positions):
         for row in rows:
             if isinstance(row, UnreadableRow):
-                raise StoreError(f'{row.what}; leave it out with where="trajectory != {row.trajectory}"')
+                raise StoreError(f'{row.error}; leave it out with where="trajectory != {row.trajectory}"')
             yield row

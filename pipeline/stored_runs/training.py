@@ -325,7 +325,7 @@ class _Training:
         first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
         stored = list(self._store.readable(first, last))
         picked = [stored[i - first] for i in places.tolist()]
-        self.errors |= {int(row.trajectory): row.what for row in picked if isinstance(row, UnreadableRow)}
+        self.errors |= {int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)}
         ended = [row for row in picked if isinstance(row, Ended)]
         rows = [Row.of(row) for row in ended]
         rewards = [row.trajectory.reward for row in ended if row.loss_mask]

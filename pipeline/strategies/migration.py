@@ -93,13 +93,13 @@ class LargestGain(Migration):
             moved.append(i)
         return moved
 
-    def _gains(self, here: Load, there: Load, one: Movable) -> bool:
+    def _gains(self, here: Load, there: Load, work: Movable) -> bool:
         cost = self.cost
-        after = Load(running=there.running + 1, kv_tokens=there.kv_tokens + one.kv_tokens)
+        after = Load(running=there.running + 1, kv_tokens=there.kv_tokens + work.kv_tokens)
         if not self._faster(here, after):
             return False
         saved_s = cost.step_s(here.running, here.kv_tokens) - cost.step_s(after.running, after.kv_tokens)
-        return one.remaining * saved_s > cost.prefill * one.kv_tokens * after.running
+        return work.remaining * saved_s > cost.prefill * work.kv_tokens * after.running
 
     def _faster(self, here: Load, after: Load) -> bool:
         """Whether a decode step on the target after the move is faster than here by at least gain."""

@@ -107,7 +107,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
     except StoreError as error:
         findings = [*_damage(store), *findings]
         if not findings:
-            findings.append(Finding(check="arrays", where="store", what=str(error)))
+            findings.append(Finding(check="arrays", where="store", message=str(error)))
         return AuditReport(
             num_steps=0,
             num_trajectories=0,
@@ -178,7 +178,7 @@ def _all_rows(store: StoreReader, names: Sequence[str]) -> Iterator[Rows]:
 def _damage(store: StoreReader) -> Iterator[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
-    held = [0] * len(damage)
+    num_damaged = [0] * len(damage)
     num_rows = store.array_lengths()[NUM_ROWS]
     try:
         for first in range(0, num_rows, ROWS_AT_ONCE):
@@ -188,16 +188,16 @@ def _damage(store: StoreReader) -> Iterator[Finding]:
                 if chunk.array == "text":
                     begins, sizes = table["text_offset"], table["text_bytes"]
                 from_here = chunk.number * chunk.elements
-                held[i] += int(((begins < from_here + chunk.elements) & (begins + sizes > from_here)).sum())
+                num_damaged[i] += int(((begins < from_here + chunk.elements) & (begins + sizes > from_here)).sum())
     except StoreUnavailable:
         raise
     except StoreError:
         num_rows = -1
-    for chunk, count in zip(damage, held, strict=True):
-        what = chunk.what
+    for chunk, count in zip(damage, num_damaged, strict=True):
+        message = chunk.error
         if num_rows >= 0 and (chunk.array == "text" or chunk.array.startswith("tokens/")):
-            what += f"; it holds parts of {count} of {num_rows} trajectories; the others can be read"
-        yield Finding(check="arrays", where=chunk.array, what=what)
+            message += f"; it holds parts of {count} of {num_rows} trajectories; the others can be read"
+        yield Finding(check="arrays", where=chunk.array, message=message)
 
 
 def _array_findings(store: StoreReader) -> Iterator[Finding]:
@@ -208,14 +208,14 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
     except StoreUnavailable:
         raise
     except (StoreError, ValueError) as error:
-        yield Finding(check="arrays", where="records", what=f"step records cannot be read: {error}")
+        yield Finding(check="arrays", where="records", message=f"step records cannot be read: {error}")
         return
     for name in (n for n in lengths if n.startswith("rows/")):
         if lengths[name] != num_rows:
-            yield Finding(check="arrays", where=name, what=f"{lengths[name]} rows, step records count {num_rows}")
+            yield Finding(check="arrays", where=name, message=f"{lengths[name]} rows, step records count {num_rows}")
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
-        yield Finding(check="arrays", where="tokens", what=f"arrays of different lengths {sorted(token_lengths)}")
+        yield Finding(check="arrays", where="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
     need = 0
     try:
         for rows in _all_rows(store, PLACES):
@@ -227,7 +227,7 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
         return  # the damaged chunk is reported elsewhere
     for name in (n for n in lengths if n.startswith("tokens/")):
         if lengths[name] < need:
-            yield Finding(check="arrays", where=name, what=f"truncated: {lengths[name]} of {need} tokens")
+            yield Finding(check="arrays", where=name, message=f"truncated: {lengths[name]} of {need} tokens")
 
 
 def _conservation(store: StoreReader) -> Iterator[Finding]:
@@ -267,16 +267,16 @@ def _read_tokens(
         )
         for i, (a, b) in enumerate(ranges)
     )  # fmt: skip
-    found = sorted(run(check_rows_at, calls), key=lambda one: one.first)
-    if error := next((one.error for one in found if one.error), ""):
+    results = sorted(run(check_rows_at, calls), key=lambda result: result.first)
+    if error := next((result.error for result in results if result.error), ""):
         raise StoreError(error)
-    digests = {step: digest for one in found for step, digest in one.digests.items()}
+    digests = {step: digest for result in results for step, digest in result.digests.items()}
     if spread := places.keys() - digests.keys():  # rows of them are not where their step was committed
         first, last = min(places[step][0] for step in spread), max(places[step][1] for step in spread)
         digests |= hash_batches(
             store, RowRange(first=first, last=last, steps=frozenset(spread), most_tokens=most_tokens)
         )
-    return [finding for one in found for finding in one.findings], digests
+    return [finding for result in results for finding in result.findings], digests
 
 
 def _ranges(commits: Sequence[_Commit], num_rows: int) -> Iterator[tuple[int, int]]:
@@ -299,5 +299,5 @@ def _fingerprints(commits: Sequence[_Commit], digests: dict[int, str]) -> Iterat
     for commit in commits:
         where = f"{commit.kind} {commit.step}"
         if commit.kind == "step" and digests.get(commit.step, BatchDigest().hex) != commit.batch:
-            what = "the stored batch is not the one the trainer received"
-            yield Finding(check="fingerprints", where=where, what=what)
+            message = "the stored batch is not the one the trainer received"
+            yield Finding(check="fingerprints", where=where, message=message)

@@ -53,8 +53,8 @@ class Conservation:
         live_inside = int((inside[1] - inside[0]).sum())
         lost = absent - live_absent
         if lost:
-            what = f"{lost} trajectories are neither stored nor in flight, first {self._first_lost(first, last)}"
-            yield Finding(check=CHECK, where=where, what=what)
+            message = f"{lost} trajectories are neither stored nor in flight, first {self._first_lost(first, last)}"
+            yield Finding(check=CHECK, where=where, message=message)
         # Stored and in flight; stored, never started; in flight, never started.
         both = live_inside - live_absent
         stored_outside = self._stored.count - (started - absent)
@@ -62,25 +62,25 @@ class Conservation:
         both_outside = live - self._stored.absent(first, last) - both
         wrong = both + stored_outside + live_outside - both_outside
         if wrong:
-            what = (
+            message = (
                 f"{wrong} trajectories are stored and in flight, or were never started, first "
                 f"{self._first_wrong(first, last, started)}"
             )
-            yield Finding(check=CHECK, where=where, what=what)
+            yield Finding(check=CHECK, where=where, message=message)
         if dict(self._counts) != {k: v for k, v in ledger.num_ended.items() if v}:
-            what = f"the ledger counted {ledger.num_ended}, the rows are {dict(self._counts)}"
-            yield Finding(check=CHECK, where=where, what=what)
+            message = f"the ledger counted {ledger.num_ended}, the rows are {dict(self._counts)}"
+            yield Finding(check=CHECK, where=where, message=message)
 
     def rest(self, num_rows: int, counted: int) -> Iterator[Finding]:
         """What is wrong after the last commit. counted: rows that the records account for."""
         if self._last is None:
             return
         if counted != num_rows:
-            what = f"{num_rows} rows, the step records account for {counted}"
-            yield Finding(check=CHECK, where="rows", what=what)
+            message = f"{num_rows} rows, the step records account for {counted}"
+            yield Finding(check=CHECK, where="rows", message=message)
         if self._last.kind == "end" and self._last.ledger.num_live:
-            what = f"{self._last.ledger.num_live} trajectories still in flight after the end"
-            yield Finding(check=CHECK, where="end", what=what)
+            message = f"{self._last.ledger.num_live} trajectories still in flight after the end"
+            yield Finding(check=CHECK, where="end", message=message)
 
     def _first_lost(self, first: Ints, last: Ints) -> int:
         id = self._stored.next_absent(0)
@@ -90,13 +90,13 @@ class Conservation:
         return id
 
     def _first_wrong(self, first: Ints, last: Ints, started: int) -> int:
-        found = [self._stored.next_present(LOWEST), self._stored.next_present(started)]
-        found = [id for id in found if not 0 <= id < started]
+        candidates = [self._stored.next_present(LOWEST), self._stored.next_present(started)]
+        candidates = [id for id in candidates if not 0 <= id < started]
         for a, b in zip(first.tolist(), last.tolist(), strict=True):
             if a < 0:
-                found.append(a)
+                candidates.append(a)
             if b > started:
-                found.append(max(a, started))
+                candidates.append(max(a, started))
             if (id := self._stored.next_present(max(a, 0))) < min(b, started):
-                found.append(id)
-        return min(found)
+                candidates.append(id)
+        return min(candidates)

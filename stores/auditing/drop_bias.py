@@ -97,26 +97,26 @@ class DropBias:
         """What matters, a line for each kind; empty if nothing does."""
         lines = []
         for kind in self.others:
-            said = []
+            contrasts = []
             if (d := kind.length_ratio) is not None:
-                said.append(f"{d.factor:.2g} times as long ({d.sure})")
+                contrasts.append(f"{d.factor:.2g} times as long ({d.sure})")
             if (d := kind.turns_ratio) is not None:
-                said.append(f"of {d.factor:.2g} times as many turns ({d.sure})")
+                contrasts.append(f"of {d.factor:.2g} times as many turns ({d.sure})")
             if (d := kind.tool_ratio) is not None:
-                said.append(f"{d.factor:.2g} times as long with their environments ({d.sure})")
+                contrasts.append(f"{d.factor:.2g} times as long with their environments ({d.sure})")
             if (d := kind.reward_difference) is not None:
                 more = "higher" if d.factor > 0 else "lower"
-                said.append(f"{abs(d.factor):.2g} {more} in reward ({d.sure})")
+                contrasts.append(f"{abs(d.factor):.2g} {more} in reward ({d.sure})")
             if (d := kind.prompt_ratio) is not None:
-                said.append(f"to prompts {d.factor:.2g} times as long ({d.sure})")
+                contrasts.append(f"to prompts {d.factor:.2g} times as long ({d.sure})")
             of = self.consumed.trajectories
             if kind.name == TRUNCATED:
-                if said or kind.trajectories >= MANY_TRUNCATED * of:
+                if contrasts or kind.trajectories >= MANY_TRUNCATED * of:
                     cut = f"{kind.trajectories:,} of {of:,} responses ({kind.trajectories / of:.0%})"
-                    lines.append(", ".join([f"trained on though cut off at rollout.max_new_tokens: {cut}", *said]))
-            elif said:
+                    lines.append(", ".join([f"trained on though cut off at rollout.max_new_tokens: {cut}", *contrasts]))
+            elif contrasts:
                 count = f"({kind.trajectories:,} of {of + kind.trajectories:,})"
-                lines.append(f"not trained on: {kind.name} responses {count} were {', '.join(said)}")
+                lines.append(f"not trained on: {kind.name} responses {count} were {', '.join(contrasts)}")
         return lines
 
 
@@ -199,8 +199,8 @@ class _GroupSums:
     def means(self, name: str, by: str = "count") -> Array:
         """A mean for each group that has any."""
         count = getattr(self, by)
-        held = count > 0
-        means: Array = getattr(self, name)[held] / count[held]
+        nonempty = count > 0
+        means: Array = getattr(self, name)[nonempty] / count[nonempty]
         return means
 
 
@@ -238,10 +238,10 @@ def _compared(name: str, sums: _GroupSums, other: _GroupSums) -> OutcomeStats:
 
 
 def _ratio(ours: Array, theirs: Array) -> Contrast | None:
-    found = difference(np.log(np.maximum(ours, 1.0)), np.log(np.maximum(theirs, 1.0)))
-    if found is None or abs(found.factor) < math.log(RATIO_LIMIT):
+    contrast = difference(np.log(np.maximum(ours, 1.0)), np.log(np.maximum(theirs, 1.0)))
+    if contrast is None or abs(contrast.factor) < math.log(RATIO_LIMIT):
         return None
-    return Contrast(factor=math.exp(found.factor), p=found.p)
+    return Contrast(factor=math.exp(contrast.factor), p=contrast.p)
 
 
 def difference(ours: Array, theirs: Array) -> Contrast | None:

@@ -13,5 +13,5 @@ class Finding:
     """Name of the check that found it."""
     where: str
     """What it is about, such as "step 3" or "trajectory 17"."""
-    what: str
+    message: str
     """What is wrong, in words."""

@@ -65,22 +65,22 @@ def check_rows_at(path: str, snapshot: str, eta: int | None, rows: RowRange) -> 
 
 def check_rows(store: StoreReader, eta: int | None, rows: RowRange) -> RowCheckResult:
     """Check a range of rows. eta: the staleness bound; None if the run keeps none."""
-    found = RowCheckResult(first=rows.first)
+    result = RowCheckResult(first=rows.first)
     digests: dict[int, BatchDigest] = {}
     number = rows.first
     try:
         for block in read_blocks(store, rows.first, rows.last, rows.most_tokens):
-            found.findings += _wrong_rows(block, eta)
+            result.findings += _wrong_rows(block, eta)
             if rows.refused:
-                found.findings += _refused_tokens(block, number, rows.refused)
+                result.findings += _refused_tokens(block, number, rows.refused)
             number += len(block.rows)
             _hash(block, digests, rows.steps)
     except StoreUnavailable:
         raise
     except StoreError as error:
-        found.error = str(error)
-    found.digests = {step: digest.hex for step, digest in digests.items()}
-    return found
+        result.error = str(error)
+    result.digests = {step: digest.hex for step, digest in digests.items()}
+    return result
 
 
 def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
@@ -128,22 +128,23 @@ class Spans:
 
     def branches(self, prompts: Ints) -> dict[int, list[Branch]]:
         """The branches of rows that have any. prompts: the lengths of the rows' prompts."""
-        found: dict[int, list[Branch]] = {}
+        by_row: dict[int, list[Branch]] = {}
         at = np.cumsum(self.sizes) - self.sizes
         firsts = dict(zip(*(part.tolist() for part in np.unique(self.rows, return_index=True)), strict=True))
         for i in np.flatnonzero(self.after >= 0).tolist():
             row = int(self.rows[i])
             place = int(prompts[row] + at[i] - at[firsts[row]])
-            found.setdefault(row, []).append(Branch(place, int(self.after[i])))
-        return found
+            by_row.setdefault(row, []).append(Branch(place, int(self.after[i])))
+        return by_row
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
         """[count, 3] the columns TURNS of the rows."""
-        given = self.versions == NO_VERSION
-        begins = ~given  # a turn begins where a sampled span comes first in its row, or after a given one
-        begins[1:] &= given[:-1] | (self.rows[1:] != self.rows[:-1])
+        observed = self.versions == NO_VERSION
+        begins = ~observed  # a turn begins where a sampled span comes first in its row, or after a given one
+        begins[1:] &= observed[:-1] | (self.rows[1:] != self.rows[:-1])
         return np.stack(
-            [np.bincount(self.rows, weights, count) for weights in (begins, given * self.sizes, self.seconds)], axis=1
+            [np.bincount(self.rows, weights, count) for weights in (begins, observed * self.sizes, self.seconds)],
+            axis=1,
         )
 
 
@@ -221,7 +222,7 @@ def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], begin: int, text: byt
         return None
     if not np.array_equal(np.bincount(spans.rows, spans.sizes, len(rows)), responses):
         return None
-    if any(branch.after >= branch.at for found in spans.branches(prompts).values() for branch in found):
+    if any(branch.after >= branch.at for row_branches in spans.branches(prompts).values() for branch in row_branches):
         return None
     # Prompts, of version -1, and spans in the order in which they are stored.
     order = np.argsort(np.concatenate([np.arange(len(rows)), spans.rows]), kind="stable")
@@ -253,18 +254,18 @@ def _wrong_rows(block: RowBlock, eta: int | None) -> Iterator[Finding]:
     for i in np.flatnonzero(older | outside | newer | other | np.isin(range(len(rows)), [*not_as_sampled])).tolist():
         where = f"trajectory {rows['trajectory'][i]}"
         if older[i]:
-            what = f"a token of version {oldest[i]}, v_traj is {v_traj[i]}"
-            yield Finding(check=CHECK, where=where, what=what)
+            message = f"a token of version {oldest[i]}, v_traj is {v_traj[i]}"
+            yield Finding(check=CHECK, where=where, message=message)
         if outside[i]:
-            what = f"consumed by step {step[i]}, v_traj is {v_traj[i]} and eta {eta}"
-            yield Finding(check=CHECK, where=where, what=what)
+            message = f"consumed by step {step[i]}, v_traj is {v_traj[i]} and eta {eta}"
+            yield Finding(check=CHECK, where=where, message=message)
         if newer[i]:
-            what = f"a token of version {newest[i]}, consumed by step {step[i]}"
-            yield Finding(check=CHECK, where=where, what=what)
-        for what in not_as_sampled.get(i, ()):
-            yield Finding(check="arrays", where=where, what=what)
+            message = f"a token of version {newest[i]}, consumed by step {step[i]}"
+            yield Finding(check=CHECK, where=where, message=message)
+        for message in not_as_sampled.get(i, ()):
+            yield Finding(check="arrays", where=where, message=message)
         if other[i]:
-            yield Finding(check="arrays", where=where, what=other_turns(turns[i], stored[i]))
+            yield Finding(check="arrays", where=where, message=other_turns(turns[i], stored[i]))
 
 
 def _refused_tokens(block: RowBlock, first: int, refused: Sequence[Refusal]) -> Iterator[Finding]:
@@ -299,15 +300,15 @@ def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
             and not (sampled & np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)).any()
         ):
             return {}
-    found: dict[int, list[str]] = {}
+    errors: dict[int, list[str]] = {}
     for i, (offset, prompt, response, trained) in enumerate(block.rows[[*PLACES, "loss_mask"]].tolist()):
         a = offset - block.begin
         if min(offset, prompt, response) < 0:
             continue
         part = slice(a, a + prompt + response)
         if wrong := list(token_faults(block.versions[part], block.logprobs[part], block.mask[part], prompt, trained)):
-            found[i] = wrong
-    return found
+            errors[i] = wrong
+    return errors
 
 
 def token_faults(
@@ -343,8 +344,8 @@ def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]
         a = offset - block.begin
         b, c = a + prompt, a + prompt + response
         versions, logprobs = block.versions[b:c], block.logprobs[b:c]
-        if (given := versions == NO_VERSION).any():  # a row that is read has no logprobs there
-            logprobs = np.where(given, np.float32(0), logprobs)
+        if (unsampled := versions == NO_VERSION).any():  # a row that is read has no logprobs there
+            logprobs = np.where(unsampled, np.float32(0), logprobs)
         digests.setdefault(step, BatchDigest()).add(
             (id, v_traj),
             block.ids[a:b],

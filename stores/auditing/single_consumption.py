@@ -66,22 +66,22 @@ class ConsumedRows:
         only if some trajectory is stored more than once."""
         yield from self._repeated(rows)
         if list(trained) != list(range(len(trained))):
-            yield Finding(check=CHECK, where="steps", what=f"steps are not 0, 1, 2, ...: {list(trained)[:20]}")
+            yield Finding(check=CHECK, where="steps", message=f"steps are not 0, 1, 2, ...: {list(trained)[:20]}")
         pairs = self._all()
         consumed = {int(step): pairs[a:b, 2] for step, a, b in _runs(pairs[:, 0])}
         for step in sorted({*trained, *consumed}):
             sizes = consumed.get(step, np.zeros(0, np.int64))
             if len(sizes) != header.groups_per_step or set(sizes.tolist()) != {header.group_size}:
-                what = (
+                message = (
                     f"consumed {len(sizes)} groups of sizes {sorted(set(sizes.tolist()))}, "
                     f"a batch is {header.groups_per_step} of {header.group_size}"
                 )
-                yield Finding(check=CHECK, where=f"step {step}", what=what)
+                yield Finding(check=CHECK, where=f"step {step}", message=message)
         by_group = pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]
         several = [(by_group[a:b, 3].min(), group, a, b) for group, a, b in _runs(by_group[:, 1]) if b - a > 1]
         for _, group, a, b in sorted(several):
-            what = f"consumed by steps {by_group[a:b, 0].tolist()}"
-            yield Finding(check=CHECK, where=f"group {group}", what=what)
+            message = f"consumed by steps {by_group[a:b, 0].tolist()}"
+            yield Finding(check=CHECK, where=f"group {group}", message=message)
 
     def _repeated(self, rows: Iterable[Rows]) -> Iterator[Finding]:
         if not self._twice:
@@ -94,7 +94,7 @@ class ConsumedRows:
                 counts[id] = counts.get(id, 0) + 1
         for id, count in counts.items():
             if count > 1:
-                yield Finding(check=CHECK, where=f"trajectory {id}", what=f"stored {count} times")
+                yield Finding(check=CHECK, where=f"trajectory {id}", message=f"stored {count} times")
 
     def _all(self) -> Ints:
         pairs = _summed(np.concatenate([np.zeros((0, 5), np.int64), *self._pairs]))

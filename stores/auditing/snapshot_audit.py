@@ -40,12 +40,12 @@ def audit_history(path: Path) -> Iterator[Finding]:
 def _damage(path: Path, branch: str) -> Iterator[Finding]:
     """Chunks of a branch's newest snapshot that cannot be read."""
     try:
-        found = list(VersionedStore.open(path, branch=branch).damage())
+        chunks = list(VersionedStore.open(path, branch=branch).damage())
     except StoreError as error:
-        yield Finding(check=CHECK, where=f"branch {branch}", what=str(error))
+        yield Finding(check=CHECK, where=f"branch {branch}", message=str(error))
         return
-    for chunk in found:
-        yield Finding(check=CHECK, where=f"branch {branch}", what=chunk.what)
+    for chunk in chunks:
+        yield Finding(check=CHECK, where=f"branch {branch}", message=chunk.error)
 
 
 def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
@@ -68,12 +68,12 @@ def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
             newest = root if newest is None else newest
             changed = repository.diff(from_snapshot_id=snapshot.parent_id, to_snapshot_id=snapshot.id).updated_chunks
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
-            yield Finding(check=CHECK, where=where, what=f"cannot be read: {first_line(error)}")
+            yield Finding(check=CHECK, where=where, message=f"cannot be read: {first_line(error)}")
             return
         chunks = {(name.strip("/"), int(place[0])) for name, places in changed.items() for place in places}
         for name, number in sorted(chunks & replaced):
-            if what := _difference(root[name], newest[name], number):
-                yield Finding(check=CHECK, where=where, what=f"{name}, chunk {number}: {what}")
+            if message := _difference(root[name], newest[name], number):
+                yield Finding(check=CHECK, where=where, message=f"{name}, chunk {number}: {message}")
         replaced |= chunks
 
 

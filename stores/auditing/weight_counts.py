@@ -94,8 +94,8 @@ def refused_tokens(
     for refusal in refused:
         if count := refusal.num_tokens(number, spans):
             sampler = f"{refusal.instance} at version {refusal.version}"
-            what = f"{count} tokens of {sampler}, at which it was taken out of service"
-            yield Finding(check=CHECK, where=where, what=what)
+            message = f"{count} tokens of {sampler}, at which it was taken out of service"
+            yield Finding(check=CHECK, where=where, message=message)
 
 
 def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
@@ -109,11 +109,11 @@ def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> Weig
             parts["verified"] += check.weights.verified
             parts["contradicted"] += check.weights.contradicted
             reasons.update(check.weights.not_verified)
-        for version, held in record.loaded_fingerprints.values():
+        for version, loaded in record.loaded_fingerprints.values():
             expected = published.get(version)
             outcome = "not verified"
-            if held and expected is not None and comparable(held, expected):
-                outcome = "verified" if held == expected else "contradicted"
+            if loaded and expected is not None and comparable(loaded, expected):
+                outcome = "verified" if loaded == expected else "contradicted"
             pulls[outcome] += 1
             parts[outcome] += 1
             reasons[BY_FINGERPRINT] += outcome == "not verified"
@@ -136,10 +136,10 @@ def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator
         if check.outcome == "contradicted" or check.fingerprint != expected:
             why = check.refused or f"it had {check.fingerprint}, {expected} was published; {check.weights.line}"
             out = "was taken out of service" if check.refused else "was wrong and served on"
-            yield Finding(check=CHECK, where=where, what=f"{check.instance} {out} at version {check.version}: {why}")
-    for instance, (version, held) in record.loaded_fingerprints.items():
-        expected = published.get(version, held)
+            yield Finding(check=CHECK, where=where, message=f"{check.instance} {out} at version {check.version}: {why}")
+    for instance, (version, loaded) in record.loaded_fingerprints.items():
+        expected = published.get(version, loaded)
         # A run that earlier versions began and this one resumed has fingerprints of two schemes.
-        if comparable(held, expected) and held != expected:
-            what = f"{instance} held weights other than those published as version {version}"
-            yield Finding(check=CHECK, where=where, what=what)
+        if comparable(loaded, expected) and loaded != expected:
+            message = f"{instance} held weights other than those published as version {version}"
+            yield Finding(check=CHECK, where=where, message=message)

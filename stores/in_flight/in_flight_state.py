@@ -212,12 +212,12 @@ class InFlightState:
     def missing(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
         """Trajectories that were started, are not stored, and of which nothing is known here, by group."""
         known = {*self.live, *(t.id for t in self.set_aside())}
-        found: dict[GroupId, list[TrajectoryId]] = {}
+        by_group: dict[GroupId, list[TrajectoryId]] = {}
         for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.members)):
             for i in range(first, last):
                 if i not in known:
-                    found.setdefault(GroupId(i // self.members), []).append(TrajectoryId(i))
-        return found
+                    by_group.setdefault(GroupId(i // self.members), []).append(TrajectoryId(i))
+        return by_group
 
     def begin(self, members: Iterable[TrajectoryId], prompt_tokens: IntArray, dataset_row: int, at_s: float) -> None:
         """Add trajectories of one group that have nothing but their prompt."""
@@ -268,7 +268,7 @@ class InFlightState:
 
     def _member_in_numbers(self, t: Trajectory) -> MemberInFlight:
         scored = t.id in self.scored
-        given = [span for span in t.spans if isinstance(span, Given)]
+        observations = [span for span in t.spans if isinstance(span, Given)]
         return MemberInFlight(
             trajectory=t.id,
             version=min((s.version for s in t.segments), default=PolicyVersion(-1)),
@@ -276,7 +276,7 @@ class InFlightState:
             sampled=t.finish is not FinishReason.UNFINISHED,
             scored=scored,
             reward=t.reward if scored and not t.error else None,
-            given_tokens=sum(len(span.tokens) for span in given),
+            given_tokens=sum(len(span.tokens) for span in observations),
         )
 
     # -- entries -------------------------------------------------------------------------------------------------
@@ -322,21 +322,21 @@ class InFlightState:
         routing = self.routings.get(entry.trajectory, LatestRouting(0, 0))
         if t is None or not self.hears(t.id, entry.route_number) or t.finish is not FinishReason.UNFINISHED:
             return False
-        held = t.num_tokens
+        num_known = t.num_tokens
         end = entry.first + sum(len(s.tokens) for s in entry.segments)
         # A turn has tokens: an end without any is that of the turn before an answer of none, come again.
         ends = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], Given))
-        if entry.first > held or end < held or (end == held and not ends):
+        if entry.first > num_known or end < num_known or (end == num_known and not ends):
             return False
         if any(segment.num_finite < len(segment.tokens) for segment in entry.segments):
             return False
         spans = list(t.spans)
-        skip = held - entry.first
+        skip = num_known - entry.first
         for segment in entry.segments:
             new = segment.without(min(skip, len(segment.tokens)))
             skip -= len(segment.tokens) - len(new.tokens)
             if len(new.tokens):
-                _append(spans, new, merge=held > routing.tokens)
+                _append(spans, new, merge=num_known > routing.tokens)
         timings = replace(t.timings, sampled_s=entry.at_s)
         self.live[entry.trajectory] = replace(t, spans=tuple(spans), finish=entry.finish, timings=timings)
         return True
@@ -347,10 +347,10 @@ class InFlightState:
             return False
         if t.id in self.scored:
             return False
-        given = Given(
+        observation = Given(
             role=entry.role, tokens=entry.tokens, seconds=entry.seconds, after=entry.after, auxiliary=entry.auxiliary
         )
-        self.live[t.id] = replace(t, spans=(*t.spans, given), finish=FinishReason.UNFINISHED)
+        self.live[t.id] = replace(t, spans=(*t.spans, observation), finish=FinishReason.UNFINISHED)
         self.turn_tokens.pop(t.id, None)
         if entry.turn_tokens:
             self.turn_tokens[t.id] = entry.turn_tokens
@@ -400,11 +400,11 @@ class InFlightState:
 
     def _resume(self, entry: FlightResumed) -> bool:
         again = set(entry.again)
-        held = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluation(t.id)]
+        trajectories = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluation(t.id)]
         scored = self.scored
         self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
         self.turn_tokens, self.stops = {}, {}
-        for t in sorted(held, key=lambda t: t.id):
+        for t in sorted(trajectories, key=lambda t: t.id):
             whole = all(s.version <= entry.version for s in t.segments)
             fresh = Trajectory(
                 id=t.id,
@@ -454,15 +454,15 @@ def _until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:
 
 def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
     """The spans of a whole trajectory, with auxiliary turns as given tokens: they have no gradient."""
-    found: list[Span] = []
+    trained: list[Span] = []
     auxiliary = False
     for span in spans:
         if isinstance(span, Given):
             auxiliary = span.auxiliary
-            found.append(replace(span, auxiliary=False))
+            trained.append(replace(span, auxiliary=False))
         else:
-            found.append(Given(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
-    return tuple(found)
+            trained.append(Given(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
+    return tuple(trained)
 
 
 def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:

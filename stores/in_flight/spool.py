@@ -133,8 +133,8 @@ class Spool:
             with contextlib.suppress(OSError):
                 self._path(number).unlink(missing_ok=True)
             del self._parts[number]
-        held = self.groups
-        self._stored_by = {group: step for group, step in self._stored_by.items() if group in held}
+        groups = self.groups
+        self._stored_by = {group: step for group, step in self._stored_by.items() if group in groups}
 
     @property
     def groups(self) -> set[GroupId]:

@@ -23,5 +23,5 @@ def find_stop(text: str, strings: Sequence[str]) -> tuple[int, int] | None:
     >>> find_stop("one, two", [" two", ", "])
     (3, 5)
     """
-    found = [(begin, begin + len(one)) for one in strings if (begin := text.find(one)) >= 0]
-    return min(found, default=None)
+    matches = [(begin, begin + len(string)) for string in strings if (begin := text.find(string)) >= 0]
+    return min(matches, default=None)

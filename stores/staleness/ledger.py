@@ -350,9 +350,9 @@ class StalenessLedger:
             listed = {g: v for v, groups in index.items() for g in groups}
             if sum(map(len, index.values())) != len(listed):
                 raise ProtocolViolation(f"a group is {state.name} under two versions")
-            held = {g: e.version for g, e in self.entries.items() if e.state is state}
-            if listed != held:
-                raise ProtocolViolation(f"{state.name} index and entries differ: {listed.items() ^ held.items()}")
+            expected = {g: e.version for g, e in self.entries.items() if e.state is state}
+            if listed != expected:
+                raise ProtocolViolation(f"{state.name} index and entries differ: {listed.items() ^ expected.items()}")
         for entry in self.entries.values():
             if set(entry.completed) & entry.waiting or not set(entry.completed) <= entry.routed:
                 raise ProtocolViolation(f"group {entry.group}: members both waiting and done, or done but never routed")
@@ -380,11 +380,11 @@ class StalenessLedger:
             live.sort(key=lambda e: (e.version, e.group))
             while live and len(picked) < self.groups_per_step:
                 last = live[0].group + self.window
-                found = next((e for e in live if e.state is EntryState.OCCUPIED and e.group < last), None)
-                if found is None:
+                entry = next((e for e in live if e.state is EntryState.OCCUPIED and e.group < last), None)
+                if entry is None:
                     break
-                picked.append(found)
-                live.remove(found)
+                picked.append(entry)
+                live.remove(entry)
             return picked
         for version in sorted(self._occupied):
             for group in self._occupied[version]:

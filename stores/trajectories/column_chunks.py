@@ -60,10 +60,10 @@ class _Chunks:
                 await self._write(self._key(number + i), _ZSTD.encode(np.ascontiguousarray(chunk)))
 
     async def _chunk(self, number: int) -> Array:
-        found = await self._store.get(f"{self._name}/{self._key(number)}", self._prototype)
-        if found is None:
+        encoded = await self._store.get(f"{self._name}/{self._key(number)}", self._prototype)
+        if encoded is None:
             return self._empty(self.size)
-        return np.frombuffer(_ZSTD.decode(found.to_bytes()), self._dtype).reshape(self.size, *self._rest)
+        return np.frombuffer(_ZSTD.decode(encoded.to_bytes()), self._dtype).reshape(self.size, *self._rest)
 
     async def _write(self, key: str, data: bytes) -> None:
         await self._store.set(f"{self._name}/{key}", self._prototype.buffer.from_bytes(data))
@@ -113,5 +113,5 @@ def read_all(store: Any, names: Iterable[str], first: int, last: int) -> dict[st
 
 
 async def _open(store: Any, name: str) -> _Chunks | None:
-    found = await store.get(f"{name}/zarr.json", default_buffer_prototype())
-    return None if found is None else _Chunks(store, name, json.loads(found.to_bytes()))
+    metadata = await store.get(f"{name}/zarr.json", default_buffer_prototype())
+    return None if metadata is None else _Chunks(store, name, json.loads(metadata.to_bytes()))

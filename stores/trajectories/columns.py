@@ -61,8 +61,8 @@ class Column:
         compute = self.shown or self.value
         assert compute is not None
         value = compute(row)
-        found: int | float | bool | str = value.value if isinstance(value, Enum) else np.dtype(self.dtype).type(value)
-        return found
+        shown: int | float | bool | str = value.value if isinstance(value, Enum) else np.dtype(self.dtype).type(value)
+        return shown
 
 
 def _sampled_versions(row: Ended) -> list[PolicyVersion]:

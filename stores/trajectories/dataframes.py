@@ -152,14 +152,14 @@ class StoredTokens:
         (part,) = key if isinstance(key, tuple) else (key,)
         first, last, step = part.indices(self.shape[0])
         assert step == 1
-        found = [np.zeros(0, self.dtype)]
+        chunks = [np.zeros(0, self.dtype)]
         at = int(np.searchsorted(self._ends, first, side="right"))
         while first < last:
             end = min(last, int(self._ends[at]))
             begin = int(self._begins[at] + first - (self._ends[at - 1] if at else 0))
-            found.append(self._source[begin : begin + end - first])
+            chunks.append(self._source[begin : begin + end - first])
             first, at = end, at + 1
-        return np.concatenate(found)
+        return np.concatenate(chunks)
 
 
 def to_xarray(table: Mapping[str, Any], places: Mapping[str, Any], root: Any, attributes: Mapping[str, Any]) -> Any:
@@ -200,14 +200,14 @@ def arrow_schema(texts: dict[str, str]) -> Any:
     lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAYS.items()]
     # Not a map: the datasets library does not support maps.
     parts = ("reward_parts", arrow.list_(arrow.struct([("name", arrow.string()), ("value", arrow.float64())])))
-    said = [
+    message_fields = [
         ("role", arrow.string()),
         ("content", arrow.string()),
         ("tokens", arrow.int64()),
         ("seconds", arrow.float64()),
     ]
-    kinds = {**dict.fromkeys(texts, arrow.string()), "messages": arrow.list_(arrow.struct(said))}
-    return arrow.schema([*fields, *((name, kinds[what]) for what, name in texts.items()), *lists, parts])
+    kinds = {**dict.fromkeys(texts, arrow.string()), "messages": arrow.list_(arrow.struct(message_fields))}
+    return arrow.schema([*fields, *((name, kinds[attribute]) for attribute, name in texts.items()), *lists, parts])
 
 
 def arrow_table(rows: list[Ended], texts: dict[str, str], read: list[RowTexts]) -> Any:
@@ -216,10 +216,10 @@ def arrow_table(rows: list[Ended], texts: dict[str, str], read: list[RowTexts]) 
     records = [
         {
             **record(row),
-            **{name: getattr(one, what) for what, name in texts.items()},
+            **{name: getattr(texts_of_row, attribute) for attribute, name in texts.items()},
             "reward_parts": [{"name": n, "value": v} for n, v in row.trajectory.reward_parts.items()],
         }
-        for row, one in zip(rows, read, strict=True)
+        for row, texts_of_row in zip(rows, read, strict=True)
     ]
     schema = arrow_schema(texts)
     if len(schema) != len({*COLUMNS, *ARRAYS, *texts.values(), "reward_parts"}):

@@ -169,6 +169,6 @@ def _stored(span: Span) -> list[str | int | float]:
     """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds], and `after` if
     a branch begins with it."""
     if isinstance(span, Given):
-        given: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), span_seconds(span)]
-        return given if span.after is None else [*given, span.after]
+        stored: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), span_seconds(span)]
+        return stored if span.after is None else [*stored, span.after]
     return [span.instance, span.version, len(span.tokens)]

@@ -55,7 +55,7 @@ class UnreadableRow:
     """A stored trajectory that can no longer be read, and why."""
 
     trajectory: TrajectoryId
-    what: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class DamagedChunk:
     array: str
     number: int
     elements: int
-    what: str
+    error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +231,7 @@ class StoreReader:
             except StoreUnavailable:
                 raise
             except StoreError as error:
-                yield UnreadableRow(trajectory=TrajectoryId(int(rows["trajectory"][i])), what=str(error))
+                yield UnreadableRow(trajectory=TrajectoryId(int(rows["trajectory"][i])), error=str(error))
 
     def damage(self) -> Iterator[DamagedChunk]:
         """Every chunk that cannot be read. Reads the whole store."""
@@ -244,7 +244,7 @@ class StoreReader:
                 except StoreUnavailable:
                     raise
                 except StoreError as error:
-                    yield DamagedChunk(array=name, number=number, elements=size, what=str(error))
+                    yield DamagedChunk(array=name, number=number, elements=size, error=str(error))
 
     def branches(self) -> set[str]:
         """All branches except the one the run commits to."""
@@ -262,7 +262,7 @@ class StoreReader:
 
     def follows(self, snapshot: str) -> bool:
         """Whether what this store reads was committed after `snapshot`, or is that."""
-        return any(str(one.id) == snapshot for one in self._repository.ancestry(snapshot_id=self.snapshot))
+        return any(str(ancestor.id) == snapshot for ancestor in self._repository.ancestry(snapshot_id=self.snapshot))
 
     def get(self, trajectory: TrajectoryId) -> Ended | None:
         root = self._read_root()
@@ -319,10 +319,10 @@ class StoreReader:
         """Columns of the rows at first <= position < last: the fill value of those that the store does not have."""
         columns = list(columns)
         try:
-            found = read_all(root.store, [column.array for column in columns], first, last)
+            arrays = read_all(root.store, [column.array for column in columns], first, last)
         except Exception:  # noqa: BLE001  a damaged chunk or a short array: read one by one, they are named
-            found = {c.array: self._slice(root, c.array, first, last) for c in columns if c.array in root}
-        return {c.name: found.get(c.array, np.full(last - first, c.fill, c.dtype)) for c in columns}
+            arrays = {c.array: self._slice(root, c.array, first, last) for c in columns if c.array in root}
+        return {c.name: arrays.get(c.array, np.full(last - first, c.fill, c.dtype)) for c in columns}
 
     def to_dask(self, block_rows: int = 512) -> Any:
         """A dask.dataframe with one row per trajectory, tokens included, read in blocks on the workers."""
@@ -403,9 +403,9 @@ class StoreReader:
             for number in range(first // size, -(-last // size)):  # find the damaged one
                 try:
                     array[number * size : min(last, (number + 1) * size)]
-                except Exception as found:  # noqa: BLE001  the same
-                    what = f"{self._where}: {name}, chunk {number}, is corrupt: {first_line(found)}"
-                    raise StoreError(what) from error
+                except Exception as first_error:  # noqa: BLE001  the same
+                    message = f"{self._where}: {name}, chunk {number}, is corrupt: {first_line(first_error)}"
+                    raise StoreError(message) from error
             raise StoreError(f"{self._where}: {name} cannot be read: {first_line(error)}") from error
 
     def _column(self, root: Any, name: str) -> npt.NDArray[Any]:
@@ -423,13 +423,13 @@ class StoreReader:
             raise failure(Path(self._where), "the store cannot be read", error) from error
 
 
-def check_format(found: object, where: str) -> None:
+def check_format(format: object, where: str) -> None:
     """Raise ConfigError if a store is not of the layout that is read here. found: in its attributes."""
-    if found in EARLIER_FORMATS:
+    if format in EARLIER_FORMATS:
         run = str(Path(where).parent)
         raise ConfigError(f"{where}: written by an earlier version; `staleflow store convert {run}` converts it")
-    if found != FORMAT:
-        raise ConfigError(f"{where}: store format {found!r}, this version reads {FORMAT!r}")
+    if format != FORMAT:
+        raise ConfigError(f"{where}: store format {format!r}, this version reads {FORMAT!r}")
 
 
 def num_rows(root: Any) -> int:

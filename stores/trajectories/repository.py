@@ -123,25 +123,25 @@ def first_line(error: BaseException) -> str:
     causes = [line.partition("-> ")[2] for line in lines if line.startswith(("|-> ", "`-> "))]
     if not causes:
         return lines[0].removeprefix("x ") if lines else type(error).__name__
-    said = re.search(r'message: "([^"]+)"', causes[-1])
+    match = re.search(r'message: "([^"]+)"', causes[-1])
     if causes[-1] == "Error":  # the answer to a HEAD, which has no text
         return "refused without a reason"
-    return said[1].rstrip(".") if said else causes[-1]
+    return match[1].rstrip(".") if match else causes[-1]
 
 
 def bucket_fails(path: Path, error: BaseException) -> bool:
     """Whether an error of the store at `path` is a failure of its bucket, which may pass: it does not answer, or it
     refuses a request. An object that is missing is damage, and a folder has no such failures. A snapshot that is not
     found may be one: so says Icechunk if it was refused what lists the snapshots while a repository was opened."""
-    said = str(error)
-    return bool(url_of(path)) and (("object store" in said and "NoSuchKey" not in said) or "snapshot not found" in said)
+    text = str(error)
+    return bool(url_of(path)) and (("object store" in text and "NoSuchKey" not in text) or "snapshot not found" in text)
 
 
-def failure(path: Path, what: str, error: BaseException) -> StoreError:
+def failure(path: Path, problem: str, error: BaseException) -> StoreError:
     """The error, of one line, of a store at `path`: what cannot be done, and why."""
     if bucket_fails(path, error):
-        return StoreUnavailable(f"{path}: {what}: {url_of(path)} does not take requests: {first_line(error)}")
-    return StoreError(f"{path}: {what}: {first_line(error)}")
+        return StoreUnavailable(f"{path}: {problem}: {url_of(path)} does not take requests: {first_line(error)}")
+    return StoreError(f"{path}: {problem}: {first_line(error)}")
 
 
 def _config() -> Any:

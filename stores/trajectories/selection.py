@@ -128,9 +128,9 @@ class Selection:
             raise self._wrong(f"{ast.unparse(node)!r} is not a number")
         return value
 
-    def _wrong(self, what: str) -> ConfigError:
+    def _wrong(self, problem: str) -> ConfigError:
         text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}..."
-        return ConfigError(f"where {text!r}: {what}")
+        return ConfigError(f"where {text!r}: {problem}")
 
 
 def _is_text(value: Any) -> bool:

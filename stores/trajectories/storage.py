@@ -45,9 +45,9 @@ def check_endpoint() -> None:
     minute. Asks nothing of Amazon's own servers."""
     endpoint = _endpoint()
     if endpoint:
-        found = urlsplit(endpoint)
-        port = found.port or (443 if found.scheme == "https" else 80)
-        socket.create_connection((found.hostname or "", port), LISTENS_S).close()
+        url = urlsplit(endpoint)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        socket.create_connection((url.hostname or "", port), LISTENS_S).close()
 
 
 def bucket_storage(url: str) -> Any:

@@ -66,10 +66,10 @@ class ConvertedStore:
 
 def needs_conversion(path: Path) -> bool:
     """Whether the store at a path has the layout of the version before. Raises ConfigError if it has an older one."""
-    found = _group(repository_at(path).readonly_session(MAIN)).attrs.get("format")
-    if found == 1:
+    format = _group(repository_at(path).readonly_session(MAIN)).attrs.get("format")
+    if format == 1:
         raise ConfigError(f"{path}: store format 1 is of a version that this one does not convert")
-    return found in CONVERTED_FORMATS
+    return format in CONVERTED_FORMATS
 
 
 def convert_store(source: Path, target: Path, *, keeps_bound: bool = True) -> ConvertedStore:
@@ -145,18 +145,18 @@ def _append(before: Any, after: Any) -> None:
 
 def _columns(before: Any, first: int, last: int) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     integers, floats = before["rows/int"][first:last], before["rows/float"][first:last]
-    found = {name: integers[:, i] for i, name in enumerate(INTEGERS)}
-    found |= {name: floats[:, i] for i, name in enumerate(FLOATS)}
+    values = {name: integers[:, i] for i, name in enumerate(INTEGERS)}
+    values |= {name: floats[:, i] for i, name in enumerate(FLOATS)}
     if "rows/turns" in before:
         turns = before["rows/turns"][first:last]
-        found |= {name: turns[:, i] for i, name in enumerate(TURNS)}
+        values |= {name: turns[:, i] for i, name in enumerate(TURNS)}
     else:
         zeros = np.zeros(last - first)
-        found |= {"turns": found["response_tokens"] > 0, "given_tokens": zeros, "tool_s": zeros}
-    found["v_min"] = np.where(found["v_min"] == NO_SAMPLED_TOKEN, -1, found["v_min"])
-    found["loss_mask"] = found["loss_mask"] != 0
+        values |= {"turns": values["response_tokens"] > 0, "given_tokens": zeros, "tool_s": zeros}
+    values["v_min"] = np.where(values["v_min"] == NO_SAMPLED_TOKEN, -1, values["v_min"])
+    values["loss_mask"] = values["loss_mask"] != 0
     for column in CONVERTED:
-        yield column.name, np.asarray(found[column.name]).astype(column.dtype)
+        yield column.name, np.asarray(values[column.name]).astype(column.dtype)
 
 
 def _copy_derived(before: Any, after: Any, copied: dict[str, str]) -> None:

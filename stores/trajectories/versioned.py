@@ -172,11 +172,11 @@ class VersionedStore(StoreReader):
         except Exception as error:  # zarr raises its own for what Icechunk could not read
             # The session is dropped: what was written before the failure belongs to no snapshot.
             self._failed = True
-            what = f"{path}: {record.kind} {record.step} could not be stored"
+            problem = f"{path}: {record.kind} {record.step} could not be stored"
             if url := url_of(path):
-                raise StoreUnavailable(f"{what}: {url} does not take it: {first_line(error)}") from error
+                raise StoreUnavailable(f"{problem}: {url} does not take it: {first_line(error)}") from error
             raise StoreError(
-                f"{what}: {first_line(error)}; free space or move runs_dir; everything before this commit is stored"
+                f"{problem}: {first_line(error)}; free space or move runs_dir; everything before this commit is stored"
             ) from error
         self._failed = False
         self._head = snapshot

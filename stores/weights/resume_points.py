@@ -50,9 +50,9 @@ class ResumePoints:
         claimed = secrets.token_hex(8).encode()
         try:
             self._writer.parent.mkdir(parents=True, exist_ok=True)
-            with self._locked() as held:
-                os.ftruncate(held, 0)
-                os.pwrite(held, claimed, 0)
+            with self._locked() as fd:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, claimed, 0)
         except OSError as error:
             raise StoreError(f"{self._writer}: cannot be written: {error}; {REMEDY}") from error
         self._claimed = claimed
@@ -64,14 +64,14 @@ class ResumePoints:
 
     def versions(self) -> list[PolicyVersion]:
         """The versions that have a resume point, oldest first."""
-        found = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
-        return sorted({PolicyVersion(int(path.stem[1:])) for path in found})
+        paths = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
+        return sorted({PolicyVersion(int(path.stem[1:])) for path in paths})
 
     def whole(self) -> list[PolicyVersion]:
         """The versions whose resume point is complete: a folder is if it is there; a torch file is a zip archive, and
         the zip directory comes last."""
-        found = ((version, self.path(version)) for version in self.versions())
-        return [version for version, path in found if path.is_dir() or zipfile.is_zipfile(path)]
+        candidates = ((version, self.path(version)) for version in self.versions())
+        return [version for version, path in candidates if path.is_dir() or zipfile.is_zipfile(path)]
 
     def remove_after(self, version: PolicyVersion) -> None:
         """Remove the points of later versions, also those whose writer was killed when it had moved them aside. A run
@@ -112,8 +112,8 @@ class ResumePoints:
         if not self._claimed:
             yield
             return
-        with self._locked() as held:
-            if os.pread(held, len(self._claimed) + 1, 0) != self._claimed:
+        with self._locked() as fd:
+            if os.pread(fd, len(self._claimed) + 1, 0) != self._claimed:
                 raise StoreError(f"{path}: is not written: the run goes on with another trainer")
             yield
 
@@ -121,12 +121,12 @@ class ResumePoints:
     def _locked(self) -> Iterator[int]:
         """The file of the claimant, locked where files can be, and unless somebody keeps it locked, as a process does
         that was stopped. Raises OSError."""
-        held = os.open(self._writer, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = os.open(self._writer, os.O_RDWR | os.O_CREAT, 0o666)
         until = time.monotonic() + RENAME_S
         try:
             while True:
                 try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     if time.monotonic() < until:
                         time.sleep(0.01)
@@ -134,9 +134,9 @@ class ResumePoints:
                 except OSError:
                     pass  # this file system has no locks
                 break
-            yield held
+            yield fd
         finally:
-            os.close(held)
+            os.close(fd)
 
     def _remove(self, version: PolicyVersion) -> None:
         for sharded in (False, True):
@@ -161,5 +161,5 @@ def loading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise StoreError(f"{path}: no resume point of this job: {what}; remove it to use an older one") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise StoreError(f"{path}: no resume point of this job: {reason}; remove it to use an older one") from error

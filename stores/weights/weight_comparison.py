@@ -18,7 +18,7 @@ class WeightPart:
 
     name: str
     """The published tensor's name, with the piece of it where it is not all."""
-    held: Any = None
+    loaded: Any = None
     """The tensor or array that the engine computes with."""
     published: Any = None
     """The same part of the published weights."""
@@ -32,7 +32,7 @@ def compared(parts: Iterable[WeightPart]) -> WeightReport:
     for part in parts:
         if part.unknown:
             unknown[part.unknown] += 1
-        elif equal_bits(part.held, part.published):
+        elif equal_bits(part.loaded, part.published):
             verified += 1
         else:
             differing.append(part.name)
@@ -44,27 +44,27 @@ def compared(parts: Iterable[WeightPart]) -> WeightReport:
     )
 
 
-def compared_by_name(held: Mapping[str, Any], published: Mapping[str, Any]) -> WeightReport:
+def compared_by_name(loaded: Mapping[str, Any], published: Mapping[str, Any]) -> WeightReport:
     """Compare the weights of an engine that has them under the names and in the shapes they are published in."""
     return compared(
         WeightPart(
             name=name,
-            held=held.get(name),
+            loaded=loaded.get(name),
             published=published.get(name),
-            unknown="" if name in held and name in published else "not in both the model and what is published",
+            unknown="" if name in loaded and name in published else "not in both the model and what is published",
         )
-        for name in sorted({*held, *published})
+        for name in sorted({*loaded, *published})
     )
 
 
-def equal_bits(one: Any, other: Any) -> bool:
+def equal_bits(left: Any, right: Any) -> bool:
     """Whether two tensors, or two arrays, are of one type and shape and equal bit for bit: NaN is equal to itself, and
     -0 is not equal to 0."""
-    if one.dtype != other.dtype or tuple(one.shape) != tuple(other.shape):
+    if left.dtype != right.dtype or tuple(left.shape) != tuple(right.shape):
         return False
-    if isinstance(one, np.ndarray):
-        return bool(one.tobytes() == other.tobytes())
+    if isinstance(left, np.ndarray):
+        return bool(left.tobytes() == right.tobytes())
     import torch
 
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.dtype.itemsize]
-    return bool(torch.equal(one.detach().view(whole), other.detach().to(one.device).view(whole)))
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+    return bool(torch.equal(left.detach().view(whole), right.detach().to(left.device).view(whole)))

@@ -94,8 +94,8 @@ def indices(coded: Bytes, width: int) -> npt.NDArray[np.int64]:
     """The indices that `places` was given."""
     numbers = coded.view(f"<u{width}")
     (ends,) = np.nonzero(numbers != 2 ** (8 * width) - 1)
-    found: npt.NDArray[np.int64] = np.cumsum(numbers, dtype=np.int64)[ends] + np.arange(len(ends))
-    return found
+    positions: npt.NDArray[np.int64] = np.cumsum(numbers, dtype=np.int64)[ends] + np.arange(len(ends))
+    return positions
 
 
 def record(piece: TensorPiece, old: Bytes, new: Bytes) -> bytes:
@@ -109,7 +109,7 @@ def record(piece: TensorPiece, old: Bytes, new: Bytes) -> bytes:
     gaps = np.diff(at, prepend=-1) - 1
     sizes = {width: width * (len(at) + int((gaps // (2 ** (8 * width) - 1)).sum())) for width in GAPS}
     sizes[BITS] = -(-len(after) // 8)
-    way = min(sizes, key=lambda one: sizes[one])
+    way = min(sizes, key=lambda encoding: sizes[encoding])
     if sizes[way] + len(values) >= len(new):
         way, coded, values = ALL, np.empty(0, np.uint8), new
     elif way == BITS:
@@ -146,9 +146,9 @@ class DeltaWriter:
             return
         number = self._numbers[begin]
         piece = self._pieces[number]
-        found = record(piece, self._old[begin : begin + piece.num_bytes], np.frombuffer(data, np.uint8))
+        delta_record = record(piece, self._old[begin : begin + piece.num_bytes], np.frombuffer(data, np.uint8))
         with self._lock:
-            self._waiting[number] = found
+            self._waiting[number] = delta_record
             while self._next in self._waiting:
                 self._write(self._waiting.pop(self._next))
                 self._next += 1
@@ -175,36 +175,35 @@ def apply(path: Path, delta: Path, base: PolicyVersion) -> None:
     against that version, or is damaged; then the file is neither."""
     try:
         with path.open("r+b") as file, delta.open("rb") as changes:
-            held = mmap.mmap(file.fileno(), 0)
-            target = np.frombuffer(held, np.uint8)
-            given = np.frombuffer(mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-            for fields in _records(given, base):
+            target = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+            records = np.frombuffer(mmap.mmap(changes.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            for fields in _records(records, base):
                 _change(target, *fields)
     except (OSError, ValueError, IndexError, KeyError, struct.error) as error:
         raise StoreError(f"{delta}: no changes against version {base}: {error}") from error
 
 
-def _records(given: Bytes, base: PolicyVersion) -> Iterator[tuple[Any, ...]]:
+def _records(delta: Bytes, base: PolicyVersion) -> Iterator[tuple[Any, ...]]:
     """The records of a delta file: the fields of RECORD, the places and the values."""
     begin = len(MAGIC) + 8
-    if bytes(given[: len(MAGIC)]) != MAGIC:
+    if bytes(delta[: len(MAGIC)]) != MAGIC:
         raise ValueError("unknown format")
-    (size,) = struct.unpack("<Q", bytes(given[len(MAGIC) : begin]))
-    header = json.loads(bytes(given[begin : begin + size]))
+    (size,) = struct.unpack("<Q", bytes(delta[len(MAGIC) : begin]))
+    header = json.loads(bytes(delta[begin : begin + size]))
     of = header.get("base") if isinstance(header, dict) else None
     if of != base:
         raise ValueError(f"they are against version {of}")
     at = begin + size
-    while at < len(given):
-        fields = RECORD.unpack(bytes(given[at : at + RECORD.size]))
+    while at < len(delta):
+        fields = RECORD.unpack(bytes(delta[at : at + RECORD.size]))
         way, itemsize, _, num_elements, num_changed, num_coded = fields
         at += RECORD.size
         if way not in (ALL, BITS, *GAPS) or itemsize not in (1, 2, 4, 8):
             raise ValueError("a record is none")
         num_values = itemsize * (num_elements if way == ALL else num_changed)
-        if at + num_coded + num_values > len(given):
+        if at + num_coded + num_values > len(delta):
             raise ValueError("it is cut off")
-        coded, values = given[at : at + num_coded], given[at + num_coded : at + num_coded + num_values]
+        coded, values = delta[at : at + num_coded], delta[at + num_coded : at + num_coded + num_values]
         at += num_coded + num_values
         yield *fields, coded, values
 

@@ -40,18 +40,18 @@ def write(path: Path, weights: Tensors | TensorStream, changes: DeltaTarget | No
     described = weights.described if isinstance(weights, TensorStream) else weights
     header, begins = layout(described)
     delta = None if changes is None else changes.writer(header, _pieces(described, begins))
-    held = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        _write_all(held, header, 0)
+        _write_all(fd, header, 0)
 
         def write_piece(name: str, offset: int, data: memoryview) -> None:
-            _write_all(held, data, begins[name] + offset)
+            _write_all(fd, data, begins[name] + offset)
             if delta is not None:
                 delta.add(begins[name] + offset, data)
 
         return fingerprint(weights, also=write_piece)
     finally:
-        os.close(held)
+        os.close(fd)
         if delta is not None:
             delta.finish()
 
@@ -111,8 +111,8 @@ def _type(name: str, tensor: torch.Tensor | Array) -> str:
     return TYPES[kind]
 
 
-def _write_all(held: int, data: bytes | memoryview, offset: int) -> None:
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
-        written = os.pwrite(held, view, offset)
+        written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written

@@ -67,12 +67,12 @@ def read_shapes(path: Path) -> Shapes:
         raise StoreError(f"{path}: weights cannot be read: {error}") from error
 
 
-def check_shapes(held: Shapes, loaded: Shapes, path: Path) -> None:
+def check_shapes(expected: Shapes, loaded: Shapes, path: Path) -> None:
     """Raise StoreError if a loaded tensor is missing, unknown or of another shape. Call before overwriting anything."""
-    if held.keys() != loaded.keys():
-        differing = sorted(held.keys() ^ loaded.keys())
+    if expected.keys() != loaded.keys():
+        differing = sorted(expected.keys() ^ loaded.keys())
         raise StoreError(f"{path}: {len(differing)} tensors differ from the model's, the first is {differing[0]}")
-    for name, shape in held.items():
+    for name, shape in expected.items():
         if shape != loaded[name]:
             raise StoreError(f"{path}: {name} has shape {loaded[name]}, the model's has {shape}")
 
@@ -153,10 +153,10 @@ class WeightFolder:
             before = PolicyVersion(version - 1)
             changes = DeltaTarget(path=part.with_suffix(".delta"), base=before, old=self.path(before))
             try:
-                held = weight_file.write(part, weights, changes)
+                fingerprint = weight_file.write(part, weights, changes)
                 with contextlib.suppress(FileNotFoundError):  # there is none
                     changes.path.replace(self.delta_path(version))  # before the version itself is seen
-                return held
+                return fingerprint
             finally:
                 changes.path.unlink(missing_ok=True)
 

@@ -94,7 +94,7 @@ def fingerprint(
     num_waiting = 0
 
     def add(header: bytes, digests: list[Future[bytes]]) -> int:
-        whole.update(hashlib.sha256(header + b"".join(one.result() for one in digests)).digest())
+        whole.update(hashlib.sha256(header + b"".join(digest.result() for digest in digests)).digest())
         return len(digests)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
@@ -114,9 +114,9 @@ def matches(weights: Weights, recorded: str) -> bool:
     return _scheme(recorded) == SCHEME and fingerprint(weights) == recorded
 
 
-def comparable(one: str, other: str) -> bool:
+def comparable(left: str, right: str) -> bool:
     """Whether two fingerprints are of one scheme, so that unequal ones mean unequal weights."""
-    return _scheme(one) == _scheme(other)
+    return _scheme(left) == _scheme(right)
 
 
 def _scheme(recorded: str) -> str:

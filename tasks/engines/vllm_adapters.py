@@ -123,6 +123,6 @@ class AdapterExtension:
                     rows, columns = tensors[key].shape
                     whole = torch.zeros_like(loaded)
                     whole[:rows, :columns] = tensors[key].to(loaded) * times
-                    parts[key] = WeightPart(name=key, held=loaded, published=whole)
+                    parts[key] = WeightPart(name=key, loaded=loaded, published=whole)
         missing = (WeightPart(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
         return compared([*parts.values(), *missing])

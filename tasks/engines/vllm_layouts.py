@@ -83,7 +83,7 @@ def _part(name: str, loaded: torch.Tensor, published: torch.Tensor) -> WeightPar
         if torch.promote_types(loaded.dtype, published.dtype) != loaded.dtype:
             return WeightPart(name=name, unknown=f"kept as {str(loaded.dtype).removeprefix('torch.')}")
         published = published.to(loaded.dtype)
-    return WeightPart(name=name, held=loaded, published=published)
+    return WeightPart(name=name, loaded=loaded, published=published)
 
 
 def _place(model: Any, name: str) -> Place:

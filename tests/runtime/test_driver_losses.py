@@ -143,7 +143,7 @@ def test_an_instance_with_wrong_weights_is_out_of_service_before_its_next_token_
     assert (counts.contradicted, counts.not_verified) == (1, 0)
     assert counts.verified >= 2 * 6
     (finding,) = (finding for record in run.records for finding in contradictions(record, {}))
-    assert finding.what.startswith("rollout-0 was taken out of service at version 2: ")
+    assert finding.message.startswith("rollout-0 was taken out of service at version 2: ")
 
 
 def test_a_refusal_is_stored_at_once_and_not_with_the_next_step(body: Body) -> None:

@@ -25,11 +25,11 @@ def plain_audit(store: StoreReader) -> AuditReport:
         table = store.table()
         turns = list(zip(*(table[name].tolist() for name in ("turns", "given_tokens", "tool_s")), strict=True))
         if broken := next((chunk for chunk in store.damage() if chunk.array == "tokens/mask"), None):
-            raise StoreError(broken.what)
+            raise StoreError(broken.error)
     except StoreError as error:
         findings += [*_damage(store), *_array_findings(store)]
         if not findings:
-            findings.append(Finding(check="arrays", where="store", what=str(error)))
+            findings.append(Finding(check="arrays", where="store", message=str(error)))
         return AuditReport(
             num_steps=0,
             num_trajectories=0,
@@ -63,15 +63,15 @@ def _damage(store: StoreReader) -> Iterable[Finding]:
     except StoreError:
         table = {}
     for chunk in damage:
-        what = chunk.what
+        message = chunk.error
         if table and (chunk.array == "text" or chunk.array.startswith("tokens/")):
             begins, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
             if chunk.array == "text":
                 begins, sizes = table["text_offset"], table["text_bytes"]
             first = chunk.number * chunk.elements
             held = int(((begins < first + chunk.elements) & (begins + sizes > first)).sum())
-            what += f"; it holds parts of {held} of {len(begins)} trajectories; the others can be read"
-        yield Finding(check="arrays", where=chunk.array, what=what)
+            message += f"; it holds parts of {held} of {len(begins)} trajectories; the others can be read"
+        yield Finding(check="arrays", where=chunk.array, message=message)
 
 
 def _array_findings(store: StoreReader) -> Iterable[Finding]:
@@ -83,16 +83,16 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
         yield Finding(
             check="arrays",
             where="records",
-            what=f"step records cannot be read: {error}",
+            message=f"step records cannot be read: {error}",
         )
         return
     num_rows = sum(r.num_rows for r in records)
     for name in (n for n in lengths if n.startswith("rows/")):
         if lengths[name] != num_rows:
-            yield Finding(check="arrays", where=name, what=f"{lengths[name]} rows, step records count {num_rows}")
+            yield Finding(check="arrays", where=name, message=f"{lengths[name]} rows, step records count {num_rows}")
     token_lengths = {lengths[n] for n in lengths if n.startswith("tokens/")}
     if len(token_lengths) > 1:
-        yield Finding(check="arrays", where="tokens", what=f"arrays of different lengths {sorted(token_lengths)}")
+        yield Finding(check="arrays", where="tokens", message=f"arrays of different lengths {sorted(token_lengths)}")
     try:
         table = store.table(names=PLACES)
     except StoreError:
@@ -101,7 +101,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
         need = int((table["offset"] + table["prompt_tokens"] + table["response_tokens"]).max())
         for name in (n for n in lengths if n.startswith("tokens/")):
             if lengths[name] < need:
-                yield Finding(check="arrays", where=name, what=f"truncated: {lengths[name]} of {need} tokens")
+                yield Finding(check="arrays", where=name, message=f"truncated: {lengths[name]} of {need} tokens")
 
 
 def _rows(store: StoreReader, rows: list[Ended], turns: list[tuple[float, ...]]) -> Iterable[Finding]:
@@ -116,8 +116,8 @@ def _rows(store: StoreReader, rows: list[Ended], turns: list[tuple[float, ...]])
         if min(offset, prompt, response) >= 0:
             versions, logprobs, mask = (values[offset : offset + prompt + response] for values in tokens)
             faults += _token_faults(prompt, trained != 0, zip(versions, logprobs, mask, strict=True))
-        for what in (*faults, *_turn_faults(row.trajectory, turns[i])):
-            yield Finding(check="arrays", where=where, what=what)
+        for message in (*faults, *_turn_faults(row.trajectory, turns[i])):
+            yield Finding(check="arrays", where=where, message=message)
 
 
 def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float, int]]) -> Iterable[str]:
@@ -131,7 +131,7 @@ def _token_faults(prompt: int, trained: bool, tokens: Iterable[tuple[int, float,
         learnt = int(i >= prompt and version != -1 and trained)
         counts["tokens have a loss mask, and carry no gradient"] += mask > learnt
         counts["tokens that carry gradient have no loss mask"] += mask < learnt
-    yield from (f"{count} {what}" for what, count in counts.items() if count)
+    yield from (f"{count} {message}" for message, count in counts.items() if count)
 
 
 def _turn_faults(t: Trajectory, stored: tuple[float, ...]) -> Iterable[str]:
@@ -149,41 +149,41 @@ def _bound(header: RunHeader, row: Ended) -> Iterable[Finding]:
     where = f"trajectory {t.id}"
     versions = t.versions[t.sampled]
     if len(versions) and int(versions.min()) < t.v_traj:
-        what = f"a token of version {versions.min()}, v_traj is {t.v_traj}"
-        yield Finding(check="bound", where=where, what=what)
+        message = f"a token of version {versions.min()}, v_traj is {t.v_traj}"
+        yield Finding(check="bound", where=where, message=message)
     if row.fate is not Fate.CONSUMED:
         return
     if t.v_traj > row.step or (header.eta is not None and row.step > t.v_traj + header.eta):
-        what = f"consumed by step {row.step}, v_traj is {t.v_traj} and eta {header.eta}"
-        yield Finding(check="bound", where=where, what=what)
+        message = f"consumed by step {row.step}, v_traj is {t.v_traj} and eta {header.eta}"
+        yield Finding(check="bound", where=where, message=message)
     if len(versions) and int(versions.max()) > row.step:
-        what = f"a token of version {versions.max()}, consumed by step {row.step}"
-        yield Finding(check="bound", where=where, what=what)
+        message = f"a token of version {versions.max()}, consumed by step {row.step}"
+        yield Finding(check="bound", where=where, message=message)
 
 
 def _once(header: RunHeader, records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
     """Check that every trajectory is stored once and every step consumed exactly its number of complete groups."""
     for trajectory, count in Counter(r.trajectory.id for r in rows).items():
         if count > 1:
-            yield Finding(check="once", where=f"trajectory {trajectory}", what=f"stored {count} times")
+            yield Finding(check="once", where=f"trajectory {trajectory}", message=f"stored {count} times")
     consumed: dict[int, Counter[int]] = {}
     for row in rows:
         if row.fate is Fate.CONSUMED:
             consumed.setdefault(row.step, Counter())[row.trajectory.group] += 1
     trained = [r.step for r in records if r.kind == "step"]
     if trained != list(range(len(trained))):
-        yield Finding(check="once", where="steps", what=f"steps are not 0, 1, 2, ...: {trained[:20]}")
+        yield Finding(check="once", where="steps", message=f"steps are not 0, 1, 2, ...: {trained[:20]}")
     for step in sorted({*trained, *consumed}):
         groups = consumed.get(step, Counter())
         if len(groups) != header.groups_per_step or set(groups.values()) != {header.group_size}:
-            what = (
+            message = (
                 f"consumed {len(groups)} groups of sizes {sorted(set(groups.values()))}, "
                 f"a batch is {header.groups_per_step} of {header.group_size}"
             )
-            yield Finding(check="once", where=f"step {step}", what=what)
+            yield Finding(check="once", where=f"step {step}", message=message)
     for group, steps in _steps_by_group(rows).items():
         if len(steps) > 1:
-            yield Finding(check="once", where=f"group {group}", what=f"consumed by steps {sorted(steps)}")
+            yield Finding(check="once", where=f"group {group}", message=f"consumed by steps {sorted(steps)}")
 
 
 def _steps_by_group(rows: list[Ended]) -> dict[int, set[int]]:
@@ -201,15 +201,15 @@ def conservation_of(record: StepRecord, ended: set[int], counts: Counter[str]) -
     started = set(range(record.ledger.num_started))
     lost = started - ended - live
     if lost:
-        what = f"{len(lost)} trajectories are neither stored nor in flight, first {min(lost)}"
-        yield Finding(check="conservation", where=where, what=what)
+        message = f"{len(lost)} trajectories are neither stored nor in flight, first {min(lost)}"
+        yield Finding(check="conservation", where=where, message=message)
     both = (ended & live) | ((ended | live) - started)
     if both:
-        what = f"{len(both)} trajectories are stored and in flight, or were never started, first {min(both)}"
-        yield Finding(check="conservation", where=where, what=what)
+        message = f"{len(both)} trajectories are stored and in flight, or were never started, first {min(both)}"
+        yield Finding(check="conservation", where=where, message=message)
     if dict(counts) != {k: v for k, v in record.ledger.num_ended.items() if v}:
-        what = f"the ledger counted {record.ledger.num_ended}, the rows are {dict(counts)}"
-        yield Finding(check="conservation", where=where, what=what)
+        message = f"the ledger counted {record.ledger.num_ended}, the rows are {dict(counts)}"
+        yield Finding(check="conservation", where=where, message=message)
 
 
 def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
@@ -224,10 +224,12 @@ def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
         at += record.num_rows
         yield from conservation_of(record, ended, counts)
     if records and at != len(rows):
-        yield Finding(check="conservation", where="rows", what=f"{len(rows)} rows, the step records account for {at}")
+        yield Finding(
+            check="conservation", where="rows", message=f"{len(rows)} rows, the step records account for {at}"
+        )
     if records and records[-1].kind == "end" and records[-1].ledger.num_live:
-        what = f"{records[-1].ledger.num_live} trajectories still in flight after the end"
-        yield Finding(check="conservation", where="end", what=what)
+        message = f"{records[-1].ledger.num_live} trajectories still in flight after the end"
+        yield Finding(check="conservation", where="end", message=message)
 
 
 def _sampled_by(trajectory: Trajectory) -> Counter[tuple[str, int]]:
@@ -255,19 +257,19 @@ def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Find
         if record.kind == "step":
             batch = [(r.trajectory, r.advantage) for r in by_step.get(record.step, [])]
             if batch_fingerprint(batch) != record.batch_fingerprint:
-                what = "the stored batch is not the one the trainer received"
-                yield Finding(check="fingerprints", where=where, what=what)
+                message = "the stored batch is not the one the trainer received"
+                yield Finding(check="fingerprints", where=where, message=message)
     for i, row in enumerate(rows):
         for (instance, version), count in _sampled_by(row.trajectory).items():
             pulls = [(at, check) for at, check in checks if (check.instance, check.version) == (instance, version)]
             held_before = any(at <= i for at, check in pulls if not check.refused)
             if any(check.refused for _, check in pulls) and not held_before:
-                what = f"{count} tokens of {instance} at version {version}, at which it was taken out of service"
-                yield Finding(check="fingerprints", where=f"trajectory {row.trajectory.id}", what=what)
+                message = f"{count} tokens of {instance} at version {version}, at which it was taken out of service"
+                yield Finding(check="fingerprints", where=f"trajectory {row.trajectory.id}", message=message)
     for record in records:
         where = f"{record.kind} {record.step}"
         for instance, (version, held) in record.loaded_fingerprints.items():
             expected = published.get(version)
             if expected is not None and comparable(held, expected) and held != expected:
-                what = f"{instance} held weights other than those published as version {version}"
-                yield Finding(check="fingerprints", where=where, what=what)
+                message = f"{instance} held weights other than those published as version {version}"
+                yield Finding(check="fingerprints", where=where, message=message)

@@ -264,7 +264,7 @@ def tamper(folder: Path, rng: random.Random, count: int) -> None:
 def plain(findings: Iterable[Any]) -> list[tuple[str, str, str]]:
     """Findings as texts. Which of several unreadable rows is met first, and how far a block of rows reaches, is of the
     reader and not of the store."""
-    return [(f.check, f.where, "unreadable" if f.where == "store" else f.what) for f in findings]
+    return [(f.check, f.where, "unreadable" if f.where == "store" else f.message) for f in findings]
 
 
 @pytest.mark.parametrize("faults", [0, 1, 2, 6])
@@ -351,5 +351,5 @@ def test_a_ledger_out_of_all_bounds_is_a_finding_and_takes_no_memory() -> None:
     kept = Conservation()
     ledger = LedgerState(num_started=2**60, num_ended={}, live=((5, 2**70),), next_step=0, version=0)
     (lost, wrong) = kept.ends(StepRecord(kind="step", step=0, ledger=ledger))
-    assert lost.what == "5 trajectories are neither stored nor in flight, first 0"
-    assert f"first {2**60}" in wrong.what
+    assert lost.message == "5 trajectories are neither stored nor in flight, first 0"
+    assert f"first {2**60}" in wrong.message

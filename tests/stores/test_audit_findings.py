@@ -59,7 +59,7 @@ class Fault:
     name: str
     check: str
     where: str
-    what: str
+    message: str
     """A regular expression for all of the text."""
     rows: Rows = lambda step, rows: rows
     record: Record = lambda record: record
@@ -262,152 +262,155 @@ def damaged(folder: Path) -> None:
 FAULTS = (
     # -- the bound
     Fault(
-        name="older_than_v_traj", check="bound", where="trajectory 4", what="a token of version 0, v_traj is 1",
+        name="older_than_v_traj", check="bound", where="trajectory 4", message="a token of version 0, v_traj is 1",
         rows=of_trajectory(4, v_traj=PolicyVersion(1)),
     ),
     Fault(
-        name="too_old", check="bound", where="trajectory 8", what="consumed by step 2, v_traj is -1 and eta 2",
+        name="too_old", check="bound", where="trajectory 8", message="consumed by step 2, v_traj is -1 and eta 2",
         rows=of_trajectory(8, v_traj=PolicyVersion(-1)),
     ),
     Fault(
-        name="too_new", check="bound", where="trajectory 0", what="consumed by step 0, v_traj is 1 and eta 2",
+        name="too_new", check="bound", where="trajectory 0", message="consumed by step 0, v_traj is 1 and eta 2",
         rows=of_trajectory(0, v_traj=PolicyVersion(1)), alone=False,
     ),
     *(
         Fault(
             name=f"token_{newer}_newer", check="bound", where="trajectory 4",
-            what=f"a token of version {1 + newer}, consumed by step 1", rows=sampled_under(4, 1 + newer),
+            message=f"a token of version {1 + newer}, consumed by step 1", rows=sampled_under(4, 1 + newer),
         )
         for newer in range(1, ETA + 2)
     ),
     # -- the arrays
     Fault(
         name="other_turns", check="arrays", where="trajectory 1",
-        what=r"its spans have 3 turns, \d+ given tokens, 1.75 s; stored are 4 turns, .*",
+        message=r"its spans have 3 turns, \d+ given tokens, 1.75 s; stored are 4 turns, .*",
         edit=lambda root: root["rows/turns"].__setitem__(1, 4),
     ),
     Fault(
-        name="prompt_has_version", check="arrays", where="trajectory 0", what="1 tokens of the prompt have a version",
+        name="prompt_has_version", check="arrays", where="trajectory 0",
+        message="1 tokens of the prompt have a version",
         edit=at_token("versions", 0, lambda prompt: 0, 0),
     ),
     Fault(
         name="given_has_logprob", check="arrays", where="trajectory 1",
-        what="1 tokens that were not sampled have a logprob", edit=given_logprob,
+        message="1 tokens that were not sampled have a logprob", edit=given_logprob,
     ),
     Fault(
         name="logprob_not_finite", check="arrays", where="trajectory 0",
-        what="1 sampled tokens have a logprob that is not finite",
+        message="1 sampled tokens have a logprob that is not finite",
         edit=at_token("logprobs", 0, lambda prompt: prompt, -np.inf), alone=False,
     ),
     Fault(
         name="masked_without_gradient", check="arrays", where="trajectory 1",
-        what="1 tokens have a loss mask, and carry no gradient", edit=at_token("mask", 1, lambda prompt: 0, 1),
+        message="1 tokens have a loss mask, and carry no gradient", edit=at_token("mask", 1, lambda prompt: 0, 1),
     ),
     Fault(
         name="gradient_without_mask", check="arrays", where="trajectory 1",
-        what="1 tokens that carry gradient have no loss mask", edit=at_token("mask", 1, lambda prompt: prompt, 0),
+        message="1 tokens that carry gradient have no loss mask", edit=at_token("mask", 1, lambda prompt: prompt, 0),
     ),
     Fault(
         name="segments_differ", check="arrays", where="store",
-        what="trajectory 0: its segments do not match its token versions",
+        message="trajectory 0: its segments do not match its token versions",
         edit=at_token("versions", 0, lambda prompt: prompt, 1),
     ),
     Fault(
-        name="damaged_chunk", check="arrays", where=r"(tokens|text|rows|records|commits).*", what=".*", files=damaged,
+        name="damaged_chunk", check="arrays", where=r"(tokens|text|rows|records|commits).*",
+        message=".*", files=damaged,
         alone=False,
     ),
     Fault(
-        name="unreadable_record", check="arrays", where="records", what="step records cannot be read: .*",
+        name="unreadable_record", check="arrays", where="records", message="step records cannot be read: .*",
         edit=unreadable_record, alone=False,
     ),
     Fault(
-        name="column_too_short", check="arrays", where="rows/reward", what="11 rows, step records count 12",
+        name="column_too_short", check="arrays", where="rows/reward", message="11 rows, step records count 12",
         edit=shortened("rows/reward"), alone=False,
     ),
     Fault(
         name="tokens_of_different_lengths", check="arrays", where="tokens",
-        what=r"arrays of different lengths \[\d+, \d+\]", edit=shortened("tokens/ids"), alone=False,
+        message=r"arrays of different lengths \[\d+, \d+\]", edit=shortened("tokens/ids"), alone=False,
     ),
     Fault(
-        name="tokens_cut_off", check="arrays", where="tokens/ids", what=r"truncated: \d+ of \d+ tokens",
+        name="tokens_cut_off", check="arrays", where="tokens/ids", message=r"truncated: \d+ of \d+ tokens",
         edit=shortened_tokens, alone=False,
     ),
     # -- single consumption
     Fault(
-        name="step_left_out", check="once", where="steps", what=r"steps are not 0, 1, 2, ...: \[0, 2\]",
+        name="step_left_out", check="once", where="steps", message=r"steps are not 0, 1, 2, ...: \[0, 2\]",
         record=of_record(1, lambda record: replace(record, kind="resume")), alone=False,
     ),
     Fault(
         name="group_incomplete", check="once", where="step 1",
-        what=r"consumed 1 groups of sizes \[1\], a batch is 1 of 2", rows=of_row(4, fate=Fate.FILTERED),
+        message=r"consumed 1 groups of sizes \[1\], a batch is 1 of 2", rows=of_row(4, fate=Fate.FILTERED),
     ),
     Fault(
-        name="two_groups", check="once", where="step 1", what=r"consumed 2 groups of sizes \[1\], a batch is 1 of 2",
+        name="two_groups", check="once", where="step 1", message=r"consumed 2 groups of sizes \[1\], a batch is 1 of 2",
         rows=of_trajectory(4, group=GroupId(99)),
     ),
     Fault(
-        name="group_consumed_twice", check="once", where="group 0", what=r"consumed by steps \[0, 1\]",
+        name="group_consumed_twice", check="once", where="group 0", message=r"consumed by steps \[0, 1\]",
         rows=lambda step, rows: [replace(r, trajectory=replace(r.trajectory, group=GroupId(0))) if step == 1 else r
                                  for r in rows],
     ),
     Fault(
-        name="stored_twice", check="once", where="trajectory 4", what="stored 2 times", edit=stored_again, alone=False,
+        name="stored_twice", check="once", where="trajectory 4",
+        message="stored 2 times", edit=stored_again, alone=False,
     ),
     # -- conservation
     Fault(
         name="lost", check="conservation", where="step 1",
-        what="1 trajectories are neither stored nor in flight, first 7", rows=lost(7), alone=False,
+        message="1 trajectories are neither stored nor in flight, first 7", rows=lost(7), alone=False,
     ),
     Fault(
         name="stored_and_in_flight", check="conservation", where="step 1",
-        what="1 trajectories are stored and in flight, or were never started, first 2",
+        message="1 trajectories are stored and in flight, or were never started, first 2",
         record=of_ledger(1, live=((2, 3),)),
     ),
     Fault(
         name="never_started", check="conservation", where="step 2",
-        what="1 trajectories are stored and in flight, or were never started, first 11",
+        message="1 trajectories are stored and in flight, or were never started, first 11",
         record=of_ledger(2, num_started=11),
     ),
     Fault(
         name="counted_otherwise", check="conservation", where="step 0",
-        what="the ledger counted .*consumed:none': 1.*, the rows are .*consumed:none': 2.*",
+        message="the ledger counted .*consumed:none': 1.*, the rows are .*consumed:none': 2.*",
         record=of_ledger(0, num_ended={"consumed:none": 1, "aborted:surplus_group": 2}),
     ),
     Fault(
         name="rows_not_accounted_for", check="conservation", where="rows",
-        what="12 rows, the step records account for 13", edit=row_recorded_too_many, alone=False,
+        message="12 rows, the step records account for 13", edit=row_recorded_too_many, alone=False,
     ),
     Fault(
         name="work_in_flight_at_the_end", check="conservation", where="end",
-        what="2 trajectories still in flight after the end",
+        message="2 trajectories still in flight after the end",
         record=of_ledger(3, "end", num_started=14, live=((12, 14),)),
     ),
     # -- fingerprints
     Fault(
         name="other_batch", check="fingerprints", where="step 1",
-        what="the stored batch is not the one the trainer received",
+        message="the stored batch is not the one the trainer received",
         record=of_record(1, lambda record: replace(record, batch_fingerprint="0" * 32)),
     ),
     Fault(
         name="other_weights", check="fingerprints", where="step 2",
-        what="a held weights other than those published as version 2",
+        message="a held weights other than those published as version 2",
         record=of_record(2, lambda record: replace(record, loaded_fingerprints={"a": (2, "w1")})),
     ),
     Fault(
         name="instance_refused", check="fingerprints", where="step 2",
-        what="a was taken out of service at version 1: its logprobs differ",
+        message="a was taken out of service at version 1: its logprobs differ",
         record=of_record(2, lambda record: replace(record, weight_checks=(checked("w1", "its logprobs differ"),))),
     ),
     Fault(
         name="tokens_of_refused_instance", check="fingerprints", where="trajectory 4",
-        what="2 tokens of a at version 1, at which it was taken out of service",
+        message="2 tokens of a at version 1, at which it was taken out of service",
         rows=sampled_under(4, 1, instance="a"),
         record=of_record(2, lambda record: replace(record, weight_checks=(checked("w1", "its logprobs differ"),))),
         alone=False,
     ),
     Fault(
         name="instance_with_other_weights", check="fingerprints", where="step 2",
-        what="a was wrong and served on at version 1: it had w9, w1 was published; 1 parts verified.*",
+        message="a was wrong and served on at version 1: it had w9, w1 was published; 1 parts verified.*",
         record=of_record(2, lambda record: replace(record, weight_checks=(checked("w9"),))),
     ),
 )  # fmt: skip
@@ -451,20 +454,20 @@ def changed_later(root: Any) -> None:
 
 HISTORY = (
     Fault(
-        name="branch_damaged", check="history", where="branch other", what=".*", files=branch_damaged, history=True,
+        name="branch_damaged", check="history", where="branch other", message=".*", files=branch_damaged, history=True,
         alone=False,
     ),
     Fault(
-        name="branch_not_opened", check="history", where="branch other", what=".*", files=branch_not_opened,
+        name="branch_not_opened", check="history", where="branch other", message=".*", files=branch_not_opened,
         history=True, alone=False,
     ),
     Fault(
         name="earlier_snapshot_unreadable", check="history", where="main, step .*|branch main",
-        what="cannot be read: .*", files=without_earlier, history=True, alone=False,
+        message="cannot be read: .*", files=without_earlier, history=True, alone=False,
     ),
     Fault(
         name="earlier_value_changed", check="history", where="main, .*",
-        what="rows/reward, chunk 0: it differs from what the newest snapshot has in its place", edit=changed_later,
+        message="rows/reward, chunk 0: it differs from what the newest snapshot has in its place", edit=changed_later,
         history=True, alone=False,
     ),
 )  # fmt: skip
@@ -483,7 +486,7 @@ def test_a_planted_fault_is_its_finding(fault: Fault) -> None:
     matching = [
         f
         for f in found
-        if f.check == fault.check and re.fullmatch(fault.where, f.where) and re.fullmatch(fault.what, f.what)
+        if f.check == fault.check and re.fullmatch(fault.where, f.where) and re.fullmatch(fault.message, f.message)
     ]
     assert matching, found
     assert not fault.alone or found == matching
@@ -521,6 +524,6 @@ def test_every_finding_has_a_planted_fault() -> None:
     made = {site for fault in ALL for site in audited(fault).sites}
     missing = [f"{name}:{a}" for name, a, b in sites() if not any(m == name and a <= at <= b for m, at in made)]
     assert not missing, "findings that no row of FAULTS makes"
-    said = {finding.what for fault in ALL for finding in audited(fault).findings}
-    unsaid = [text.pattern for text in texts() if not any(text.fullmatch(what) for what in said)]
+    said = {finding.message for fault in ALL for finding in audited(fault).findings}
+    unsaid = [text.pattern for text in texts() if not any(text.fullmatch(message) for message in said)]
     assert not unsaid, "texts of findings that no row of FAULTS makes"

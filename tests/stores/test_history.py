@@ -63,7 +63,7 @@ def test_a_flipped_bit_that_only_earlier_steps_read_is_found(store: VersionedSto
         for finding in found(store):
             assert finding.check == snapshot_audit.CHECK
             assert finding.where.startswith("main, step ")
-            name = finding.what.partition(",")[0]
+            name = finding.message.partition(",")[0]
             if not seen_at_head:
                 earlier[name] += 1
         path.write_bytes(before)

@@ -124,7 +124,7 @@ def test_spans_that_do_not_agree_with_the_arrays_are_found(tmp_path: Path, fault
     edit(tmp_path / "s", change)
     store = VersionedStore.open(tmp_path / "s")
     found = audit(store).findings
-    assert [f.what for f in found if f.check == "arrays" and what in f.what], found
+    assert [f.message for f in found if f.check == "arrays" and what in f.message], found
     assert plain_audit(store).findings == found
 
 
@@ -157,7 +157,7 @@ def test_an_answer_of_no_tokens_is_a_turn_too(tmp_path: Path) -> None:
     edit(tmp_path / "s", lambda root: root.__delitem__("rows/turns"))
     found = audit(damaged := VersionedStore.open(tmp_path / "s")).findings
     assert "its spans have 2 turns, 0 given tokens, 0.5 s; stored are 0 turns, 0 given tokens, 0.5 s" in [
-        f.what for f in found
+        f.message for f in found
     ]
     assert plain_audit(damaged).findings == found
 
@@ -237,5 +237,5 @@ def test_a_branch_that_goes_on_elsewhere_is_found(tmp_path: Path, after: int, wh
     edit(tmp_path / "s", lambda root: set_after(root, after))
     store = VersionedStore.open(tmp_path / "s")
     found = audit(store).findings
-    assert [f for f in found if what in f.what], found
+    assert [f for f in found if what in f.message], found
     assert plain_audit(store).findings == found

@@ -330,13 +330,13 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
     (chunk,) = damaged.damage()
     (finding, *_) = audit(damaged).findings
     assert (finding.check, finding.where) == ("arrays", chunk.array)
-    assert f"{chunk.array}, chunk {chunk.number}, is corrupt" in finding.what
-    assert "of 18 trajectories; the others can be read" in finding.what
+    assert f"{chunk.array}, chunk {chunk.number}, is corrupt" in finding.message
+    assert "of 18 trajectories; the others can be read" in finding.message
     assert store.get(TrajectoryId(10**6)) is None
 
     # What lies elsewhere is read as before, wherever a reader begins.
     rows = list(damaged.readable(0, 18))
-    lost = {r.trajectory: r.what for r in rows if isinstance(r, UnreadableRow)}
+    lost = {r.trajectory: r.error for r in rows if isinstance(r, UnreadableRow)}
     assert 0 < len(lost) < 18
     assert all(f"{chunk.array}, chunk {chunk.number}, is corrupt" in what for what in lost.values())
     kept = [r for r in rows if isinstance(r, Ended)]
@@ -360,7 +360,7 @@ def test_a_flipped_bit_that_still_decompresses_is_one_line(tmp_path: Path) -> No
     edit(tmp_path / "s", flip("text", offset))
     damaged = VersionedStore.open(tmp_path / "s")
     lost = [r for r in damaged.readable(0, 18) if isinstance(r, UnreadableRow)]
-    assert [(r.trajectory, "its record is corrupt" in r.what) for r in lost] == [(5, True)]
+    assert [(r.trajectory, "its record is corrupt" in r.error) for r in lost] == [(5, True)]
     assert [f.check for f in audit(damaged).findings] == ["arrays"]
 
     shutil.copytree(tmp_path / "s", tmp_path / "t")

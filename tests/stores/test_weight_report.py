@@ -29,10 +29,10 @@ def test_one_flipped_bit_of_one_tensor_contradicts() -> None:
 
 def test_bits_count_and_not_values() -> None:
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert compared([WeightPart(name="nan", held=nan, published=nan.clone())]).outcome == "verified"
-    assert compared([WeightPart(name="zero", held=zero, published=-zero)]).outcome == "contradicted"
-    assert compared([WeightPart(name="type", held=zero, published=zero.double())]).outcome == "contradicted"
-    assert compared([WeightPart(name="array", held=np.zeros(2), published=np.zeros(2))]).outcome == "verified"
+    assert compared([WeightPart(name="nan", loaded=nan, published=nan.clone())]).outcome == "verified"
+    assert compared([WeightPart(name="zero", loaded=zero, published=-zero)]).outcome == "contradicted"
+    assert compared([WeightPart(name="type", loaded=zero, published=zero.double())]).outcome == "contradicted"
+    assert compared([WeightPart(name="array", loaded=np.zeros(2), published=np.zeros(2))]).outcome == "verified"
 
 
 @pytest.mark.parametrize("report", [WeightReport(), WeightReport(verified=9, not_verified={"packed": 1})])
