@@ -28,7 +28,7 @@ from staleflow.stores.trajectories.records import LedgerState, StepRecord, batch
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
-    Ended,
+    EndedTrajectory,
     Fate,
     FinishReason,
     GroupId,
@@ -69,7 +69,7 @@ def make_store(config: RunConfig) -> tuple[float, float]:
     consumed = aborted = 0
     seconds = []
 
-    def row(id: int, step: int, fate: Fate) -> Ended:
+    def row(id: int, step: int, fate: Fate) -> EndedTrajectory:
         length = int(rng.integers(TOKENS // 2, 3 * TOKENS // 2))
         versions = sorted({max(0, step - id % 2), step})
         cuts = np.array_split(np.arange(length), len(versions))
@@ -85,7 +85,7 @@ def make_store(config: RunConfig) -> tuple[float, float]:
             timings=Timings(arrived_s=1.0, routed_s=2.0, sampled_s=3.0, rewarded_s=4.0),
         )  # fmt: skip
         reason = AbortReason.NONE if fate is Fate.CONSUMED else AbortReason.SURPLUS_GROUP
-        return Ended(trajectory=trajectory, fate=fate, reason=reason, step=step, advantage=0.5)
+        return EndedTrajectory(trajectory=trajectory, fate=fate, reason=reason, step=step, advantage=0.5)
 
     started = 0
     for step in range(config.steps):

@@ -24,7 +24,7 @@ from staleflow.pipeline.recovery.run_folder import prepare_run_dir
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Given
+from staleflow.stores.trajectory import EnvSpan
 from staleflow.tasks.engines.base import EngineLoad
 
 PART = "prefix_real"
@@ -113,7 +113,7 @@ def counted(engine: str, kv_tokens: int, steps: int, folder: Path, *, affinity: 
     prefilled, cached = (sum(getattr(e, key) for e in engines) for key in ("prefilled_tokens", "cached_tokens"))
     rows = [row.trajectory for row in VersionedStore.open(config.run_dir / "store").ended()]
     new = sum(len(t.prompt_tokens) for t in rows)
-    new += sum(len(span.tokens) for t in rows for span in t.spans if isinstance(span, Given))
+    new += sum(len(span.tokens) for t in rows for span in t.spans if isinstance(span, EnvSpan))
     return {
         "part": PART, "engine": engine, "kv_tokens": kv_tokens, "affinity": affinity, "trajectories": len(rows),
         "turns": sum(len(t.turns) for t in rows) / len(rows), "context": prefilled + cached,

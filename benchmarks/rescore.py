@@ -28,7 +28,7 @@ from staleflow.pipeline.stored_runs.pool import local_pool
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
-    Ended,
+    EndedTrajectory,
     Fate,
     FinishReason,
     GroupId,
@@ -62,7 +62,7 @@ def make_store(config: RunConfig, count: int) -> None:
                 id=TrajectoryId(i), group=GroupId(i // size), prompt_tokens=np.full(20, 5, np.int32),
                 v_traj=PolicyVersion(step), spans=(segment,), finish=FinishReason.LENGTH,
             )  # fmt: skip
-            rows.append(Ended(trajectory=trajectory, fate=Fate.CONSUMED, step=step))
+            rows.append(EndedTrajectory(trajectory=trajectory, fate=Fate.CONSUMED, step=step))
         ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=step + 1, version=step)
         store.commit(StepRecord(kind="step", step=step, ledger=ledger), rows)
 

@@ -27,7 +27,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
-    Ended,
+    EndedTrajectory,
     Fate,
     FinishReason,
     GroupId,
@@ -70,7 +70,7 @@ def make_run(folder: Path, count: int, groups: int, size: int) -> RunConfig:
                 v_traj=segment.version, spans=(segment,), finish=FinishReason.STOP,
                 reward=float(rng.random() < 0.5), timings=Timings(rewarded_s=1.0),
             )  # fmt: skip
-            rows.append(Ended(trajectory=trajectory, fate=Fate.CONSUMED, step=step))
+            rows.append(EndedTrajectory(trajectory=trajectory, fate=Fate.CONSUMED, step=step))
         ended = {"consumed:none": (step + 1) * groups * size}
         ledger = LedgerState(num_started=0, num_ended=ended, live=(), next_step=step + 1, version=step)
         metrics = {"reward": float(rng.random()), "elapsed_s": step + 1.0, "response_tokens": float(TOKENS)}

@@ -198,7 +198,7 @@ class Decides:
             self._fleet.add(self._one, trajectory, 0)
         for row, length in self._drafts.due(self._fleet):
             self._fleet.set_draft_length(self._fleet[row], length)
-            self._engine.speculate(length)
+            self._engine.set_draft_length(length)
 
 
 def _processor_s() -> float:

@@ -25,7 +25,7 @@ Places = npt.NDArray[np.int64]
 SampledTokens = npt.NDArray[np.bool_]
 
 
-class Branch(NamedTuple):
+class ContextBranch(NamedTuple):
     """The beginning of a branch. at: the place of its first own token. after: the place after the last token that it
     keeps, with that one's context; 0 if it keeps none."""
 
@@ -33,7 +33,7 @@ class Branch(NamedTuple):
     after: int
 
 
-def ranges(branches: Sequence[Branch], end: int) -> list[tuple[int, int]]:
+def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]:
     """The places of all tokens that one at place `end` is sampled after, if the newest branch that begins at or before
     `end` goes on there: (first, last) with first <= place < last, in order.
 
@@ -56,13 +56,13 @@ def ranges(branches: Sequence[Branch], end: int) -> list[tuple[int, int]]:
     return [part for part in reversed(parts) if part[0] < part[1]]
 
 
-def places(branches: Sequence[Branch], end: int) -> Places:
+def places(branches: Sequence[ContextBranch], end: int) -> Places:
     """The places of `ranges` as an array."""
     parts = [np.arange(first, last) for first, last in ranges(branches, end)]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
-def training_sequences(branches: Sequence[Branch], trained: SampledTokens) -> list[tuple[Places, SampledTokens]]:
+def training_sequences(branches: Sequence[ContextBranch], trained: SampledTokens) -> list[tuple[Places, SampledTokens]]:
     """The sequences that a model computes for a trajectory: of each the places of its tokens, and which of them are
     trained on there. trained: [P + T] which tokens are to be trained on; each is in exactly one sequence.
 
@@ -85,7 +85,7 @@ def training_sequences(branches: Sequence[Branch], trained: SampledTokens) -> li
 
 
 def longest_shared_prefix(
-    branches: Sequence[Branch], tokens: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
+    branches: Sequence[ContextBranch], tokens: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
 ) -> tuple[int, int]:
     """How far a context goes along with one that is there: the number of tokens in common, and the place after the last
     of them in the newest branch that goes as far as any. tokens: [P + T] of prompt and response.

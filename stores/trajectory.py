@@ -14,7 +14,7 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.context_branches import Branch, places
+from staleflow.stores.context_branches import ContextBranch, places
 
 TrajectoryId = NewType("TrajectoryId", int)
 GroupId = NewType("GroupId", int)
@@ -104,7 +104,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class EnvSpan:
     """Tokens that the model was given after one of its turns and did not sample: the end of the turn, what the
     environment answered, the beginning of the next turn."""
 
@@ -121,7 +121,7 @@ class Given:
 
 AUXILIARY = "auxiliary"
 """Role of turns that were sampled and are not trained on: they are stored as given tokens."""
-Span = Segment | Given
+Span = Segment | EnvSpan
 NO_VERSION = PolicyVersion(-1)
 """In place of a version, of tokens that were given."""
 
@@ -184,12 +184,12 @@ class Trajectory:
     @property
     def has_env_steps(self) -> bool:
         """Whether an environment has answered a turn, be it with nothing."""
-        return any(isinstance(s, Given) for s in self.spans)
+        return any(isinstance(s, EnvSpan) for s in self.spans)
 
     @property
     def tool_s(self) -> float:
         """How long environments took in all, seconds."""
-        return sum(s.seconds for s in self.spans if isinstance(s, Given))
+        return sum(s.seconds for s in self.spans if isinstance(s, EnvSpan))
 
     @property
     def response_tokens(self) -> IntArray:
@@ -197,12 +197,12 @@ class Trajectory:
         return np.concatenate([s.tokens for s in self.spans]) if self.spans else np.zeros(0, np.int32)
 
     @property
-    def branches(self) -> tuple[Branch, ...]:
+    def branches(self) -> tuple[ContextBranch, ...]:
         """Where the conversation left what came before; none if it only went on."""
         starts, at = [], len(self.prompt_tokens)
         for span in self.spans:
-            if isinstance(span, Given) and span.after is not None:
-                starts.append(Branch(at, span.after))
+            if isinstance(span, EnvSpan) and span.after is not None:
+                starts.append(ContextBranch(at, span.after))
             at += len(span.tokens)
         return tuple(starts)
 
@@ -238,7 +238,7 @@ class Trajectory:
         return mask
 
     @property
-    def num_in_turn(self) -> int:
+    def num_turn_tokens(self) -> int:
         """The number of tokens sampled since the last given one."""
         own = itertools.takewhile(lambda span: isinstance(span, Segment), reversed(self.spans))
         return sum(len(span.tokens) for span in own)
@@ -256,7 +256,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class EndedTrajectory:
     """An ended trajectory, as it is stored."""
 
     trajectory: Trajectory

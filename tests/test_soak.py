@@ -31,7 +31,15 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.coordination.journal import CODEC, JournalEntry
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import (
+    AbortReason,
+    EndedTrajectory,
+    Fate,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    TrajectoryId,
+)
 from tests.stores.store_conformance import ended, record
 from tests.support import forking, planted
 from tests.support.planted import DEFECTS
@@ -40,7 +48,7 @@ HEADER = RunHeader(run="soak", eta=1, groups_per_step=1, group_size=2, members_s
 GIVEN_UP = {"fate": Fate.ABORTED, "reason": AbortReason.RUN_ENDED}
 
 
-def row(trajectory: int, *, number: int | None = None, **changes: object) -> Ended:
+def row(trajectory: int, *, number: int | None = None, **changes: object) -> EndedTrajectory:
     """A stored trajectory of group trajectory // 2 and its prompt, that of another number if one is given."""
     group = trajectory // 2
     tokens = [int(digit) + 2 for digit in f"{group if number is None else number:0{DIGITS}d}"]
@@ -93,7 +101,7 @@ class Recorded:
     folder: Path
     lines: list[dict[str, object]] = field(default_factory=list)
     entries: list[tuple[object, tuple[object, ...]]] = field(default_factory=list)
-    rows: list[Ended] = field(default_factory=list)
+    rows: list[EndedTrajectory] = field(default_factory=list)
 
     def sampled(
         self, trajectory: int, first: int, last: int, instance: str = "rollout-0", route_number: int = 0

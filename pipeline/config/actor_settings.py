@@ -17,7 +17,7 @@ from staleflow.pipeline.config.model_files import vocabulary_of
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import RunHeader
-from staleflow.stores.trajectory import Ended, Fate, Given
+from staleflow.stores.trajectory import EndedTrajectory, EnvSpan, Fate
 from staleflow.tasks.emulation.workload import RandomWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
 from staleflow.tasks.engines.engine_settings import ENGINES, EngineSettings
 from staleflow.tasks.settings.knobs import values
@@ -335,9 +335,9 @@ def _recorded_turns(
     turns_by_trajectory = {}
     for position, row in zip(positions, store.picked(positions), strict=True):
         turns: list[Turn] = []
-        for span in row.trajectory.spans if isinstance(row, Ended) else ():
+        for span in row.trajectory.spans if isinstance(row, EndedTrajectory) else ():
             last = turns[-1] if turns else Turn(0)
-            if isinstance(span, Given):
+            if isinstance(span, EnvSpan):
                 turns[-1:] = [
                     last._replace(tool_s=last.tool_s + span.seconds, tool_tokens=last.tool_tokens + len(span.tokens))
                 ]

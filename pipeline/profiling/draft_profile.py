@@ -38,15 +38,15 @@ def measure_drafted(
         if running * (context + tokens) > kv_tokens:
             continue
         progress(f"{running} running, {context} tokens of context each, up to {length} drafted")
-        engine.speculate(0)
+        engine.set_draft_length(0)
         seeds = range(first, first + running)
         _sample(engine, [(TrajectoryId(seed), seed) for seed in seeds], context, tokens)
-        engine.speculate(length)
+        engine.set_draft_length(length)
         marks = _sample(engine, [(TrajectoryId(running + seed), seed) for seed in seeds], context, tokens)
         first += 2 * running
         if marks and (point := _point(marks[0], marks[-1], running)) is not None:
             points.append(point)
-    engine.speculate(0)
+    engine.set_draft_length(0)
     return points
 
 

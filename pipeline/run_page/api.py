@@ -23,7 +23,7 @@ from staleflow.pipeline.stored_runs.views import facts, trajectory_view
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
-from staleflow.stores.trajectory import NO_VERSION, Ended, Given, Span, Trajectory, TrajectoryId
+from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory, EnvSpan, Span, Trajectory, TrajectoryId
 
 TEXT_SHOWN, TEXTS_SHOWN = 6_000, 400_000
 """Most characters of a prompt or response shown beside siblings, and of all on a page; a trajectory's own page shows
@@ -134,7 +134,7 @@ class RunApi:
         groups = []
         for id, positions in placed.items():
             shown = [rows[at] for at in positions.tolist()]
-            readable = [row for row in shown if isinstance(row, Ended)]
+            readable = [row for row in shown if isinstance(row, EndedTrajectory)]
             prompt = readable[0].trajectory.prompt_tokens.tolist() if readable else []
             groups.append(
                 {
@@ -149,7 +149,7 @@ class RunApi:
             )
         return groups
 
-    def _member(self, row: Ended | UnreadableRow, limit: int) -> dict[str, Any]:
+    def _member(self, row: EndedTrajectory | UnreadableRow, limit: int) -> dict[str, Any]:
         if isinstance(row, UnreadableRow):
             return {"trajectory": int(row.trajectory), "damaged": row.error}
         t = row.trajectory
@@ -301,7 +301,7 @@ class RunApi:
 
 def _strip_part(span: Span) -> list[Any]:
     """[version, instance, tokens] of a segment; [NO_VERSION, role, tokens, seconds] of given tokens."""
-    if isinstance(span, Given):
+    if isinstance(span, EnvSpan):
         return [int(NO_VERSION), span.role, len(span.tokens), span.seconds]
     return [int(span.version), str(span.instance), len(span.tokens)]
 

@@ -109,7 +109,7 @@ class InstanceLink:
                 await self._actors.ask(self._name, "abort", ids)
             case SetDraftLength():
                 await self._actors.ask(
-                    self._name, "speculate", [c.length for c in batch if isinstance(c, SetDraftLength)][-1]
+                    self._name, "set_draft_length", [c.length for c in batch if isinstance(c, SetDraftLength)][-1]
                 )
             case Interrupt():
                 ids = tuple(c.trajectory for c in batch if isinstance(c, Interrupt))

@@ -288,7 +288,7 @@ class SimulatedRun:
             case ReleaseCache():
                 instance.engine.forget(command.trajectory)
             case SetDraftLength():
-                instance.engine.speculate(self._now, command.length)
+                instance.engine.set_draft_length(self._now, command.length)
             case Interrupt():
                 stopped = instance.engine.remove(self._now, command.trajectory)
                 if stopped is not None:

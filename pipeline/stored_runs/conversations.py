@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from staleflow.stores.trajectory import Given, IntArray, Trajectory
+from staleflow.stores.trajectory import EnvSpan, IntArray, Trajectory
 
 MODEL = "assistant"
 """The role of what was sampled."""
@@ -32,7 +32,7 @@ def passages(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
     at = 0
     for span in trajectory.spans:
         end = at + len(span.tokens)
-        if isinstance(span, Given):
+        if isinstance(span, EnvSpan):
             spans.append(MessageSpan(role=span.role or NOBODY, sampled=False, first=at, last=end, seconds=span.seconds))
         elif spans and spans[-1].sampled:
             spans[-1] = replace(spans[-1], last=end)

@@ -19,7 +19,7 @@ from staleflow.stores.trajectories.dataframes import RowTexts
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 BLOCK_ROWS = 512
@@ -48,7 +48,7 @@ def dask_table(
     return dataframes.to_dask(len(positions), block_rows, read, decode)
 
 
-def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], first: int, last: int) -> list[Ended]:
+def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], first: int, last: int) -> list[EndedTrajectory]:
     rows = []
     for row in store_at(path, snapshot).picked(positions[first:last].tolist()):
         if isinstance(row, UnreadableRow):
@@ -57,7 +57,7 @@ def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], first: int
     return rows
 
 
-def _decode(run_dir: str, rows: Sequence[Ended]) -> list[RowTexts]:
+def _decode(run_dir: str, rows: Sequence[EndedTrajectory]) -> list[RowTexts]:
     return [row_texts(row.trajectory, _texts(run_dir)) for row in rows]
 
 

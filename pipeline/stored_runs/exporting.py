@@ -27,7 +27,7 @@ from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectories.dataframes import RowTexts
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 
 ExportFormat = Literal["parquet", "jsonl", "hf"]
 FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
@@ -193,16 +193,16 @@ def write_part(
     texts = _texts(run_dir)
     errors: dict[int, str] = {}
 
-    def read() -> Iterator[tuple[list[Ended], list[RowTexts]]]:
+    def read() -> Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]:
         for picked in read_windows(store, rows):
             errors.update({int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)})
-            kept = [row for row in picked if isinstance(row, Ended)]
+            kept = [row for row in picked if isinstance(row, EndedTrajectory)]
             yield kept, [row_texts(row.trajectory, texts) for row in kept]
 
     return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
 
 
-def _write_lines(to: str, file: Path, read: Iterator[tuple[list[Ended], list[RowTexts]]]) -> int:
+def _write_lines(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
     written = 0
     with file.open("w") as out:
         for rows, texts in read:
@@ -215,7 +215,7 @@ def _write_lines(to: str, file: Path, read: Iterator[tuple[list[Ended], list[Row
     return written
 
 
-def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[Ended], list[RowTexts]]]) -> int:
+def _write_parquet(to: str, file: Path, read: Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]) -> int:
     parquet = dataframes.require("pyarrow.parquet")
     written = 0
     with parquet.ParquetWriter(file, dataframes.arrow_schema(TEXTS[to]), compression="zstd") as out:

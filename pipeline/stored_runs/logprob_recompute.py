@@ -28,7 +28,7 @@ from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 
 MODEL_ROWS = 64
 """Trajectories per task: enough that forward passes outweigh the task's overhead."""
@@ -273,13 +273,13 @@ def read_rows(
         int(r.trajectory): r.error for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, UnreadableRow)
     }
     at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, UnreadableRow)]
-    read = response_logprobs(settings, [row for i in at if isinstance(row := rows[i], Ended)])
+    read = response_logprobs(settings, [row for i in at if isinstance(row := rows[i], EndedTrajectory)])
     sums = np.zeros((len(rows), len(SUMS)))
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
     table = store_at(path, snapshot).places(first, last) if keep else None
     for i, new in zip(at, read, strict=True):
         row = rows[i]
-        assert isinstance(row, Ended)
+        assert isinstance(row, EndedTrajectory)
         sampled = row.trajectory.sampled
         if unusable := int(np.count_nonzero(~np.isfinite(row.trajectory.logprobs[sampled] + new[sampled]))):
             errors[row.trajectory.id] = f"{unusable} of its tokens have a stored or computed logprob that is not finite"
@@ -290,7 +290,7 @@ def read_rows(
     return RescoredRows(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
 
 
-def response_logprobs(settings: LogprobSettings, rows: list[Ended]) -> list[npt.NDArray[np.float32]]:
+def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) -> list[npt.NDArray[np.float32]]:
     """[T] logprobs of each response under the model, nats; 0 of given tokens. Threads take turns."""
     from staleflow.tasks.training.branch_sequences import BranchSequences
     from staleflow.tasks.training.microbatches import Row

@@ -13,7 +13,7 @@ from staleflow.pipeline.stored_runs.response_texts import row_texts
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import StoreReader, UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer
 
 READ_ROWS = 512
@@ -85,7 +85,7 @@ class StoredTrajectory:
     """Whether the model sampled each token."""
 
     @classmethod
-    def of(cls, row: Ended, texts: Detokenizer | None = None) -> StoredTrajectory:
+    def of(cls, row: EndedTrajectory, texts: Detokenizer | None = None) -> StoredTrajectory:
         """The record of a stored row. texts: decodes its tokens; without, its texts are empty."""
         t = row.trajectory
         decoded = None if texts is None else row_texts(t, texts)
@@ -158,7 +158,7 @@ def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
         begin = end
 
 
-def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[Ended | UnreadableRow]]:
+def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
     """The rows at these positions, in order, one window after the other, so that memory is bounded by a window."""
     for chosen in windows(rows):
         first, last = int(chosen[0]), int(chosen[-1]) + 1
@@ -169,13 +169,13 @@ def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[li
             yield [read[i - first] for i in chosen.tolist()]
 
 
-def read_rows(store: StoreReader, where: str) -> Iterator[Ended]:
+def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:
     """The rows that a condition selects, in the order stored. Raises ConfigError at once for a wrong condition,
     StoreError at a row that cannot be read."""
     return _readable_rows(store, chosen_positions(store, where))
 
 
-def _readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[Ended]:
+def _readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[EndedTrajectory]:
     for rows in read_windows(store, positions):
         for row in rows:
             if isinstance(row, UnreadableRow):

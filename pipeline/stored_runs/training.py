@@ -41,7 +41,7 @@ from staleflow.stores.files import claim_folder, publish, replace_text
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended, InstanceId, PolicyVersion
+from staleflow.stores.trajectory import EndedTrajectory, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_file
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_hash import matches
@@ -326,7 +326,7 @@ class _Training:
         stored = list(self._store.readable(first, last))
         picked = [stored[i - first] for i in places.tolist()]
         self.errors |= {int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)}
-        ended = [row for row in picked if isinstance(row, Ended)]
+        ended = [row for row in picked if isinstance(row, EndedTrajectory)]
         rows = [Row.of(row) for row in ended]
         rewards = [row.trajectory.reward for row in ended if row.loss_mask]
         begin = time.monotonic()

@@ -20,7 +20,7 @@ from staleflow.pipeline.stored_runs.response_texts import shown_texts
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended, Given, TrajectoryId
+from staleflow.stores.trajectory import EndedTrajectory, EnvSpan, TrajectoryId
 from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, pieces
 
 Order = Literal["worst", "best", "longest"]
@@ -106,7 +106,9 @@ def view(
     return [trajectory_view(row, texts, new) for row, new in zip(rows, read, strict=True)]
 
 
-def trajectory_view(row: Ended, texts: Detokenizer, rescored: npt.NDArray[np.float32] | None = None) -> TrajectoryView:
+def trajectory_view(
+    row: EndedTrajectory, texts: Detokenizer, rescored: npt.NDArray[np.float32] | None = None
+) -> TrajectoryView:
     """The view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the ratios."""
     t = row.trajectory
     ids, logprobs = t.response_tokens.tolist(), t.logprobs
@@ -114,7 +116,7 @@ def trajectory_view(row: Ended, texts: Detokenizer, rescored: npt.NDArray[np.flo
     if rescored is not None:
         ratio_values = np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
         ratios = [ratio if sampled else None for ratio, sampled in zip(ratio_values, t.sampled, strict=True)]
-    where = [s.role if isinstance(s, Given) else str(s.instance) for s in t.spans for _ in s.tokens]
+    where = [s.role if isinstance(s, EnvSpan) else str(s.instance) for s in t.spans for _ in s.tokens]
     tokens = tuple(
         TokenView(id=i, text=text, version=int(v), instance=place, logprob=float(p), ratio=r)
         for i, text, v, place, p, r in zip(ids, pieces(texts, ids), t.versions, where, logprobs, ratios, strict=True)
@@ -132,7 +134,7 @@ def trajectory_view(row: Ended, texts: Detokenizer, rescored: npt.NDArray[np.flo
     )
 
 
-def facts(row: Ended) -> dict[str, object]:
+def facts(row: EndedTrajectory) -> dict[str, object]:
     """What is shown of a stored row besides its tokens, by name, in display order."""
     t = row.trajectory
     turns = (

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.auditing.single_consumption import is_consumed
 from staleflow.stores.auditing.weight_counts import Refusal, refused_tokens
-from staleflow.stores.context_branches import Branch
+from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS, Rows
 from staleflow.stores.trajectories.layout import parse_span
 from staleflow.stores.trajectories.reader import BLOCK_ROWS, PLACES, StoreReader
 from staleflow.stores.trajectories.records import BatchDigest
-from staleflow.stores.trajectory import NO_VERSION, Given, Span
+from staleflow.stores.trajectory import NO_VERSION, EnvSpan, Span
 
 CHECK = "bound"
 TURNS = ("turns", "given_tokens", "tool_s")
@@ -126,15 +126,15 @@ class Spans:
         instances, seconds = [s[1] for s in spans], np.asarray([s[4] for s in spans], np.float64)
         return cls(instances=instances, rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
 
-    def branches(self, prompts: Ints) -> dict[int, list[Branch]]:
+    def branches(self, prompts: Ints) -> dict[int, list[ContextBranch]]:
         """The branches of rows that have any. prompts: the lengths of the rows' prompts."""
-        by_row: dict[int, list[Branch]] = {}
+        by_row: dict[int, list[ContextBranch]] = {}
         at = np.cumsum(self.sizes) - self.sizes
         firsts = dict(zip(*(part.tolist() for part in np.unique(self.rows, return_index=True)), strict=True))
         for i in np.flatnonzero(self.after >= 0).tolist():
             row = int(self.rows[i])
             place = int(prompts[row] + at[i] - at[firsts[row]])
-            by_row.setdefault(row, []).append(Branch(place, int(self.after[i])))
+            by_row.setdefault(row, []).append(ContextBranch(place, int(self.after[i])))
         return by_row
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
@@ -191,7 +191,7 @@ def _read(store: StoreReader, rows: Rows) -> RowBlock:
 
 def _of_span(span: Span) -> tuple[str, int, int, float, int]:
     """(instance, version, tokens, seconds, after) of a span."""
-    if isinstance(span, Given):
+    if isinstance(span, EnvSpan):
         return span.role, NO_VERSION, len(span.tokens), span.seconds, -1 if span.after is None else span.after
     return span.instance, span.version, len(span.tokens), 0.0, -1
 

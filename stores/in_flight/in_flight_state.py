@@ -45,9 +45,9 @@ from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.trajectories.records import LedgerState
 from staleflow.stores.trajectory import (
     AUXILIARY,
-    Ended,
+    EndedTrajectory,
+    EnvSpan,
     FinishReason,
-    Given,
     GroupId,
     IntArray,
     PolicyVersion,
@@ -112,7 +112,7 @@ class InFlightState:
     """What else ends the turns of live ones whose environments have said so."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
     """By step: what it has taken, in the trainer's order."""
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[EndedTrajectory] = field(default_factory=list)
     """Ended without being trained on."""
 
     def apply(self, entry: Entry) -> bool:
@@ -157,19 +157,19 @@ class InFlightState:
         """The route number of a trajectory's latest routing; 0 if there was none."""
         return self.routings.get(trajectory, LatestRouting(0, 0)).route_number
 
-    def hears(self, trajectory: TrajectoryId, route_number: int) -> bool:
+    def accepts(self, trajectory: TrajectoryId, route_number: int) -> bool:
         """Whether a trajectory is live, and was not routed anew since `route_number`."""
         return trajectory in self.live and route_number >= self.route_number(trajectory)
 
-    def awaits(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
+    def awaits_environment(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
         """Whether a trajectory that had so many tokens under `route_number` still has just these, without an answer to
         the last of them, and without a reward."""
-        if not self.hears(trajectory, route_number) or trajectory in self.scored:
+        if not self.accepts(trajectory, route_number) or trajectory in self.scored:
             return False
         t = self.live[trajectory]
-        return t.num_tokens == tokens and not (t.spans and isinstance(t.spans[-1], Given))
+        return t.num_tokens == tokens and not (t.spans and isinstance(t.spans[-1], EnvSpan))
 
-    def set_aside(self) -> list[Trajectory]:
+    def pending_commit(self) -> list[Trajectory]:
         """What is neither live nor stored."""
         return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.ended)]
 
@@ -177,7 +177,7 @@ class InFlightState:
         """Of the first `num_started` trajectories, those in flight that are not among `stored`. Groups that are drawn
         but not yet in the ledger have not been started there."""
         ids = set(stored)
-        aside = (t.id for t in self.set_aside() if t.id not in ids)
+        aside = (t.id for t in self.pending_commit() if t.id not in ids)
         return [i for i in (*self.live, *aside) if 0 <= i < num_started]
 
     def stored(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
@@ -188,7 +188,7 @@ class InFlightState:
             self.batches.pop(step, None)
         self.ended = [e for e in self.ended if e.trajectory.id not in ids]
         self.scored -= ids
-        pending = {t.id for t in self.set_aside()}
+        pending = {t.id for t in self.pending_commit()}
         return {
             group
             for group in {GroupId(i // self.members) for i in ids}
@@ -211,7 +211,7 @@ class InFlightState:
 
     def missing(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
         """Trajectories that were started, are not stored, and of which nothing is known here, by group."""
-        known = {*self.live, *(t.id for t in self.set_aside())}
+        known = {*self.live, *(t.id for t in self.pending_commit())}
         by_group: dict[GroupId, list[TrajectoryId]] = {}
         for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.members)):
             for i in range(first, last):
@@ -268,7 +268,7 @@ class InFlightState:
 
     def _member_in_numbers(self, t: Trajectory) -> MemberInFlight:
         scored = t.id in self.scored
-        observations = [span for span in t.spans if isinstance(span, Given)]
+        observations = [span for span in t.spans if isinstance(span, EnvSpan)]
         return MemberInFlight(
             trajectory=t.id,
             version=min((s.version for s in t.segments), default=PolicyVersion(-1)),
@@ -320,12 +320,12 @@ class InFlightState:
     def _deliver(self, entry: TokensDelivered) -> bool:
         t = self.live.get(entry.trajectory)
         routing = self.routings.get(entry.trajectory, LatestRouting(0, 0))
-        if t is None or not self.hears(t.id, entry.route_number) or t.finish is not FinishReason.UNFINISHED:
+        if t is None or not self.accepts(t.id, entry.route_number) or t.finish is not FinishReason.UNFINISHED:
             return False
         num_known = t.num_tokens
         end = entry.first + sum(len(s.tokens) for s in entry.segments)
         # A turn has tokens: an end without any is that of the turn before an answer of none, come again.
-        ends = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], Given))
+        ends = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], EnvSpan))
         if entry.first > num_known or end < num_known or (end == num_known and not ends):
             return False
         if any(segment.num_finite < len(segment.tokens) for segment in entry.segments):
@@ -347,7 +347,7 @@ class InFlightState:
             return False
         if t.id in self.scored:
             return False
-        observation = Given(
+        observation = EnvSpan(
             role=entry.role, tokens=entry.tokens, seconds=entry.seconds, after=entry.after, auxiliary=entry.auxiliary
         )
         self.live[t.id] = replace(t, spans=(*t.spans, observation), finish=FinishReason.UNFINISHED)
@@ -393,14 +393,16 @@ class InFlightState:
         for ending, version in zip(entry.endings, entry.versions, strict=True):
             if ending.trajectory in self.live:
                 t = replace(self._drop(ending.trajectory), v_traj=version)
-                row = Ended(trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False)
+                row = EndedTrajectory(
+                    trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False
+                )
                 self.ended.append(row)
                 retired = True
         return retired
 
     def _resume(self, entry: FlightResumed) -> bool:
         again = set(entry.again)
-        trajectories = [t for t in (*self.live.values(), *self.set_aside()) if not is_evaluation(t.id)]
+        trajectories = [t for t in (*self.live.values(), *self.pending_commit()) if not is_evaluation(t.id)]
         scored = self.scored
         self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
         self.turn_tokens, self.stops = {}, {}
@@ -449,7 +451,7 @@ class InFlightState:
 
 def _until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:
     """The spans before the first that was sampled under a later version."""
-    return tuple(itertools.takewhile(lambda s: isinstance(s, Given) or s.version <= version, spans))
+    return tuple(itertools.takewhile(lambda s: isinstance(s, EnvSpan) or s.version <= version, spans))
 
 
 def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -457,11 +459,11 @@ def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
     trained: list[Span] = []
     auxiliary = False
     for span in spans:
-        if isinstance(span, Given):
+        if isinstance(span, EnvSpan):
             auxiliary = span.auxiliary
             trained.append(replace(span, auxiliary=False))
         else:
-            trained.append(Given(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
+            trained.append(EnvSpan(role=AUXILIARY, tokens=span.tokens) if auxiliary else span)
     return tuple(trained)
 
 

@@ -51,7 +51,7 @@ PART_BYTES = 256 * 2**20
 """A part is ended at the next commit in any case, and when it has this many bytes."""
 
 
-def framed(data: bytes) -> bytes:
+def add_frame(data: bytes) -> bytes:
     """An entry's bytes with its length and checksum before it."""
     return FRAME.pack(len(data), zlib.crc32(data)) + data
 
@@ -103,7 +103,7 @@ class Spool:
         """Append entries in one write. False if they could not be written."""
         if self._failed or not (self._size or self._begin_part()):
             return False
-        data = b"".join(framed(encode(entry)) for entry in entries)
+        data = b"".join(add_frame(encode(entry)) for entry in entries)
         try:
             self._write(data)
         except OSError as error:

@@ -69,7 +69,7 @@ class TokensDelivered:
 class AnswerGiven:
     """An environment has answered a turn. first: the position in the response of the first token of the answer; what
     was sampled before it is the turn. seconds: it took so long. turn_tokens: most of the turn that follows, if it has
-    said so; else 0. stop: what else ends that turn. after: if a branch begins with it, see Given. auxiliary: whether
+    said so; else 0. stop: what else ends that turn. after: if a branch begins with it, see EnvSpan. auxiliary: whether
     that turn is not trained on."""
 
     trajectory: TrajectoryId

@@ -2,7 +2,7 @@
 
 Each column is an array of its own in a store, `rows/NAME`, with one element per trajectory. A store that was written
 before a column existed reads that column's fill value, so a new column needs a line in COLUMNS and nothing else, unless
-its value is new to `Ended`, which then gets a field.
+its value is new to `EndedTrajectory`, which then gets a field.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.trajectory import NO_VERSION, AbortReason, Ended, Fate, FinishReason, Given, PolicyVersion, Span
+from staleflow.stores.trajectory import (
+    NO_VERSION,
+    AbortReason,
+    EndedTrajectory,
+    EnvSpan,
+    Fate,
+    FinishReason,
+    PolicyVersion,
+    Span,
+)
 
 FINISHES, FATES, REASONS = tuple(FinishReason), tuple(Fate), tuple(AbortReason)
 Rows = npt.NDArray[np.void]
@@ -33,9 +42,9 @@ class Column:
     unit: str = ""
     fill: int | float | bool = 0
     """The value of rows that were stored before the column existed."""
-    value: Callable[[Ended], Value] | None = None
+    value: Callable[[EndedTrajectory], Value] | None = None
     """Computes the value of a row. None: the place of the row in the store's other arrays, which a commit assigns."""
-    shown: Callable[[Ended], Value] | None = None
+    shown: Callable[[EndedTrajectory], Value] | None = None
     """Computes the value that tables show, where it is not the stored one."""
     members: tuple[Enum, ...] = ()
     """What the indices of an enumeration stand for."""
@@ -50,13 +59,13 @@ class Column:
         """Its type in tables, where members of enumerations are words."""
         return "str" if self.members else self.dtype
 
-    def encoded(self, row: Ended) -> int | float | bool:
+    def encoded(self, row: EndedTrajectory) -> int | float | bool:
         """The stored value of a row."""
         assert self.value is not None
         value = self.value(row)
         return self.members.index(value) if isinstance(value, Enum) else value
 
-    def shown_value(self, row: Ended) -> int | float | bool | str:
+    def shown_value(self, row: EndedTrajectory) -> int | float | bool | str:
         """The value of a row in tables, in its column's type."""
         compute = self.shown or self.value
         assert compute is not None
@@ -65,7 +74,7 @@ class Column:
         return shown
 
 
-def _sampled_versions(row: Ended) -> list[PolicyVersion]:
+def _sampled_versions(row: EndedTrajectory) -> list[PolicyVersion]:
     return [segment.version for segment in row.trajectory.segments if len(segment.tokens)]
 
 
@@ -139,7 +148,7 @@ def empty_rows(count: int, columns: Sequence[Column]) -> Rows:
 
 def span_seconds(span: Span) -> float:
     """The seconds of a given span as they are stored, rounded; 0 of a sampled one."""
-    return round(span.seconds, 6) if isinstance(span, Given) else 0.0
+    return round(span.seconds, 6) if isinstance(span, EnvSpan) else 0.0
 
 
 def reference() -> str:

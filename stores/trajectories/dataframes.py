@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.columns import shown_columns
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 
 TOKEN_CHUNKS = 16
 """Chunks of the store per dask chunk: one task per MiB of tokens costs less than one per chunk."""
@@ -39,7 +39,7 @@ def require(module: str) -> Any:
         ) from error
 
 
-def record(row: Ended) -> dict[str, Any]:
+def record(row: EndedTrajectory) -> dict[str, Any]:
     """A row as plain values and numpy arrays, by the names of COLUMNS and ARRAYS."""
     t = row.trajectory
     return {
@@ -62,13 +62,13 @@ class RowTexts:
     messages: list[dict[str, Any]]
 
 
-ReadTexts = Callable[[Sequence[Ended]], list[RowTexts]]
+ReadTexts = Callable[[Sequence[EndedTrajectory]], list[RowTexts]]
 """Decodes the tokens of rows. Stores have no tokenizer: pipeline/stored_runs/dask_tables.py has."""
 TEXT_COLUMNS = ("prompt", "response", "messages")
 """Columns of tables with texts, as in RowTexts."""
 
 
-def to_pandas(rows: Iterable[Ended], texts: ReadTexts | None = None) -> Any:
+def to_pandas(rows: Iterable[EndedTrajectory], texts: ReadTexts | None = None) -> Any:
     """A pandas.DataFrame with one row per trajectory; token columns hold numpy arrays.
 
     Args:
@@ -95,7 +95,7 @@ def to_pandas(rows: Iterable[Ended], texts: ReadTexts | None = None) -> Any:
 
 
 def to_dask(
-    count: int, block_rows: int, read: Callable[[int, int], Iterable[Ended]], texts: ReadTexts | None = None
+    count: int, block_rows: int, read: Callable[[int, int], Iterable[EndedTrajectory]], texts: ReadTexts | None = None
 ) -> Any:
     """A dask.dataframe with one row per trajectory, computed on workers.
 
@@ -125,7 +125,9 @@ def to_dask(
         )
 
 
-def _partition(first: int, last: int, read: Callable[[int, int], Iterable[Ended]], texts: ReadTexts | None) -> Any:
+def _partition(
+    first: int, last: int, read: Callable[[int, int], Iterable[EndedTrajectory]], texts: ReadTexts | None
+) -> Any:
     return to_pandas(read(first, last), texts)
 
 
@@ -210,7 +212,7 @@ def arrow_schema(texts: dict[str, str]) -> Any:
     return arrow.schema([*fields, *((name, kinds[attribute]) for attribute, name in texts.items()), *lists, parts])
 
 
-def arrow_table(rows: list[Ended], texts: dict[str, str], read: list[RowTexts]) -> Any:
+def arrow_table(rows: list[EndedTrajectory], texts: dict[str, str], read: list[RowTexts]) -> Any:
     """A pyarrow.Table of rows and their texts. texts: names of the columns for `prompt`, `response` and `messages`."""
     arrow = require("pyarrow")
     records = [

@@ -26,8 +26,8 @@ from staleflow.stores.trajectories.columns import (
 )
 from staleflow.stores.trajectory import (
     NO_VERSION,
-    Ended,
-    Given,
+    EndedTrajectory,
+    EnvSpan,
     GroupId,
     InstanceId,
     PolicyVersion,
@@ -61,7 +61,7 @@ class CommitArrays:
     num_tokens: int
 
 
-def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> CommitArrays:
+def pack(ended: Sequence[EndedTrajectory], begin: int, text_begin: int) -> CommitArrays:
     """Pack rows for a commit. begin, text_begin: where their tokens and their text will begin in the store."""
     tokens: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     offsets, texts = [], []
@@ -93,7 +93,7 @@ def pack(ended: Sequence[Ended], begin: int, text_begin: int) -> CommitArrays:
 
 def unpack(
     row: Mapping[str, Any], tokens: Mapping[str, npt.NDArray[Any]], first: int, text: bytes, text_first: int
-) -> Ended:
+) -> EndedTrajectory:
     """The inverse of `pack` for one row. row: its columns by name; tokens, text: slices that contain the row's; first,
     text_first: where in the store they begin. Raises StoreError if they contradict each other."""
     try:
@@ -115,7 +115,7 @@ def unpack(
             )
         ids, logprobs = tokens["ids"][at : at + size], tokens["logprobs"][at : at + size]
         if version == NO_VERSION:
-            spans.append(Given(role=who, tokens=ids, seconds=seconds, after=None if after < 0 else after))
+            spans.append(EnvSpan(role=who, tokens=ids, seconds=seconds, after=None if after < 0 else after))
         else:
             instance = InstanceId(who)
             spans.append(Segment(version=PolicyVersion(version), instance=instance, tokens=ids, logprobs=logprobs))
@@ -123,7 +123,7 @@ def unpack(
         at += size
     if at != end or not agree:
         raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
-    return Ended(
+    return EndedTrajectory(
         trajectory=Trajectory(
             id=TrajectoryId(row["trajectory"]),
             group=GroupId(row["group"]),
@@ -168,7 +168,7 @@ def _extra(trajectory: Trajectory) -> dict[str, Any]:
 def _stored(span: Span) -> list[str | int | float]:
     """A span as stored: [instance, version, tokens]; of a given one [role, NO_VERSION, tokens, seconds], and `after` if
     a branch begins with it."""
-    if isinstance(span, Given):
+    if isinstance(span, EnvSpan):
         stored: list[str | int | float] = [span.role, NO_VERSION, len(span.tokens), span_seconds(span)]
         return stored if span.after is None else [*stored, span.after]
     return [span.instance, span.version, len(span.tokens)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.records import RunHeader, StepRecord
-from staleflow.stores.trajectory import Ended, Fate, TrajectoryId
+from staleflow.stores.trajectory import EndedTrajectory, Fate, TrajectoryId
 
 
 class MemoryStore:
@@ -16,10 +16,10 @@ class MemoryStore:
     def __init__(self, header: RunHeader) -> None:
         self.header = header
         self._steps: list[StepRecord] = []
-        self._ended: list[Ended] = []
+        self._ended: list[EndedTrajectory] = []
         self._index: dict[TrajectoryId, int] = {}
 
-    def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+    def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
         twice = [e.trajectory.id for e in ended if e.trajectory.id in self._index]
         if twice:
             raise StoreError(f"trajectory {twice[0]} is already stored")
@@ -33,11 +33,11 @@ class MemoryStore:
     def steps(self, first: int = 0) -> list[StepRecord]:
         return self._steps[first:]
 
-    def ended(self, step: int | None = None) -> Iterable[Ended]:
+    def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
         for row in self._ended:
             if step is None or (row.fate is Fate.CONSUMED and row.step == step):
                 yield row
 
-    def get(self, trajectory: TrajectoryId) -> Ended | None:
+    def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None:
         at = self._index.get(trajectory)
         return None if at is None else self._ended[at]

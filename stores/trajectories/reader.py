@@ -32,7 +32,7 @@ from staleflow.stores.trajectories.repository import (
     first_line,
     repository_at,
 )
-from staleflow.stores.trajectory import Ended, Fate, TrajectoryId
+from staleflow.stores.trajectory import EndedTrajectory, Fate, TrajectoryId
 
 FORMAT = "columns"
 """The layout of stores, in their attributes. A new column does not change it."""
@@ -42,7 +42,7 @@ PLACES = ("offset", "prompt_tokens", "response_tokens")
 """Columns that say where the tokens of a row are."""
 NUM_ROWS = "rows/trajectory"
 """The array whose length is the number of rows."""
-Extent = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
+TokenRange = tuple[dict[str, npt.NDArray[Any]], int, bytes, int]
 """Tokens by name and where they begin in the store, texts and where they begin."""
 BLOCK_ROWS = 4096
 """Rows read together."""
@@ -179,7 +179,7 @@ class StoreReader:
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
-    def ended(self, step: int | None = None) -> Iterable[Ended]:
+    def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
         root = self._read_root()
         if step is None:
             at = np.arange(num_rows(root))
@@ -191,7 +191,7 @@ class StoreReader:
             first = int(block[0])
             yield from self._block(root, self._rows(root, first, int(block[-1]) + 1)[block - first])
 
-    def rows(self, first: int, last: int) -> list[Ended]:
+    def rows(self, first: int, last: int) -> list[EndedTrajectory]:
         """The stored trajectories at positions first <= position < last."""
         root = self._read_root()
         return list(self._block(root, self._rows(root, first, last)))
@@ -201,11 +201,11 @@ class StoreReader:
         rows = self._rows(self._read_root(), first, last, ("offset", "prompt_tokens"))
         return np.asarray(rows["offset"] + rows["prompt_tokens"], np.int64)
 
-    def readable(self, first: int, last: int) -> Iterator[Ended | UnreadableRow]:
+    def readable(self, first: int, last: int) -> Iterator[EndedTrajectory | UnreadableRow]:
         """As `rows`, but yields Damaged for rows in a corrupt chunk instead of raising."""
         return self._readable(self._read_root(), first, last)
 
-    def picked(self, positions: Iterable[int]) -> Iterator[Ended | UnreadableRow]:
+    def picked(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
         """The rows at these positions, in this order; Damaged for those that cannot be read. Adjacent ones are read
         together."""
         root = self._read_root()
@@ -216,7 +216,7 @@ class StoreReader:
                 yield from self._readable(root, wanted[first], wanted[i - 1] + 1)
                 first = i
 
-    def _readable(self, root: Any, first: int, last: int) -> Iterator[Ended | UnreadableRow]:
+    def _readable(self, root: Any, first: int, last: int) -> Iterator[EndedTrajectory | UnreadableRow]:
         rows = self._rows(root, first, last)
         try:
             yield from list(self._block(root, rows))
@@ -264,7 +264,7 @@ class StoreReader:
         """Whether what this store reads was committed after `snapshot`, or is that."""
         return any(str(ancestor.id) == snapshot for ancestor in self._repository.ancestry(snapshot_id=self.snapshot))
 
-    def get(self, trajectory: TrajectoryId) -> Ended | None:
+    def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None:
         root = self._read_root()
         at = self._position(root, trajectory)
         return None if at is None else next(iter(self._block(root, self._rows(root, at, at + 1))))
@@ -352,14 +352,14 @@ class StoreReader:
         root = self._read_root()
         return {name: int(root[name].shape[0]) for name in array_names(root)}
 
-    def extent(self, rows: Rows) -> Extent:
+    def extent(self, rows: Rows) -> TokenRange:
         """Everything from the first of these rows to the last. rows: at least one."""
         return self._extent(self._read_root(), rows)
 
-    def _block(self, root: Any, rows: Rows) -> Iterable[Ended]:
+    def _block(self, root: Any, rows: Rows) -> Iterable[EndedTrajectory]:
         return self.unpacked(rows, *self._extent(root, rows)) if len(rows) else ()
 
-    def _extent(self, root: Any, rows: Rows) -> Extent:
+    def _extent(self, root: Any, rows: Rows) -> TokenRange:
         first = int(rows["offset"].min())
         last = int((rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]).max())
         tokens = {name: self._slice(root, f"tokens/{name}", first, last) for name in ("ids", "logprobs", "versions")}
@@ -378,7 +378,7 @@ class StoreReader:
         first: int,
         text: bytes,
         text_first: int,
-    ) -> Iterator[Ended]:
+    ) -> Iterator[EndedTrajectory]:
         """Rows from their numbers and their `extent`. Raises StoreError if they contradict each other."""
         names = rows.dtype.names or ()
         for values in rows.tolist():
@@ -449,6 +449,6 @@ def stored_chunk(array: Any) -> int:
     return int((array.shards or array.chunks)[0])
 
 
-def _rows_at(path: str, snapshot: str, first: int, last: int) -> list[Ended]:
+def _rows_at(path: str, snapshot: str, first: int, last: int) -> list[EndedTrajectory]:
     """Rows of a store as it was at a snapshot; a function, so that it can be sent to a worker."""
     return StoreReader.at(Path(path), snapshot).rows(first, last)

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.context_branches import Branch
+from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.serialization import Codec
-from staleflow.stores.trajectory import Ended, Trajectory, TrajectoryId
+from staleflow.stores.trajectory import EndedTrajectory, Trajectory, TrajectoryId
 from staleflow.stores.weights.weight_report import WeightCheck
 
 
@@ -113,7 +113,7 @@ class TrajectoryStore(Protocol):
     @property
     def header(self) -> RunHeader: ...
 
-    def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+    def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
         """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
         The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored."""
         ...
@@ -122,11 +122,11 @@ class TrajectoryStore(Protocol):
         """The commits from number `first` on, oldest first; as in slices, a negative one counts from the end."""
         ...
 
-    def ended(self, step: int | None = None) -> Iterable[Ended]:
+    def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
         """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
         ...
 
-    def get(self, trajectory: TrajectoryId) -> Ended | None: ...
+    def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None: ...
 
 
 def id_ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -158,7 +158,7 @@ class BatchDigest:
         versions: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
         numbers: tuple[float, float],
-        branches: Sequence[Branch] = (),
+        branches: Sequence[ContextBranch] = (),
     ) -> None:
         """Add a trajectory. ids: its id and v_traj; numbers: its reward and advantage; the rest as in Trajectory."""
         self._hash.update(_TWO_IDS.pack(*ids))

@@ -51,7 +51,7 @@ from staleflow.stores.trajectories.repository import (
 )
 from staleflow.stores.trajectories.storage import url_of
 from staleflow.stores.trajectories.stored_ids import StoredIds
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.stores.weights.weight_report import WeightCheck
 
 TOKEN_CHUNK = 131_072
@@ -154,7 +154,7 @@ class VersionedStore(StoreReader):
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+    def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
         """As of TrajectoryStore. Raises StoreUnavailable if the bucket fails: then the same commit may be asked for
         again, and is not applied twice."""
         if not self._commits:
@@ -200,7 +200,7 @@ class VersionedStore(StoreReader):
             "resumed elsewhere, and this is no longer its store"
         )
 
-    def _committed(self, record: StepRecord, ended: Sequence[Ended], digest: str) -> str:
+    def _committed(self, record: StepRecord, ended: Sequence[EndedTrajectory], digest: str) -> str:
         """Append and commit; returns the snapshot."""
         session = self._repository.writable_session(MAIN)
         root = zarr.open_group(session.store, mode="r+")
@@ -227,7 +227,7 @@ class VersionedStore(StoreReader):
 
         return StoredIds(np.concatenate([ids, places], axis=1), read)
 
-    def _append(self, root: Any, record: StepRecord, ended: Sequence[Ended]) -> int:
+    def _append(self, root: Any, record: StepRecord, ended: Sequence[EndedTrajectory]) -> int:
         """Append a commit's rows and its record; returns its number of tokens."""
         file = stored_chunk(root["tokens/ids"])
         begin = -(-int(root["tokens/ids"].shape[0]) // file) * file

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.trajectories.reader import StoreReader
-from staleflow.stores.trajectory import Ended, FinishReason, Trajectory, TrajectoryId
+from staleflow.stores.trajectory import EndedTrajectory, FinishReason, Trajectory, TrajectoryId
 from staleflow.tasks.engines.base import PromptResponses
 
 MOST_TOKENS = 4_000_000
@@ -49,7 +49,7 @@ class DraftCorpus:
         if store is not None and max_tokens:
             self.add(_latest(store, max_tokens))
 
-    def add(self, rows: Iterable[Ended]) -> None:
+    def add(self, rows: Iterable[EndedTrajectory]) -> None:
         """Remember responses that are being stored."""
         for t in (row.trajectory for row in rows if self._max_tokens and row.trajectory.num_tokens):
             key = t.prompt_tokens.tobytes()
@@ -94,9 +94,9 @@ class DraftCorpus:
                 yield member, _tokens(sibling)
 
 
-def _latest(store: StoreReader, tokens: int) -> list[Ended]:
+def _latest(store: StoreReader, tokens: int) -> list[EndedTrajectory]:
     """Return the last rows of a store that have at least `tokens` tokens together, or all rows."""
-    latest: list[Ended] = []
+    latest: list[EndedTrajectory] = []
     last = store.summary().num_rows
     while last > 0 and tokens > 0:
         rows = store.rows(first := max(0, last - READ_ROWS), last)

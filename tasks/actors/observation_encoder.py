@@ -81,7 +81,7 @@ class ObservationEncoder:
     def _bridge(self, t: Trajectory, messages: tuple[Message, ...]) -> list[int]:
         """Return the token ids between a trajectory's newest turn and the next one."""
         context = t.context.tolist()
-        middle = len(context) - t.num_in_turn
+        middle = len(context) - t.num_turn_tokens
         return self._prompts.bridge_tokens(context[:middle], context[middle:], messages, len(t.turns))
 
     def _same_observations(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
@@ -115,11 +115,11 @@ def answer_entry(item: ObservationItem, encoded: ObservationTokens, attempt: int
 def newest_turn(t: Trajectory, text: str) -> SampledTurn:
     """Return the newest turn of a trajectory for an agent: exactly the tokens and logprobs that will be stored."""
     context = tuple(t.context.tolist())
-    middle = len(context) - t.num_in_turn
+    middle = len(context) - t.num_turn_tokens
     return SampledTurn(
         prompt_tokens=context[:middle],
         tokens=context[middle:],
-        logprobs=tuple(t.logprobs[len(t.response_tokens) - t.num_in_turn :].tolist()),
+        logprobs=tuple(t.logprobs[len(t.response_tokens) - t.num_turn_tokens :].tolist()),
         text=text,
         truncated=t.finish is FinishReason.LENGTH,
     )

@@ -162,7 +162,7 @@ class RolloutInstance:
                         ),
                         num_prior=len(sampled),
                         prompt=None if context is None else prompt,
-                        num_in_turn=in_turn,
+                        num_turn_tokens=in_turn,
                         stop=stop,
                         greedy=evaluated is not None and evaluated.greedy,
                         temperature=None if evaluated is None else evaluated.temperature,
@@ -194,9 +194,9 @@ class RolloutInstance:
         """Stop sampling trajectories, and discard their tokens."""
         await self._command(self._engine.abort, trajectories)
 
-    async def speculate(self, length: int) -> None:
+    async def set_draft_length(self, length: int) -> None:
         """Set the draft length: the most drafted tokens of one decode step of a request."""
-        await self._command(self._engine.speculate, length)
+        await self._command(self._engine.set_draft_length, length)
         self._asked_s = -math.inf  # what there is to draft from is asked for at once
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
@@ -228,7 +228,7 @@ class RolloutInstance:
         check = published.check(self._instance, loaded)
         if check.refused:
             self._refused = f"{self._instance} is out of service: {check.refused}"
-            self._engine.begin_again(self._instance)  # nothing is sampled any more
+            self._engine.reset(self._instance)  # nothing is sampled any more
         return check
 
     async def _may_deliver(self, timeout_s: float) -> bool:
@@ -296,7 +296,7 @@ class RolloutInstance:
         """Fetch responses to the prompts that the engine drafts for, and give them to it. A server that is lost or late
         fails no command: drafts change nothing that is sampled."""
         self._asked_s = asyncio.get_running_loop().time()
-        running: tuple[TrajectoryId, ...] = await asyncio.to_thread(self._engine.drafts_for)
+        running: tuple[TrajectoryId, ...] = await asyncio.to_thread(self._engine.drafting)
         if not running:
             return
         try:
@@ -306,7 +306,7 @@ class RolloutInstance:
         except ActorLost:
             return
         self._sent = others.sent
-        self._engine.learn(others.responses)
+        self._engine.add_draft_responses(others.responses)
 
     async def _deliver(
         self, server: Any, ended: list[SampledTokens] | list[SampledTokens | Failed]

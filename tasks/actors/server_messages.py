@@ -68,7 +68,7 @@ def payload(
     """Make the payload of a live trajectory."""
     prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
     context = tuple(t.context.tolist()) if t.branches else None
-    return Payload(prompt, response, t.finish, t.num_in_turn, turn_tokens, evaluated, context, stop)
+    return Payload(prompt, response, t.finish, t.num_turn_tokens, turn_tokens, evaluated, context, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.trajectories.records import batch_fingerprint
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.training.batches import batch_metrics, consumed_rows
@@ -19,7 +19,7 @@ class StepBatch:
     """The batch of one step. rows: in the trainer's order. fingerprint: of the rows, computed in the background: the
     trainer is waiting for them."""
 
-    rows: list[Ended]
+    rows: list[EndedTrajectory]
     fingerprint: asyncio.Future[str]
     metrics: dict[str, float]
 
@@ -33,7 +33,7 @@ class StepBatches:
     def __init__(self, flight: InFlightState, stored: StoreThread, settings: ServerSettings) -> None:
         self._flight, self._stored, self._settings = flight, stored, settings
         self._made: dict[int, StepBatch] = {}
-        self._again: list[Ended] = []
+        self._again: list[EndedTrajectory] = []
         """The rows of a stored step that is trained again, number `_again_step`."""
         self._again_step = -1
 
@@ -69,7 +69,7 @@ class StepBatches:
         self._made.clear()
 
 
-async def _part_of(rows: list[Ended], start: int) -> BatchMessage:
+async def _part_of(rows: list[EndedTrajectory], start: int) -> BatchMessage:
     """Pack rows from row `start` on, as many as fit into a message, beside the event loop."""
     stop = part_end(rows, start)
     packed = await asyncio.to_thread(RowArrays.of, rows[start:stop])

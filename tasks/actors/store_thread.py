@@ -15,7 +15,7 @@ from typing import TypeVar
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,11 @@ class StoreThread:
         self.outage = ""
         """Why the bucket refused the latest request; empty if it did not."""
 
-    async def commit(self, record: StepRecord, rows: Sequence[Ended]) -> None:
+    async def commit(self, record: StepRecord, rows: Sequence[EndedTrajectory]) -> None:
         """Store a commit. Raises StoreError."""
         await self._done(lambda: self._store.commit(record, rows))
 
-    async def consumed(self, step: int) -> list[Ended]:
+    async def consumed(self, step: int) -> list[EndedTrajectory]:
         """Return the rows that a stored step consumed, in its order. Raises StoreError."""
         return await self._done(lambda: list(self._store.ended(step)))
 

@@ -39,7 +39,15 @@ from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import EMPTY, LedgerState, StepRecord, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended, GroupId, PolicyVersion, Segment, Trajectory, TrajectoryId, is_evaluation
+from staleflow.stores.trajectory import (
+    EndedTrajectory,
+    GroupId,
+    PolicyVersion,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    is_evaluation,
+)
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.actor_calls import remote_methods
 from staleflow.tasks.actors.async_spool import AsyncSpool
@@ -126,7 +134,7 @@ class TrajectoryServer:
         for group, members in self._flight.missing(ledger).items():
             self._flight.begin(members, *self._tasks.prompt(group), self._now())
         in_flight = {t.group for t in self._flight.live.values()}
-        in_flight |= {t.group for t in self._flight.set_aside()}
+        in_flight |= {t.group for t in self._flight.pending_commit()}
         self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
 
     async def recoverable(self) -> RecoverableWork:
@@ -138,7 +146,7 @@ class TrajectoryServer:
         prompts. Idempotent."""
         live = [t for t in self._flight.live.values() if not is_evaluation(t.id)]
         begun = {t.id for t in live if t.timings.routed_s or t.segments}
-        begun |= {t.id for t in self._flight.set_aside()}
+        begun |= {t.id for t in self._flight.pending_commit()}
         resumed = self._resumed(again)
         self._flight.apply(resumed)
         self._batches.forget_all()
@@ -256,7 +264,7 @@ class TrajectoryServer:
             )
             if self._flight.apply(entry):
                 accepted.append(entry)
-            if self._flight.hears(item.trajectory, item.route_number):
+            if self._flight.accepts(item.trajectory, item.route_number):
                 totals[item.trajectory] = self._flight.live[item.trajectory].num_tokens
         await self._writing.append(accepted)
         return totals
@@ -284,7 +292,7 @@ class TrajectoryServer:
     async def newest_turns(self, items: list[TurnItem]) -> list[SampledTurn | None]:
         """Return the newest turns of trajectories, with the tokens and logprobs that are stored. None where another
         turn has followed, or its observation."""
-        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.route_number) for item in items]
+        awaited = [self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) for item in items]
         turns = [(self._flight.live[i.trajectory] if a else None, i.text) for i, a in zip(items, awaited, strict=True)]
         return await asyncio.to_thread(lambda: [None if t is None else newest_turn(t, text) for t, text in turns])
 
@@ -302,7 +310,7 @@ class TrajectoryServer:
             held_out=is_evaluation(t.id),
             full=t.num_tokens >= (max_new_tokens or self._settings.prompts.max_new_tokens),
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
-            restarted=not self._flight.hears(t.id, route_number),
+            restarted=not self._flight.accepts(t.id, route_number),
             score=self._score(t.id),
         )
 
@@ -312,7 +320,7 @@ class TrajectoryServer:
         max_new_tokens = await self._evaluated.max_new_tokens(
             GroupId(i.trajectory // self._flight.members) for i in items
         )
-        awaited = [self._flight.awaits(item.trajectory, item.tokens, item.route_number) for item in items]
+        awaited = [self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) for item in items]
         trajectories = [self._flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]
         default = self._settings.prompts.max_new_tokens
         encoded = await asyncio.to_thread(
@@ -324,7 +332,7 @@ class TrajectoryServer:
         accepted: list[Entry] = []
         receipts: list[ObservationReceipt] = []
         for item, result in zip(items, encoded, strict=True):
-            if result is None or not self._flight.awaits(item.trajectory, item.tokens, item.route_number):
+            if result is None or not self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number):
                 receipts.append(ObservationReceipt(item.tokens, "late"))
             elif isinstance(result, str):
                 receipts.append(ObservationReceipt(item.tokens, result))
@@ -351,7 +359,9 @@ class TrajectoryServer:
                 route_number=route_number,
                 attempt=self._flight.attempt(trajectory),
             )
-            restarted.append(self._flight.awaits(trajectory, tokens, route_number) and self._flight.apply(entry))
+            restarted.append(
+                self._flight.awaits_environment(trajectory, tokens, route_number) and self._flight.apply(entry)
+            )
             if restarted[-1]:
                 accepted.append(entry)
         await self._writing.append(accepted)
@@ -385,7 +395,9 @@ class TrajectoryServer:
                 at_s=now,
                 attempt=self._flight.attempt(item.trajectory),
             )
-            if self._flight.awaits(item.trajectory, item.tokens, item.route_number) and self._flight.apply(entry):
+            if self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) and self._flight.apply(
+                entry
+            ):
                 accepted.append(entry)
             rewards.append(self._score(item.trajectory))
         await self._writing.append(accepted)
@@ -469,7 +481,7 @@ class TrajectoryServer:
     def _now(self) -> float:
         return time.monotonic() - self._epoch
 
-    async def _commit(self, record: StepRecord, rows: list[Ended]) -> None:
+    async def _commit(self, record: StepRecord, rows: list[EndedTrajectory]) -> None:
         await self._storing.commit(record, rows)
         self._last_record = record
         self._known.add(rows)

@@ -260,7 +260,7 @@ class SimulatedBatch:
         self._waiting.append(request)
         self._settle()
 
-    def speculate(self, now: float, length: int) -> None:
+    def set_draft_length(self, now: float, length: int) -> None:
         """Draft up to so many tokens for a request and step from now on."""
         self._to_boundary(now)
         self._settle()

@@ -29,7 +29,7 @@ class Request:
     """Number of `tokens` that were sampled before, on this or another instance."""
     prompt: tuple[int, ...] | None = None
     """Its trajectory's prompt, where `tokens` may not be all of it and then what was sampled: in a branch."""
-    num_in_turn: int = 0
+    num_turn_tokens: int = 0
     """Number of the last `tokens` that belong to the present turn; stop strings are looked for in its text."""
     stop: StopCriteria = NO_STOP
     """What ends the turn, beside the ends of a response: the token that completes it is sampled, and the last one."""
@@ -187,20 +187,20 @@ class Engine(Protocol):
 
     def load_statistics(self) -> EngineLoad: ...
 
-    def speculate(self, length: int) -> None:
+    def set_draft_length(self, length: int) -> None:
         """From the next step on, draft up to so many tokens for a request; 0: none, and never more than the job's
         rollout.engine.speculation.num_speculative_tokens."""
         ...
 
-    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+    def drafting(self) -> tuple[TrajectoryId, ...]:
         """The trajectories whose requests it now drafts for from responses to their prompts; most engines for none."""
         ...
 
-    def learn(self, responses: Sequence[PromptResponses]) -> None:
+    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         """Take in responses that were sampled elsewhere or long ago: drafts may follow them, and nothing else."""
         ...
 
-    def begin_again(self, instance: InstanceId) -> None:
+    def reset(self, instance: InstanceId) -> None:
         """Forget all requests and what they have sampled, what is kept of them, and all counts. What is sampled from
         now on is `instance`'s. The weights stay, as version 0, until others are loaded. Nobody else uses the engine
         meanwhile."""

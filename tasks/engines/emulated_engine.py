@@ -225,19 +225,19 @@ class EmulatedEngine:
                 accepted_tokens=round(work.accepted),
             )
 
-    def speculate(self, length: int) -> None:
+    def set_draft_length(self, length: int) -> None:
         with self._changed:
-            self._batch.speculate(self._begin_call(), length)
+            self._batch.set_draft_length(self._begin_call(), length)
             self._collect()
             self._changed.notify_all()
 
-    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+    def drafting(self) -> tuple[TrajectoryId, ...]:
         return ()
 
-    def learn(self, responses: Sequence[PromptResponses]) -> None:
+    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         """It drafts nothing."""
 
-    def begin_again(self, instance: InstanceId) -> None:
+    def reset(self, instance: InstanceId) -> None:
         with self._changed:
             self._check()
             self._instance, self._version = instance, PolicyVersion(0)

@@ -57,7 +57,7 @@ def hold(run: str, settings: EngineSettings, engine: Engine, user: object) -> No
         _held.append(_HeldEngine(run, _digest(settings), engine, weakref.ref(user)))
 
 
-def let_go(engine: Engine) -> None:
+def unregister(engine: Engine) -> None:
     """Keep an engine no longer, since its actor has closed it."""
     with _lock:
         _held[:] = [entry for entry in _held if entry.engine is not engine]
@@ -95,7 +95,7 @@ def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engin
             _held.remove(orphan)
             if engine is None and (orphan.run, orphan.settings) == (run, _digest(settings)):
                 try:
-                    orphan.engine.begin_again(instance)
+                    orphan.engine.reset(instance)
                 except ActorLost as lost:
                     logger.warning("an engine that was held has died: %s", lost)
                 else:

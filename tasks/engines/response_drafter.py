@@ -5,8 +5,8 @@ was told of. A draft goes on as those places go on that share the longest end wi
 by token. It ends where it is no longer likely enough to be sampled.
 
 Invariants: a draft never changes what is sampled, only in how many decode steps: an engine keeps a drafted token only
-where the policy samples it (docs/speculation.md). Memory is bounded. Pure. All but `begin`, `learn` and `running` is
-called by the thread that decodes.
+where the policy samples it (docs/speculation.md). Memory is bounded. Pure. All but `begin`, `add_response` and
+`running` is called by the thread that decodes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PromptIndex:
         self.extend(text, tokens[len(text.tokens) :])
         return text
 
-    def learn(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
+    def add_response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
         """Add a response of which nothing runs here, unless as much of it is known."""
         known = self._responses.get(trajectory)
         if known is None or len(known.tokens) < len(tokens):
@@ -210,7 +210,7 @@ class Drafter:
         kept = next(differs, min(len(prompt), len(tokens)))
         self._running[key] = _DraftedRequest(trajectory, tuple(prompt), tuple(tokens[kept:]), kept)
 
-    def learn(self, prompt: Sequence[int], trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
+    def add_response(self, prompt: Sequence[int], trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
         """Take in a response to a prompt, sampled elsewhere or long ago. May be called by any thread."""
         self._told.append((tuple(prompt), trajectory, tuple(tokens)))
 
@@ -281,7 +281,7 @@ class Drafter:
         while self._told:
             prompt, trajectory, tokens = self._told.popleft()
             if trajectory not in running:
-                self._of(prompt).learn(trajectory, tokens)
+                self._of(prompt).add_response(trajectory, tokens)
         self._forget()
 
     def _of(self, prompt: tuple[int, ...]) -> PromptIndex:

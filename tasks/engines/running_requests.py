@@ -89,7 +89,7 @@ class RunningRequests:
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
-    def begin_again(self, instance: InstanceId) -> None:
+    def reset(self, instance: InstanceId) -> None:
         """Forget all requests and counts: the engine is `instance`'s from now on, at version 0. Keys go on: no earlier
         one is used again."""
         self.instance = instance

@@ -87,7 +87,7 @@ class StopChecks:
             return None
         self.prepare([request])
         assert self._texts is not None
-        before = request.tokens[len(request.tokens) - request.num_in_turn :]
+        before = request.tokens[len(request.tokens) - request.num_turn_tokens :]
         return StopCheck(self._texts, request.stop.strings, [*before, *sampled])
 
 

@@ -156,20 +156,20 @@ class TransformersEngine:
                 accepted_tokens=self._counts.accepted_tokens,
             )
 
-    def speculate(self, length: int) -> None:
+    def set_draft_length(self, length: int) -> None:
         if self._drafter is not None:
             self._drafter.most = min(length, self._settings.speculation.num_speculative_tokens)
 
-    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+    def drafting(self) -> tuple[TrajectoryId, ...]:
         return () if self._drafter is None else self._drafter.running
 
-    def learn(self, responses: Sequence[PromptResponses]) -> None:
+    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         if self._drafter is not None:
             for of_prompt in responses:
                 for trajectory, tokens in of_prompt.responses:
-                    self._drafter.learn(of_prompt.prompt, trajectory, tokens)
+                    self._drafter.add_response(of_prompt.prompt, trajectory, tokens)
 
-    def begin_again(self, instance: InstanceId) -> None:
+    def reset(self, instance: InstanceId) -> None:
         self._call(lambda: self._begin_again(instance)).result()
 
     def close(self) -> None:
@@ -317,7 +317,7 @@ class TransformersEngine:
             self._scheduler.clear()
             self._counts = DraftCounts()
             self._instance, self._ended = instance, []
-            self._requests.begin_again(instance)
+            self._requests.reset(instance)
         if self._drafter is not None:
             self._drafter.forget_all()
             self._drafter.most = self._settings.speculation.first_length

@@ -29,7 +29,7 @@ from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequ
 from staleflow.tasks.engines.stop_strings import StopChecks
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 from staleflow.tasks.engines.vllm_drafting import arguments as speculation_arguments
-from staleflow.tasks.engines.vllm_scheduler import Figures, VllmScheduler, salt
+from staleflow.tasks.engines.vllm_scheduler import SchedulerStats, VllmScheduler, salt
 from staleflow.tasks.engines.vllm_sizes import adapted_layers, cache_bytes, checkpoint_shapes, longest_sequence
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class VllmEngine:
         self._ended: list[SampledTokens | Failed] = []
         self._probes: dict[str, Future[Any]] = {}  # probes under way, by request id
         self._num_probes = 0
-        self._figures = Figures()  # as of the last step, stop or load
+        self._figures = SchedulerStats()  # as of the last step, stop or load
         self._error: BaseException | None = None
         self._closing = False
         self._engine: Any = None
@@ -138,20 +138,20 @@ class VllmEngine:
                 raise self._lost()
             return dataclasses.replace(self._requests.load(), **self._figures._asdict())
 
-    def speculate(self, length: int) -> None:
+    def set_draft_length(self, length: int) -> None:
         self._call(lambda: self._speculation.set_length(length))
 
-    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+    def drafting(self) -> tuple[TrajectoryId, ...]:
         drafter = self._speculation.drafter
         return () if drafter is None else drafter.running
 
-    def learn(self, responses: Sequence[PromptResponses]) -> None:
+    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         if (drafter := self._speculation.drafter) is not None:
             for of_prompt in responses:
                 for trajectory, tokens in of_prompt.responses:
-                    drafter.learn(of_prompt.prompt, trajectory, tokens)
+                    drafter.add_response(of_prompt.prompt, trajectory, tokens)
 
-    def begin_again(self, instance: InstanceId) -> None:
+    def reset(self, instance: InstanceId) -> None:
         self._call(lambda: self._begin_again(instance)).result()
 
     def close(self) -> None:
@@ -322,12 +322,12 @@ class VllmEngine:
             for answer in self._probes.values():
                 answer.cancel()
             self._probes.clear()
-        self._scheduler.begin_again()
+        self._scheduler.reset()
         if self._adapters is not None:
             self._adapters.clear()
         with self._changed:
             self._instance, self._ended = instance, []
-            self._requests.begin_again(instance)
+            self._requests.reset(instance)
             self._figures = self._scheduler.figures()
 
     def _load(self, version: PolicyVersion, weights: Path) -> float:

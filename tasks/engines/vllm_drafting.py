@@ -150,7 +150,7 @@ class VllmSpeculation:
         scheduler.update_draft_token_ids = self._take
         scheduler.schedule, scheduler.make_spec_decoding_stats = self._scheduled, self._count
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Forget all drafts and counts. No request is left."""
         self.drafts = self.drafted_tokens = self.accepted_tokens = 0
         self.set_length(self._asked.first_length)

@@ -14,7 +14,7 @@ from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 
 
-class Figures(NamedTuple):
+class SchedulerStats(NamedTuple):
     """Fields of EngineLoad that the scheduler knows, as of one moment."""
 
     waiting: int = 0
@@ -43,7 +43,7 @@ class VllmScheduler:
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
         self._count()
 
-    def figures(self) -> Figures:
+    def figures(self) -> SchedulerStats:
         """The present figures. kept_tokens: in cached pages that nothing in the batch uses, of turns to come and of
         trajectories that have ended, which vLLM does not tell apart; pages that hold the same count once."""
         scheduler = self._scheduler
@@ -51,7 +51,7 @@ class VllmScheduler:
         used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # vLLM keeps one for itself
         # A page is cached once it is full, and the last page of each request is not.
         used_and_cached = max(0, used - len(scheduler.running))
-        return Figures(
+        return SchedulerStats(
             waiting=len(scheduler.waiting),
             preemptions=self._preemptions,
             kept_tokens=self._page_tokens * max(0, len(pool.cached_block_hash_to_block) - used_and_cached),
@@ -62,13 +62,13 @@ class VllmScheduler:
             accepted_tokens=self._speculation.accepted_tokens,
         )
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Forget all cached pages, which a later version of the same number must not find, and all counts. No request
         is left. Raises ActorLost if pages are in use all the same."""
         if not self._engine.reset_prefix_cache():
             raise ActorLost("vLLM keeps pages of its cache, though nothing runs")
         self._preemptions = self._prefilled_tokens = self._cached_tokens = 0
-        self._speculation.begin_again()
+        self._speculation.reset()
 
     def change_version(self, version: PolicyVersion, *, keep: bool) -> None:
         """Have all requests use pages of the loaded version only; keep: except those that have pages, which go on with

@@ -10,7 +10,7 @@ import numpy as np
 from staleflow.stores.errors import ConfigError, ProtocolViolation
 from staleflow.stores.metrics import REWARD_PART
 from staleflow.stores.reward_signal import has_signal
-from staleflow.stores.trajectory import Ended, Fate, Trajectory
+from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory
 from staleflow.tasks.training.advantage import Advantage, Overlong
 
 
@@ -31,13 +31,13 @@ def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_err
 
 def consumed_rows(
     step: int, batch: Sequence[Trajectory], group_size: int, advantage: Advantage, overlong: Overlong
-) -> list[Ended]:
+) -> list[EndedTrajectory]:
     """A batch, group by group, as it is stored: with advantages by this estimator."""
     rewards, valid = _rewards(batch, group_size)
     lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
     estimate = advantage.advantages(rewards - overlong.penalties(lengths), valid).reshape(-1)
     return [
-        Ended(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
+        EndedTrajectory(trajectory=t, fate=Fate.CONSUMED, step=step, advantage=float(a), loss_mask=not t.error)
         for t, a in zip(batch, estimate, strict=True)
     ]
 
@@ -49,7 +49,7 @@ def _rewards(batch: Sequence[Trajectory], group_size: int) -> tuple[np.ndarray[A
     return rewards, valid
 
 
-def batch_metrics(consumed: Sequence[Ended], group_size: int) -> dict[str, float]:
+def batch_metrics(consumed: Sequence[EndedTrajectory], group_size: int) -> dict[str, float]:
     """Metrics of a consumed batch, by name (see stores/metrics.py)."""
     rewards, valid = _rewards([e.trajectory for e in consumed], group_size)
     lengths = np.asarray([e.trajectory.num_sampled for e in consumed])

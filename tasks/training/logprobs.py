@@ -51,7 +51,7 @@ class _Sampled:
             none=none,
         )
 
-    def laid_out(self, values: torch.Tensor) -> torch.Tensor:
+    def scattered(self, values: torch.Tensor) -> torch.Tensor:
         """[N, T, k] of [n, k], elsewhere 0."""
         if self.none:
             values = values.masked_fill(torch.ones_like(values, dtype=torch.bool), 0)
@@ -88,7 +88,7 @@ class LogprobModel:
             object.__setattr__(self, "longest_row", longest_row(self.model, self.device))
 
     @property
-    def takes_rows(self) -> bool:
+    def packs_rows(self) -> bool:
         """Whether the model computes rows without padding."""
         return not self.padded_because
 
@@ -121,8 +121,8 @@ class LogprobModel:
 
             def part_loss(values: torch.Tensor) -> torch.Tensor:
                 kept.append(values.detach())
-                laid_out = there.laid_out(values)
-                return laid_out.sum() if there.none else loss(part, *_unbound(laid_out))
+                scattered = there.scattered(values)
+                return scattered.sum() if there.none else loss(part, *_unbound(scattered))
 
             return len(there.tokens), part_loss
 
@@ -131,7 +131,7 @@ class LogprobModel:
         of_parts = [of_part(part) for part in parts]
         answer = functools.partial(self.layer.loss, tokens=sampled.tokens, query=query, parts=of_parts)
         self._through(batch, sampled, answer).backward()
-        return sampled.laid_out(torch.cat(kept))[..., 0]
+        return sampled.scattered(torch.cat(kept))[..., 0]
 
     def _computed(self, batch: MicroBatch, *, entropy: bool) -> torch.Tensor:
         """[N, T, 1 or 2] logprobs and entropies."""
@@ -139,10 +139,12 @@ class LogprobModel:
         query = LogprobQuery(temperature=self.temperature, entropy=entropy)
         if not self.layer.plain:
             logits = self._through(batch, sampled, None)
-            return sampled.laid_out(target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy))
+            return sampled.scattered(
+                target_logprobs(logits.float() / self.temperature, sampled.tokens, entropy=entropy)
+            )
 
         def logprobs(hidden: torch.Tensor) -> torch.Tensor:
-            return sampled.laid_out(self.layer.logprobs(hidden, sampled.tokens, query))
+            return sampled.scattered(self.layer.logprobs(hidden, sampled.tokens, query))
 
         return self._through(batch, sampled, logprobs)
 
@@ -154,7 +156,7 @@ class LogprobModel:
     ) -> torch.Tensor:
         """What is made of the [n, H] hidden states that sampled tokens are drawn from; their [n, V] logits without."""
         inputs: dict[str, Any] = {}
-        if self.takes_rows:
+        if self.packs_rows:
             layout = PackedLayout.of(batch.input_ids, batch.attention_mask.sum(1), batch.prompts)
             ids = torch.from_numpy(batch.input_ids[layout.row, layout.column]).to(self.device)[None]
             rows, columns = sampled.index
@@ -188,7 +190,7 @@ class LogprobModel:
                 "depends on the longest row of a micro-batch, and so would all logprobs; lower rollout.max_new_tokens, "
                 "or leave such rows out"
             )
-        return microbatches(rows, chosen, weights, self.token_budget, self.rank, self.ranks, unpadded=self.takes_rows)
+        return microbatches(rows, chosen, weights, self.token_budget, self.rank, self.ranks, unpadded=self.packs_rows)
 
     def rows(self, rows: Sequence[Row], chosen: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
         """[T] log-probabilities of the response of each chosen row that is this rank's, nats, by row index; 0 at given

@@ -45,7 +45,7 @@ class TrainedAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typ
         return output + self.lora_B["default"](self.lora_A["default"](input)) * self._scaling
 
 
-def adapted(model: Any, config: LoraConfig, seed: int) -> Any:
+def inject_adapter(model: Any, config: LoraConfig, seed: int) -> Any:
     """Put an adapter that changes nothing yet into a model, and freeze all else. Equal seeds give equal adapters.
     Raises ConfigError."""
     names = adapted_layers(model, config.targets)

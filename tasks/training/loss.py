@@ -71,7 +71,7 @@ class Loss(RegistryEntry, ABC):
         has several updates."""
 
     @property
-    def every_row(self) -> bool:
+    def trains_zero_advantage(self) -> bool:
         """Whether it is not proportional to the advantage; otherwise trajectories with an advantage of 0 are not
         computed."""
         return False
@@ -102,8 +102,8 @@ class UserLoss(UserCode, Loss):
         return bool(self.code.needs_proximal)
 
     @property
-    def every_row(self) -> bool:
-        return bool(getattr(self.code, "every_row", False))
+    def trains_zero_advantage(self) -> bool:
+        return bool(getattr(self.code, "trains_zero_advantage", False))
 
     @property
     def by_token(self) -> bool:
@@ -328,7 +328,7 @@ class Kimi(Loss):
     tau: float = knob(0.1, "weight of the squared distance to the behaviour policy", low=0)
     needs_proximal = False
     by_token = True
-    every_row = True
+    trains_zero_advantage = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         distance = log_distance(tokens.logprobs, tokens.behaviour)

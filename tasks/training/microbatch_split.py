@@ -25,14 +25,14 @@ PASS_TOKENS, GATHER_TOKENS = 256, 2048
 are gathered from other ranks for it: about what 8 bytes a parameter over 400 GB/s are in arithmetic at 400 TFLOP/s."""
 
 
-def divided(lengths: Sequence[int], ranks: int, token_budget: int) -> list[tuple[Part, ...]]:
+def split_microbatches(lengths: Sequence[int], ranks: int, token_budget: int) -> list[tuple[Part, ...]]:
     """Micro-batches as each rank's rows, by index. lengths: tokens of each row. token_budget: padded tokens of a rank's
     part, at most.
 
     Rows are cut from the shortest to the longest and dealt to the ranks in turn, back and forth, so that none has the
     longer ones each time.
 
-    >>> divided([5, 1, 4, 2, 3], ranks=2, token_budget=8)
+    >>> split_microbatches([5, 1, 4, 2, 3], ranks=2, token_budget=8)
     [((1,), (3, 4)), ((2,), (0,))]
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staleflow.tasks.training.microbatch_split import GATHER_TOKENS, PASS_TOKENS, Part, divided
+from staleflow.tasks.training.microbatch_split import GATHER_TOKENS, PASS_TOKENS, Part, split_microbatches
 from staleflow.tasks.training.shared_prompts import Ints, alike, counted
 
 FEWER = 1 / 16
@@ -41,7 +41,7 @@ def divided_by_prompt(
     >>> divided_by_prompt([[0, 2], [1]], [32, 8, 32], [9, 4, 7], ranks=1, token_budget=64)
     [((1, 2, 0),)]
     """
-    by_length = divided([sum(both) for both in zip(prompts, rests, strict=True)], ranks, token_budget)
+    by_length = split_microbatches([sum(both) for both in zip(prompts, rests, strict=True)], ranks, token_budget)
     if len(same) == len(prompts):
         return by_length
     line = _Line.of(same, prompts, rests)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from staleflow.stores.context_branches import Branch
-from staleflow.stores.trajectory import NO_VERSION, Ended
+from staleflow.stores.context_branches import ContextBranch
+from staleflow.stores.trajectory import NO_VERSION, EndedTrajectory
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
-from staleflow.tasks.training.microbatch_split import divided
+from staleflow.tasks.training.microbatch_split import split_microbatches
 from staleflow.tasks.training.microbatch_split_by_prompt import divided_by_prompt
 from staleflow.tasks.training.shared_prompts import alike
 
@@ -41,14 +41,14 @@ class Row:
     lags: npt.NDArray[np.int16] | None = None
     """[T] versions from the one that sampled each token to the one the step begins with, at most MOST_LAG; None: of all
     tokens `staleness`."""
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[ContextBranch, ...] = ()
     """Where the response left what came before; a model computes a row with branches as several (sequences.py)."""
 
     def __post_init__(self) -> None:
         assert len(self.prompt), "the first token of a response is predicted from its prompt"
 
     @classmethod
-    def of(cls, row: Ended) -> Row:
+    def of(cls, row: EndedTrajectory) -> Row:
         """The row of a stored trajectory."""
         return cls(
             prompt=row.trajectory.prompt_tokens,
@@ -101,7 +101,7 @@ class RowArrays:
     """[K, 3] row, at and after of each branch, in order"""
 
     @classmethod
-    def of(cls, consumed: Sequence[Ended]) -> RowArrays:
+    def of(cls, consumed: Sequence[EndedTrajectory]) -> RowArrays:
         """Pack what a step consumes, at least one row."""
         trajectories = [e.trajectory for e in consumed]
         return cls(
@@ -123,9 +123,9 @@ class RowArrays:
         """The rows, as views of these arrays."""
         ends = self.lengths.cumsum(axis=0)
         begins = ends - self.lengths
-        branches: dict[int, list[Branch]] = {}
+        branches: dict[int, list[ContextBranch]] = {}
         for row, at, after in self.branches.tolist():
-            branches.setdefault(row, []).append(Branch(at, after))
+            branches.setdefault(row, []).append(ContextBranch(at, after))
         return [
             Row(
                 prompt=self.prompt_tokens[begins[i, 0] : ends[i, 0]],
@@ -142,7 +142,7 @@ class RowArrays:
         ]
 
 
-def _lags(row: Ended) -> npt.NDArray[np.int16]:
+def _lags(row: EndedTrajectory) -> npt.NDArray[np.int16]:
     """[T] lags of a stored trajectory's tokens; 0 of given ones."""
     versions = row.trajectory.versions
     return np.where(versions == NO_VERSION, 0, np.clip(row.step - versions, 0, MOST_LAG)).astype(np.int16)
@@ -156,7 +156,7 @@ class BatchMessage:
     rest: int
 
 
-def part_end(consumed: Sequence[Ended], first: int, most_bytes: int = MESSAGE_BYTES) -> int:
+def part_end(consumed: Sequence[EndedTrajectory], first: int, most_bytes: int = MESSAGE_BYTES) -> int:
     """The index after the last row of the message that begins with row `first`: as many as fit, and at least one."""
     num_bytes, last = 0, first
     while last < len(consumed):
@@ -215,15 +215,15 @@ class MicroBatch:
             begin = end
         return [part for part in parts if part.mask.any()]
 
-    def laid_out(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    def scattered(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
         """[N, T] of values by token of the rows' responses those that the batch has; 0 of rows that have none."""
-        laid_out = np.zeros_like(self.behaviour)
+        scattered = np.zeros_like(self.behaviour)
         for k, i in enumerate(self.rows):
             if i in values:
                 begin = len(rows[i].prompt) - 1 - self.start
-                there = values[i][max(0, -begin) : laid_out.shape[1] - begin]
-                laid_out[k, max(0, begin) : max(0, begin) + len(there)] = there
-        return laid_out
+                there = values[i][max(0, -begin) : scattered.shape[1] - begin]
+                scattered[k, max(0, begin) : max(0, begin) + len(there)] = there
+        return scattered
 
 
 def _columns(row: MicroBatch, most_tokens: int) -> list[MicroBatch]:
@@ -233,7 +233,7 @@ def _columns(row: MicroBatch, most_tokens: int) -> list[MicroBatch]:
     return [row.part(slice(0, 1), slice(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-NO_ROWS = MicroBatch(
+EMPTY_MICROBATCH = MicroBatch(
     rows=(),
     input_ids=np.zeros((1, 2), np.int64),
     attention_mask=np.ones((1, 2), np.int64),
@@ -296,8 +296,10 @@ def microbatches(
         same = alike(rows[i].prompt.tobytes() for i in chosen)
         cut = divided_by_prompt(same, prompts, responses, ranks, token_budget)
     else:
-        cut = divided([sum(lengths) for lengths in zip(prompts, responses, strict=True)], ranks, token_budget)
-    return [_pad(rows, chosen, weights, parts[rank]) if parts[rank] else NO_ROWS for parts in cut]
+        cut = split_microbatches(
+            [sum(lengths) for lengths in zip(prompts, responses, strict=True)], ranks, token_budget
+        )
+    return [_pad(rows, chosen, weights, parts[rank]) if parts[rank] else EMPTY_MICROBATCH for parts in cut]
 
 
 def _pad(

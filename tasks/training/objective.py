@@ -47,7 +47,7 @@ class Objective:
 
     def trains(self, row: Row) -> bool:
         """Whether a row has a gradient: without an advantage only from what is not proportional to it."""
-        whole = self.needs_reference or self.needs_entropy or self.loss.every_row
+        whole = self.needs_reference or self.needs_entropy or self.loss.trains_zero_advantage
         return row.trained and (whole or row.advantage != 0.0)
 
     def old(self, tokens: Tokens) -> Tensor:

@@ -99,7 +99,7 @@ class PolicyTrainer:
         )
         model = self._load_model()
         if training.lora.rank:
-            model = lora.adapted(model, training.lora, settings.seed)
+            model = lora.inject_adapter(model, training.lora, settings.seed)
         if training.recompute_activations:
             recompute(model)
         self.model: Any = self.group.sharded(model, torch.float32)
@@ -349,7 +349,7 @@ class PolicyTrainer:
         sums_by_row: dict[int, list[float]] = {}
         with torch.no_grad():
             for batch in self.logprob_model.microbatches(rows, chosen, np.ones(len(chosen), np.float32)):
-                known = torch.from_numpy(batch.laid_out(rows, before)).to(self.device) if before else None
+                known = torch.from_numpy(batch.scattered(rows, before)).to(self.device) if before else None
                 tokens = self._tokens(batch, self.logprob_model.batch(batch) if known is None else known)
                 tokens = replace(tokens, proximal=tokens.logprobs)
                 # Those with a gradient are measured in each epoch.
@@ -390,12 +390,12 @@ class PolicyTrainer:
 
         def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
             known = torch.tensor([[i in before] for i in part.rows], device=self.device)
-            earlier = torch.from_numpy(part.laid_out(rows, before)).to(self.device)
+            earlier = torch.from_numpy(part.scattered(rows, before)).to(self.device)
             tokens = self._tokens(part, logprobs, proximal=earlier.where(known, logprobs.detach()))
             others = ~tokens.sampled
             kept = None
             if reference is not None:
-                kept = torch.from_numpy(part.laid_out(rows, reference)).to(self.device).masked_fill(others, 0)
+                kept = torch.from_numpy(part.scattered(rows, reference)).to(self.device).masked_fill(others, 0)
             result = self.objective.token_loss(tokens, kept, entropy)
             loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(part.weight).to(self.device)).sum()
             with torch.no_grad():

@@ -14,7 +14,7 @@ from staleflow.pipeline.coordination.events import EnvironmentStepped
 from staleflow.pipeline.profiling.latencies import latencies
 from staleflow.pipeline.runtime.environment_hosts import LATEST
 from staleflow.stores.errors import TooManyFailedEnvironments
-from staleflow.stores.trajectory import AbortReason, Given
+from staleflow.stores.trajectory import AbortReason, EnvSpan
 from staleflow.tasks.actors.environment_host import FAILED_BEFORE
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault, Moment
@@ -45,9 +45,9 @@ def test_every_turn_is_answered_and_the_episodes_are_stored_whole(body: Body) ->
     assert not run.commands("Score")
     assert len({(c.trajectory, c.route_number) for c in routes}) == len(routes)
     rows = [row.trajectory for row in run.store.ended()]
-    waited = [span.seconds for t in rows for span in t.spans if isinstance(span, Given)]
+    waited = [span.seconds for t in rows for span in t.spans if isinstance(span, EnvSpan)]
     assert all(s > 0 for s in waited)
-    assert {span.role for t in rows for span in t.spans if isinstance(span, Given)} == {"tool"}
+    assert {span.role for t in rows for span in t.spans if isinstance(span, EnvSpan)} == {"tool"}
     (host,) = run.outcomes.environments
     assert (host.host, host.places) == ("environment-0", run.config.environment.concurrency)
 

@@ -10,7 +10,7 @@ import pytest
 
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Given
+from staleflow.stores.trajectory import EnvSpan
 from tests.runtime.test_acting import AGENTS
 from tests.stores.plain_audit import plain_audit
 from tests.support.bodies import Body
@@ -28,8 +28,8 @@ def test_an_acting_run_is_stored_as_it_was_and_audited_clean(tmp_path: Path) -> 
         ours, theirs = stored.trajectory, row.trajectory
         for name in ("prompt_tokens", "response_tokens", "logprobs", "versions", "sampled"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-        assert [(s.role, len(s.tokens)) for s in ours.spans if isinstance(s, Given)] == [
-            (s.role, len(s.tokens)) for s in theirs.spans if isinstance(s, Given)
+        assert [(s.role, len(s.tokens)) for s in ours.spans if isinstance(s, EnvSpan)] == [
+            (s.role, len(s.tokens)) for s in theirs.spans if isinstance(s, EnvSpan)
         ]
         assert ours.tool_s == pytest.approx(theirs.tool_s, abs=1e-5)
     assert audit(store).findings == plain_audit(store).findings == ()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.agent_game import HigherOrLower
 from staleflow.pipeline.runtime import instance_link
-from staleflow.stores.trajectory import NO_VERSION, Fate, Given, Segment, Trajectory
+from staleflow.stores.trajectory import NO_VERSION, EnvSpan, Fate, Segment, Trajectory
 from staleflow.tasks.settings.seeds import task_seed
 from tests.runtime.test_run import check, run
 
@@ -24,7 +24,7 @@ def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
     game = HigherOrLower()
     observation, _ = game.reset(seed)
     assert t.prompt_tokens.tolist() == tokenizer(observation)["input_ids"]
-    given = [span for span in t.spans if isinstance(span, Given)]
+    given = [span for span in t.spans if isinstance(span, EnvSpan)]
     assert isinstance(t.spans[-1], Segment)  # nothing is given after the last turn
     for number, turn in enumerate(t.turns):
         text = tokenizer.decode(turn.tolist(), skip_special_tokens=True)

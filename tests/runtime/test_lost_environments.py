@@ -14,7 +14,7 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import EnvironmentFailed
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Fate, FinishReason, Given
+from staleflow.stores.trajectory import EnvSpan, Fate, FinishReason
 from tests.runtime.test_run import sabotaged
 
 GAME = """
@@ -79,7 +79,7 @@ def test_a_lost_environment_host_is_replaced_and_every_episode_is_whole(
     for t in consumed:
         assert len(t.turns) == 3 or (t.finish is FinishReason.LENGTH and t.num_tokens >= 24 - 3)
         assert all(1 <= len(turn) <= 3 for turn in t.turns)
-        assert {span.role for span in t.spans if isinstance(span, Given)} <= {"environment"}
+        assert {span.role for span in t.spans if isinstance(span, EnvSpan)} <= {"environment"}
     entries = journal.read(job.parent / "runs" / "job" / "events.jsonl")
     failed = [e.event.error for e in entries if isinstance(e.event, EnvironmentFailed)]
     assert all("cannot be set back; start it again" in error for error in failed)

@@ -115,9 +115,9 @@ def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
     )
     instance.submit(0.0, 0, 1, 10, 0, (Turn(100),))
     instance.advance(0.2)
-    instance.speculate(0.2, 4)
+    instance.set_draft_length(0.2, 4)
     instance.advance(0.24)
-    instance.speculate(0.24, 0)
+    instance.set_draft_length(0.24, 0)
     (ended,) = instance.advance(1e9)
     assert ended.at_s == pytest.approx(0.2 + 50 / 5 * 0.004)
     assert ended.drafts.counts() == {"drafted_tokens": 40, "accepted_tokens": 40}

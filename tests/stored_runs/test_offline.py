@@ -30,7 +30,7 @@ from staleflow.stores.trajectories import selection
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended, TrajectoryId
+from staleflow.stores.trajectory import EndedTrajectory, TrajectoryId
 from staleflow.tasks.rendering.task_source import distinct_held_out
 from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
 from tests.commands import command
@@ -51,7 +51,7 @@ def copy(stored: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def rows_of(run: Path, where: str = "", branch: str = "main") -> list[Ended]:
+def rows_of(run: Path, where: str = "", branch: str = "main") -> list[EndedTrajectory]:
     store = VersionedStore.open(run / "store", branch=branch)
     mask = Selection(where).mask(store.columns())
     return [row for row, chosen in zip(store.ended(), mask, strict=True) if chosen]

@@ -25,7 +25,7 @@ from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
-    Ended,
+    EndedTrajectory,
     Fate,
     GroupId,
     InstanceId,
@@ -305,7 +305,9 @@ def many(stored: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             spans=(segment,),
         )
         rows.append(
-            Ended(trajectory=trajectory, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=0, loss_mask=False)
+            EndedTrajectory(
+                trajectory=trajectory, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=0, loss_mask=False
+            )
         )
     ledger = LedgerState(
         num_started=ROWS, num_ended={"aborted:run_ended": ROWS}, live=(), next_step=0, version=PolicyVersion(0)

@@ -12,7 +12,7 @@ from staleflow.stores.auditing.weight_counts import counted
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
-from staleflow.stores.trajectory import Ended, Fate, Trajectory, outcome_key
+from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory, outcome_key
 from staleflow.stores.weights.weight_hash import comparable
 
 
@@ -104,7 +104,7 @@ def _array_findings(store: StoreReader) -> Iterable[Finding]:
                 yield Finding(check="arrays", where=name, message=f"truncated: {lengths[name]} of {need} tokens")
 
 
-def _rows(store: StoreReader, rows: list[Ended], turns: list[tuple[float, ...]]) -> Iterable[Finding]:
+def _rows(store: StoreReader, rows: list[EndedTrajectory], turns: list[tuple[float, ...]]) -> Iterable[Finding]:
     names = ("offset", "prompt_tokens", "response_tokens", "loss_mask")
     numbers = zip(*(store.table()[name].tolist() for name in names), strict=True)
     root = store._read_root()
@@ -143,7 +143,7 @@ def _turn_faults(t: Trajectory, stored: tuple[float, ...]) -> Iterable[str]:
         )
 
 
-def _bound(header: RunHeader, row: Ended) -> Iterable[Finding]:
+def _bound(header: RunHeader, row: EndedTrajectory) -> Iterable[Finding]:
     """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step."""
     t = row.trajectory
     where = f"trajectory {t.id}"
@@ -161,7 +161,7 @@ def _bound(header: RunHeader, row: Ended) -> Iterable[Finding]:
         yield Finding(check="bound", where=where, message=message)
 
 
-def _once(header: RunHeader, records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
+def _once(header: RunHeader, records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
     """Check that every trajectory is stored once and every step consumed exactly its number of complete groups."""
     for trajectory, count in Counter(r.trajectory.id for r in rows).items():
         if count > 1:
@@ -186,7 +186,7 @@ def _once(header: RunHeader, records: list[StepRecord], rows: list[Ended]) -> It
             yield Finding(check="once", where=f"group {group}", message=f"consumed by steps {sorted(steps)}")
 
 
-def _steps_by_group(rows: list[Ended]) -> dict[int, set[int]]:
+def _steps_by_group(rows: list[EndedTrajectory]) -> dict[int, set[int]]:
     steps: dict[int, set[int]] = {}
     for row in rows:
         if row.fate is Fate.CONSUMED:
@@ -212,7 +212,7 @@ def conservation_of(record: StepRecord, ended: set[int], counts: Counter[str]) -
         yield Finding(check="conservation", where=where, message=message)
 
 
-def _conservation(records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
+def _conservation(records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
     """Check at every commit that started = stored + in flight, and that the ledger's counts match the rows."""
     ended: set[int] = set()
     counts: Counter[str] = Counter()
@@ -240,9 +240,9 @@ def _sampled_by(trajectory: Trajectory) -> Counter[tuple[str, int]]:
     return counts
 
 
-def _fingerprints(records: list[StepRecord], rows: list[Ended]) -> Iterable[Finding]:
+def _fingerprints(records: list[StepRecord], rows: list[EndedTrajectory]) -> Iterable[Finding]:
     """Check that batches read back as the trainer received them, and that instances held the published weights."""
-    by_step: dict[int, list[Ended]] = {}
+    by_step: dict[int, list[EndedTrajectory]] = {}
     for row in rows:
         if row.fate is Fate.CONSUMED:
             by_step.setdefault(row.step, []).append(row)

@@ -13,10 +13,10 @@ from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, TrajectoryStore
 from staleflow.stores.trajectory import (
     AbortReason,
-    Ended,
+    EndedTrajectory,
+    EnvSpan,
     Fate,
     FinishReason,
-    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
@@ -39,12 +39,12 @@ def segment(rng: np.random.Generator, version: int, length: int, instance: str =
     )
 
 
-def given(rng: np.random.Generator, seconds: float, role: str = "tool") -> Given:
+def given(rng: np.random.Generator, seconds: float, role: str = "tool") -> EnvSpan:
     tokens = rng.integers(0, 50_000, int(rng.integers(1, 9))).astype(np.int32)
-    return Given(role=role, tokens=tokens, seconds=seconds)
+    return EnvSpan(role=role, tokens=tokens, seconds=seconds)
 
 
-def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUMED, **changes: Any) -> Ended:
+def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUMED, **changes: Any) -> EndedTrajectory:
     """A row; every third one of three turns, the last of which continues under the version of the first."""
     versions = sorted({max(0, step - 1), step})
     spans: list[Span] = [segment(rng, v, int(rng.integers(1, 30))) for v in versions]
@@ -65,7 +65,7 @@ def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUME
     )
     values: dict[str, Any] = {"advantage": float(np.float32(rng.normal())), "loss_mask": bool(i % 3)}
     reason = AbortReason.NONE if fate is Fate.CONSUMED else AbortReason.RUN_ENDED
-    return Ended(trajectory=trajectory, fate=fate, reason=reason, step=step, **(values | changes))
+    return EndedTrajectory(trajectory=trajectory, fate=fate, reason=reason, step=step, **(values | changes))
 
 
 def record(step: int, kind: str = "step") -> StepRecord:
@@ -86,7 +86,7 @@ def record(step: int, kind: str = "step") -> StepRecord:
     )
 
 
-def assert_same(a: Ended, b: Ended) -> None:
+def assert_same(a: EndedTrajectory, b: EndedTrajectory) -> None:
     assert (a.fate, a.reason, a.step, a.advantage, a.loss_mask) == (b.fate, b.reason, b.step, b.advantage, b.loss_mask)
     s, t = a.trajectory, b.trajectory
     for name in ("id", "group", "v_traj", "finish", "reward", "reward_parts", "error", "timings", "dataset_row"):
@@ -100,7 +100,7 @@ def assert_same(a: Ended, b: Ended) -> None:
 
 def told(span: Span) -> tuple[object, ...]:
     """A span besides its arrays."""
-    if isinstance(span, Given):
+    if isinstance(span, EnvSpan):
         return span.role, span.seconds, len(span.tokens)
     return span.version, span.instance, len(span.tokens)
 
@@ -126,7 +126,7 @@ class TrajectoryStoreTests:
         assert store.get(TrajectoryId(0)) is None
 
     def test_what_is_committed_is_read_back_bit_for_bit(self, store: TrajectoryStore, rng: Any) -> None:
-        kept: list[Ended] = []
+        kept: list[EndedTrajectory] = []
         for step in range(3):
             batch = [ended(rng, 4 * step + i, step) for i in range(4)]
             kept += batch
@@ -160,7 +160,9 @@ class TrajectoryStoreTests:
 
     def test_a_trajectory_without_tokens(self, store: TrajectoryStore, rng: Any) -> None:
         empty = Trajectory(id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.asarray([5], np.int32))
-        row = Ended(trajectory=empty, fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP, step=0, loss_mask=False)
+        row = EndedTrajectory(
+            trajectory=empty, fate=Fate.ABORTED, reason=AbortReason.SURPLUS_GROUP, step=0, loss_mask=False
+        )
         store.commit(record(0), [row])
         (read,) = store.ended()
         assert_same(read, row)

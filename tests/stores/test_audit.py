@@ -29,7 +29,7 @@ from staleflow.stores.trajectories.columns import COLUMNS, chosen, empty_rows
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, Ended, Fate, PolicyVersion, outcome_key
+from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, PolicyVersion, outcome_key
 from tests.stores.plain_audit import conservation_of, plain_audit
 from tests.stores.store_conformance import ended
 from tests.support.examples import num_examples
@@ -96,7 +96,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
     return store
 
 
-def with_group(row: Ended, group: int) -> Ended:
+def with_group(row: EndedTrajectory, group: int) -> EndedTrajectory:
     return replace(row, trajectory=replace(row.trajectory, group=group))
 
 

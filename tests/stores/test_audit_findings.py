@@ -35,7 +35,15 @@ from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, Ended, Fate, GroupId, InstanceId, PolicyVersion, outcome_key
+from staleflow.stores.trajectory import (
+    AbortReason,
+    EndedTrajectory,
+    Fate,
+    GroupId,
+    InstanceId,
+    PolicyVersion,
+    outcome_key,
+)
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.stores.store_conformance import ended, segment
 
@@ -45,7 +53,7 @@ MODULES: tuple[ModuleType, ...] = (
 """All modules that report findings."""
 STEPS, ETA = 3, 2
 HEADER = RunHeader(run="r", eta=ETA, groups_per_step=1, group_size=2, members_started=2)
-Rows = Callable[[int, list[Ended]], list[Ended]]
+Rows = Callable[[int, list[EndedTrajectory]], list[EndedTrajectory]]
 Record = Callable[[StepRecord], StepRecord]
 Edit = Callable[[Any], None]
 
@@ -154,14 +162,14 @@ def audited(fault: Fault) -> Audited:
 def of_row(number: int, **changes: Any) -> Rows:
     """Change values of a stored trajectory."""
 
-    def change(step: int, rows: list[Ended]) -> list[Ended]:
+    def change(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
         return [r if r.trajectory.id != number else replace(r, **changes) for r in rows]
 
     return change
 
 
 def of_trajectory(number: int, **changes: Any) -> Rows:
-    def change(step: int, rows: list[Ended]) -> list[Ended]:
+    def change(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
         return [
             r if r.trajectory.id != number else replace(r, trajectory=replace(r.trajectory, **changes)) for r in rows
         ]
@@ -183,7 +191,7 @@ def sampled_under(number: int, version: int, instance: str = "") -> Rows:
     if instance:
         more = replace(more, instance=InstanceId(instance))
 
-    def change(step: int, rows: list[Ended]) -> list[Ended]:
+    def change(step: int, rows: list[EndedTrajectory]) -> list[EndedTrajectory]:
         return [
             r
             if r.trajectory.id != number

@@ -21,7 +21,7 @@ from staleflow.stores.trajectories.records import TrajectoryStore
 from staleflow.stores.trajectories.repository import check_bucket
 from staleflow.stores.trajectories.storage import bucket_storage
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
 
 
@@ -116,7 +116,7 @@ def proxy(server: dict[str, str], url: str, monkeypatch: pytest.MonkeyPatch) -> 
         yield between
 
 
-def two_steps(path: Path, rng: Any) -> list[list[Ended]]:
+def two_steps(path: Path, rng: Any) -> list[list[EndedTrajectory]]:
     """The rows of two steps, the first of which is committed to a new store."""
     rows = [[ended(rng, 4 * step + i, step) for i in range(4)] for step in range(2)]
     store = VersionedStore.create(path, replace(HEADER, url=f"s3://{BUCKET}/runs/{path.parent.name}"))

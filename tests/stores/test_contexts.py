@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.stores.context_branches import Branch, longest_shared_prefix, places, ranges, training_sequences
+from staleflow.stores.context_branches import ContextBranch, longest_shared_prefix, places, ranges, training_sequences
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Naive:
     """A conversation. contexts: of each token, the places of all tokens before it."""
 
     prompt: int
-    branches: list[Branch] = field(default_factory=list)
+    branches: list[ContextBranch] = field(default_factory=list)
     contexts: list[list[int]] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     now: list[int] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Naive:
         self.now.append(len(self.contexts) - 1)
 
     def leave(self, after: int) -> None:
-        self.branches.append(Branch(len(self.contexts), after))
+        self.branches.append(ContextBranch(len(self.contexts), after))
         self.now = [*self.contexts[after - 1], after - 1] if after else []
 
 
@@ -88,7 +88,7 @@ def test_a_branch_begins_where_its_ids_are_others_than_those_of_every_context(
 
 def test_a_side_conversation_is_left_where_it_ends_and_the_main_one_taken_up_again() -> None:
     # 0 1 prompt, 2 3 sampled; beside: 4 given, 5 sampled; again after 3: 6 given, 7 sampled.
-    branches = [Branch(4, 0), Branch(6, 4)]
+    branches = [ContextBranch(4, 0), ContextBranch(6, 4)]
     assert ranges(branches, 8) == [(0, 4), (6, 8)]
     trained = np.asarray([False, False, True, True, False, True, False, True])
     parts = training_sequences(branches, trained)

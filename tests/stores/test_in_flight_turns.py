@@ -22,8 +22,8 @@ from staleflow.stores.in_flight.spool_entries import (
     encode,
 )
 from staleflow.stores.trajectory import (
+    EnvSpan,
     FinishReason,
-    Given,
     InstanceId,
     PolicyVersion,
     Segment,
@@ -82,7 +82,7 @@ BEGIN = (drawn(0), routed(0, 1))
 
 def in_short(t: Trajectory) -> list[tuple[int, int]]:
     """(version, tokens) of each span."""
-    return [(-1 if isinstance(s, Given) else s.version, len(s.tokens)) for s in t.spans]
+    return [(-1 if isinstance(s, EnvSpan) else s.version, len(s.tokens)) for s in t.spans]
 
 
 def test_an_answer_begins_the_next_turn() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from staleflow.stores.trajectories.layout import pack, unpack
 from staleflow.stores.trajectory import (
-    Ended,
+    EndedTrajectory,
+    EnvSpan,
     Fate,
-    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
@@ -33,7 +33,7 @@ SEGMENTS = st.builds(
     st.integers(0, 4),
 )
 ANSWERS = st.builds(
-    lambda role, count, millis: Given(role=role, tokens=np.arange(count, dtype=np.int32), seconds=millis / 1000),
+    lambda role, count, millis: EnvSpan(role=role, tokens=np.arange(count, dtype=np.int32), seconds=millis / 1000),
     st.text(max_size=5),
     st.integers(0, 4),
     st.integers(0, 10**6),
@@ -47,7 +47,7 @@ def test_rows_of_any_spans_are_unpacked_as_they_were(
     rows: list[tuple[list[Span], bool]], begin: int, text_begin: int
 ) -> None:
     ended = [
-        Ended(
+        EndedTrajectory(
             trajectory=Trajectory(
                 id=TrajectoryId(i),
                 group=GroupId(0),

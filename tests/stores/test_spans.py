@@ -16,7 +16,7 @@ from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Given, TrajectoryId
+from staleflow.stores.trajectory import EnvSpan, TrajectoryId
 from tests.stores.plain_audit import plain_audit
 from tests.stores.store_conformance import HEADER, ended, record, told
 from tests.stores.test_stores import edit, set_int, sound_store
@@ -145,7 +145,7 @@ def test_a_branch_with_other_rewards_masks_the_tokens_that_it_would_train_on(tmp
 def test_an_answer_of_no_tokens_is_a_turn_too(tmp_path: Path) -> None:
     """An environment that says nothing, where no template bridges the turns."""
     row = ended(np.random.default_rng(0), 0, 0)
-    nothing = Given(role="tool", tokens=np.zeros(0, np.int32), seconds=0.5)
+    nothing = EnvSpan(role="tool", tokens=np.zeros(0, np.int32), seconds=0.5)
     spans = (row.trajectory.spans[0], nothing, row.trajectory.spans[0], replace(nothing, seconds=0.0))
     store = VersionedStore.create(tmp_path / "s", HEADER)
     store.commit(record(0), [replace(row, trajectory=replace(row.trajectory, spans=spans))])
@@ -169,7 +169,7 @@ def test_another_role_is_harmless(tmp_path: Path) -> None:
     assert audit(store).clean
     row = store.get(TrajectoryId(MANY_TURNS))
     assert row is not None
-    assert [s.role for s in row.trajectory.spans if isinstance(s, Given)] == ["t\0l", "user"]
+    assert [s.role for s in row.trajectory.spans if isinstance(s, EnvSpan)] == ["t\0l", "user"]
 
 
 def test_columns_count_turns_and_what_was_given(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_columns_count_turns_and_what_was_given(tmp_path: Path) -> None:
 def test_the_seconds_of_many_answers_add_up(tmp_path: Path) -> None:
     """They are stored rounded; the sum of the unrounded ones would be another."""
     one = ended(np.random.default_rng(0), 0, 0)
-    given = tuple(Given(role="tool", tokens=np.ones(1, np.int32), seconds=0.1 + 4e-7) for _ in range(9))
+    given = tuple(EnvSpan(role="tool", tokens=np.ones(1, np.int32), seconds=0.1 + 4e-7) for _ in range(9))
     spans = tuple(span for pair in zip(given, one.trajectory.segments * 9, strict=False) for span in pair[::-1])
     store = VersionedStore.create(tmp_path / "store", replace(HEADER, groups_per_step=1, group_size=1))
     store.commit(record(0), [replace(one, trajectory=replace(one.trajectory, spans=spans))])
@@ -223,7 +223,7 @@ def test_branches_are_stored_and_part_of_what_a_batch_is_known_by(tmp_path: Path
     assert read.trajectory.branches == row.trajectory.branches
     assert read.trajectory.context.tolist() == [0, 1, 2, 3, 4, 5, 6, 15, 16, 17]
     assert audit(store).findings == plain_audit(store).findings == ()
-    plain = tuple(replace(s, after=None) if isinstance(s, Given) else s for s in row.trajectory.spans)
+    plain = tuple(replace(s, after=None) if isinstance(s, EnvSpan) else s for s in row.trajectory.spans)
     assert batch_fingerprint([(replace(row.trajectory, spans=plain), 1.0)]) != made.batch_fingerprint
 
 

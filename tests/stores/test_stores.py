@@ -33,7 +33,7 @@ from staleflow.stores.trajectories.records import (
     id_ranges,
 )
 from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
-from staleflow.stores.trajectory import Ended, Fate, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import EndedTrajectory, Fate, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
 
@@ -339,7 +339,7 @@ def test_a_corrupt_chunk_is_named(tmp_path: Path) -> None:
     lost = {r.trajectory: r.error for r in rows if isinstance(r, UnreadableRow)}
     assert 0 < len(lost) < 18
     assert all(f"{chunk.array}, chunk {chunk.number}, is corrupt" in what for what in lost.values())
-    kept = [r for r in rows if isinstance(r, Ended)]
+    kept = [r for r in rows if isinstance(r, EndedTrajectory)]
     assert sorted([*lost, *(r.trajectory.id for r in kept)]) == list(range(18))
     for row in kept:
         again = damaged.get(row.trajectory.id)
@@ -373,5 +373,5 @@ def test_a_flipped_bit_that_still_decompresses_is_one_line(tmp_path: Path) -> No
 
 def test_ended_knows_staleness_only_of_what_was_consumed() -> None:
     rng = np.random.default_rng(0)
-    row: Ended = ended(rng, 0, 3, Fate.FILTERED)
+    row: EndedTrajectory = ended(rng, 0, 3, Fate.FILTERED)
     assert row.staleness == -1

@@ -23,7 +23,7 @@ from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import StepRecord
-from staleflow.stores.trajectory import Fate, Given, Segment, Trajectory
+from staleflow.stores.trajectory import EnvSpan, Fate, Segment, Trajectory
 from staleflow.tasks.engines.emulated_engine import words
 from tests.support import virtual_time
 from tests.support.in_process import Fault, InProcessWorkers
@@ -183,7 +183,7 @@ class Run:
             assert t.num_tokens == whole, f"trajectory {t.id} is cut off, or more than whole"
             return
         turns = make_workload(self.config).turns(*divmod(t.id, self.config.oversampled_group_size))
-        given = [len(span.tokens) for span in t.spans if isinstance(span, Given)]
+        given = [len(span.tokens) for span in t.spans if isinstance(span, EnvSpan)]
         assert len(t.turns) == len(turns), f"trajectory {t.id} has {len(t.turns)} of {len(turns)} turns"
         assert given == [turn.tool_tokens for turn in turns[:-1]]
         assert isinstance(t.spans[-1], Segment), "an episode ends with the model's turn"

@@ -12,7 +12,7 @@ from typing import Any
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import Ended
+from staleflow.stores.trajectory import EndedTrajectory
 from staleflow.stores.weights import weight_folder, weight_hash
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
@@ -30,7 +30,7 @@ def dropped_member() -> None:
     """The first row of step 1's batch is never stored."""
     commit = VersionedStore.commit
 
-    def planted(self: VersionedStore, record: StepRecord, ended: Sequence[Ended]) -> str:
+    def planted(self: VersionedStore, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
         return commit(self, record, ended[1:] if (record.kind, record.step) == ("step", 1) else ended)
 
     _put(VersionedStore, "commit", planted)

@@ -24,7 +24,7 @@ import numpy as np
 from staleflow.stores.errors import ProtocolViolation, StoreError, StoreUnavailable
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import RunHeader, StepRecord
-from staleflow.stores.trajectory import Ended, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
+from staleflow.stores.trajectory import EndedTrajectory, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_delta import DeltaFile
 from staleflow.stores.weights.weight_report import WeightReport
@@ -141,7 +141,7 @@ def server_class(world: World) -> type[TrajectoryServer]:
     """The trajectory server, with a store of the world's."""
 
     class SlowStore(MemoryStore):
-        async def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:  # type: ignore[override]
+        async def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:  # type: ignore[override]
             """As in a thread: the commit is there at the end of its time."""
             await asyncio.sleep(world.commit_s)
             world.check_bucket("the commit")
@@ -293,13 +293,13 @@ class VirtualEngine:
             except TimeoutError:
                 continue
 
-    def speculate(self, length: int) -> None:
+    def set_draft_length(self, length: int) -> None:
         """It drafts nothing."""
 
-    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+    def drafting(self) -> tuple[TrajectoryId, ...]:
         return ()
 
-    def learn(self, responses: Sequence[PromptResponses]) -> None:
+    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         """It drafts nothing."""
 
     def load_statistics(self) -> EngineLoad:
@@ -317,7 +317,7 @@ class VirtualEngine:
             cached_tokens=self._cached,
         )
 
-    def begin_again(self, instance: InstanceId) -> None:
+    def reset(self, instance: InstanceId) -> None:
         vars(self).update(vars(VirtualEngine(self._world, instance)))
 
     def close(self) -> None:

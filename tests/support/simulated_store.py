@@ -17,7 +17,7 @@ from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
-    Ended,
+    EndedTrajectory,
     Fate,
     FinishReason,
     GroupId,
@@ -42,9 +42,9 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
     book = Journal(run_dir / "events.jsonl")
     tokens: dict[int, int] = {}
     rewards: dict[int, float] = {}
-    waiting: list[Ended] = []
+    waiting: list[EndedTrajectory] = []
 
-    def ended(trajectory: int, version: int, **more: Any) -> Ended:
+    def ended(trajectory: int, version: int, **more: Any) -> EndedTrajectory:
         count = tokens.get(trajectory, 0)
         sampled = Segment(
             version=PolicyVersion(max(0, version)), instance=InstanceId("rollout-0"),
@@ -56,7 +56,7 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
             v_traj=PolicyVersion(version), finish=FinishReason.STOP, reward=rewards.get(trajectory, 0.0),
             spans=(sampled,) if count else (),
         )  # fmt: skip
-        return Ended(trajectory=made, **more)
+        return EndedTrajectory(trajectory=made, **more)
 
     def commit(record: StepRecord) -> None:
         store.commit(record, waiting)

@@ -17,10 +17,10 @@ from staleflow.stores.trajectories.records import LedgerState, StepRecord, batch
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     AbortReason,
-    Ended,
+    EndedTrajectory,
+    EnvSpan,
     Fate,
     FinishReason,
-    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
@@ -113,7 +113,7 @@ class StoredRun:
         """Store the run's end."""
         self._commit("end", self.step, {}, [])
 
-    def _commit(self, kind: str, step: int, metrics: dict[str, float], rows: list[Ended]) -> None:
+    def _commit(self, kind: str, step: int, metrics: dict[str, float], rows: list[EndedTrajectory]) -> None:
         started = self._next * self.config.oversampled_group_size
         ledger = LedgerState(
             num_started=started, num_ended=dict(self._ended), live=(), next_step=step + 1, version=step + 1
@@ -124,7 +124,7 @@ class StoredRun:
             StepRecord(kind=kind, step=step, ledger=ledger, metrics=metrics, batch_fingerprint=fingerprint), rows
         )
 
-    def _row(self, prompt: str, response: Response, id: int, mean: float) -> Ended:
+    def _row(self, prompt: str, response: Response, id: int, mean: float) -> EndedTrajectory:
         tokens = self.ids(response.text)
         versions = response.versions or (max(0, self.step - 1),)
         pieces = np.array_split(tokens, len(versions))
@@ -133,7 +133,7 @@ class StoredRun:
             self._segment(version, part) for version, part in zip(versions, pieces, strict=True) if len(part)
         ]
         for role, given, seconds, text in response.turns:
-            spans.append(Given(role=role, tokens=self.ids(given), seconds=seconds))
+            spans.append(EnvSpan(role=role, tokens=self.ids(given), seconds=seconds))
             spans += [self._segment(versions[-1], self.ids(text))] if text else []
         trajectory = Trajectory(
             id=TrajectoryId(id),
@@ -148,7 +148,7 @@ class StoredRun:
             timings=Timings(arrived_s=1.0, routed_s=2.0, sampled_s=3.0, rewarded_s=4.0 if consumed else 0.0),
         )
         advantage = response.reward - mean if response.advantage is None else response.advantage
-        return Ended(
+        return EndedTrajectory(
             trajectory=trajectory, fate=response.fate, reason=response.reason, step=self.step,
             advantage=advantage if consumed else 0.0, loss_mask=consumed and not response.error,
         )  # fmt: skip

@@ -94,17 +94,17 @@ class WatchedEngine:
     def load_statistics(self) -> EngineLoad:
         return self.engine.load_statistics()
 
-    def speculate(self, length: int) -> None:
-        self.engine.speculate(length)
+    def set_draft_length(self, length: int) -> None:
+        self.engine.set_draft_length(length)
 
-    def drafts_for(self) -> tuple[TrajectoryId, ...]:
-        return self.engine.drafts_for()
+    def drafting(self) -> tuple[TrajectoryId, ...]:
+        return self.engine.drafting()
 
-    def learn(self, responses: Sequence[PromptResponses]) -> None:
-        self.engine.learn(responses)
+    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
+        self.engine.add_draft_responses(responses)
 
-    def begin_again(self, instance: InstanceId) -> None:
-        self.engine.begin_again(instance)
+    def reset(self, instance: InstanceId) -> None:
+        self.engine.reset(instance)
 
     def close(self) -> None:
         """Wait until nobody listens any more: the engine goes on to the next plan, whose events are not ours."""

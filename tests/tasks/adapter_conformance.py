@@ -227,7 +227,7 @@ class AdapterEngineTests:
         versions.load(engine, 1)
         engine.submit([request(0, prompt=PROMPT, keep_kv=True)])
         collect(engine, 1)
-        engine.begin_again(InstanceId("rollout-1"))
+        engine.reset(InstanceId("rollout-1"))
         assert engine.version == 0
         base = request(0, prompt=PROMPT)
         engine.submit([base])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from staleflow.stores.trajectory import (
-    Ended,
+    EndedTrajectory,
+    EnvSpan,
     Fate,
     FinishReason,
-    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
@@ -18,7 +18,7 @@ from staleflow.stores.trajectory import (
 )
 
 
-def branching_row(version: int = 0) -> Ended:
+def branching_row(version: int = 0) -> EndedTrajectory:
     """A prompt of 3, three turns that went on from it, and three branches: beside, after the first turn, and after what
     was given to the first turn."""
 
@@ -31,8 +31,8 @@ def branching_row(version: int = 0) -> Ended:
             logprobs=(-tokens / 100).astype(np.float32),
         )
 
-    def told(first: int, last: int, after: int | None = None) -> Given:
-        return Given(role="user", tokens=np.arange(first, last, dtype=np.int32), after=after)
+    def told(first: int, last: int, after: int | None = None) -> EnvSpan:
+        return EnvSpan(role="user", tokens=np.arange(first, last, dtype=np.int32), after=after)
 
     spans = (
         sampled(3, 5), told(5, 7), sampled(7, 9), told(9, 10, 0), sampled(10, 12), told(12, 13, 5), sampled(13, 15),
@@ -42,4 +42,4 @@ def branching_row(version: int = 0) -> Ended:
         id=TrajectoryId(0), group=GroupId(0), prompt_tokens=np.arange(3, dtype=np.int32), spans=spans,
         v_traj=PolicyVersion(version), finish=FinishReason.STOP,
     )  # fmt: skip
-    return Ended(trajectory=t, fate=Fate.CONSUMED, step=version, advantage=1.0)
+    return EndedTrajectory(trajectory=t, fate=Fate.CONSUMED, step=version, advantage=1.0)

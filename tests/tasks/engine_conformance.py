@@ -266,7 +266,7 @@ class EngineTests:
         path, fingerprint = other_weights
         engine.load(PolicyVersion(3), path)
         sample_until(engine, 1, [request(i, max_new_tokens=100, keep_kv=True) for i in range(6)])
-        engine.begin_again(InstanceId("another"))
+        engine.reset(InstanceId("another"))
         load = engine.load_statistics()
         assert (load.version, engine.version, load.running, load.progress) == (0, 0, 0, ())
         assert (load.tokens_sampled, load.prefilled_tokens, load.cached_tokens, load.kept_tokens) == (0, 0, 0, 0)
@@ -292,7 +292,7 @@ class EngineTests:
             lambda: engine.interrupt([TrajectoryId(0)]),
             lambda: engine.abort([TrajectoryId(1)]),
             lambda: engine.load(PolicyVersion(5), other_weights[0]),
-            lambda: engine.begin_again(InstanceId("rollout-0")),
+            lambda: engine.reset(InstanceId("rollout-0")),
             lambda: engine.logprobs([3, 10, 14]),
             engine.load_statistics,
             engine.peek,
@@ -433,26 +433,26 @@ def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:
     up to 3, and nothing again, also for requests that run; whoever takes it over begins anew. more: told than 1."""
     sample_until(engine, 40, [request(0, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == 0
-    assert engine.drafts_for() == ()
+    assert engine.drafting() == ()
     BRAKE.off()
-    engine.speculate(1)
+    engine.set_draft_length(1)
     before = _drafted(engine, 40)
-    assert engine.drafts_for() in ((TrajectoryId(0),), ())  # of the emulated engine, none
+    assert engine.drafting() in ((TrajectoryId(0),), ())  # of the emulated engine, none
     assert before.drafts > 0
     assert before.drafted_tokens == before.drafts
-    engine.speculate(more)
+    engine.set_draft_length(more)
     load = _drafted(engine, before.drafts + 40)
     longer = load.drafted_tokens - before.drafted_tokens
     assert load.drafts - before.drafts < longer <= 3 * (load.drafts - before.drafts) + 2
-    engine.speculate(0)
+    engine.set_draft_length(0)
     engine.interrupt([TrajectoryId(0)])
     off = engine.load_statistics()
     sample_until(engine, 40, [request(1, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == off.drafts
     BRAKE.off()
-    engine.speculate(3)
+    engine.set_draft_length(3)
     _drafted(engine, off.drafts + 1)
-    engine.begin_again(InstanceId("rollout-1"))
+    engine.reset(InstanceId("rollout-1"))
     sample_until(engine, 40, [request(2, max_new_tokens=3000)])
     assert engine.load_statistics().drafts == 0
 

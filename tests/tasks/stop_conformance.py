@@ -65,8 +65,8 @@ class StopTests:
                 engine.submit(
                     [
                         request(
-                            name, (*PROMPT, *whole[:cut]), greedy=True, stop=stop, num_in_turn=in_turn, num_prior=cut,
-                            max_new_tokens=60 - cut,
+                            name, (*PROMPT, *whole[:cut]), greedy=True, stop=stop, num_turn_tokens=in_turn,
+                            num_prior=cut, max_new_tokens=60 - cut,
                         )
                     ]
                 )  # fmt: skip
@@ -78,7 +78,7 @@ class StopTests:
     def test_a_turn_whose_end_was_not_heard_of_ends_at_once(self, engine: Engine, tiny_model: Path) -> None:
         texts, whole = tokenizer_texts(str(tiny_model)), greedy(engine)
         stop = StopCriteria((texts.text(whole[:5]),))
-        engine.submit([request(0, (*PROMPT, *whole[:5]), stop=stop, num_in_turn=5, num_prior=5)])
+        engine.submit([request(0, (*PROMPT, *whole[:5]), stop=stop, num_turn_tokens=5, num_prior=5)])
         (ended,) = collect(engine, 1).values()
         assert (ended.first, ended.segments, ended.finish) == (5, (), FinishReason.STOP)
 

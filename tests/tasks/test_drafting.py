@@ -143,16 +143,16 @@ def test_a_branch_is_drafted_from_the_responses_to_its_prompt(kept: int) -> None
 
 def test_what_is_learned_is_followed_as_what_ended_here() -> None:
     one = drafter()
-    one.learn(PROMPT, TrajectoryId(90), RESPONSE)
-    one.learn((5, 6), TrajectoryId(91), (22, 30))
+    one.add_response(PROMPT, TrajectoryId(90), RESPONSE)
+    one.add_response((5, 6), TrajectoryId(91), (22, 30))
     begun(one, "0", RESPONSE[:3])
     assert one.draft("0", 4)[:1] == [23]
-    one.learn(PROMPT, TrajectoryId(90), RESPONSE)
+    one.add_response(PROMPT, TrajectoryId(90), RESPONSE)
     begun(one, "1", RESPONSE[:4])
     before = one.num_tokens
     assert one.draft("1", 4)[:1] == [24]
     assert one.num_tokens == before, "it is known"
-    one.learn(PROMPT, TrajectoryId(90), (*RESPONSE, 28))
+    one.add_response(PROMPT, TrajectoryId(90), (*RESPONSE, 28))
     assert one.draft("1", 4)[:1] == [24]
     assert one.num_tokens == before + 1, "it went on elsewhere"
 
@@ -160,7 +160,7 @@ def test_what_is_learned_is_followed_as_what_ended_here() -> None:
 def test_what_runs_here_is_not_learned_from_elsewhere() -> None:
     one = drafter()
     begun(one, "0", RESPONSE[:3])
-    one.learn(PROMPT, TrajectoryId(0), RESPONSE)
+    one.add_response(PROMPT, TrajectoryId(0), RESPONSE)
     assert one.draft("0", 4) == []
     assert one.length("0") == len(PROMPT) + 3
 
@@ -169,11 +169,11 @@ def test_what_is_learned_is_bounded_and_forgotten() -> None:
     one = drafter(most_tokens=100)
     begun(one, "0", RESPONSE[:3])
     for i in range(1, 100):
-        one.learn(PROMPT, TrajectoryId(i), [i * 20 + at for at in range(15)])
+        one.add_response(PROMPT, TrajectoryId(i), [i * 20 + at for at in range(15)])
         one.draft("0", 4)
         assert one.num_tokens <= 100
     assert one.length("0") == len(PROMPT) + 3
-    one.learn(PROMPT, TrajectoryId(200), RESPONSE)
+    one.add_response(PROMPT, TrajectoryId(200), RESPONSE)
     one.forget_all()
     begun(one, "1", RESPONSE[:3])
     assert one.draft("1", 4) == []

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from staleflow.tasks.training import lm_head
 from staleflow.tasks.training.blocks import recompute
 from staleflow.tasks.training.logprobs import LogprobModel
-from staleflow.tasks.training.microbatches import NO_ROWS, MicroBatch, microbatches
+from staleflow.tasks.training.microbatches import EMPTY_MICROBATCH, MicroBatch, microbatches
 from tests.tasks.test_ranks import ragged
 
 TEMPERATURE = 1.3
@@ -119,7 +119,7 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole(
     gradients = [p.grad.clone() for p in model.parameters()]
     monkeypatch.setattr(lm_head, "CHUNK_BYTES", tokens * 4 * model.config.vocab_size)
     under = logprob_model(model)
-    assert under.takes_rows
+    assert under.packs_rows
     object.__setattr__(under, "padded_because", "" if packed else "of the test")
     model.zero_grad()
     found = under.backward(batch, loss, entropy=True, by_token=loss is by_token)
@@ -171,12 +171,12 @@ def test_a_row_of_more_than_a_chunk_is_computed_again_for_a_loss_of_whole_rows(
 
 def test_a_rank_without_rows_has_a_gradient_of_zero_everywhere(tiny_model: Path) -> None:
     model = model_at(tiny_model)
-    logprobs = logprob_model(model).batch(NO_ROWS)
+    logprobs = logprob_model(model).batch(EMPTY_MICROBATCH)
     assert logprobs.tolist() == [[0.0]]
     logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     model.zero_grad(set_to_none=True)
-    assert logprob_model(model).backward(NO_ROWS, by_row, entropy=True, by_token=False).tolist() == [[0.0]]
+    assert logprob_model(model).backward(EMPTY_MICROBATCH, by_row, entropy=True, by_token=False).tolist() == [[0.0]]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 

@@ -30,7 +30,7 @@ def closed() -> Iterator[None]:
     gc.collect()
     for one in list(engine_handover._held):
         one.engine.close()
-        engine_handover.let_go(one.engine)
+        engine_handover.unregister(one.engine)
 
 
 def placed(settings: Any, name: str = "rollout-0", run: str = "/runs/x", *, resumed: bool = False) -> RolloutInstance:

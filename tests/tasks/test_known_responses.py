@@ -15,7 +15,7 @@ from staleflow.stores.errors import ActorLost
 from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool_entries import GroupDrawn, TokensDelivered, TrajectoriesRouted
 from staleflow.stores.trajectory import (
-    Ended,
+    EndedTrajectory,
     Fate,
     FinishReason,
     GroupId,
@@ -63,12 +63,12 @@ def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish:
     assert held.apply(entry)
 
 
-def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PROMPT) -> Ended:
+def stored(trajectory: int, tokens: Sequence[int], prompt: tuple[int, ...] = PROMPT) -> EndedTrajectory:
     t = Trajectory(
         id=TrajectoryId(trajectory), group=GroupId(trajectory // 4), prompt_tokens=np.asarray(prompt, np.int32),
         spans=(segment(tokens),) if len(tokens) else (), v_traj=PolicyVersion(0),
     )  # fmt: skip
-    return Ended(trajectory=t, fate=Fate.CONSUMED, reason=None, step=0, loss_mask=True)  # type: ignore[arg-type]  # a plain number is one
+    return EndedTrajectory(trajectory=t, fate=Fate.CONSUMED, reason=None, step=0, loss_mask=True)  # type: ignore[arg-type]  # a plain number is one
 
 
 def told(known: DraftCorpus, *running: int, told: frozenset[TrajectoryId] = NOTHING) -> dict[int, tuple[int, ...]]:
@@ -144,7 +144,7 @@ def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: py
         def summary(self) -> Any:
             return type("Summary", (), {"num_rows": len(rows)})
 
-        def rows(self, first: int, last: int) -> list[Ended]:
+        def rows(self, first: int, last: int) -> list[EndedTrajectory]:
             return rows[first:last]
 
     assert set(told(DraftCorpus(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
@@ -155,10 +155,10 @@ class Learning(VirtualEngine):
 
     learned: list[PromptResponses]
 
-    def drafts_for(self) -> tuple[TrajectoryId, ...]:
+    def drafting(self) -> tuple[TrajectoryId, ...]:
         return tuple(self._requests)
 
-    def learn(self, responses: Sequence[PromptResponses]) -> None:
+    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         self.learned = [*getattr(self, "learned", []), *responses]
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.stores.trajectory import (
-    Ended,
+    EndedTrajectory,
+    EnvSpan,
     Fate,
-    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
@@ -37,15 +37,15 @@ LENGTHS = st.lists(
 """Tokens of each row's prompt, and of the segments of its response."""
 
 
-def consumed(lengths: list[tuple[int, list[int]]]) -> list[Ended]:
+def consumed(lengths: list[tuple[int, list[int]]]) -> list[EndedTrajectory]:
     """What a step consumes, with rows of these lengths."""
     rng = np.random.default_rng(0)
 
-    def one(i: int, prompt: int, parts: list[int]) -> Ended:
+    def one(i: int, prompt: int, parts: list[int]) -> EndedTrajectory:
         spans: list[Span] = []
         for n in parts:
             if spans and i % 2:
-                spans.append(Given(role="tool", tokens=rng.integers(0, 99, 3).astype(np.int32)))
+                spans.append(EnvSpan(role="tool", tokens=rng.integers(0, 99, 3).astype(np.int32)))
             segment = Segment(
                 version=PolicyVersion(2),
                 instance=InstanceId("rollout-0"),
@@ -60,7 +60,9 @@ def consumed(lengths: list[tuple[int, list[int]]]) -> list[Ended]:
             spans=tuple(spans),
             v_traj=PolicyVersion(i % 3),
         )
-        return Ended(trajectory=trajectory, fate=Fate.CONSUMED, step=2, advantage=i - 0.5, loss_mask=i % 4 != 3)
+        return EndedTrajectory(
+            trajectory=trajectory, fate=Fate.CONSUMED, step=2, advantage=i - 0.5, loss_mask=i % 4 != 3
+        )
 
     return [one(i, *length) for i, length in enumerate(lengths)]
 
@@ -87,7 +89,7 @@ def test_a_tokens_lag_is_of_the_version_that_sampled_it() -> None:
     (row,) = consumed([(3, [2])])
     spans = (
         row.trajectory.segments[0],
-        Given(role="tool", tokens=np.asarray([5], np.int32)),
+        EnvSpan(role="tool", tokens=np.asarray([5], np.int32)),
         replace(row.trajectory.segments[0], version=PolicyVersion(0)),
     )
     mixed = replace(row, trajectory=replace(row.trajectory, spans=spans, v_traj=PolicyVersion(0)), step=100_000)

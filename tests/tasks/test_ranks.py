@@ -29,7 +29,7 @@ from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training import microbatch_split, rank_group
 from staleflow.tasks.training.blocks import blocks
 from staleflow.tasks.training.loss import LOSSES
-from staleflow.tasks.training.microbatch_split import divided
+from staleflow.tasks.training.microbatch_split import split_microbatches
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
@@ -48,7 +48,7 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 5), budget=st.integers(1, 200))
 def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(lengths: list[int], ranks: int, budget: int) -> None:
-    batches = divided(lengths, ranks, budget)
+    batches = split_microbatches(lengths, ranks, budget)
     assert sorted(i for batch in batches for part in batch for i in part) == list(range(len(lengths)))
     for batch in batches:
         sizes = [len(part) for part in batch]
@@ -63,7 +63,7 @@ def test_every_row_is_in_one_part_and_no_part_is_over_the_budget(lengths: list[i
 def test_what_ranks_compute_at_the_same_time_takes_about_as_long(lengths: list[int], ranks: int, budget: int) -> None:
     """All have as many rows, but for one, and of neighbouring lengths: where one has a row more, that is the only
     reason for more tokens than the spread of the lengths."""
-    for batch in divided(lengths, ranks, budget):
+    for batch in split_microbatches(lengths, ranks, budget):
         rows = [[lengths[i] for i in part] for part in batch]
         everything = sorted(n for part in rows for n in part)
         spread = everything[-1] - everything[0]
@@ -90,7 +90,7 @@ def test_no_other_way_of_cutting_the_sorted_rows_takes_less_time(lengths: list[i
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PASS_TOKENS", "GATHER_TOKENS"):
             patch.setattr(microbatch_split, name, overhead)
-        batches = divided(lengths, ranks, budget)
+        batches = split_microbatches(lengths, ranks, budget)
     padded = [max(len(part) for part in batch) * max(lengths[i] for part in batch for i in part) for batch in batches]
     assert sum(padded) + overhead * len(batches) == min(prices)
 

@@ -19,7 +19,7 @@ from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectory import (
     AbortReason,
-    Ended,
+    EndedTrajectory,
     Fate,
     FinishReason,
     GroupId,
@@ -473,7 +473,7 @@ def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(
             decoding.wait()
             return text(tokens)
 
-        def packed(rows: list[Ended]) -> RowArrays:
+        def packed(rows: list[EndedTrajectory]) -> RowArrays:
             packing.wait()
             return pack(rows)
 

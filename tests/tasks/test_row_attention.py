@@ -87,7 +87,7 @@ def test_rows_longer_than_a_window_have_the_numbers_of_the_models_own_attention(
     object.__setattr__(expected, "padded_because", "of the test")
     own.set_attn_implementation("sdpa")
     under = LogprobModel(model=packed, device="cpu", half=False, temperature=1.0, token_budget=10_000)
-    assert under.takes_rows, under.padded_because
+    assert under.packs_rows, under.padded_because
     together, alone = under.rows(rows, range(5)), under.rows(rows, [4])
     for i, logprobs in expected.rows(rows, range(5)).items():
         np.testing.assert_allclose(together[i], logprobs, atol=2e-5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.stores.context_branches import Branch, places
+from staleflow.stores.context_branches import ContextBranch, places
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.microbatches import Row, RowArrays
 from tests.tasks.branching import branching_row
@@ -19,7 +19,7 @@ from tests.tasks.test_numerics import trainer
 def test_a_row_is_divided_at_its_branches() -> None:
     row = Row.of(branching_row())
     (packed,) = RowArrays.of([branching_row()]).rows()
-    assert packed.branches == row.branches == (Branch(9, 0), Branch(12, 5), Branch(15, 7))
+    assert packed.branches == row.branches == (ContextBranch(9, 0), ContextBranch(12, 5), ContextBranch(15, 7))
     sequences = BranchSequences.of([row])
     assert sequences.of_row == ((0, 1, 2, 3),)
     found = [(one.prompt.tolist(), one.response.tolist(), one.sampled.astype(int).tolist()) for one in sequences.rows]

@@ -73,7 +73,7 @@ def loss_of(part: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor | No
 def computed(found: Any, rows: Sequence[Row], budget: int) -> tuple[list[Any], list[int]]:
     """The gradients of a loss of all tokens, and each row's logprobs; tokens of each pass."""
     under = LogprobModel(model=found, device="cpu", half=False, temperature=0.7, token_budget=budget)
-    assert under.takes_rows
+    assert under.packs_rows
     passes = list[int]()
     handle = found.register_forward_pre_hook(
         lambda _, __, inputs: passes.append(inputs["input_ids"].shape[1]), with_kwargs=True
@@ -117,7 +117,7 @@ def test_a_model_of_padded_rows_computes_prompts_with_each() -> None:
     """Its attention has a cap, so it has no other place for rows."""
     found = model("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)
     under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
-    assert not under.takes_rows
+    assert not under.packs_rows
     rows = group(20, (4, 9, 3))
     together = under.rows(rows, range(3))
     for i, row in enumerate(rows):

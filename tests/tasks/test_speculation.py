@@ -119,10 +119,10 @@ def test_a_response_that_was_sampled_elsewhere_is_drafted_from(model: Path) -> N
 
     with speculating(model, temperature=0.001) as engine:
         alone = sampled(engine, 0)
-        engine.begin_again(InstanceId("rollout-1"))
-        assert engine.drafts_for() == ()
+        engine.reset(InstanceId("rollout-1"))
+        assert engine.drafting() == ()
         known = PromptResponses(prompt=prompt, responses=((TrajectoryId(7), tuple(tokens_of(alone))),))
-        engine.learn([known])
+        engine.add_draft_responses([known])
         after = sampled(engine, 1)
         load = engine.load_statistics()
     assert tokens_of(after) == tokens_of(alone)

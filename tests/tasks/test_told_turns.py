@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.in_flight.spool_entries import AnswerGiven, RewardDelivered, decode, encode
 from staleflow.stores.trajectory import (
+    EnvSpan,
     FinishReason,
-    Given,
     GroupId,
     InstanceId,
     PolicyVersion,
@@ -53,7 +53,7 @@ def test_an_agent_is_told_the_stored_ids_and_logprobs_bit_for_bit(kinds: list[st
         count = data.draw(st.integers(1, 4))
         tokens = np.asarray(data.draw(st.lists(st.integers(0, 99), min_size=count, max_size=count)), np.int32)
         if kind == "g":
-            spans.append(Given(role="user", tokens=tokens))
+            spans.append(EnvSpan(role="user", tokens=tokens))
             continue
         logprobs = np.asarray(data.draw(st.lists(floats, min_size=count, max_size=count)), np.float32)
         spans.append(
@@ -171,7 +171,7 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
             given = answers(found).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
             assert isinstance(given, ObservationTokens)
             assert given.after is None
-            t = replace(t, spans=(*t.spans, Given(role="user", tokens=np.asarray(given.tokens, np.int32))))
+            t = replace(t, spans=(*t.spans, EnvSpan(role="user", tokens=np.asarray(given.tokens, np.int32))))
     return t
 
 
@@ -268,7 +268,7 @@ def test_branches_and_auxiliary_turns_survive_the_spool() -> None:
     assert held.apply(scored)
     t = held.live[ID]
     assert [s.tokens.tolist() for s in t.segments] == [first.tokens.tolist()]
-    assert [(s.role, s.tokens.tolist()) for s in t.spans if isinstance(s, Given)] == [
+    assert [(s.role, s.tokens.tolist()) for s in t.spans if isinstance(s, EnvSpan)] == [
         ("user", [7]), ("auxiliary", second.tokens.tolist()),
     ]  # fmt: skip
     assert len(t.turns) == 1

@@ -27,7 +27,7 @@ from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 from staleflow.tasks.training.microbatches import BatchMessage, Row, RowArrays
 from staleflow.tasks.training.rank import ALONE, Rank
 
-NO_ROWS = RowArrays(
+EMPTY_MICROBATCH = RowArrays(
     prompt_tokens=np.empty(0, np.int32),
     response_tokens=np.empty(0, np.int32),
     behaviour=np.empty(0, np.float32),
@@ -42,7 +42,7 @@ NO_ROWS = RowArrays(
 
 class Server:
     async def batch(self, *_: Any) -> BatchMessage:
-        return BatchMessage(packed=NO_ROWS, rest=0)
+        return BatchMessage(packed=EMPTY_MICROBATCH, rest=0)
 
 
 class Weights:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from staleflow.stores.trajectories.records import batch_fingerprint
-from staleflow.stores.trajectory import Given
+from staleflow.stores.trajectory import EnvSpan
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES
 from staleflow.tasks.training.loss import LOSSES, Loss, TokenLoss, Tokens
 from staleflow.tasks.training.microbatches import Row
@@ -128,10 +128,10 @@ def test_a_loss_sees_zeros_at_given_tokens_and_what_it_returns_there_is_not_used
 def test_a_batchs_fingerprint_tells_where_tokens_were_given() -> None:
     row = ended(np.random.default_rng(0), 1, 1)
     spans = list(row.trajectory.spans)
-    at = next(i for i, span in enumerate(spans) if isinstance(span, Given))
+    at = next(i for i, span in enumerate(spans) if isinstance(span, EnvSpan))
     moved = replace(row.trajectory, spans=tuple(spans[:at] + spans[at + 1 :]))
     first = spans[0]
-    as_given = [Given(role="tool", tokens=first.tokens), *spans[1:]]
+    as_given = [EnvSpan(role="tool", tokens=first.tokens), *spans[1:]]
     prints = {
         batch_fingerprint([(t, row.advantage)])
         for t in (row.trajectory, moved, replace(row.trajectory, spans=tuple(as_given)))
