@@ -101,7 +101,7 @@ def drafted_from(groups: list[list[Response]], source: str, length: int) -> Kept
         # Under a prompt of its own: what was known of an earlier group is history, unless it is told again.
         prompt = (*last.prompt, last.id)
         for one in known:
-            drafter.learn(prompt, one.id, one.tokens)
+            drafter.add_response(prompt, one.id, one.tokens)
         _sample(drafter, prompt, last, kept)
         past[last.prompt] += group
     return kept

@@ -18,7 +18,7 @@ from staleflow.stores.trajectory import GroupId
 
 WINDOW = 4096
 """Finished lengths that are remembered: enough to see one in a thousand, few enough to follow a policy that drifts."""
-ENOUGH = 32
+MIN_LENGTHS = 32
 """Fewest finished lengths to forecast from: the first to finish are the short ones."""
 REFRESH = 0.02
 """Share of new lengths after which the sums over the sorted window are made again."""
@@ -35,7 +35,7 @@ class ForecastError:
     bias: float
     """Mean of forecast - length."""
     sibling_correlation: float
-    """Of log lengths within a group, -1 to 1; what a finished sibling tells of the others."""
+    """Of log lengths within a group, -1 to 1; how much a finished sibling predicts of the others."""
 
 
 @dataclass(slots=True)
@@ -60,11 +60,11 @@ class LengthForecast:
         self._groups: dict[GroupId, _Siblings] = {}
         self._log_count, self._log_mean, self._log_square = 0, 0.0, 0.0
         self._pair_count, self._pair_product = 0, 0.0
-        # Forecast and length of the latest, and what `error` tells of them, summed: people ask twice a second.
+        # Forecast and length of the latest, and their sums, which `error` divides: it is read twice a second.
         self._errors: deque[tuple[float, int]] = deque()
         self._length_sum, self._error_sum, self._bias_sum = 0, 0.0, 0.0
 
-    # -- hearing -------------------------------------------------------------------------------------------------
+    # -- updating ------------------------------------------------------------------------------------------------
 
     def finished(self, group: GroupId, length: int, forecast: float) -> None:
         """A trajectory of `group` ended by itself; `forecast` is what was expected of it when it was first routed."""
@@ -86,17 +86,18 @@ class LengthForecast:
         """A group has ended."""
         self._groups.pop(group, None)
 
-    # -- telling -------------------------------------------------------------------------------------------------
+    # -- forecasting ---------------------------------------------------------------------------------------------
 
     @property
-    def knows(self) -> bool:
+    def has_enough_lengths(self) -> bool:
         """Whether enough trajectories have finished to forecast from."""
-        return len(self._lengths) >= ENOUGH
+        return len(self._lengths) >= MIN_LENGTHS
 
     def expected_remaining(self, group: GroupId, tokens: int) -> float:
-        """Expected further tokens of a trajectory with `tokens` so far; half of the allowed ones unless `knows`."""
+        """Expected further tokens of a trajectory with `tokens` so far; half of the allowed ones while too few lengths
+        are known."""
         most = max(1, self._max_tokens - tokens)
-        if not self.knows:
+        if not self.has_enough_lengths:
             return most / 2
         scale = self._scale(group)
         at = bisect_right(self._lengths, tokens / scale)
@@ -108,7 +109,7 @@ class LengthForecast:
     @property
     def mean_position(self) -> float:
         """Mean over all sampled tokens of their position in the response: E[L^2] / (2 E[L])."""
-        if not self.knows:
+        if not self.has_enough_lengths:
             return self._max_tokens / 4
         return self._squares / (2 * self._tails[0])
 
@@ -154,7 +155,7 @@ class LengthForecast:
 
     @property
     def _correlation(self) -> float:
-        if self._pair_count < ENOUGH or self._log_square <= 0:
+        if self._pair_count < MIN_LENGTHS or self._log_square <= 0:
             return 0.0
         correlation = (self._pair_product / self._pair_count) / (self._log_square / self._log_count)
         return max(-1.0, min(1.0, correlation))

@@ -34,14 +34,14 @@ class Pulls:
         # Beside those it serves, an instance loads a version while it goes on decoding.
         pull_s = 0.0 if self._state.fleet.side_by_side else measured.pull_s.value
         for instance in lagging:
-            appetite = placement.appetite(instance, sample)
-            num_added_if_pulled = min(appetite, demand) if rule.weighs else 0
+            num_accepted = placement.num_accepted(instance, sample)
+            num_added_if_pulled = min(num_accepted, demand) if rule.weighs else 0
             view = LaggingInstance(
                 lag=published - instance.version,
                 num_running=instance.num_running,
                 max_running=instance.max_running,
                 kv_tokens=instance.kv_tokens,
-                fed=min(appetite, placement.demand(instance.version)),
+                fed=min(num_accepted, placement.demand(instance.version)),
                 num_added_if_pulled=num_added_if_pulled,
                 added_kv_tokens=sample.kv_tokens,
                 interval_s=measured.interval_s.value,

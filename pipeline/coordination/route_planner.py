@@ -73,7 +73,7 @@ class RoutePlanner:
         groups = min(self._admission.room(ledger), ledger.room(version))
         return promised + groups * ledger.members_started
 
-    def appetite(self, instance: Instance, work: Candidate) -> int:
+    def num_accepted(self, instance: Instance, work: Candidate) -> int:
         """How many more such trajectories routing would give this instance. Bisects: takes() is monotone."""
         low, high = 0, instance.max_running - instance.num_running
         while low < high:
@@ -116,7 +116,7 @@ class RoutePlanner:
     @property
     def _typical_kv_tokens(self) -> float:
         """Mean KV tokens of a trajectory over the time it runs; 0 while nothing is known."""
-        known = self._forecast.knows
+        known = self._forecast.has_enough_lengths
         return self._state.measured.prompt_tokens.value + self._forecast.mean_position if known else 0.0
 
 

@@ -29,9 +29,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any
 
-WORKER = ("distributed.nanny", "staleflow.stores.trajectories.versioned")
+WORKER_MODULES = ("distributed.nanny", "staleflow.stores.trajectories.versioned")
 """Modules that every worker process needs."""
-ACTORS = (
+ACTOR_MODULES = (
     "staleflow.pipeline.cluster.plugin",
     "staleflow.tasks.actors.trajectory_server",
     "staleflow.tasks.actors.rollout_instance",
@@ -40,7 +40,7 @@ ACTORS = (
     "staleflow.tasks.training.emulated_trainer",
 )
 """Modules that a run's actors need besides."""
-MODELS = ("staleflow.tasks.engines.transformers", "staleflow.tasks.training.policy_trainer", "safetensors.torch")
+MODEL_MODULES = ("staleflow.tasks.engines.transformers", "staleflow.tasks.training.policy_trainer", "safetensors.torch")
 """Modules that workers need besides if there is a model."""
 METHOD = "distributed.worker.multiprocessing-method"
 _PREPARING = threading.Lock()
@@ -54,7 +54,7 @@ QUIET = {
 }
 """Environment variables by which libraries keep silent, if they are set before a process imports them. Dask's routine
 messages would be written across a live view."""
-OWN = ("Dask Worker process", "staleflow")
+OWN_PROCESS_NAMES = ("Dask Worker process", "staleflow")
 """How the names of processes begin that do not execute the caller's script: Dask's workers, and simulations."""
 
 
@@ -81,7 +81,7 @@ def quiet_process(threads: int) -> None:
 
 def modules(*, emulated: bool) -> tuple[str, ...]:
     """What the workers of a run import."""
-    return ACTORS if emulated else (*ACTORS, *MODELS)
+    return ACTOR_MODULES if emulated else (*ACTOR_MODULES, *MODEL_MODULES)
 
 
 def prepare(threads: int, modules: Sequence[str]) -> None:
@@ -89,13 +89,13 @@ def prepare(threads: int, modules: Sequence[str]) -> None:
     on importing. modules: what it imports for the workers. threads: of each worker's pools."""
     _leave_out_script()
     forkserver.set_forkserver_preload(["staleflow.pipeline.processes.preloading"])
-    named = {"STALEFLOW_PRELOAD": ",".join((*WORKER, *modules)), "PYTHONSAFEPATH": "1"}
+    named = {"STALEFLOW_PRELOAD": ",".join((*WORKER_MODULES, *modules)), "PYTHONSAFEPATH": "1"}
     resource_tracker.ensure_running()  # which the server needs, and which lets signals through once it has started
-    with _PREPARING, _environment({**worker_environment(threads), **named}), _ctrl_c_later():
+    with _PREPARING, _environment({**worker_environment(threads), **named}), _sigint_deferred():
         forkserver.ensure_running()
     if (server := _server()) is not None:
-        atexit.unregister(_end)  # of an earlier server
-        atexit.register(_end, os.getpid(), server)
+        atexit.unregister(_kill_server)  # of an earlier server
+        atexit.register(_kill_server, os.getpid(), server)
 
 
 def without_script(context: Any) -> Any:
@@ -120,7 +120,11 @@ def _leave_out_script() -> None:
     @functools.wraps(prepare)
     def data(name: str) -> dict[str, Any]:
         settings = prepare(name)
-        return {k: v for k, v in settings.items() if not (name.startswith(OWN) and k.startswith("init_main_from"))}
+        return {
+            k: v
+            for k, v in settings.items()
+            if not (name.startswith(OWN_PROCESS_NAMES) and k.startswith("init_main_from"))
+        }
 
     spawn.get_preparation_data = data
 
@@ -131,7 +135,7 @@ def _server() -> int | None:
     return pid
 
 
-def _end(starter: int, server: int) -> None:
+def _kill_server(starter: int, server: int) -> None:
     """End the server with the process that started it. By itself it would first import everything, and meanwhile keep
     open the pipes that its caller's output goes to."""
     if os.getpid() == starter and _server() == server:
@@ -219,7 +223,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ctrl_c_later() -> Iterator[None]:
+def _sigint_deferred() -> Iterator[None]:
     """A SIGINT that comes inside is heard afterwards, whichever thread gets it. Processes that are started
     inside hold it back until they ignore it, as pipeline/processes/preloading.py does."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -21,8 +21,8 @@ import numpy.typing as npt
 Plain = Mapping[str, Any]
 Floats = npt.NDArray[np.float64]
 
-ARRIVED, ROUTED, SAMPLED, INTERRUPTED, FAILED, SCORED, TRAINED, RETIRED, ABORTED, LOST = range(10)
-TURN_SAMPLED, ASKED, ENVIRONMENT_STEPPED, RESTARTED = range(10, 14)
+ARRIVED, ROUTED, SAMPLED, INTERRUPTED, FAILED, SCORED, TRAINED, DISCARDED, ABORTED, LOST = range(10)
+TURN_SAMPLED, ENVIRONMENT_REQUESTED, ENVIRONMENT_STEPPED, RESTARTED = range(10, 14)
 """Kinds of marks in a trajectory's life."""
 STORIES = {
     ARRIVED: ("arrived", "waiting"),
@@ -32,11 +32,11 @@ STORIES = {
     FAILED: ("{where} failed on it", "waiting"),
     SCORED: ("reward {detail}", "ready"),
     TRAINED: ("consumed by step {detail}", ""),
-    RETIRED: ("{detail}", ""),
+    DISCARDED: ("{detail}", ""),
     ABORTED: ("sampling aborted on {where}", "waiting"),
     LOST: ("{where} was lost", "waiting"),
     TURN_SAMPLED: ("sampled a turn, {detail} tokens so far", "acting"),
-    ASKED: ("its environment is asked", "acting"),
+    ENVIRONMENT_REQUESTED: ("its environment is asked", "acting"),
     ENVIRONMENT_STEPPED: ("its environment answered, {detail} tokens so far", "waiting"),
     RESTARTED: ("its environment failed: {detail}", "waiting"),
 }
@@ -47,7 +47,7 @@ PHASE_LABELS = (
     "waiting for an instance", "being sampled", "being scored", "ready or waiting for siblings",
     "answered by their environment",
 )  # fmt: skip
-WORDS = (SCORED, RETIRED, RESTARTED)
+WORDS = (SCORED, DISCARDED, RESTARTED)
 """Kinds of marks whose detail is the number of a word."""
 MOST_BINS = 1_000
 
@@ -117,17 +117,21 @@ class JournalIndex:
         self._words: dict[str, int] = {}
         self._counts = [StepFunction() for _ in PHASE_LABELS]
         self._present = [0] * len(PHASE_LABELS)
-        self._where: dict[int, tuple[int, str]] = {}
+        self._positions: dict[int, tuple[int, str]] = {}
         self._begin_s = 0.0
 
-        self._on: dict[str, Callable[[Plain, float], None]] = {
-            "RunResumed": self._taken_up,
+        self._handlers: dict[str, Callable[[Plain, float], None]] = {
+            "RunResumed": self._resumed,
             "GroupsArrived": self._arrived,
             "TrajectorySampled": lambda event, now: self._sampling_ended(event, now, SAMPLED),
             "TrajectoryInterrupted": lambda event, now: self._sampling_ended(event, now, INTERRUPTED),
             "TrajectoryFailed": lambda event, now: self._sampling_ended(event, now, FAILED),
-            "EnvironmentStepped": lambda event, now: self._acted(event, now, ENVIRONMENT_STEPPED, event["tokens"]),
-            "EnvironmentFailed": lambda event, now: self._acted(event, now, RESTARTED, self._word(event["error"])),
+            "EnvironmentStepped": lambda event, now: self._environment_replied(
+                event, now, ENVIRONMENT_STEPPED, event["tokens"]
+            ),
+            "EnvironmentFailed": lambda event, now: self._environment_replied(
+                event, now, RESTARTED, self._word(event["error"])
+            ),
             "TrajectoryScored": self._scored,
             "InstanceJoined": self._serves,
             "PullFinished": self._serves,
@@ -135,11 +139,11 @@ class JournalIndex:
             "VersionPublished": self._published,
             "StopRequested": self._stopped,
             "Route": self._routed,
-            "StepEnvironment": self._asked,
+            "StepEnvironment": self._environment_requested,
             "Abort": self._aborted,
             "Pull": self._pulled,
             "Train": self._trained,
-            "Discard": self._retired,
+            "Discard": self._discarded,
         }
         """By kind of event and command; the kinds that are not here change nothing that is shown."""
 
@@ -150,7 +154,7 @@ class JournalIndex:
         for lane in self.lanes.values():
             self._lose(lane, self.end_s)
         self.training.set(self.end_s, 0)
-        self._where.clear()
+        self._positions.clear()
         self._present = [0] * len(PHASE_LABELS)
         self._note_counts(self.end_s)
         self._begin_s = self.end_s
@@ -173,11 +177,11 @@ class JournalIndex:
         self.end_s = now
         self.num_events += kind != "RunResumed"
         before = self._present.copy()
-        if kind in self._on:
-            self._on[kind](event, now)
+        if kind in self._handlers:
+            self._handlers[kind](event, now)
         for command in commands:
-            if command["type"] in self._on:
-                self._on[command["type"]](command, now)
+            if command["type"] in self._handlers:
+                self._handlers[command["type"]](command, now)
         if before != self._present:
             self._note_counts(now)
 
@@ -188,7 +192,7 @@ class JournalIndex:
                 self._mark(id, now, ARRIVED)
                 self._move(id, WAITING)
 
-    def _taken_up(self, event: Plain, now: float) -> None:
+    def _resumed(self, event: Plain, now: float) -> None:
         for group in event.get("groups", ()):
             for member in group["members"]:
                 self._mark(member["trajectory"], now, ARRIVED)
@@ -196,7 +200,7 @@ class JournalIndex:
                 self._move(member["trajectory"], place)
 
     def _scored(self, event: Plain, now: float) -> None:
-        if self._where.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
+        if self._positions.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
             self._mark(event["trajectory"], now, SCORED, detail=self._word(f"{event['reward']:g}"))
             self._move(event["trajectory"], READY)
 
@@ -207,21 +211,23 @@ class JournalIndex:
         self.events.append((now, f"stop: {event['why']}"))
 
     def _sampling_ended(self, event: Plain, now: float, kind: int) -> None:
-        lane = self._off(event["trajectory"], now)
+        lane = self._take_off(event["trajectory"], now)
         if lane is not None:  # else an answer to an earlier routing
             self._mark(event["trajectory"], now, kind, lane, event.get("tokens", 0))
             self._move(event["trajectory"], SCORING if kind == SAMPLED else WAITING)
 
-    def _asked(self, command: Plain, now: float) -> None:
+    def _environment_requested(self, command: Plain, now: float) -> None:
         id = command["trajectory"]
         if self._ids and self._ids[-1] == id and self._kinds[-1] == SAMPLED:
             self._kinds[-1] = TURN_SAMPLED
         else:
-            self._mark(id, now, ASKED)
+            self._mark(id, now, ENVIRONMENT_REQUESTED)
         self._move(id, IN_ENVIRONMENT)
 
-    def _acted(self, event: Plain, now: float, kind: int, detail: int) -> None:
-        if self._where.get(event["trajectory"], (READY, ""))[0] == IN_ENVIRONMENT:  # else an answer that came too late
+    def _environment_replied(self, event: Plain, now: float, kind: int, detail: int) -> None:
+        if (
+            self._positions.get(event["trajectory"], (READY, ""))[0] == IN_ENVIRONMENT
+        ):  # else an answer that came too late
             self._mark(event["trajectory"], now, kind, detail=detail)
             self._move(event["trajectory"], WAITING)
 
@@ -237,7 +243,7 @@ class JournalIndex:
     def _lost(self, event: Plain, now: float) -> None:
         lane = self.lanes[event["instance"]]
         self.events.append((now, f"{lane.name} lost: {event['why']}"))
-        for id, (place, name) in list(self._where.items()):
+        for id, (place, name) in list(self._positions.items()):
             if place == RUNNING and name == lane.name:
                 self._mark(id, now, LOST, lane)
                 self._move(id, WAITING)
@@ -246,13 +252,13 @@ class JournalIndex:
     def _routed(self, command: Plain, now: float) -> None:
         lane = self.lanes[command["instance"]]
         self._mark(command["trajectory"], now, ROUTED, lane, command["version"])
-        self._off(command["trajectory"], now)
+        self._take_off(command["trajectory"], now)
         self._move(command["trajectory"], RUNNING, lane.name)
         lane.num_running += 1
         lane.running.set(now, lane.num_running)
 
     def _aborted(self, command: Plain, now: float) -> None:
-        self._mark(command["trajectory"], now, ABORTED, self._off(command["trajectory"], now))
+        self._mark(command["trajectory"], now, ABORTED, self._take_off(command["trajectory"], now))
 
     def _pulled(self, command: Plain, now: float) -> None:
         self.lanes[command["instance"]].pulling.set(now, 1)
@@ -264,16 +270,16 @@ class JournalIndex:
             self._mark(id, now, TRAINED, detail=command["step"])
             self._leave(id)
 
-    def _retired(self, command: Plain, now: float) -> None:
+    def _discarded(self, command: Plain, now: float) -> None:
         for ending in command["endings"]:
             id = ending["trajectory"]
-            self._off(id, now)
-            self._mark(id, now, RETIRED, detail=self._word(f"{ending['fate']}: {ending['reason']}"))
+            self._take_off(id, now)
+            self._mark(id, now, DISCARDED, detail=self._word(f"{ending['fate']}: {ending['reason']}"))
             self._leave(id)
 
-    def _off(self, id: int, now: float) -> Lane | None:
+    def _take_off(self, id: int, now: float) -> Lane | None:
         """Take a trajectory from the instance it runs on, if any; returns that."""
-        place, name = self._where.get(id, (READY, ""))
+        place, name = self._positions.get(id, (READY, ""))
         if place != RUNNING:
             return None
         lane = self.lanes[name]
@@ -290,12 +296,12 @@ class JournalIndex:
 
     def _move(self, id: int, place: int, name: str = "") -> None:
         self._leave(id)
-        self._where[id] = (place, name)
+        self._positions[id] = (place, name)
         self._present[place] += 1
 
     def _leave(self, id: int) -> None:
-        if id in self._where:
-            self._present[self._where.pop(id)[0]] -= 1
+        if id in self._positions:
+            self._present[self._positions.pop(id)[0]] -= 1
 
     def _note_counts(self, now: float) -> None:
         for function, count in zip(self._counts, self._present, strict=True):
@@ -311,7 +317,7 @@ class JournalIndex:
     def _word(self, text: str) -> int:
         return self._words.setdefault(text, len(self._words))
 
-    # -- asking --------------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------
 
     def story(self, trajectory: int) -> list[dict[str, Any]]:
         """The marks of a trajectory, in order: seconds, what happened, in words, and the phase that begins."""

@@ -112,8 +112,8 @@ class ParameterServer:
         if not path.exists():
             fetching = self._fetching.get(version)
             if fetching is None:
-                coming = self._fetch(version, num_bytes, sources, deltas, recorded)
-                fetching = self._fetching[version] = asyncio.ensure_future(coming)
+                fetch = self._fetch(version, num_bytes, sources, deltas, recorded)
+                fetching = self._fetching[version] = asyncio.ensure_future(fetch)
                 fetching.add_done_callback(lambda done: self._forget(version, done))
             await asyncio.wait({fetching}, timeout=WAIT_S)
             if not fetching.done():
@@ -136,7 +136,7 @@ class ParameterServer:
                 data = await asyncio.to_thread(incoming.read, offset, size)
             elif incoming is None and path.exists():
                 data = await asyncio.to_thread(self._folder.read_chunk, path, offset, size)
-            elif _now() < deadline and not (delta and self._comes_whole(version)):
+            elif _now() < deadline and not (delta and self._expects_complete(version)):
                 await asyncio.sleep(0.01)
                 continue
             elif incoming is not None or item in self._expected:
@@ -171,7 +171,7 @@ class ParameterServer:
     def _path(self, item: WeightsFile) -> Path:
         return self._folder.delta_path(item.version) if item.delta else self._folder.path(item.version)
 
-    def _comes_whole(self, version: PolicyVersion) -> bool:
+    def _expects_complete(self, version: PolicyVersion) -> bool:
         """Return True if the complete version is here or on its way, so that no delta will come."""
         return WeightsFile(version) in self._incoming or self._folder.path(version).exists()
 
@@ -193,7 +193,7 @@ class ParameterServer:
                 return
             except (SourceFailed, StoreError) as failed:
                 self._without_delta[version] = str(failed)
-        with self._coming(WeightsFile(version), num_bytes) as incoming:
+        with self._receiving(WeightsFile(version), num_bytes) as incoming:
             await self._fetch_from_any(sources, WeightsFile(version), incoming)
 
     def _base(self, version: PolicyVersion, num_bytes: int, deltas: tuple[DeltaFile, ...]) -> PolicyVersion | None:
@@ -223,7 +223,7 @@ class ParameterServer:
                 for delta in deltas:
                     item = WeightsFile(delta.version, delta=True)
                     if not self._path(item).exists():
-                        with self._coming(item, delta.num_bytes) as incoming:
+                        with self._receiving(item, delta.num_bytes) as incoming:
                             failures = await self._round(sources, item, incoming)
                             if incoming.missing:
                                 raise SourceFailed("; ".join(failures.values()) or "no source")
@@ -232,7 +232,7 @@ class ParameterServer:
             self._expected -= expected
 
     @contextlib.contextmanager
-    def _coming(self, item: WeightsFile, num_bytes: int) -> Iterator[PartialFile]:
+    def _receiving(self, item: WeightsFile, num_bytes: int) -> Iterator[PartialFile]:
         """Receive a file, and serve its pieces to others as they arrive."""
         with self._folder.incoming(self._path(item), num_bytes, self._piece_bytes) as incoming:
             self._incoming[item] = incoming

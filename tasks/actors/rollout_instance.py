@@ -99,7 +99,7 @@ class RolloutInstance:
         self._took_over = handed_over is not None
         self._engine: Engine = handed_over or build_engine(engine_settings, instance, threads)
         if run:
-            engine_handover.hold(run, engine_settings, self._engine, self)
+            engine_handover.register(run, engine_settings, self._engine, self)
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._closed = False
@@ -272,7 +272,7 @@ class RolloutInstance:
         self._closed = True
         self._commands.shutdown(wait=False, cancel_futures=True)
         self._waiting.shutdown(wait=False, cancel_futures=True)
-        engine_handover.let_go(self._engine)
+        engine_handover.unregister(self._engine)
         await asyncio.to_thread(self._engine.close)
 
     def _spool_is_due(self) -> bool:

@@ -55,7 +55,7 @@ class DraftSettings:
 
 
 @dataclass(slots=True)
-class Decoding:
+class SimulatedRequest:
     """A request on an instance. `tokens`: of its response, including earlier ones and tool output, as of `since`."""
 
     trajectory: int
@@ -64,7 +64,7 @@ class Decoding:
     tokens: int
     turns: Sequence[Turn]
     turn: int
-    left: int
+    remaining: int
     """Tokens left to sample in the present turn, as of `since`."""
     to_prefill: int
     ticket: int = 0
@@ -134,13 +134,13 @@ class SimulatedBatch:
         self._steps = 0
         self._kv = 0  # tokens of requests that decode
         self._kv_in_tool = 0  # tokens of requests that wait for a tool
-        self._decoding: dict[int, Decoding] = {}
-        self._waiting: deque[Decoding] = deque()
-        self._in_tool: dict[int, Decoding] = {}
+        self._decoding: dict[int, SimulatedRequest] = {}
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._in_tool: dict[int, SimulatedRequest] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()  # tokens kept for later turns by trajectory, oldest first
         self._kv_kept = 0
-        self._stops: list[tuple[int, int, Decoding]] = []  # step at which a turn ends; void if it left before
-        self._returns: list[tuple[float, int, Decoding]] = []  # when a tool answers
+        self._stops: list[tuple[int, int, SimulatedRequest]] = []  # step at which a turn ends; void if it left before
+        self._returns: list[tuple[float, int, SimulatedRequest]] = []  # when a tool answers
         self._order = 0
         self._finished: list[Finished] = []
 
@@ -189,7 +189,7 @@ class SimulatedBatch:
         running = len(self._decoding)
         passed = int(self._cost.steps_within(running, self._kv, now - self.clock)) if running else 0
         steps = self._steps + passed
-        rows = [(d.trajectory, d.tokens + min(d.left, steps - d.since)) for d in self._decoding.values()]
+        rows = [(d.trajectory, d.tokens + min(d.remaining, steps - d.since)) for d in self._decoding.values()]
         rows += [(d.trajectory, d.tokens) for d in (*self._waiting, *self._in_tool.values())]
         return tuple(rows)
 
@@ -242,14 +242,14 @@ class SimulatedBatch:
             turn += 1
             remaining = turns[turn].tokens
         context = prompt_tokens + tokens + max(0, -done)
-        request = Decoding(
+        request = SimulatedRequest(
             trajectory=trajectory,
             route_number=route_number,
             kv_tokens=context,
             tokens=tokens + max(0, -done),
             turns=turns,
             turn=turn,
-            left=max(1, remaining - max(0, done)),
+            remaining=max(1, remaining - max(0, done)),
             to_prefill=context,
         )
         self._to_boundary(now)
@@ -390,7 +390,7 @@ class SimulatedBatch:
                 break
             self._admit(self._waiting.popleft())
 
-    def _admit(self, request: Decoding) -> None:
+    def _admit(self, request: SimulatedRequest) -> None:
         kept = min(self._forget(request.trajectory), request.to_prefill)
         self.work.cached += kept
         self.work.reprefilled -= kept
@@ -402,7 +402,7 @@ class SimulatedBatch:
         self._decoding[request.trajectory] = request
         self._order += 1
         request.ticket = self._order
-        heapq.heappush(self._stops, (self._steps + request.left, self._order, request))
+        heapq.heappush(self._stops, (self._steps + request.remaining, self._order, request))
 
     def _prefill(self, tokens: int) -> None:
         seconds = self._cost.prefill * tokens
@@ -410,11 +410,11 @@ class SimulatedBatch:
         self.work.prefill_s += seconds
         self.work.computed += tokens
 
-    def _leave(self, decoding: Decoding) -> None:
+    def _leave(self, decoding: SimulatedRequest) -> None:
         """Bring a request up to date and take it out of the batch."""
         gained = self._steps - decoding.since
         decoding.tokens += gained
-        decoding.left -= gained
+        decoding.remaining -= gained
         decoding.kv_tokens += gained
         decoding.since = self._steps
         decoding.drafts += self._drafts - decoding.drafts_since
@@ -422,7 +422,7 @@ class SimulatedBatch:
         self._kv -= decoding.kv_tokens
         del self._decoding[decoding.trajectory]
 
-    def _end_turn(self, decoding: Decoding) -> None:
+    def _end_turn(self, decoding: SimulatedRequest) -> None:
         done = decoding.turns[decoding.turn]
         decoding.turn += 1
         if decoding.turn == len(decoding.turns):
@@ -438,7 +438,7 @@ class SimulatedBatch:
             self._kept[decoding.trajectory] = decoding.kv_tokens
             self._kv_kept += decoding.kv_tokens
             return
-        decoding.left = decoding.turns[decoding.turn].tokens
+        decoding.remaining = decoding.turns[decoding.turn].tokens
         self._in_tool[decoding.trajectory] = decoding
         self._kv_in_tool += decoding.kv_tokens
         self._order += 1
@@ -457,11 +457,11 @@ class SimulatedBatch:
         return tokens
 
 
-def _stopped(request: Decoding) -> Stopped:
+def _stopped(request: SimulatedRequest) -> Stopped:
     return Stopped(route_number=request.route_number, tokens=request.tokens, drafts=request.drafts)
 
 
-def _still_valid(requests: dict[int, Decoding], scheduled: tuple[float, int, Decoding]) -> bool:
+def _still_valid(requests: dict[int, SimulatedRequest], scheduled: tuple[float, int, SimulatedRequest]) -> bool:
     """Whether a scheduled event is still valid: its request has not left `requests` since it was scheduled."""
     request = scheduled[2]
     return requests.get(request.trajectory) is request and request.ticket == scheduled[1]

@@ -58,7 +58,7 @@ def weights(version: int) -> dict[str, weight_hash.Array]:
     return {WEIGHTS: np.asarray([version], np.float32)}
 
 
-def words(key: int, first: int, count: int) -> IntArray:
+def emulated_ids(key: int, first: int, count: int) -> IntArray:
     """[count] token ids of positions first, first + 1, ... of the response identified by `key`."""
     positions = np.arange(first, first + count, dtype=np.uint64)
     mixed = (positions * np.uint64(2654435761) + np.uint64(key % 2**32) * np.uint64(40503)) >> np.uint64(7)
@@ -77,7 +77,7 @@ class _Running:
     request: Request
     length: int
     """Tokens of its response at the end of this turn, including earlier ones."""
-    stops: bool
+    ends_with_eos: bool
     """Whether it ends with EOS, not by its token limit."""
     key: int
     reward: float
@@ -306,7 +306,7 @@ class EmulatedEngine:
     def _finish(self, finished: Sequence[Finished]) -> None:
         for request in finished:
             running = self._running.pop(TrajectoryId(request.trajectory))
-            reason = FinishReason.STOP if running.stops else FinishReason.LENGTH
+            reason = FinishReason.STOP if running.ends_with_eos else FinishReason.LENGTH
             sampled = self._sampled(running, request.tokens, reason, request.drafts)
             self._ended.append(sampled)
             if running.request.keep_kv:
@@ -347,7 +347,7 @@ class EmulatedEngine:
         return _Running(
             request=request,
             length=max(request.num_prior + 1, min(length, allowed)),
-            stops=length <= allowed,
+            ends_with_eos=length <= allowed,
             key=int(key),
             reward=workload.reward(group, member),
         )
@@ -359,7 +359,7 @@ class EmulatedEngine:
         ends = [*(begin for _, begin in running.marks[1:]), tokens]
         for (version, begin), end in zip(running.marks, ends, strict=True):
             if end > begin:
-                ids = words(running.key, begin, end - begin)
+                ids = emulated_ids(running.key, begin, end - begin)
                 if begin == 0:
                     ids[0] = REWARD_TOKEN + (running.reward > 0)
                 if end == running.length and finish is FinishReason.STOP:

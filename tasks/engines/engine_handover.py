@@ -28,16 +28,16 @@ from staleflow.tasks.engines.engine_settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-GONE_S = 10.0
+ACTOR_EXIT_S = 10.0
 """Seconds that an actor of the driver before may still exist: its last call has to end, which nobody waits for."""
 SETTLE_S = 1.5
 """The same before the scheduler decides whether it keeps a worker."""
-LOOK_S = 0.2
-"""Seconds between two looks whether it does."""
+POLL_S = 0.2
+"""Seconds between two checks whether an actor still exists."""
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldEngine:
+class _RegisteredEngine:
     """An engine and the actor that uses it."""
 
     run: str
@@ -46,53 +46,53 @@ class _HeldEngine:
     user: weakref.ref[object]
 
 
-_held: list[_HeldEngine] = []
+_registered: list[_RegisteredEngine] = []
 _lock = threading.Lock()
-"""Guards _held; held while an engine is taken over or closed."""
+"""Guards _registered; locked while an engine is taken over or closed."""
 
 
-def hold(run: str, settings: EngineSettings, engine: Engine, user: object) -> None:
+def register(run: str, settings: EngineSettings, engine: Engine, user: object) -> None:
     """Keep an engine in this process, also after `user`, its actor, is gone. run: the run's folder."""
     with _lock:
-        _held.append(_HeldEngine(run, _digest(settings), engine, weakref.ref(user)))
+        _registered.append(_RegisteredEngine(run, _digest(settings), engine, weakref.ref(user)))
 
 
 def unregister(engine: Engine) -> None:
     """Keep an engine no longer, since its actor has closed it."""
     with _lock:
-        _held[:] = [entry for entry in _held if entry.engine is not engine]
+        _registered[:] = [entry for entry in _registered if entry.engine is not engine]
 
 
 async def require_orphan() -> None:
     """Raise LookupError unless an engine is held in this process that nobody uses, or will use in a moment: its actor's
     last call may still have to end. Called by the scheduler, which reads no answer but that."""
     until = time.monotonic() + SETTLE_S
-    while any(entry.user() is not None for entry in _held) and time.monotonic() < until:
+    while any(entry.user() is not None for entry in _registered) and time.monotonic() < until:
         gc.collect()
-        await asyncio.sleep(LOOK_S)
-    if not _held or any(entry.user() is not None for entry in _held):
+        await asyncio.sleep(POLL_S)
+    if not _registered or any(entry.user() is not None for entry in _registered):
         raise LookupError("no engine is held here that nobody uses")
 
 
 def close_orphans() -> None:
     """Close the engines whose actors are gone: another role needs their memory."""
     with _lock:
-        for orphan in [orphan for orphan in _held if orphan.user() is None]:
-            _held.remove(orphan)
+        for orphan in [orphan for orphan in _registered if orphan.user() is None]:
+            _registered.remove(orphan)
             orphan.engine.close()
 
 
 def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engine | None:
     """The engine of an actor of this run that is gone, begun again for `instance`; None if there is none. Closes all
     others whose actors are gone. Waits for an actor that is about to go. run: empty if none is to be taken over."""
-    until = time.monotonic() + GONE_S
+    until = time.monotonic() + ACTOR_EXIT_S
     while _in_use(run) and time.monotonic() < until:
         gc.collect()  # what a failed call has raised may refer to the actor in circles
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     engine: Engine | None = None
     with _lock:
-        for orphan in [orphan for orphan in _held if orphan.user() is None]:
-            _held.remove(orphan)
+        for orphan in [orphan for orphan in _registered if orphan.user() is None]:
+            _registered.remove(orphan)
             if engine is None and (orphan.run, orphan.settings) == (run, _digest(settings)):
                 try:
                     orphan.engine.reset(instance)
@@ -106,7 +106,7 @@ def take_over(run: str, settings: EngineSettings, instance: InstanceId) -> Engin
 
 
 def _in_use(run: str) -> bool:
-    return any(entry.run == run and entry.user() is not None for entry in _held)
+    return any(entry.run == run and entry.user() is not None for entry in _registered)
 
 
 def _digest(settings: Any) -> bytes:

@@ -34,7 +34,7 @@ class HostedStepResult:
     """What went wrong in the environment, on one line: it raised, hung, died or returned a bad value. The episode has
     ended then, and its reward means nothing."""
     lost: bool = False
-    """Whether the error is only that this host does not have the episode, which cannot be taken up: start it again."""
+    """Whether the error is only that this host does not have the episode, which cannot be recovered: start it again."""
     seconds: float = 0.0
     """The environment's time for this step, without waiting for a slot."""
     waited_s: float = 0.0

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.workload import Workload
-from staleflow.tasks.engines.emulated_engine import words
+from staleflow.tasks.engines.emulated_engine import emulated_ids
 from staleflow.tasks.rendering.bridging import Bridge, make_bridge
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, NumberTexts, tokenizer_texts
 from staleflow.tasks.rendering.random_texts import RandomTexts
@@ -116,7 +116,7 @@ class EmulatedPrompts:
 
     def encode(self, task: Task) -> tuple[int, ...]:
         group = int(task.record["group"])
-        return tuple(words(group, 0, self._workload.prompt_tokens(group)).tolist())
+        return tuple(emulated_ids(group, 0, self._workload.prompt_tokens(group)).tolist())
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._texts.text(tokens)
@@ -126,7 +126,7 @@ class EmulatedPrompts:
     ) -> list[int]:
         """As many meaningless tokens as the messages say."""
         count = sum(int(message.content) for message in messages)
-        return [int(t) for t in words(0, len(before) + len(turn), count)]
+        return [int(t) for t in emulated_ids(0, len(before) + len(turn), count)]
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         return self.bridge_tokens((), (), messages, 0)

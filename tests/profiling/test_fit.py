@@ -161,7 +161,7 @@ def test_with_a_heavy_tail_more_is_expected_of_those_that_came_far() -> None:
 
 def test_before_it_knows_it_expects_half() -> None:
     forecast = learned([[10]] * 5, max_tokens=1000)
-    assert not forecast.knows
+    assert not forecast.has_enough_lengths
     assert forecast.expected_remaining(GroupId(0), 200) == 400
 
 

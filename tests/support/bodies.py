@@ -24,7 +24,7 @@ from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import EnvSpan, Fate, Segment, Trajectory
-from staleflow.tasks.engines.emulated_engine import words
+from staleflow.tasks.engines.emulated_engine import emulated_ids
 from tests.support import virtual_time
 from tests.support.in_process import Fault, InProcessWorkers
 from tests.support.scripted import World, response
@@ -167,7 +167,9 @@ class Run:
                 if isinstance(span, Segment):
                     assert span.tokens.tolist() == response(t.id, end)[at:]
                 else:
-                    assert span.tokens.tolist() == words(0, begin, end - at).tolist(), "what the environment gave"
+                    assert span.tokens.tolist() == emulated_ids(0, begin, end - at).tolist(), (
+                        "what the environment gave"
+                    )
                 at = end
             versions = t.versions[t.sampled]
             assert self.config.acts or list(versions) == sorted(versions)

@@ -33,12 +33,12 @@ from typing import Any
 import dask
 import numpy as np
 
-from staleflow.pipeline.processes.local_cluster import ACTORS, MODELS, WORKER
+from staleflow.pipeline.processes.local_cluster import ACTOR_MODULES, MODEL_MODULES, WORKER_MODULES
 
 MODULES = (
-    *WORKER,
-    *ACTORS,
-    *MODELS,
+    *WORKER_MODULES,
+    *ACTOR_MODULES,
+    *MODEL_MODULES,
     "staleflow.cli.cluster_jobs",
     "staleflow.cli.resume",
     "staleflow.cli.run",

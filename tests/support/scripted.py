@@ -39,7 +39,7 @@ from staleflow.tasks.actors.trainer_rank import LONGEST_S, TrainerRank
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadSettings
 from staleflow.tasks.engines.base import EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
-from staleflow.tasks.engines.emulated_engine import word_logprobs, words
+from staleflow.tasks.engines.emulated_engine import emulated_ids, word_logprobs
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import BatchMessage
 from staleflow.tasks.training.rank import Rank, rank_name
@@ -131,7 +131,7 @@ class World:
 
 def response(trajectory: int, count: int) -> list[int]:
     """The first tokens of a trajectory's response."""
-    return [int(t) for t in words(trajectory, 0, count)]
+    return [int(t) for t in emulated_ids(trajectory, 0, count)]
 
 
 # -- the trajectory server: the real one, its store in memory ----------------------------------------------------
@@ -350,7 +350,7 @@ class VirtualEngine:
         ends = [*(begin for _, begin in held.marks[1:]), tokens]
         for (version, begin), end in zip(held.marks, ends, strict=True):
             if end > begin:
-                ids = words(key, begin, end - begin)
+                ids = emulated_ids(key, begin, end - begin)
                 logprobs = word_logprobs(ids)
                 if self._world.not_finite(key):
                     logprobs[-1] = np.nan

@@ -28,7 +28,7 @@ def settings(tmp_path: Path) -> Any:
 def closed() -> Iterator[None]:
     yield
     gc.collect()
-    for one in list(engine_handover._held):
+    for one in list(engine_handover._registered):
         one.engine.close()
         engine_handover.unregister(one.engine)
 
@@ -58,7 +58,7 @@ def test_an_engine_is_taken_over_with_another_seed_and_another_name(settings: An
     assert engine_of(then) is engine
     assert asyncio.run(then.took_over())
     assert engine._instance == "rollout-1"
-    assert len(engine_handover._held) == 1
+    assert len(engine_handover._registered) == 1
 
 
 @pytest.mark.parametrize("other", ["run", "settings"])
@@ -92,7 +92,7 @@ def test_a_closed_one_is_held_no_longer(settings: Any) -> None:
         asyncio.run(engine_handover.require_orphan())
     instance = placed(settings)
     asyncio.run(instance.close())
-    assert engine_handover._held == []
+    assert engine_handover._registered == []
 
 
 def test_a_worker_is_kept_for_an_engine_that_nobody_uses(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
