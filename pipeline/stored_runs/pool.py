@@ -136,7 +136,7 @@ def local_pool(count: int, *, model: bool = False) -> Iterator[Pool]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
         with (
-            dask.config.set(local_cluster.forkserver_config(1, local_cluster.MODELS if model else ())),
+            dask.config.set(local_cluster.forkserver_config(1, local_cluster.MODEL_MODULES if model else ())),
             LocalCluster(
                 n_workers=count,
                 threads_per_worker=1,
