@@ -26,20 +26,23 @@ SampledTokens = npt.NDArray[np.bool_]
 
 
 class ContextBranch(NamedTuple):
-    """The beginning of a branch. at: the place of its first own token. after: the place after the last token that it
-    keeps, with that one's context; 0 if it keeps none."""
+    """A point where a conversation leaves its past, as positions in prompt + response."""
 
     at: int
+    """Position of the branch's first own token."""
     after: int
+    """Position behind the last token that the branch keeps, with that token's context; 0 if it keeps none."""
 
 
 def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]:
-    """The places of all tokens that one at place `end` is sampled after, if the newest branch that begins at or before
-    `end` goes on there: (first, last) with first <= place < last, in order.
+    """Position ranges that form the context of position `end`, on the newest branch that begins at or before it.
 
-    >>> ranges([Branch(5, 2)], 7)
+    Returns:
+        Half-open ranges (first, last), in order.
+
+    >>> ranges([ContextBranch(5, 2)], 7)
     [(0, 2), (5, 7)]
-    >>> ranges([Branch(5, 2)], 4)
+    >>> ranges([ContextBranch(5, 2)], 4)
     [(0, 4)]
     """
     parts: list[tuple[int, int]] = []
@@ -57,18 +60,25 @@ def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]
 
 
 def places(branches: Sequence[ContextBranch], end: int) -> Places:
-    """The places of `ranges` as an array."""
+    """The positions of `ranges` as an array."""
     parts = [np.arange(first, last) for first, last in ranges(branches, end)]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def training_sequences(branches: Sequence[ContextBranch], trained: SampledTokens) -> list[tuple[Places, SampledTokens]]:
-    """The sequences that a model computes for a trajectory: of each the places of its tokens, and which of them are
-    trained on there. trained: [P + T] which tokens are to be trained on; each is in exactly one sequence.
+    """Split a trajectory into the sequences that the trainer computes: one for each end of a branch.
 
-    There are as many as there are ends of branches: a branch that is taken up again where it ended is one sequence.
+    A branch that is continued where it ended is one sequence.
 
-    >>> [(p.tolist(), t.tolist()) for p, t in training_sequences([Branch(2, 1)], np.array([False, True, False, True]))]
+    Args:
+        branches: The trajectory's context branches.
+        trained: [P + T] which tokens are to be trained on; each is in exactly one sequence.
+
+    Returns:
+        Of each sequence the positions of its tokens, and which of them are trained on there.
+
+    >>> both = training_sequences([ContextBranch(2, 1)], np.array([False, True, False, True]))
+    >>> [(positions.tolist(), trained.tolist()) for positions, trained in both]
     [([0, 1], [False, True]), ([0, 2, 3], [False, False, True])]
     """
     left = trained.copy()
@@ -87,10 +97,16 @@ def training_sequences(branches: Sequence[ContextBranch], trained: SampledTokens
 def longest_shared_prefix(
     branches: Sequence[ContextBranch], tokens: npt.NDArray[np.int32], wanted: npt.NDArray[np.int32]
 ) -> tuple[int, int]:
-    """How far a context goes along with one that is there: the number of tokens in common, and the place after the last
-    of them in the newest branch that goes as far as any. tokens: [P + T] of prompt and response.
+    """Length of the longest prefix that a context shares with an existing one, and the position behind it.
 
-    >>> longest_shared_prefix([Branch(3, 1)], np.array([7, 8, 9, 5, 6]), np.array([7, 5, 4]))
+    The position is in the newest branch that agrees as long as any.
+
+    Args:
+        branches: The trajectory's context branches.
+        tokens: [P + T] token ids of prompt and response.
+        wanted: Token ids of the new context.
+
+    >>> longest_shared_prefix([ContextBranch(3, 1)], np.array([7, 8, 9, 5, 6]), np.array([7, 5, 4]))
     (2, 4)
     """
     best, place = 0, 0

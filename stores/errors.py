@@ -15,8 +15,8 @@ class ConfigError(StaleflowError, ValueError):
 
 
 class ActorLost(StaleflowError, ConnectionError):
-    """An actor is gone: replace it, requeue its work. who: its name. It may be another than the one that was asked,
-    since actors call each other: who failed is who is replaced."""
+    """An actor is gone: replace it, requeue its work. who: the actor that failed; it may be one that the called actor
+    called."""
 
     def __init__(self, message: str, who: str = "") -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class ActorFailed(StaleflowError, RuntimeError):
 
 
 class TransferFailed(StaleflowError, ConnectionError):
-    """Weights did not reach a host by a fault of those that have them, which the message names: who asked is there."""
+    """No source could deliver the weights; the message names the sources. The requesting host is alive."""
 
 
 class StoreError(StaleflowError, OSError):
@@ -49,8 +49,8 @@ class StoreError(StaleflowError, OSError):
 
 
 class StoreUnavailable(StoreError):
-    """The bucket of a store does not answer, or refuses: ask again. Nothing is lost and nothing has to be undone: a
-    commit that was applied without an answer is recognized when it is repeated."""
+    """The bucket of a store does not answer, or refuses: try again. Nothing is lost, and a commit that was applied
+    without an answer is recognized when it is repeated."""
 
 
 class ProtocolViolation(StaleflowError, AssertionError):
@@ -62,7 +62,7 @@ class JobFailed(StaleflowError, RuntimeError):
 
 
 class TooManyFailedEnvironments(StaleflowError, RuntimeError):
-    """So many environments fail that a run makes no sense."""
+    """Too many environments fail for the run to continue."""
 
 
 class RunStuck(StaleflowError, TimeoutError):

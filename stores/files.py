@@ -31,9 +31,17 @@ def replace_file(
 ) -> None:
     """Call `write` with a temporary path, and rename the file it writes to `path` once it is complete.
 
-    remedy: for the message, what to do about a disk that is full or not writable. failures: exceptions besides OSError
-    that `write` raises when it cannot write. flush: False for a file in memory, lost with the machine anyway. A path
-    that is no regular file (a pipe, /dev/stdout) is written to directly. Raises StoreError; then `path` is unchanged.
+    A path that is no regular file (a pipe, /dev/stdout) is written to directly.
+
+    Args:
+        path: The file to replace.
+        write: Writes the file at the path that it is called with.
+        remedy: What to do about a disk that is full or not writable, for the message.
+        failures: Exceptions besides OSError that `write` raises when it cannot write.
+        flush: False for a file in memory, which is lost with the machine anyway.
+
+    Raises:
+        StoreError: `path` is unchanged then.
     """
     with replacing(path, remedy, failures=failures, flush=flush) as part:
         write(part)
@@ -41,8 +49,8 @@ def replace_file(
 
 @contextlib.contextmanager
 def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool = True) -> Iterator[Path]:
-    """`replace_file` for a file that is written bit by bit: the temporary path, renamed when the block ends well. What
-    the block raises of our own errors is passed on."""
+    """Context manager like `replace_file`: yields the temporary path, renamed when the block ends without an error.
+    Errors of this package that the block raises are passed on."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()  # a symbolic link is kept
         if path.exists() and not path.is_file():
@@ -71,7 +79,7 @@ def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, 
 
 @contextlib.contextmanager
 def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Iterator[Path]:
-    """`replace_folder` for a folder that is filled bit by bit: the temporary one, renamed when the block ends well."""
+    """Context manager like `replace_folder`: yields the temporary folder, renamed when the block ends well."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()
         with _part(path, folder=True) as part:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 
 def printable(text: str, most: int | None = None) -> str:
-    """A text with control characters made visible, since they could corrupt a terminal. most: characters of it that are
-    kept.
+    r"""Make a text's control characters visible, which could corrupt a terminal. most: characters that are kept.
 
-    >>> printable("a\\x1b[2Jb", 5)
-    'a\\\\x1b[2J...'
+    >>> printable("a\x1b[2Jb", 5)
+    'a\\x1b[2J...'
     """
     kept = text if most is None or len(text) <= most else text[:most]
     shown = "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in kept)

@@ -99,14 +99,14 @@ class Segment:
         return len(finite) if finite.all() else int(finite.argmin())
 
     def without(self, first: int) -> Segment:
-        """This segment without its first tokens."""
+        """A copy of this segment without its first tokens."""
         return replace(self, tokens=self.tokens[first:], logprobs=self.logprobs[first:]) if first else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpan:
-    """Tokens that the model was given after one of its turns and did not sample: the end of the turn, what the
-    environment answered, the beginning of the next turn."""
+    """Tokens between two turns that the model did not sample: the end of the turn, the observation, the beginning of
+    the next turn."""
 
     role: str
     """Who speaks in them: "tool", "user", ..."""
@@ -128,8 +128,10 @@ NO_VERSION = PolicyVersion(-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """When a trajectory reached each stage, in seconds since the run's start; 0 if it has not. Seconds of the machine's
-    clock: an emulated run that is made faster (`time_scale`) has as many more in its journal."""
+    """When a trajectory reached each stage, in seconds since the run's start; 0 if it has not.
+
+    Seconds of the machine's clock: an emulated run that is made faster (`time_scale`) has as many more in its journal.
+    """
 
     arrived_s: float = 0.0
     routed_s: float = 0.0
@@ -168,7 +170,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens after the prompt, sampled and given."""
+        """The number of tokens after the prompt, of all spans."""
         return sum(len(s.tokens) for s in self.spans)
 
     @property
@@ -178,12 +180,12 @@ class Trajectory:
 
     @property
     def num_given(self) -> int:
-        """The number of given tokens after the prompt."""
+        """The number of tokens after the prompt that environments returned."""
         return self.num_tokens - self.num_sampled
 
     @property
     def has_env_steps(self) -> bool:
-        """Whether an environment has answered a turn, be it with nothing."""
+        """Whether an environment has replied to a turn, even with no text."""
         return any(isinstance(s, EnvSpan) for s in self.spans)
 
     @property
@@ -198,7 +200,7 @@ class Trajectory:
 
     @property
     def branches(self) -> tuple[ContextBranch, ...]:
-        """Where the conversation left what came before; none if it only went on."""
+        """Context branches: where a request continued from an earlier point; empty for a linear conversation."""
         starts, at = [], len(self.prompt_tokens)
         for span in self.spans:
             if isinstance(span, EnvSpan) and span.after is not None:
@@ -208,7 +210,7 @@ class Trajectory:
 
     @property
     def context(self) -> IntArray:
-        """[C] token ids that the next token is sampled after: all so far, unless there are branches."""
+        """[C] token ids of the next token's context: all so far, unless there are branches."""
         whole = np.concatenate([self.prompt_tokens, self.response_tokens])
         branches = self.branches
         return whole[places(branches, len(whole))] if branches else whole

@@ -64,34 +64,42 @@ class AuditReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was found wrong; `unchecked`, `not_verified` and `weights` say what could not be checked."""
+        """Whether no check found anything wrong; `unchecked`, `not_verified` and `weights` say what could not be
+        checked."""
         return not self.findings
 
     @property
     def proves(self) -> bool:
-        """Whether nothing was found wrong, and there was something to check: steps, and weights that were verified."""
+        """Whether no check found anything wrong and there were steps and verified weights to check."""
         return self.clean and self.num_steps > 0 and self.weights.verified > 0
 
     @property
     def readable(self) -> bool:
-        """Whether all of the store can be read."""
+        """Whether every part of the store can be read."""
         return all(finding.check != "arrays" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON; the counts are None if there are any unchecked."""
+        """The report as plain values, for JSON; counts are None if checks were skipped."""
         unknown = dict.fromkeys(COUNTS) if self.unchecked else {}
         return {**asdict(self), "clean": self.clean, **unknown}
 
 
 def in_turn(function: Callable[..., RowCheckResult], calls: Iterable[tuple[Any, ...]]) -> Iterator[RowCheckResult]:
-    """A runner that runs one call after another, here."""
+    """Run calls one after another in this process."""
     return (function(*call) for call in calls)
 
 
 def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOKENS) -> AuditReport:
-    """Run all checks over the whole store, as it is now. most_tokens: tokens that are read together; memory is some
-    50 bytes for each. run: for the part of the checks that reads tokens. Raises StoreUnavailable if the store's bucket
-    fails, which is no damage."""
+    """Run all checks over a whole store, as it is now.
+
+    Args:
+        store: The store; the present state of its branch is checked.
+        run: Runs the part of the checks that reads tokens, here or on workers.
+        most_tokens: Tokens that are read together, at some 50 bytes of memory each.
+
+    Raises:
+        StoreUnavailable: The store's bucket fails, which is not damage.
+    """
     store = StoreReader.at(store.path, store.snapshot)  # a live run goes on
     findings = list(_array_findings(store))
     try:
@@ -138,7 +146,7 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Commit:
-    """What of a commit's record is needed beside the others'."""
+    """The fields of a commit's record that the audit keeps."""
 
     kind: str
     step: int

@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Conservation:
-    """Follows a store commit by commit."""
+    """Checks commit by commit that every trajectory that was started is stored or in flight."""
 
     def __init__(self) -> None:
         self._stored = IdSet()
@@ -31,7 +31,7 @@ class Conservation:
         self._last: StepRecord | None = None
 
     def add(self, rows: Rows) -> None:
-        """Rows of the commit that `ends` is told of next, with the columns of READ."""
+        """Add rows of the commit that `ends` checks next, with the columns of READ."""
         self._stored.add(rows["trajectory"])
         pairs = np.stack([rows["fate"], rows["reason"]], axis=1)
         kinds, first, counts = np.unique(pairs, axis=0, return_index=True, return_counts=True)
@@ -41,7 +41,7 @@ class Conservation:
                 self._counts[outcome_key(FATES[fate], REASONS[reason])] += int(counts[i])
 
     def ends(self, record: StepRecord) -> Iterator[Finding]:
-        """What is wrong at a commit, all rows of which have been added."""
+        """Check a commit, all rows of which have been added."""
         self._last = record
         where, ledger = f"{record.kind} {record.step}", record.ledger
         started = min(max(0, ledger.num_started), HIGHEST)
@@ -72,7 +72,7 @@ class Conservation:
             yield Finding(check=CHECK, where=where, message=message)
 
     def rest(self, num_rows: int, counted: int) -> Iterator[Finding]:
-        """What is wrong after the last commit. counted: rows that the records account for."""
+        """Check the end of the store, after the last commit. counted: rows that the records account for."""
         if self._last is None:
             return
         if counted != num_rows:

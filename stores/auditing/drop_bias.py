@@ -46,10 +46,12 @@ class HasColumns(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """A difference that is hardly chance. factor: a ratio of lengths, or a difference of rewards; p: two-sided."""
+    """A difference between two kinds of trajectories that is unlikely to be chance."""
 
     factor: float
+    """Ratio of lengths, or difference of rewards."""
     p: float
+    """Two-sided, of Welch's t-test."""
 
     @property
     def sure(self) -> str:
@@ -58,8 +60,8 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeStats:
-    """Trajectories of one kind: means over their groups, and how they differ from those trained on. A difference is
-    None if there are too few groups, or if it may be chance. reward: None if none was scored."""
+    """Trajectories that ended alike: means over their groups, and how they differ from those trained on. A difference
+    is None if there are too few groups, or if it may be chance."""
 
     name: str
     trajectories: int
@@ -67,6 +69,7 @@ class OutcomeStats:
     response_tokens: float
     prompt_tokens: float
     reward: float | None
+    """None if none was scored."""
     turns: float = 0.0
     tool_s: float = 0.0
     length_ratio: Contrast | None = None
@@ -89,12 +92,12 @@ class DropBias:
     """Groups of which no trajectory was trained on."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON, with the lines."""
+        """The report as plain values, for JSON, with its lines."""
         return {"lines": self.lines, **asdict(self)}
 
     @property
     def lines(self) -> list[str]:
-        """What matters, a line for each kind; empty if nothing does."""
+        """The differences worth reporting, a line for each kind of end; empty if there are none."""
         lines = []
         for kind in self.others:
             contrasts = []
@@ -150,7 +153,7 @@ def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
 
 
 def _kinds(table: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.bool_]]:
-    """Which rows are of which kind; a row may be of several."""
+    """Masks of the rows of each kind; a row may be of several."""
     consumed = table["fate"] == Fate.CONSUMED.value
     cut = consumed & (table["finish"] == FinishReason.LENGTH.value)
     ended = table["reason"] == AbortReason.RUN_ENDED.value

@@ -37,25 +37,29 @@ GAP = 65_536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRange:
-    """A task: check the rows at first <= row < last and hash the batches of `steps`, all of whose rows lie there.
-    most_tokens: read together; a longer trajectory is read alone. refused: instances that were taken out of service."""
+    """A range of rows to check, with the batches to hash."""
 
     first: int
     last: int
+    """Exclusive."""
     steps: frozenset[int]
+    """Steps whose batches lie in the range with all their rows."""
     most_tokens: int
+    """Tokens that are read together; a longer trajectory is read alone."""
     refused: tuple[Refusal, ...] = ()
+    """Instances that were taken out of service."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RowCheckResult:
-    """What was found in a range of rows. digests: of the batches, by step. error: why a row, and all after it, could
-    not be read; empty if all could."""
+    """Findings and batch hashes of a range of rows."""
 
     first: int
     findings: list[Finding] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
+    """Hashes of batches, by step."""
     error: str = ""
+    """Why a row, and all after it, could not be read; empty if all could."""
 
 
 def check_rows_at(path: str, snapshot: str, eta: int | None, rows: RowRange) -> RowCheckResult:
@@ -93,41 +97,46 @@ def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Rows that were read, and found to agree with the spans in their texts. begin: where the tokens begin in the
-    store; spans: of all rows, in order."""
+    """Adjacent rows with their tokens, whose spans agree with their texts."""
 
     rows: Rows
     begin: int
+    """Position of the first token in the store."""
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
     mask: npt.NDArray[np.uint8]
     spans: Spans
+    """Of all rows, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Spans of rows, [N] each. instances: or roles, of given ones; rows: in the block; versions: NO_VERSION of given
-    ones; seconds: 0 of sampled ones; after: -1 of those that begin no branch."""
+    """Spans of many rows, as arrays of [N]."""
 
     instances: list[str]
+    """Instances of sampled spans, roles of env spans."""
     rows: Ints
+    """Row within the block."""
     versions: Ints
+    """NO_VERSION for env spans."""
     sizes: Ints
     seconds: npt.NDArray[np.float64]
+    """0 for sampled spans."""
     after: Ints
+    """-1 where no context branch begins."""
 
     @classmethod
     def of(cls, spans: Sequence[tuple[int, str, int, int, float, int]]) -> Spans:
-        """From (row, instance, version, tokens, seconds, after). Raises OverflowError for what is no number of 64
-        bits."""
+        """Build the arrays from tuples of row, instance, version, tokens, seconds and `after`. Raises OverflowError for
+        numbers beyond 64 bits."""
         whole = np.asarray([(span[0], *span[2:4], span[5]) for span in spans], np.int64)
         rows, versions, sizes, after = whole.reshape(-1, 4).T
         instances, seconds = [s[1] for s in spans], np.asarray([s[4] for s in spans], np.float64)
         return cls(instances=instances, rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
 
     def branches(self, prompts: Ints) -> dict[int, list[ContextBranch]]:
-        """The branches of rows that have any. prompts: the lengths of the rows' prompts."""
+        """Context branches by row, of rows that have any. prompts: the lengths of the rows' prompts."""
         by_row: dict[int, list[ContextBranch]] = {}
         at = np.cumsum(self.sizes) - self.sizes
         firsts = dict(zip(*(part.tolist() for part in np.unique(self.rows, return_index=True)), strict=True))
@@ -149,7 +158,7 @@ class Spans:
 
 
 def read_blocks(store: StoreReader, first: int, last: int, most_tokens: int) -> Iterator[RowBlock]:
-    """The rows at first <= row < last in blocks. Raises StoreError at the first row that cannot be read."""
+    """Read the rows at first <= row < last in blocks. Raises StoreError at the first row that cannot be read."""
     for begin in range(first, last, BLOCK_ROWS):
         rows = store.numbers(begin, min(begin + BLOCK_ROWS, last))
         for a, b in _cuts(rows, most_tokens):
@@ -280,7 +289,7 @@ def _refused_tokens(block: RowBlock, first: int, refused: Sequence[Refusal]) -> 
 
 
 def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:
-    """What is wrong with a row whose spans have other turns than those stored for it, both in TURNS."""
+    """Describe a row whose spans have other turns than those stored for it, both in the columns TURNS."""
     numbers = [" {:g} turns, {:g} given tokens, {:.6g} s".format(*values) for values in (spans, stored)]
     return f"its spans have{numbers[0]}; stored are{numbers[1]}"
 
@@ -318,7 +327,8 @@ def token_faults(
     prompt: int,
     trained: int,
 ) -> Iterator[str]:
-    """What is wrong with the arrays of a row. prompt: the number of tokens of its prompt; trained: its loss mask."""
+    """Describe contradictions between a row's token arrays. prompt: the number of prompt tokens; trained: its loss
+    mask."""
     sampled = versions != NO_VERSION
     if count := int(np.count_nonzero(sampled[:prompt])):
         yield f"{count} tokens of the prompt have a version"
@@ -335,7 +345,7 @@ def token_faults(
 
 
 def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]) -> None:
-    """Go on hashing the batches of these steps with the rows of a block."""
+    """Add the rows of a block to the hashes of these steps' batches."""
     consumed = is_consumed(block.rows) & np.isin(block.rows["step"], sorted(steps))
     names = ["trajectory", "v_traj", "step", *PLACES, "reward", "advantage"]
     branches = block.spans.branches(block.rows["prompt_tokens"])

@@ -30,7 +30,7 @@ def is_consumed(rows: Rows) -> npt.NDArray[np.bool_]:
 
 
 class ConsumedRows:
-    """Reads the rows of a store once, in order."""
+    """Collects which step consumed which rows of a store, in one pass."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -62,8 +62,13 @@ class ConsumedRows:
         }
 
     def findings(self, header: RunHeader, trained: Sequence[int], rows: Iterable[Rows]) -> Iterator[Finding]:
-        """What is wrong. trained: the steps in the order of their commits. rows: those of the whole store again, read
-        only if some trajectory is stored more than once."""
+        """Check that every trajectory is stored once, and that each step consumed its number of whole groups.
+
+        Args:
+            header: The store's header.
+            trained: The steps in the order of their commits.
+            rows: The rows of the whole store again, read only if a trajectory is stored more than once.
+        """
         yield from self._repeated(rows)
         if list(trained) != list(range(len(trained))):
             yield Finding(check=CHECK, where="steps", message=f"steps are not 0, 1, 2, ...: {list(trained)[:20]}")

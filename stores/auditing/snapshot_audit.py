@@ -28,7 +28,7 @@ DERIVED = ("rewards", "logprobs")
 
 
 def audit_history(path: Path) -> Iterator[Finding]:
-    """What is wrong with earlier snapshots and other branches of a store. Raises StoreError if it cannot be opened."""
+    """Check earlier snapshots and other branches of a store. Raises StoreError if it cannot be opened."""
     repository = repository_at(path)
     seen: set[str] = set()
     for branch in sorted(branch_names(repository), key=lambda name: (name != MAIN, name)):

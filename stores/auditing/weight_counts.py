@@ -17,7 +17,7 @@ BY_FINGERPRINT = "its fingerprint cannot be compared"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCounts:
-    """The outcomes of all pulls of a run, and of the parts of weights that were compared at them."""
+    """Counts of verified, unverified and contradicted pulls of a run, and of the parts of weights compared at them."""
 
     verified: int = 0
     """Pulls after which every part of the instance's weights was what was published, bit for bit."""
@@ -33,7 +33,7 @@ class WeightCounts:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The counts, in words.
+        """The counts as two lines of text.
 
         >>> WeightCounts(verified=8, parts_verified=96).lines
         ('weights of instances: 8 pulls verified, 0 not verified, 0 contradicted',
@@ -61,14 +61,15 @@ class Refusal:
     another start of the run; None: no row may."""
 
     def num_tokens(self, number: int, spans: Iterable[tuple[str, int, int]]) -> int:
-        """Its tokens in a row. spans: instance, version and number of tokens of each."""
+        """Number of a row's tokens that the instance sampled at that version. spans: instance, version and number of
+        tokens of each."""
         if self.accepted_from is not None and number >= self.accepted_from:
             return 0
         return sum(size for instance, version, size in spans if (instance, version) == (self.instance, self.version))
 
 
 def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
-    """The instances that were taken out of service, by a run's records."""
+    """List the instances that were taken out of service, by a run's records."""
     refused: dict[tuple[str, int], None] = {}
     accepted: dict[tuple[str, int], int] = {}
     num_rows = 0
@@ -89,8 +90,14 @@ def refusals(records: Iterable[StepRecord]) -> tuple[Refusal, ...]:
 def refused_tokens(
     where: str, number: int, spans: Sequence[tuple[str, int, int]], refused: Iterable[Refusal]
 ) -> Iterator[Finding]:
-    """Tokens of a row that instances out of service sampled. where: names the row; number: its number in the store;
-    spans: instance, version and number of tokens of each."""
+    """Report a row's tokens that were sampled by instances out of service.
+
+    Args:
+        where: Names the row.
+        number: The row's number in the store.
+        spans: Instance, version and number of tokens of each span.
+        refused: Instances that were taken out of service.
+    """
     for refusal in refused:
         if count := refusal.num_tokens(number, spans):
             sampler = f"{refusal.instance} at version {refusal.version}"
@@ -99,7 +106,7 @@ def refused_tokens(
 
 
 def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> WeightCounts:
-    """The counts of a run's records. published: the fingerprint of each version that a step has stored."""
+    """Count the outcomes in a run's records. published: the fingerprint of each version that a step has stored."""
     pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
     for record in records:
         for check in record.weight_checks:
@@ -129,7 +136,7 @@ def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> Weig
 
 
 def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator[Finding]:
-    """Instances that had other weights than were published, as far as a record tells."""
+    """Report instances that had other weights than were published, by one record."""
     where = f"{record.kind} {record.step}"
     for check in record.weight_checks:
         expected = published.get(check.version, check.fingerprint)

@@ -62,34 +62,37 @@ from staleflow.stores.trajectory import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberInFlight:
-    """A trajectory in flight, in numbers. version: the oldest one of its tokens, -1 if it has none. sampled: its
-    present turn has ended by itself. reward: None if it has none, also for good. given_tokens: those of its tokens that
-    its environment gave."""
+    """A trajectory in flight, without its tokens."""
 
     trajectory: TrajectoryId
     version: PolicyVersion = PolicyVersion(-1)
+    """The oldest policy version of its tokens; -1 if it has none."""
     tokens: int = 0
     sampled: bool = False
+    """Whether its present turn has ended by itself."""
     scored: bool = False
     reward: float | None = None
+    """None if it has none, or could not be scored."""
     given_tokens: int = 0
+    """Those of its tokens that its environment returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupInFlight:
-    """A group in flight, in numbers. members: those that have not ended; the scored ones first, in the order in which
-    they were scored."""
+    """A group in flight, without tokens."""
 
     group: GroupId
     prompt_tokens: int
     members: tuple[MemberInFlight, ...]
+    """Those that have not ended; the scored ones first, in the order in which they were scored."""
 
 
 class LatestRouting(NamedTuple):
-    """A trajectory's latest routing. tokens: how many it had then."""
+    """The latest routing of a trajectory."""
 
     route_number: int
     tokens: int
+    """Tokens that it had then."""
 
 
 @dataclass(slots=True)
@@ -150,7 +153,7 @@ class InFlightState:
                 return self._end_evaluation()
 
     def attempt(self, trajectory: TrajectoryId) -> int:
-        """The attempt of a live trajectory's episode: how often it began again."""
+        """Number of times that a live trajectory's episode was started again."""
         return self.restarts.get(trajectory, 0)
 
     def route_number(self, trajectory: TrajectoryId) -> int:
@@ -158,19 +161,19 @@ class InFlightState:
         return self.routings.get(trajectory, LatestRouting(0, 0)).route_number
 
     def accepts(self, trajectory: TrajectoryId, route_number: int) -> bool:
-        """Whether a trajectory is live, and was not routed anew since `route_number`."""
+        """Whether a trajectory is live and was not routed anew since `route_number`: what an instance delivers under it
+        counts."""
         return trajectory in self.live and route_number >= self.route_number(trajectory)
 
     def awaits_environment(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
-        """Whether a trajectory that had so many tokens under `route_number` still has just these, without an answer to
-        the last of them, and without a reward."""
+        """Whether the turn that ended at `tokens` under `route_number` has no observation and no reward yet."""
         if not self.accepts(trajectory, route_number) or trajectory in self.scored:
             return False
         t = self.live[trajectory]
         return t.num_tokens == tokens and not (t.spans and isinstance(t.spans[-1], EnvSpan))
 
     def pending_commit(self) -> list[Trajectory]:
-        """What is neither live nor stored."""
+        """Trajectories that have ended and are not stored yet."""
         return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.ended)]
 
     def unstored(self, num_started: int, stored: Iterable[TrajectoryId]) -> list[TrajectoryId]:
@@ -181,8 +184,12 @@ class InFlightState:
         return [i for i in (*self.live, *aside) if 0 <= i < num_started]
 
     def stored(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
-        """Drop what a commit has stored: these rows, and with them the batch of `step`. Returns the groups of which
-        nothing is in flight any more."""
+        """Drop what a commit has stored. Returns the groups of which nothing is in flight any more.
+
+        Args:
+            rows: The stored trajectories.
+            step: The step whose batch was stored.
+        """
         ids = set(rows)
         if step is not None:
             self.batches.pop(step, None)
@@ -210,7 +217,7 @@ class InFlightState:
         self.scored = {i for i in self.scored if not is_stored(i)}
 
     def missing(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
-        """Trajectories that were started, are not stored, and of which nothing is known here, by group."""
+        """Trajectories that were started, are not stored, and are unknown here, by group."""
         known = {*self.live, *(t.id for t in self.pending_commit())}
         by_group: dict[GroupId, list[TrajectoryId]] = {}
         for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.members)):
@@ -220,7 +227,7 @@ class InFlightState:
         return by_group
 
     def begin(self, members: Iterable[TrajectoryId], prompt_tokens: IntArray, dataset_row: int, at_s: float) -> None:
-        """Add trajectories of one group that have nothing but their prompt."""
+        """Add the trajectories of one group, which have nothing but their prompt."""
         for member in members:
             group = GroupId(member // self.members)
             self.live[member] = Trajectory(
@@ -232,7 +239,7 @@ class InFlightState:
             )
 
     def after(self, entry: Entry) -> InFlightState:
-        """The state that `entry` leads to; this one stays as it is."""
+        """A copy of the state with `entry` applied; this one stays as it is."""
         copied = InFlightState(
             members=self.members,
             num_drawn=self.num_drawn,
@@ -249,7 +256,7 @@ class InFlightState:
         return copied
 
     def summary_counts(self) -> tuple[GroupInFlight, ...]:
-        """All live groups, oldest first."""
+        """All live groups without their tokens, oldest first."""
         groups: dict[GroupId, list[Trajectory]] = {}
         for t in self.live.values():
             if not is_evaluation(t.id):

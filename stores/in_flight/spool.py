@@ -123,7 +123,7 @@ class Spool:
             self._stored_by[group] = step
 
     def rotate(self, oldest_point: int | None) -> None:
-        """Begin a new part, and remove those that nobody can need. oldest_point: the version of the oldest resume
+        """Start a new part, and remove parts that no resume point needs. oldest_point: the version of the oldest resume
         point; None if there is none, and what is stored is not needed again."""
         self._begin_part()
         for number in sorted(self._parts)[:-1]:

@@ -67,34 +67,38 @@ class TokensDelivered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerGiven:
-    """An environment has answered a turn. first: the position in the response of the first token of the answer; what
-    was sampled before it is the turn. seconds: it took so long. turn_tokens: most of the turn that follows, if it has
-    said so; else 0. stop: what else ends that turn. after: if a branch begins with it, see EnvSpan. auxiliary: whether
-    that turn is not trained on."""
+    """An environment returned an observation after a turn."""
 
     trajectory: TrajectoryId
     first: int
+    """Position in the response of the observation's first token, which is the end of the turn."""
     role: str
     tokens: IntArray  # [T] token ids; there may be none
     seconds: float
+    """Time that the environment took."""
     at_s: float
     attempt: int = UNKNOWN
     turn_tokens: int = 0
+    """Limit on the turn that follows; 0 if the environment set none."""
     after: int | None = None
+    """Where a context branch begins with the observation, as in EnvSpan."""
     auxiliary: bool = False
+    """Whether the turn that follows is not trained on."""
     stop: StopCriteria = NO_STOP
+    """Stop criteria of the turn that follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRestarted:
-    """An environment failed, and the trajectory begins again with its prompt. tokens: those it had, which are lost.
-    route_number: the latest that it was routed under; what is sampled from now on has a higher one. attempt: the one
-    that has failed."""
+    """An environment failed, and the trajectory starts again from its prompt."""
 
     trajectory: TrajectoryId
     tokens: int
+    """Tokens that it had, which are lost."""
     route_number: int
+    """Of its latest routing; what is sampled from now on has a higher one."""
     attempt: int = UNKNOWN
+    """The attempt that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +133,8 @@ class TrajectoriesRetired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightResumed:
-    """The run goes on from `version`: what was sampled under later ones, taken by later steps or ended since its commit
-    has not happened. again: trajectories that start again from their prompts."""
+    """A resumed run continues from `version`: later tokens, batches and ends are dropped. again: trajectories that
+    start again from their prompts."""
 
     version: PolicyVersion
     again: tuple[TrajectoryId, ...]

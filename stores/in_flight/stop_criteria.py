@@ -18,7 +18,10 @@ NO_STOP = StopCriteria()
 
 
 def find_stop(text: str, strings: Sequence[str]) -> tuple[int, int] | None:
-    """Where the first stop string of a text begins and ends, in characters; None without one.
+    """Find the first stop string in a text.
+
+    Returns:
+        Where it begins and ends, in characters; None without one.
 
     >>> find_stop("one, two", [" two", ", "])
     (3, 5)

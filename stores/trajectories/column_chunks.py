@@ -95,8 +95,13 @@ def append_all(store: Any, values: Mapping[str, Array]) -> None:
 
 
 def read_all(store: Any, names: Iterable[str], first: int, last: int) -> dict[str, Array]:
-    """The elements at first <= position < last of arrays as in `append_all`, by name; those that do not exist are left
-    out. Raises IndexError if one is shorter, and what its decoder raises for a damaged chunk."""
+    """Read the elements at first <= position < last of several arrays at once, by name.
+
+    Arrays that do not exist are left out.
+
+    Raises:
+        IndexError: An array is shorter. A damaged chunk raises its decoder's error.
+    """
 
     async def read(name: str) -> tuple[str, Array | None]:
         chunks = await _open(store, name)

@@ -94,8 +94,18 @@ def pack(ended: Sequence[EndedTrajectory], begin: int, text_begin: int) -> Commi
 def unpack(
     row: Mapping[str, Any], tokens: Mapping[str, npt.NDArray[Any]], first: int, text: bytes, text_first: int
 ) -> EndedTrajectory:
-    """The inverse of `pack` for one row. row: its columns by name; tokens, text: slices that contain the row's; first,
-    text_first: where in the store they begin. Raises StoreError if they contradict each other."""
+    """Rebuild a trajectory from its stored row: the inverse of `pack`.
+
+    Args:
+        row: The row's columns by name.
+        tokens: Slices of the token arrays that contain the row's.
+        first: Position of those slices in the store.
+        text: A slice of the texts that contains the row's.
+        text_first: Position of that slice in the store.
+
+    Raises:
+        StoreError: They contradict each other.
+    """
     try:
         extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
         stored = [parse_span(*span) for span in extra["segments"]]
@@ -146,8 +156,8 @@ def unpack(
 
 
 def parse_span(who: str, version: int, size: int, *more: float) -> tuple[str, int, int, float, int]:
-    """A span as `_stored` writes it, with the seconds of a sampled one as 0, and `after` as -1 if no branch begins with
-    it. Raises ValueError or TypeError for what is none: only a given one has seconds, and may begin a branch."""
+    """Parse a stored span: seconds are 0 of sampled ones, `after` is -1 if no branch begins with it. Raises ValueError
+    or TypeError if it is malformed."""
     if len(more) not in ((1, 2) if version == NO_VERSION else (0,)):
         raise ValueError(f"a span of version {version} with {len(more)} further numbers")
     seconds, after = (*more, -1)[:2] if more else (0.0, -1)

@@ -206,8 +206,8 @@ class StoreReader:
         return self._readable(self._read_root(), first, last)
 
     def picked(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
-        """The rows at these positions, in this order; Damaged for those that cannot be read. Adjacent ones are read
-        together."""
+        """Read the rows at these positions, in this order; UnreadableRow for those that cannot be read. Adjacent ones
+        are read together."""
         root = self._read_root()
         wanted = list(positions)
         first = 0
@@ -281,8 +281,8 @@ class StoreReader:
     def table(
         self, first: int = 0, last: int | None = None, names: Iterable[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """The columns of the rows at first <= position < last, all by default, by name, as they are stored. names: of
-        the columns to read, all by default."""
+        """Read columns of the rows at first <= position < last, all by default, as they are stored. names: of the
+        columns to read."""
         root = self._read_root()
         bounds = self._bounds(root, first, last)
         return self._columns(root, *bounds, chosen(names))
@@ -290,8 +290,8 @@ class StoreReader:
     def columns(
         self, first: int = 0, last: int | None = None, names: Iterable[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """As `table`, for display: fate, reason and finish in words, without the places of rows in other arrays.
-        response_tokens: the sampled ones."""
+        """Read columns as `table` does, for display: words for fate, reason and finish, no positions in other arrays,
+        and response_tokens counting sampled tokens only."""
         root = self._read_root()
         bounds = self._bounds(root, first, last)
         wanted = shown_columns(names)

@@ -114,9 +114,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says in one line: its first one, or where Icechunk names causes, as of a bucket, the innermost.
+    r"""The message of an error in one line: its first line, or the innermost of the causes that Icechunk names.
 
-    >>> first_line(ValueError("x refused\\n |-> service error\\n `-> Error { message: \\"no such bucket\\", id: 7 }"))
+    >>> first_line(ValueError("x refused\n |-> service error\n `-> Error { message: \"no such bucket\", id: 7 }"))
     'no such bucket'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -41,8 +41,8 @@ def storage_at(path: Path) -> Any:
 
 
 def check_endpoint() -> None:
-    """Raise OSError if nothing listens where the environment says that buckets are: Icechunk would try for half a
-    minute. Asks nothing of Amazon's own servers."""
+    """Raise OSError if nothing listens at the S3 endpoint that the environment names: Icechunk would try for half a
+    minute. Does not connect to Amazon's own servers."""
     endpoint = _endpoint()
     if endpoint:
         url = urlsplit(endpoint)

@@ -45,7 +45,7 @@ class StoredIds:
         return twice
 
     def add(self, ids: Sequence[int]) -> None:
-        """Note the ids of a commit."""
+        """Add the ids of a commit."""
         self._ours.extend(bytes(max(0, max(ids, default=-1) + 1 - len(self._ours))))
         for id in ids:
             self._ours[id] = 1

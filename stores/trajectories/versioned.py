@@ -124,9 +124,16 @@ class VersionedStore(StoreReader):
 
     @classmethod
     def rewind(cls, path: Path, num_steps: int, *, undo_end: bool = False) -> int:
-        """Reset the store to its first `num_steps` training steps; returns the number of steps undone. They stay
-        readable on a branch named after their last commit. undo_end: also undo the end of a run that has not gone on
-        since, with what it had given up. Which instances were taken out of service is not undone."""
+        """Reset the store to its first `num_steps` training steps; returns the number of steps undone.
+
+        They stay readable on a branch named after their last commit. Which instances were taken out of service is not
+        undone.
+
+        Args:
+            path: Of the store.
+            num_steps: Training steps to keep.
+            undo_end: Also undo the end of a run that has not continued since, with the work that it discarded.
+        """
         undone, ended = 0, False
         refused: tuple[WeightCheck, ...] = ()
         try:
@@ -253,13 +260,13 @@ class VersionedStore(StoreReader):
 
 
 def _refused_after(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
-    """What the records after the first `num_steps` training steps tell of instances out of service."""
+    """Records of instances taken out of service that follow the first `num_steps` training steps."""
     begin = next((i + 1 for i, r in enumerate(records) if (r.kind, r.step) == ("step", num_steps - 1)), 0)
     return tuple(check for record in records[begin:] for check in record.weight_checks if check.refused)
 
 
 def _digest(record: StepRecord, ids: Sequence[int]) -> str:
-    """What a commit is known by: 32 hex digits of its record and its trajectories."""
+    """Identify a commit: 32 hex digits of its record and its trajectories."""
     text = json.dumps([CODEC.encode(record), list(ids)], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

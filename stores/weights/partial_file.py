@@ -30,8 +30,11 @@ def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
 
 
 class PartialFile:
-    """A file of `num_bytes` bytes that fills up. `write` and `read` may run in threads, each piece in one. A thread
-    that outlives its caller does no harm: the file is opened anew each time, under a name of this attempt's alone."""
+    """A file of `num_bytes` bytes that is received in pieces.
+
+    `write` and `read` may run in threads, each piece in one. A thread that outlives its caller does no harm: the file
+    is opened anew each time, under a name of this attempt's alone.
+    """
 
     def __init__(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> None:
         self._path = path
@@ -41,7 +44,7 @@ class PartialFile:
 
     @property
     def bytes_arrived(self) -> int:
-        """Bytes that have arrived."""
+        """Number of bytes that have arrived."""
         return self._num_bytes - sum(piece.size for piece in list(self.missing.values()))
 
     def write(self, piece: Piece, data: bytes) -> None:

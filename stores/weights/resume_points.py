@@ -45,8 +45,7 @@ class ResumePoints:
         self._claimed = b""
 
     def claim(self) -> None:
-        """Be the only one to write points from now on. What others have begun to write is refused. Raises
-        StoreError."""
+        """Become the only writer of points: points that others are still writing are refused. Raises StoreError."""
         claimed = secrets.token_hex(8).encode()
         try:
             self._writer.parent.mkdir(parents=True, exist_ok=True)
@@ -68,15 +67,19 @@ class ResumePoints:
         return sorted({PolicyVersion(int(path.stem[1:])) for path in paths})
 
     def whole(self) -> list[PolicyVersion]:
-        """The versions whose resume point is complete: a folder is if it is there; a torch file is a zip archive, and
-        the zip directory comes last."""
+        """The versions whose resume point is complete.
+
+        A folder is complete if it exists; a torch file if it is a zip archive, since the zip directory is written last.
+        """
         candidates = ((version, self.path(version)) for version in self.versions())
         return [version for version, path in candidates if path.is_dir() or zipfile.is_zipfile(path)]
 
     def remove_after(self, version: PolicyVersion) -> None:
-        """Remove the points of later versions, also those whose writer was killed when it had moved them aside. A run
-        that goes on from `version` makes these anew, with other weights: what is left of the old ones would be taken
-        for them if it is killed before it has written its own."""
+        """Remove the points of later versions, also those that a killed writer had moved aside.
+
+        A run that continues from `version` makes these anew, with other weights: what is left of the old ones would be
+        taken for them if it is killed before it has written its own.
+        """
         for later in self.versions():
             if later > version:
                 self._remove(later)
@@ -108,7 +111,7 @@ class ResumePoints:
 
     @contextlib.contextmanager
     def _allowed(self, path: Path) -> Iterator[None]:
-        """While this lasts, nobody else claims the points. Raises StoreError if somebody has, after this one."""
+        """Context manager in which nobody else can claim the points. Raises StoreError if somebody has, after this."""
         if not self._claimed:
             yield
             return
@@ -145,7 +148,7 @@ class ResumePoints:
 
 @contextlib.contextmanager
 def _short_writes_named(folder: Path) -> Iterator[None]:
-    """Raise what torch says of a disk that is full, which is only where in a file it came to, as what it is."""
+    """Raise torch's short-write error as a disk-full error: torch names only a position in the file."""
     try:
         yield
     except RuntimeError as error:

@@ -58,8 +58,8 @@ def compared_by_name(loaded: Mapping[str, Any], published: Mapping[str, Any]) ->
 
 
 def equal_bits(left: Any, right: Any) -> bool:
-    """Whether two tensors, or two arrays, are of one type and shape and equal bit for bit: NaN is equal to itself, and
-    -0 is not equal to 0."""
+    """Whether two tensors, or two arrays, have equal types, shapes and bits: NaN equals itself, and -0 does not equal
+    0."""
     if left.dtype != right.dtype or tuple(left.shape) != tuple(right.shape):
         return False
     if isinstance(left, np.ndarray):

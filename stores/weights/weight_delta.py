@@ -48,11 +48,13 @@ class DeltaFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """A part of one tensor. begin: its first byte in the file. itemsize: bytes of an element."""
+    """A part of one tensor in a file of weights."""
 
     begin: int
+    """Offset of its first byte in the file."""
     num_bytes: int
     itemsize: int
+    """Bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +66,15 @@ class DeltaTarget:
     old: Path
 
     def writer(self, header: bytes, pieces: Sequence[TensorPiece]) -> DeltaWriter | None:
-        """Begin it. header: of the newer version's file; None if the older one has other tensors, or if either file
-        cannot be opened."""
+        """Start writing the delta.
+
+        Args:
+            header: Of the newer version's file.
+            pieces: All of the newer version's, in the order of the records.
+
+        Returns:
+            None if the older version has other tensors, or if either file cannot be opened.
+        """
         try:
             with self.old.open("rb") as file:
                 if file.read(len(header)) != header or not pieces:
@@ -76,8 +85,9 @@ class DeltaTarget:
 
 
 def places(indices: npt.NDArray[np.int64], width: int) -> Bytes:
-    """Sorted indices as the gaps between them, each in numbers of `width` bytes. The largest such number stands for so
-    many elements that are skipped, and is followed by the rest of the gap.
+    """Encode sorted indices as the gaps between them, each in numbers of `width` bytes.
+
+    The largest such number stands for so many elements that are skipped, and is followed by the rest of the gap.
 
     >>> places(np.array([0, 1, 5, 300]), 1).tolist()
     [0, 0, 3, 255, 39]
@@ -91,7 +101,7 @@ def places(indices: npt.NDArray[np.int64], width: int) -> Bytes:
 
 
 def indices(coded: Bytes, width: int) -> npt.NDArray[np.int64]:
-    """The indices that `places` was given."""
+    """Decode the gaps that `places` encodes."""
     numbers = coded.view(f"<u{width}")
     (ends,) = np.nonzero(numbers != 2 ** (8 * width) - 1)
     positions: npt.NDArray[np.int64] = np.cumsum(numbers, dtype=np.int64)[ends] + np.arange(len(ends))
@@ -99,7 +109,7 @@ def indices(coded: Bytes, width: int) -> npt.NDArray[np.int64]:
 
 
 def record(piece: TensorPiece, old: Bytes, new: Bytes) -> bytes:
-    """The record of a piece; empty if it has not changed. old, new: its bytes."""
+    """Encode a piece's changes as a record; empty if it has not changed. old, new: its bytes."""
     kind = f"<u{piece.itemsize}"
     before, after = old.view(kind), new.view(kind)
     (at,) = np.nonzero(before != after)
@@ -120,8 +130,11 @@ def record(piece: TensorPiece, old: Bytes, new: Bytes) -> bytes:
 
 
 class DeltaWriter:
-    """Writes the delta of a version, from pieces that come in any order and from many threads. It gives up, and leaves
-    no file, when memory is full or the delta would have as many bytes as the tensors: a version needs none."""
+    """Writes the delta of a version, from pieces that come in any order and from many threads.
+
+    It gives up, and leaves no file, when memory is full or the delta would be as large as the tensors: a delta is
+    optional.
+    """
 
     def __init__(self, changes: DeltaTarget, pieces: Sequence[TensorPiece]) -> None:
         """pieces: all of the newer version's, in the order of the records. Raises OSError."""
@@ -141,7 +154,7 @@ class DeltaWriter:
         self._file.write(MAGIC + struct.pack("<Q", len(header)) + header)
 
     def add(self, begin: int, data: memoryview) -> None:
-        """The newer version's bytes of the piece that begins there."""
+        """Add the newer version's bytes of the piece that begins at an offset."""
         if self._given_up:
             return
         number = self._numbers[begin]
@@ -171,8 +184,8 @@ class DeltaWriter:
 
 
 def apply(path: Path, delta: Path, base: PolicyVersion) -> None:
-    """Change a file of weights in place from version `base` to the one after it. Raises StoreError if the delta is none
-    against that version, or is damaged; then the file is neither."""
+    """Change a file of weights in place from version `base` to the one after it. Raises StoreError if the delta is
+    damaged or has another base; the file is then unusable."""
     try:
         with path.open("r+b") as file, delta.open("rb") as changes:
             target = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
@@ -212,7 +225,7 @@ def _change(
     target: Bytes, way: int, itemsize: int, begin: int, num_elements: int, num_changed: int, _: int, coded: Bytes,
     values: Bytes,
 ) -> None:  # fmt: skip
-    """Carry out one record."""
+    """Apply one record to the weights."""
     kind = f"<u{itemsize}"
     piece = target[begin : begin + num_elements * itemsize]
     if len(piece) != num_elements * itemsize:

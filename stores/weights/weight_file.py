@@ -76,7 +76,7 @@ def stored(path: Path) -> Mapping[str, StoredTensor]:
 
 
 def layout(tensors: Tensors) -> tuple[bytes, dict[str, int]]:
-    """The file's header, and where in the file each tensor begins."""
+    """Read a file's header, and where in the file each tensor begins."""
     entries: dict[str, object] = {}
     begins, end = {}, 0
     for name in sorted(tensors, key=lambda n: (-tensors[n].itemsize, n)):

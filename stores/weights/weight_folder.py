@@ -140,13 +140,23 @@ class WeightFolder:
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
 
     def delta_path(self, version: PolicyVersion) -> Path:
-        """Where what has changed since the version before is, if it is here."""
+        """Path of the delta from the version before, if it is here."""
         return self.folder / f"v{version:08d}.delta"
 
     def publish(self, version: PolicyVersion, weights: Tensors | TensorStream, *, delta: bool = False) -> str:
-        """Write a version, and make it visible atomically. Returns its fingerprint. delta: write besides what has
-        changed since the version before, if that is here, has the same tensors, and has not changed altogether. Raises
-        StoreError."""
+        """Write a version, and make it visible atomically.
+
+        Args:
+            version: The policy version.
+            weights: Its weights.
+            delta: Also write what has changed since the version before, if that is here and has the same tensors.
+
+        Returns:
+            The fingerprint of the weights.
+
+        Raises:
+            StoreError: The version cannot be written.
+        """
         with self._replacing(self.path(version)) as part:
             if not delta or version == 0:
                 return weight_file.write(part, weights)
@@ -175,8 +185,8 @@ class WeightFolder:
                 raise StoreError(f"{path}: {len(incoming.missing)} pieces have not arrived")
 
     def rebuild(self, version: PolicyVersion, base: PolicyVersion, recorded: str) -> None:
-        """Make a version of an older one by the deltas of all since, which are here. recorded: its fingerprint. Raises
-        StoreError if it cannot be written, or another version comes out."""
+        """Build a version from an older one and the deltas since, which are here. recorded: its fingerprint. Raises
+        StoreError if it cannot be written, or the result has another fingerprint."""
         with self._replacing(self.path(version)) as part:
             shutil.copyfile(self.path(base), part)
             for before in range(base, version):
@@ -221,10 +231,20 @@ def checkpoint(
     weights: Mapping[str, torch.Tensor],
     also: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save a model and tokenizer for `from_pretrained`, atomically. Replaces a checkpoint of the same step, which
-    exists if a resumed run repeats that step. weights: of the model, which may itself hold only shards, and others of
-    another type; they are written file by file, SHARD of each. also: writes what else belongs into the folder. Raises
-    StoreError."""
+    """Save a model and tokenizer for `from_pretrained`, atomically.
+
+    Replaces a checkpoint of the same step, which exists if a resumed run repeats that step.
+
+    Args:
+        model: The model, which may itself hold only shards.
+        tokenizer: Its tokenizer.
+        folder: The checkpoint's folder.
+        weights: The full weights of the model, written file by file, SHARD of each.
+        also: Writes further files into the folder.
+
+    Raises:
+        StoreError: The checkpoint cannot be written.
+    """
     largest = max(weights.values(), key=lambda tensor: tensor.numel())
     kind = str(largest.dtype).removeprefix("torch.")  # buffers may have another
 

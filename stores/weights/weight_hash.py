@@ -28,12 +28,13 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it is in a file. dtype: torch's name of its type, such as torch.bfloat16, which numpy may not have.
-    data: its bytes."""
+    """A tensor as it is in a file."""
 
     dtype: str
+    """torch's name of its type, such as torch.bfloat16, which numpy may not have."""
     shape: tuple[int, ...]
     data: npt.NDArray[np.uint8]
+    """Its bytes."""
 
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor] | Mapping[str, Array]"
@@ -53,18 +54,19 @@ AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """Tensors that come into being in the order of their names, each when it is its turn: they are never all there.
-    described: tensors of their types and shapes without a content. come: all of them, once."""
+    """Tensors that are produced one by one in the order of their names, so that never all are in memory."""
 
     described: Tensors
+    """Tensors of their types and shapes without a content."""
     come: Iterator[tuple[str, torch.Tensor]]
+    """All of them, once."""
 
 
 Weights: TypeAlias = "Tensors | Mapping[str, StoredTensor] | TensorStream"
 
 
 def in_order(weights: Weights) -> Iterator[tuple[str, AnyTensor]]:
-    """Tensors in the order of their names. Those that come one by one have come then."""
+    """Yield tensors in the order of their names. A TensorStream is consumed."""
     if isinstance(weights, TensorStream):
         yield from weights.come
     else:
@@ -75,9 +77,14 @@ def in_order(weights: Weights) -> Iterator[tuple[str, AnyTensor]]:
 def fingerprint(
     weights: Weights, threads: int | None = None, also: Callable[[str, int, memoryview], object] | None = None
 ) -> str:
-    """Fingerprint of weights, wherever they are. threads: how many hash at once, by default as many as this process has
-    processors, up to MOST_THREADS. Each copies a piece at a time from where its tensor is. also: called in these
-    threads with each piece, its tensor's name and its first byte's place in the tensor."""
+    """Compute the fingerprint of weights, wherever they are.
+
+    Args:
+        weights: Tensors by name.
+        threads: How many hash at once, by default one for each processor, up to MOST_THREADS. Each copies a piece at a
+            time.
+        also: Called in these threads with each piece, its tensor's name and its first byte's position in the tensor.
+    """
 
     def digest(item: tuple[str, int, torch.Tensor | Array]) -> bytes:
         name, offset, piece = item
@@ -110,7 +117,7 @@ def fingerprint(
 
 
 def matches(weights: Weights, recorded: str) -> bool:
-    """Whether weights have a fingerprint that was recorded. False for one of another scheme."""
+    """Whether weights have a recorded fingerprint. False for a fingerprint of another scheme."""
     return _scheme(recorded) == SCHEME and fingerprint(weights) == recorded
 
 

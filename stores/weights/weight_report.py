@@ -44,7 +44,7 @@ class WeightReport:
 
     @property
     def line(self) -> str:
-        """The counts and reasons, for people.
+        """The counts and reasons as one line of text.
 
         >>> WeightReport(verified=3, not_verified={"packed": 1}, contradicted=1, names=("norm.weight",)).line
         '3 parts verified, 1 not verified (packed), 1 contradicted (norm.weight)'
@@ -59,7 +59,7 @@ class WeightReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCheck:
-    """What an instance's pull of a version showed, as it is stored with the next commit."""
+    """The outcome of an instance's checks after it pulled a version, as stored with the next commit."""
 
     instance: InstanceId
     version: PolicyVersion
