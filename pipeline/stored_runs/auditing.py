@@ -24,15 +24,17 @@ SEVERAL_TOKENS = 2**25
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to keep a limit. workers: local processes; 0: this one. most_tokens: that each reads together."""
+    """How an audit keeps its memory limit."""
 
     workers: int
+    """Local worker processes; 0: this process audits alone."""
     most_tokens: int
+    """Tokens that each process reads together."""
 
 
 def planned(memory_mib: int, workers: int, num_tokens: int) -> Plan:
-    """How to audit a store of `num_tokens` with at most `workers` processes. Raises ConfigError if the limit is too low
-    for one.
+    """Plan the audit of a store of `num_tokens` tokens with at most `workers` processes. Raises ConfigError if the
+    limit is too low for one.
 
     >>> planned(1024, 2, 10**9)
     Plan(workers=2, most_tokens=1916928)
@@ -78,7 +80,7 @@ def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: A
 
 
 def with_history(report: AuditReport, path: Path) -> AuditReport:
-    """An audit that also covers what earlier steps and other branches read. Raises StoreError."""
+    """Add to a report what earlier steps and other branches read. Raises StoreError."""
     from staleflow.stores.auditing import snapshot_audit
 
     earlier = snapshot_audit.audit_history(path)

@@ -40,8 +40,11 @@ class BranchDifference:
 
 
 def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
-    """Compare the rewards of two branches of a run's store. Raises ConfigError if they are the same, or nothing that
-    both have was trained on."""
+    """Compare the rewards of two branches of a run's store.
+
+    Raises:
+        ConfigError: The branches are the same, or share no trajectory that was trained on.
+    """
     path = run_dir / "store"
     if first == second:
         raise ConfigError(f"{run_dir}: {first} is compared with itself; name two branches")

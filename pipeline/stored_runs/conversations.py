@@ -16,18 +16,20 @@ NOBODY = "environment"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageSpan:
-    """What one side said without being interrupted by the other. sampled: by the model. first, last: its tokens after
-    the prompt, first <= i < last. seconds: that an environment took for it; 0 of the model's."""
+    """A stretch of the conversation by one side: the model, or the environment."""
 
     role: str
     sampled: bool
+    """Whether the model sampled it."""
     first: int
     last: int
     seconds: float = 0.0
+    """Time that the environment took for it; 0 of the model's."""
 
 
 def passages(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
-    """The passages after the prompt. Segments of one turn are one, whichever versions sampled them."""
+    """Split what follows the prompt into passages. Segments of one turn are one passage, whichever versions sampled
+    them."""
     spans: list[MessageSpan] = []
     at = 0
     for span in trajectory.spans:

@@ -43,10 +43,15 @@ class ConvertedRun:
 
 
 def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
-    """Write a converted copy of a run to the folder `out`: its store with all branches, its job files and journals;
-    spool, resume points and checkpoints are the same. The run itself is not changed. A store in a bucket is copied into
-    the folder if it needs conversion; else the copy names the same place. Raises ConfigError if there is nothing to
-    convert, if `out` exists or if the run is live, StoreError."""
+    """Write a converted copy of a run to the folder `out`. The run itself is not changed.
+
+    The copy has the run's store with all branches, its job files and journals; spool, resume points and checkpoints are
+    the same. A store in a bucket is copied into the folder if it needs conversion, else the copy names the same place.
+
+    Raises:
+        ConfigError: There is nothing to convert, `out` exists or the run is live.
+        StoreError: The store cannot be read or written.
+    """
     require_run(run_dir)
     if not (run_dir / "store").exists():
         raise ConfigError(f"{run_dir}: the run has no store; start it again with `staleflow run`")

@@ -64,8 +64,10 @@ def export(
     where: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> ExportResult:
-    """Export a run's trajectories to `out`, a file for jsonl, a folder for other formats, which appears only when
-    complete. Raises ConfigError before anything is written."""
+    """Export a run's trajectories to `out`, a file for jsonl, a folder for other formats.
+
+    It appears only when complete. Raises ConfigError before anything is written.
+    """
     store, rows = _chosen(run_dir, to, out, branch, where)
     config = load_job(run_dir)
     texts_of(config)
@@ -187,8 +189,11 @@ def _card(name: str, rows: int, store: VersionedStore) -> str:
 def write_part(
     to: str, run_dir: str, path: str, snapshot: str, rows: npt.NDArray[np.int64], file: str
 ) -> tuple[int, dict[int, str]]:
-    """Write rows of a snapshot to `file`. Returns how many were written and the errors of those left out. A Dask task;
-    repeated, it writes the same file."""
+    """Write rows of a snapshot to `file`: a Dask task, which when repeated writes the same file.
+
+    Returns:
+        How many rows were written, and the errors of those left out.
+    """
     store = store_at(path, snapshot)
     texts = _texts(run_dir)
     errors: dict[int, str] = {}

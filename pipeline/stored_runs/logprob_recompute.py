@@ -45,13 +45,14 @@ _SUM = {name: i for i, name in enumerate(SUMS)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobSettings:
-    """Settings for computing logprobs under a model. clip_range: ratios that the job's loss does not clip."""
+    """Settings for computing logprobs of responses under a model."""
 
     model: str
     dtype: str
     device: str
     temperature: float
     clip_range: tuple[float, float]
+    """Ratios that the job's loss does not clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,19 @@ def recompute(
     where: str = "",
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> RecomputeResult:
-    """Compute the logprobs of a run's responses under a model, a folder or hub name. branch: name of a new branch to
-    store them on, which requires all responses. Raises ConfigError before anything is computed."""
+    """Compute the logprobs of a run's responses under a model.
+
+    Args:
+        run_dir: The run's folder.
+        model: A folder or hub name.
+        pool: Workers.
+        branch: Name of a new branch to store the logprobs on, which requires all responses.
+        where: Selects responses.
+        progress: Called with (rows done, total rows).
+
+    Raises:
+        ConfigError: Before anything is computed.
+    """
     settings, store, chosen = _chosen(run_dir, model, branch, where)
     path, columns = store.path, store.columns()
     count = len(chosen)

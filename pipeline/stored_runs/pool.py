@@ -40,18 +40,27 @@ CALLS_A_WORKER = 3
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Workers for offline tasks. client: a synchronous Dask client. shared: whether others may use the cluster too."""
+    """Dask workers for offline tasks."""
 
     client: Any
+    """A synchronous Dask client."""
     shared: bool
+    """Whether others may use the cluster, too."""
 
     def run(
         self, function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, model: bool = False
     ) -> Iterator[Any]:
-        """Yield the results of function(*call) for all calls as they complete; calls in flight are bounded. An
-        exception of a call is raised here, and the other calls are dropped. model: whether the calls need a worker
-        suited to models. Raises ConfigError if jobs have all workers, ActorLost if tasks kill the workers or the
-        scheduler is gone."""
+        """Yield the results of function(*call) for all calls as they complete; calls in flight are bounded.
+
+        Args:
+            function: Called on the workers.
+            calls: Its arguments. An exception of one call is raised here, and the other calls are dropped.
+            model: Whether the calls need a worker suited to models.
+
+        Raises:
+            ConfigError: Jobs have all workers.
+            ActorLost: Tasks kill the workers, or the scheduler is gone.
+        """
         from distributed import KilledWorker, as_completed
         from distributed.client import FutureCancelledError
 
@@ -84,8 +93,14 @@ class Pool:
         return blocks(count, rows)
 
     def free(self, *, model: bool = False) -> list[str]:
-        """Addresses of the workers that no job has. model: only those whose resources mark them as made for models, if
-        there are any. Raises ConfigError if no worker is free."""
+        """Addresses of the workers that no job has.
+
+        Args:
+            model: Only workers whose resources mark them as made for models, if there are any.
+
+        Raises:
+            ConfigError: No worker is free.
+        """
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         if not self.shared:
             return list(workers)

@@ -38,7 +38,7 @@ LOOK_S = 0.5
 
 
 class RankZeroPolicy:
-    """The policy of a group, as its leading rank uses it."""
+    """The policy of a rank group, as its leading rank uses it."""
 
     def __init__(self, policy: PolicyTrainer) -> None:
         self._policy = policy
@@ -69,7 +69,7 @@ class RankZeroPolicy:
         self._policy.load_state(path)
 
     def close(self) -> None:
-        """End the group."""
+        """End the rank group."""
         self._policy.group.broadcast(None, idle=True)
         self._policy.close()
 
@@ -88,8 +88,16 @@ class RankZeroPolicy:
 
 @contextlib.contextmanager
 def lead_group(settings: TrainerSettings, *, shared: bool) -> Iterator[RankZeroPolicy]:
-    """The policy of a group that the present Dask task leads. shared: see Pool. Raises ConfigError if there are not
-    enough workers, ActorLost if a rank is lost."""
+    """Create the policy of a rank group that the present Dask task leads.
+
+    Args:
+        settings: The trainer's settings.
+        shared: As in Pool.
+
+    Raises:
+        ConfigError: There are not enough workers.
+        ActorLost: A rank is lost.
+    """
     from distributed import get_client, get_worker
     from distributed.comm.addressing import parse_host_port
 

@@ -13,8 +13,8 @@ from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, NumberTexts, f
 
 
 def texts_of(config: RunConfig) -> Detokenizer:
-    """Text by the job's tokenizer, or the ids as text for an emulated run. Raises ConfigError if the tokenizer is
-    gone."""
+    """Create the detokenizer of a job: its tokenizer, or the ids as text for an emulated run. Raises ConfigError if the
+    tokenizer is gone."""
     return NumberTexts() if config.emulated else tokenizer_texts(config.model.path)
 
 
@@ -39,8 +39,8 @@ def shown_texts(config: RunConfig) -> Detokenizer:
 
 
 def row_texts(trajectory: Trajectory, texts: Detokenizer) -> RowTexts:
-    """The texts of a trajectory, without special tokens, but for what the model was given: there they are the marks of
-    the template, and tell who speaks."""
+    """The texts of a trajectory, without special tokens in what the model sampled; in env spans they are kept, as marks
+    of who speaks."""
 
     def plain(tokens: IntArray) -> str:
         return texts.text(tokens.tolist())

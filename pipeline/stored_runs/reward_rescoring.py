@@ -75,9 +75,19 @@ def rescore(
     progress: Callable[[int, int], None] = lambda *_: None,
     changes: tuple[str, ...] = (),
 ) -> RescoreResult:
-    """Score every stored response of a run by `reward` (task, math_verify, file.py:name, module:name), or by the job's
-    own if that is empty. changes: of keys in MAY_CHANGE, as KEY=VALUE. progress: called with (rows done, total rows).
-    Raises ConfigError before anything is computed, and, with nothing stored, if no response could be scored."""
+    """Score every stored response of a run again.
+
+    Args:
+        run_dir: The run's folder.
+        reward: task, math_verify, file.py:name or module:name; empty: the job's own.
+        branch: Name of the new branch.
+        pool: Workers.
+        progress: Called with (rows done, total rows).
+        changes: Of keys in MAY_CHANGE, as KEY=VALUE.
+
+    Raises:
+        ConfigError: Before anything is computed; or, with nothing stored, if no response could be scored.
+    """
     config = _with_reward(_changed(run_dir, changes), reward)
     path = (run_dir / "store").resolve()
     store = VersionedStore.at(path, VersionedStore.open(path).snapshot)

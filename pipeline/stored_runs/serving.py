@@ -23,11 +23,13 @@ ANSWER_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
-    """What is served. config: the run's job, of this model; the defaults for a checkpoint alone. label: in words."""
+    """What `staleflow serve` serves."""
 
     config: RunConfig
+    """The run's job, of this model; the defaults for a checkpoint alone."""
     facts: ModelFacts
     label: str
+    """In words."""
 
     def build(self, key: str) -> ServedPolicy:
         """Load the model, and begin to answer; on the present event loop."""
@@ -46,7 +48,7 @@ class ServingPlan:
 
 
 def serving_plan(named: str, overrides: tuple[str, ...] = ()) -> ServingPlan:
-    """What to serve of a run's folder, its newest checkpoint, or of a model's folder. Raises ConfigError."""
+    """Find what to serve: of a run's folder its newest checkpoint, or a model's folder. Raises ConfigError."""
     path = Path(named)
     if not (path / "config.toml").is_file():
         folder = find_model(named, "MODEL")

@@ -45,8 +45,8 @@ def read_batch(store: StoreReader, step: int) -> ConsumedBatch:
 
 
 def metrics_table(steps: Iterable[StepRecord]) -> Any:
-    """A pandas.DataFrame with a row for each step, by its number, and a column for each metric; NaN where a step lacks
-    one. Raises ConfigError if pandas is not installed."""
+    """A pandas.DataFrame of metrics, with a row for each step; NaN where a step lacks a metric. Raises ConfigError if
+    pandas is not installed."""
     pandas = require("pandas")
     rows = list(steps)
     index = pandas.Index([row.step for row in rows], name="step", dtype="int64")

@@ -170,7 +170,7 @@ def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[li
 
 
 def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:
-    """The rows that a condition selects, in the order stored. Raises ConfigError at once for a wrong condition,
+    """Read the rows that a condition selects, in the order stored. Raises ConfigError at once for a wrong condition,
     StoreError at a row that cannot be read."""
     return _readable_rows(store, chosen_positions(store, where))
 

@@ -63,8 +63,7 @@ Report = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflinePlan:
-    """Everything the outcome depends on. out: the folder to create. exact: whether nothing differs from the run's own
-    training. prompt_seed: the run's seed, which determines its prompts, whatever seed it is trained with now."""
+    """Everything that the outcome of offline training depends on."""
 
     config: RunConfig
     path: str
@@ -73,8 +72,11 @@ class OfflinePlan:
     where: str
     epochs: int
     out: str
+    """The folder to create."""
     exact: bool
+    """Whether nothing differs from the run's own training."""
     prompt_seed: int
+    """The run's seed, which determines its prompts, whatever seed it is trained with now."""
 
     @property
     def run_job(self) -> RunConfig:
@@ -119,8 +121,21 @@ def train_offline(
     epochs: int = 1,
     report: Report = lambda _: None,
 ) -> OfflineTrainingResult:
-    """Train on the trajectories a run consumed, into the folder `out`, which appears when training is complete. report:
-    called with every step's events. Raises ConfigError before anything is trained."""
+    """Train on the trajectories that a run consumed, into the folder `out`, which appears when training is complete.
+
+    Args:
+        run_dir: The run's folder.
+        out: The folder to create.
+        pool: Workers.
+        overrides: Of the job, as KEY=VALUE.
+        branch: Branch to train on.
+        where: Selects trajectories.
+        epochs: Passes over the batches.
+        report: Called with every step's events.
+
+    Raises:
+        ConfigError: Before anything is trained.
+    """
     plan = planned(run_dir, out, overrides, branch, where, epochs)
     ranks, free = plan.config.training.ranks, len(pool.free(model=True))
     if free < ranks:

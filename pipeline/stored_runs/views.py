@@ -34,15 +34,17 @@ ORDERS: dict[Order, tuple[str, int]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenView:
-    """A token after the prompt. version, instance: that sampled it; NO_VERSION and the role of who said it, if it was
-    given. ratio: pi_model / pi_rollout; None without a model's logprobs, and of given ones."""
+    """A token after the prompt, for display."""
 
     id: int
     text: str
     version: int
+    """That sampled it; NO_VERSION for env tokens."""
     instance: str
+    """That sampled it; the role for env tokens."""
     logprob: float
     ratio: float | None
+    """pi_model / pi_rollout; None without a model's logprobs, and for env tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +87,19 @@ def ranked(store: VersionedStore, order: Order, count: int, where: str) -> list[
 def view(
     run_dir: Path, store: VersionedStore, trajectories: Sequence[TrajectoryId], model: str = ""
 ) -> list[TrajectoryView]:
-    """Views of the trajectories with these ids. model: a folder or hub name to compute importance ratios under; without
-    one, the logprobs stored on the branch are used, if any. Raises ConfigError for an unknown id, StoreError for a
-    damaged one."""
+    """Create the views of the trajectories with these ids.
+
+    Args:
+        run_dir: The run's folder.
+        store: Its store.
+        trajectories: Ids.
+        model: A folder or hub name to compute importance ratios under; without one, the logprobs stored on the branch
+            are used, if any.
+
+    Raises:
+        ConfigError: An id is unknown.
+        StoreError: A row is damaged.
+    """
     config = load_job(run_dir)
     rows = []
     for id in trajectories:

@@ -46,12 +46,14 @@ class DraftedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """How an instance drafts. length: tokens a step and request. most_running: requests beyond which it does not.
-    acceptance: see `tokens_per_step`."""
+    """How a simulated instance drafts."""
 
     length: int = 0
+    """Draft tokens of a step and request."""
     most_running: int = 0
+    """Requests beyond which it does not draft."""
     acceptance: float = 0.0
+    """As in `tokens_per_step`."""
 
 
 @dataclass(slots=True)
@@ -119,7 +121,8 @@ class WorkTotals:
 
 
 class SimulatedBatch:
-    """One instance. `clock` is the step boundary it has reached; commands at `now` act at the next boundary."""
+    """The running batch of one simulated instance. `clock` is the step boundary it has reached; commands at `now` act
+    at the next boundary."""
 
     def __init__(
         self, cost: CostModel, *, kv_capacity: int, max_running: int, drafting: DraftSettings | None = None
@@ -234,8 +237,17 @@ class SimulatedBatch:
         *,
         num_env_tokens: int = 0,
     ) -> None:
-        """Start or continue a response that has `tokens` already. num_env_tokens: the last ones of these, if no
-        instance has computed them yet: an environment's answer. Call `advance(now)` before every command."""
+        """Start or continue a response. Call `advance(now)` before every command.
+
+        Args:
+            now: Time of the command.
+            trajectory: Its id.
+            route_number: Of the routing.
+            prompt_tokens: Length of the prompt.
+            tokens: Tokens that the response has already.
+            turns: The turns of the response.
+            num_env_tokens: The last of `tokens`, if no instance has computed them yet: an observation.
+        """
         turn, remaining, done = 0, turns[0].tokens, tokens
         while done >= remaining and turn < len(turns) - 1:  # a tool that was waited for has answered meanwhile
             done -= remaining + turns[turn].tool_tokens
@@ -261,13 +273,13 @@ class SimulatedBatch:
         self._settle()
 
     def set_draft_length(self, now: float, length: int) -> None:
-        """Draft up to so many tokens for a request and step from now on."""
+        """Set the number of draft tokens of a request and step."""
         self._to_boundary(now)
         self._settle()
         self._set_drafting(replace(self._drafting, length=length))
 
     def forget(self, trajectory: int) -> None:
-        """Keep nothing of a trajectory that will not return here. What runs is not touched."""
+        """Drop the cached context of a trajectory that will not return here. Running requests are not touched."""
         self._forget(trajectory)
 
     def remove(self, now: float, trajectory: int) -> Stopped | None:
@@ -290,8 +302,8 @@ class SimulatedBatch:
         return None
 
     def load(self, now: float, seconds: float, *, keep: bool = False) -> float:
-        """Load new weights within `seconds`; returns the time they are loaded. All contexts are prefilled again; `keep`
-        keeps the cache computed with the old weights instead."""
+        """Load new weights within `seconds`; returns the time they are loaded. keep: keep the cache of the old weights,
+        instead of prefilling all contexts again."""
         self._to_boundary(now)
         self._settle()
         self._kept.clear()
@@ -451,7 +463,7 @@ class SimulatedBatch:
             self._forget(next(iter(self._kept)))
 
     def _forget(self, trajectory: int) -> int:
-        """Take what is kept for a trajectory out of the cache; returns its tokens."""
+        """Remove a trajectory's cached context; returns its tokens."""
         tokens = self._kept.pop(trajectory, 0)
         self._kv_kept -= tokens
         return tokens

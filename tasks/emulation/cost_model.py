@@ -57,19 +57,22 @@ class StepCosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Coefficients in seconds; k1 per KV token, k3 per running trajectory, prefill per token. verify_share: the
-    cost of verifying a draft token, as a share of k3."""
+    """Coefficients of a rollout instance's cost model, in seconds."""
 
     k1: float
+    """Per KV token."""
     k2: float
     k3: float
+    """Per running trajectory."""
     k4: float
     b: float
     prefill: float = 0.0
+    """Per token of a prompt."""
     verify_share: float = 1.0
+    """Cost of verifying a draft token, as a share of k3."""
 
     def times(self, factor: float) -> CostModel:
-        """The model of an instance that takes `factor` times as long for everything."""
+        """A copy of the model in which everything takes `factor` times as long."""
         return CostModel(
             k1=self.k1 * factor, k2=self.k2 * factor, k3=self.k3 * factor, k4=self.k4 * factor, b=self.b * factor,
             prefill=self.prefill * factor, verify_share=self.verify_share,
@@ -110,8 +113,11 @@ class CostModel:
     # -- speculation ---------------------------------------------------------------------------------------------
 
     def drafting(self, length: int, acceptance: float) -> CostModel:
-        """The model of an instance that verifies `length` drafted tokens of each trajectory in every step. Its steps
-        are parts of those, in which each running trajectory gains one token in the mean. With length 0, this model."""
+        """A copy of the model for an instance that verifies `length` draft tokens of each trajectory in every step.
+
+        Its steps are parts of those, in which each running trajectory gains one token in the mean. With length 0, this
+        model.
+        """
         return self.verifying(length, tokens_per_step(length, acceptance)) if length else self
 
     def verifying(self, drafted: float, gained: float) -> CostModel:
@@ -122,7 +128,7 @@ class CostModel:
         )  # fmt: skip
 
     def best_length(self, running: int, kv_tokens: float, most: int, acceptance: float) -> int:
-        """How many tokens to draft, 0 to `most`, for the least seconds a token of each running trajectory; that is at
+        """Choose the draft length, 0 to `most`, with the least seconds a token of each running trajectory; that is at
         the same time the most tokens per second of all. The shorter draft if two are as good."""
         if not running:
             return 0
@@ -149,8 +155,8 @@ class CostModel:
 
 
 class DraftingCosts:
-    """What decode steps cost where an instance drafts as is best for the number of trajectories that it runs. Without
-    drafts until it is told of some."""
+    """Costs of decode steps where an instance drafts as is best for the number of trajectories that it runs. Without
+    drafts until `tell` is called."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
@@ -158,8 +164,7 @@ class DraftingCosts:
         self._models: dict[int, CostModel] = {}
 
     def tell(self, drafted: Numbers, gained: Numbers) -> None:
-        """Drafted tokens that a step verifies of each trajectory, and tokens that this gains, by the trajectories that
-        run: 0, 1, 2, ...; where more run, as where most do."""
+        """Set draft and gained tokens per step, by running trajectories 0, 1, 2, ...; the last entry holds for more."""
         self._drafted, self._gained = drafted, gained
         self._models.clear()
 

@@ -26,7 +26,7 @@ class StepFaults:
     seed: int = 0
 
     def drawn(self, group: int, member: int, attempt: int, turn: int) -> tuple[bool, bool]:
-        """Whether a step fails, and whether it is never answered. attempt: how often the episode began before."""
+        """Draw whether a step fails, and whether it hangs. attempt: how often the episode began before."""
         if not self.failed and not self.hung:
             return False, False
         fails, hangs = generator(self.seed, Stream.FAULTS, 1, group, member, attempt, turn).random(2)
@@ -35,11 +35,12 @@ class StepFaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedAnswer:
-    """What an environment does about a turn. seconds: until it has, of the cost model; infinite if it never answers.
-    tokens: given to the model."""
+    """Result of an emulated environment step."""
 
     seconds: float
+    """Duration, in the cost model's seconds; infinite if the step hangs."""
     tokens: int
+    """Length of the observation."""
     ended: bool
     reward: float = 0.0
     """Of the whole episode, once it has ended."""
@@ -57,8 +58,15 @@ class EmulatedEpisodes:
     def answer(
         self, group: int, member: int, turn: int, *, attempt: int = 0, truncated: bool = False
     ) -> EmulatedAnswer:
-        """The answer to a turn, of which the first is 0. attempt: how often the episode began before. truncated: the
-        turn was stopped, and ends the episode."""
+        """Result of the environment step after a turn, of which the first is 0.
+
+        Args:
+            group: The trajectory's group.
+            member: Its number in the group.
+            turn: Number of the turn.
+            attempt: How often the episode began before.
+            truncated: The turn was stopped, and ends the episode.
+        """
         turns = self._workload.turns(group, member)
         last = truncated or turn >= len(turns) - 1
         seconds, tokens = (0.0, 0) if last else (self._seconds(group, member, attempt, turn), turns[turn].tool_tokens)

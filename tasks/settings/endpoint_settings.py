@@ -50,17 +50,20 @@ class EndpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """Settings of an endpoint. model: its name in answers. temperature: that the job samples at.
-    vocabulary: tokens that the model knows; 0 if that is not known. replaces_s: seconds from its start in which whoever
-    has a key of the endpoint in whose place this one is may still ask; 0: it is in no other's place."""
+    """Settings of an endpoint, with what it needs to know of its job."""
 
     config: EndpointConfig = EndpointConfig()
     model: str = "policy"
+    """The model's name in replies."""
     temperature: float = 1.0
+    """That the job samples at."""
     vocabulary: int = 0
+    """Number of tokens that the model knows; 0 if unknown."""
     replaces_s: float = 0.0
+    """Seconds from its start in which unknown keys may be those of the endpoint that it replaces; 0: it replaces none.
+    """
 
     @property
     def drawing(self) -> EndpointSettings:
-        """Of the processes that draw prompts, which nobody but their own agents needs to reach."""
+        """A copy for processes that draw prompts, which only their own agents need to reach."""
         return replace(self, config=replace(self.config, host="127.0.0.1", port=0, tls_cert="", tls_key=""))

@@ -38,10 +38,10 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knob:
-    """Meaning and limits of a field, or of each item of a list. low <= value <= high, value > above, or one of
-    `choices`.
+    """Meaning and limits of a field, or of each item of a list.
 
-    user_code: it may also name user code, file.py:NAME or module:NAME.
+    low <= value <= high, value > above, or one of `choices`. user_code: it may also name user code, file.py:NAME or
+    module:NAME.
     """
 
     doc: str
@@ -177,10 +177,20 @@ def build(cls: type[T], tree: object, where: str, prefix: str = "") -> T:
 
 
 def read(cls: type[Any], tree: object, where: str, prefix: str = "", root: type[Any] | None = None) -> dict[str, Any]:
-    """Nested plain values, checked against the knobs of `cls` and its nested dataclasses; unset keys are left out.
+    """Read nested plain values, checked against the knobs of a class and its nested dataclasses.
 
-    where: the source, for messages. root: the class of the whole tree, where the right place of a wrong key is looked
-    for. A key in its class's REFUSED is rejected with the reason given there. Raises ConfigError."""
+    Unset keys are left out. A key in its class's REFUSED is rejected with the reason given there.
+
+    Args:
+        cls: The class of the table.
+        tree: The values.
+        where: The source, for messages.
+        prefix: Keys above the table.
+        root: The class of the whole tree, where the right place of a wrong key is looked for.
+
+    Raises:
+        ConfigError: A key or value is wrong.
+    """
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: {prefix.rstrip('.')} must be a table, not {shown(tree)}")
     root, known = root or cls, keys_of(cls)

@@ -82,10 +82,13 @@ C = TypeVar("C", bound=type[Any])
 
 
 class Registry(Generic[T]):
-    """Entries of one kind that a job file may select by name. label: of the kind, for messages. key: in the job file.
-    contract: base class of every entry; user code must have its members that are abstract or have no value.
+    """Entries of one kind that a job file may select by name.
 
-    user_code: the class of entries that user code stands behind; None if it is not allowed.
+    Args:
+        label: Of the kind, for messages.
+        key: In the job file.
+        contract: Base class of every entry; user code must have its members that are abstract or have no value.
+        user_code: The class of entries that user code stands behind; None if it is not allowed.
     """
 
     def __init__(
@@ -137,8 +140,8 @@ class Registry(Generic[T]):
         return [name for name, entry in self._entries.items() if knob in keys_of(entry)]
 
     def make(self, entry: T, values: Mapping[str, Any] | None = None) -> T:
-        """A new object of an entry as a job holds it, ready for use: its parameters are taken by name from `values`.
-        Raises ConfigError if user code cannot be loaded or constructed."""
+        """Create an entry that is ready for use from the one that a job holds: its parameters are taken by name from
+        `values`. Raises ConfigError if user code cannot be loaded or constructed."""
         if isinstance(entry, UserCode):
             return self._make_user_code(entry, values or {})
         filled = {f.name: (values or {})[f.name] for f in parameters(entry)}

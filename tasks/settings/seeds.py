@@ -33,14 +33,23 @@ def generator(seed: int, stream: Stream, *part: int) -> np.random.Generator:
 
 
 def engine_seed(seed: int, instance: int, attempt: int, earlier_starts: int) -> int:
-    """The seed that an engine samples with. attempt: how often its instance has been replaced. earlier_starts: of the
-    run; a resumed run must not sample the same again."""
+    """Derive the seed that an engine samples with.
+
+    Args:
+        seed: The job's.
+        instance: Index of the instance.
+        attempt: How often the instance has been replaced.
+        earlier_starts: Of the run; a resumed run must not sample the same again.
+    """
     sequence = np.random.SeedSequence([seed, Stream.SAMPLING, instance, attempt, earlier_starts])
     return int(sequence.generate_state(1, np.uint64)[0]) >> (64 - ENGINE_SEED_BITS)
 
 
 def task_seed(seed: int, index: int, *, held_out: bool) -> int:
-    """The seed that an environment is reset with for task `index`. Odd for held-out tasks and even for others, so that
-    none is both; numpy's oldest generators take 32 bits, and some packages only 31."""
+    """Derive the seed that an environment is reset with for task `index`.
+
+    Odd for held-out tasks and even for others, so that none is both; numpy's oldest generators take 32 bits, and some
+    packages only 31.
+    """
     sequence = np.random.SeedSequence([seed, Stream.ENVIRONMENTS, held_out, index])
     return int(sequence.generate_state(1, np.uint32)[0]) >> 2 << 1 | held_out

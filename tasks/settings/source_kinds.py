@@ -220,7 +220,7 @@ def has_turns(code: Any) -> bool:
 
 
 def open_source(type: SourceType, source: str, options: Mapping[str, Any], where: str) -> Any:
-    """What a source named `KIND:NAME` opens, of a kind of this type. where: its key and name, for messages. Raises
+    """Open a source named `KIND:NAME`, of a kind of this type. where: its key and name, for messages. Raises
     ConfigError."""
     kind = kind_of(source)
     if kind is None or kind.type is not type:

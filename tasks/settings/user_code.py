@@ -21,8 +21,16 @@ PICKLED = "<dynamic-code>"
 
 
 def load(named: str, key: str, kind: str = "function") -> Any:
-    """Load the function or class called `named`. key: its key in the job file, and kind: what is expected, for
-    messages. Raises ConfigError."""
+    """Load a user's function or class.
+
+    Args:
+        named: file.py:NAME or module:NAME.
+        key: Its key in the job file, for messages.
+        kind: What is expected, for messages.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
     where, _, name = named.rpartition(":")
     if not where:
         raise ConfigError(f"{key} = {named!r}: expected file.py:NAME or module:NAME")

@@ -23,12 +23,13 @@ GREEDY = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationItem:
-    """One response that an evaluation asks for. prompt: number of the prompt in its set. sample: of the response to
-    it."""
+    """One response that an evaluation requests."""
 
     of: EvaluationSet
     prompt: int
+    """Number of the prompt in its set."""
     sample: int
+    """Number of the response to it."""
     tokens: tuple[int, ...]
     record: Record
 
@@ -66,7 +67,7 @@ class EvaluationItems:
         return [ItemView(i.of.name, i.prompt, i.sample, len(i.tokens)) for i in self.all()]
 
     def item(self, group: GroupId) -> EvaluationItem:
-        """The item that a group of an evaluation answers."""
+        """The item that belongs to a group of an evaluation."""
         items = self.all()
         return items[(-1 - group) % len(items)]
 

@@ -16,15 +16,16 @@ from staleflow.tasks.sources.task_sources import make_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSet:
-    """A set of prompts; see EvaluationSetConfig. source: empty: the held-out prompts of the run's own. max_new_tokens,
-    temperature: those of its responses. main: whether the run's own reward scores it."""
+    """A set of prompts to evaluate a model on; see EvaluationSetConfig."""
 
     name: str
     source: str = ""
+    """Empty: the held-out prompts of the run's own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     columns: Columns = Columns()
     seed: int = 0
     main: bool = False
+    """Whether the run's own reward scores it."""
     reward: str = "task"
     prompts: int
     samples: int

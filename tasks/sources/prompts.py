@@ -38,10 +38,10 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings:
-    """Settings of the prompt source and its encoding; see TaskConfig. tokenizer: folder or hub name of the model.
-    context: tokens the model can attend to. kv_tokens: tokens an engine's cache can hold."""
+    """Settings of the prompt source and its encoding; see TaskConfig."""
 
     tokenizer: str
+    """Folder or hub name of the model."""
     source: SourceSettings
     template: str
     chat: bool
@@ -50,7 +50,9 @@ class PromptSettings:
     """Put around what an environment says, without a chat template; see EnvironmentConfig.template."""
     max_new_tokens: int
     context: int
+    """Tokens that the model can attend to."""
     kv_tokens: int
+    """Tokens that an engine's cache can hold."""
     held_out: int | None
     """Number of held-out prompts excluded from training; None for a store of an earlier version: none excluded."""
     longest: int | None = None
@@ -158,7 +160,7 @@ class TokenizedPrompts:
 
     @property
     def bridge(self) -> Bridge:
-        """Makes the given tokens between the turns of an episode."""
+        """Encodes what stands between two turns of an episode."""
         if self._bridge is None:
             settings = self._settings
             self._bridge = make_bridge(

@@ -154,26 +154,28 @@ class SplitSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSettings:
-    """Settings of a task source; see TaskConfig. evaluation: source of the held-out prompts; empty: this one's own.
-    limits: of environments of many turns. endpoint: of agents."""
+    """Settings of a task source; see TaskConfig."""
 
     source: str
     options: Mapping[str, Any]
     seed: int
     columns: Columns = Columns()
     evaluation: str = ""
+    """Source of the held-out prompts; empty: this source's own."""
     evaluation_options: Mapping[str, Any] = field(default_factory=dict)
     limits: EnvironmentConfig = EnvironmentConfig()
+    """Of environments of many turns."""
     endpoint: EndpointSettings = EndpointSettings()
+    """Of agents."""
 
     @property
     def is_agent_source(self) -> bool:
-        """Whether prompts may say how their first turns are asked for."""
+        """Whether prompts may have limits of their own for their first turns, as an agent's requests have."""
         return is_agent(self.source)
 
     @property
     def concurrency(self) -> int:
-        """How many tasks are drawn side by side: drawing those of environments is waiting for their resets. Raises
+        """Number of tasks that are drawn side by side: drawing tasks of environments mostly waits for resets. Raises
         ConfigError."""
         plays = self.source != "emulated" and is_environment(self.source, "task.source")
         return self.limits.concurrency if plays else 1
@@ -199,8 +201,21 @@ def make_source(
     endpoint: EndpointSettings | None = None,
     key: str = "",
 ) -> TaskSource:
-    """Create the task source named `kind:name`. columns, use: of a data set's rows. limits: of an environment of many
-    turns. endpoint: of an agent. key: of the job file that names it, for messages. Raises ConfigError."""
+    """Create the task source named `kind:name`.
+
+    Args:
+        source: Its name.
+        options: The job's task.options.
+        seed: The run's.
+        columns: Of a data set's rows.
+        use: Which rows of a data set.
+        limits: Of an environment of many turns.
+        endpoint: Of an agent.
+        key: Of the job file that names it, for messages.
+
+    Raises:
+        ConfigError: The source cannot be created.
+    """
     key = key or ("task.eval_source" if use is Use.EVALUATION else "task.source")
     where = f"{key} = {source!r}"
     kind, name = kind_of(source), source.partition(":")[2]
