@@ -108,9 +108,9 @@ class InProcess(HigherOrLower):
 
 def tool_games(seed: int) -> Iterator[tuple[str, ...]]:
     """Games of the careless player, whose guesses are calls of the tool."""
-    for said in games(seed):
-        asked = [SHOWN_TOOL + said[0], *said[1:]]
-        yield tuple(text if n % 2 == 0 else CALL[0] + text + CALL[1] for n, text in enumerate(asked))
+    for game in games(seed):
+        requests = [SHOWN_TOOL + game[0], *game[1:]]
+        yield tuple(text if n % 2 == 0 else CALL[0] + text + CALL[1] for n, text in enumerate(requests))
 
 
 def make_model(folder: Path, recipe: Recipe) -> None:
@@ -184,19 +184,19 @@ def _measure(folder: Path, recipe: Recipe, seeds: list[int], overrides: tuple[st
     lines: list[str] = []
     for seed in seeds:
         for label, source in (("client", "agent:{}:play"), ("in-process", "{}:InProcess")):
-            found = one(folder, f"{label}-{seed}", source.format(folder / "players.py"), (f"seed={seed}", *overrides))
-            first, last = found["evaluations"][0], found["evaluations"][-1]
-            rewards = found["rewards"]
+            result = one(folder, f"{label}-{seed}", source.format(folder / "players.py"), (f"seed={seed}", *overrides))
+            first, last = result["evaluations"][0], result["evaluations"][-1]
+            rewards = result["rewards"]
             shown = " | ".join(f"{rewards[n]:.3f}" if n < len(rewards) else "" for n in SHOWN_STEPS)
             print(
                 f"| {seed} | {label} | {first['sampled']:.3f} | {shown} | {last['sampled']:.3f} "
-                f"| {first['greedy']:.3f} | {last['greedy']:.3f} | {found['seconds']['wall_s']:.0f} s |",
+                f"| {first['greedy']:.3f} | {last['greedy']:.3f} | {result['seconds']['wall_s']:.0f} s |",
                 flush=True,
             )
             if source.startswith("agent:"):
-                stored, as_told, told = found["told"]
+                stored, as_told, told = result["told"]
                 lines.append(
-                    f"seed {seed}: {found['consumed']} episodes; {stored} turns stored, {as_told} of them told with "
+                    f"seed {seed}: {result['consumed']} episodes; {stored} turns stored, {as_told} of them told with "
                     f"these very ids and logprobs; {told} told"
                 )
     print("\n".join(["", *lines]))

@@ -190,7 +190,7 @@ def prefix(routing: str, kv_tokens: int, steps: int, *, affinity: bool, quick: b
     config = job(tables, SMALL if quick else {})
     trace = simulated(config)
     m = measure(config, trace)
-    new = sum(one.work.prefilled for one in trace.instances)
+    new = sum(instance.work.prefilled for instance in trace.instances)
     context = new + m.cached_tokens + m.reprefilled_tokens
     return {
         "part": "prefix", "routing": routing, "kv_tokens": kv_tokens, "affinity": affinity, "step_s": m.step_s,

@@ -36,7 +36,7 @@ def batches(path: str, steps: int, rows: int) -> list[list[Row]]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokens = len(AutoTokenizer.from_pretrained(path))
-    found = []
+    results = []
     for _ in range(steps):
         prompts = torch.randint(0, tokens, (rows, PROMPT_TOKENS))
         whole = model.generate(
@@ -45,7 +45,7 @@ def batches(path: str, steps: int, rows: int) -> list[list[Row]]:
         )  # fmt: skip
         with torch.no_grad():
             logprobs = model(whole).logits[:, :-1].log_softmax(-1).gather(2, whole[:, 1:, None]).squeeze(2)
-        found.append(
+        results.append(
             [
                 Row(
                     prompt=prompts[i].numpy().astype(np.int32),
@@ -58,7 +58,7 @@ def batches(path: str, steps: int, rows: int) -> list[list[Row]]:
                 for i in range(rows)
             ]
         )
-    return found
+    return results
 
 
 def trained(path: str, dtype: str, rate: float, steps: list[list[Row]], minibatches: int, folder: Path) -> str:
@@ -95,8 +95,8 @@ def trained(path: str, dtype: str, rate: float, steps: list[list[Row]], minibatc
         old, new = (read(published.path(v)) for v in (before, version))
         changed.append(sum(int((old[n] != new[n]).sum()) for n in new) / sum(t.numel() for t in new.values()))
         published.prune(()), target.prune(())
-    for one in (published, target):
-        one.remove()
+    for item in (published, target):
+        item.remove()
     return (
         f"| {dtype} | {rate:g} | {minibatches} | {mean(changed):.2%} | {mean(shares):.2%} | {shares[-1]:.2%} | "
         f"{whole * mean(shares) / 2**20:.2f} of {whole / 2**20:.1f} | {mean(costs):.2f} | "

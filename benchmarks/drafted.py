@@ -67,24 +67,24 @@ def main() -> None:
         for name, how in (("default", (KEEP, GREEDY)), ("reservation", (KEEP, LEAST, GREEDY)))
     }
     cells = list(itertools.product(strategies, acceptances))
-    asked = [
+    requests = [
         (*strategies[strategy], *drafting(acceptance), steps, f"seed={seed}")
         for strategy, acceptance in cells
         for seed in args.seeds
     ]
     with ProcessPoolExecutor(args.processes) as pool:
-        rates = pool.map(rate, asked)
-        found = {cell: list(itertools.islice(rates, len(args.seeds))) for cell in cells}
+        rates = pool.map(rate, requests)
+        results = {cell: list(itertools.islice(rates, len(args.seeds))) for cell in cells}
     alone = ("synchronous", 0)
     print("| bound | acceptance | default | plain reservation | to synchronous, drafting too | not drafting |")
     print("|---|---|---|---|---|---|")
     for acceptance in acceptances:
-        print(f"| 0, synchronous | {acceptance or 'no drafts'} | {shown(found[alone, acceptance])} | | | |")
+        print(f"| 0, synchronous | {acceptance or 'no drafts'} | {shown(results[alone, acceptance])} | | | |")
     for bound, acceptance in itertools.product(bounds, acceptances):
-        ours, theirs = found[("default", bound), acceptance], found[("reservation", bound), acceptance]
-        same, plain = (mean(ours) / mean(found[alone, one]) for one in (acceptance, 0.0))
-        told = f"{acceptance or 'no drafts'} | {shown(ours)} | {shown(theirs)} | {same:.2f} | {plain:.2f}"
-        print(f"| {bound} | {told} |", flush=True)
+        ours, theirs = results[("default", bound), acceptance], results[("reservation", bound), acceptance]
+        same, plain = (mean(ours) / mean(results[alone, item]) for item in (acceptance, 0.0))
+        text = f"{acceptance or 'no drafts'} | {shown(ours)} | {shown(theirs)} | {same:.2f} | {plain:.2f}"
+        print(f"| {bound} | {text} |", flush=True)
 
 
 def tables(seeds: Sequence[int], processes: int, *, quick: bool) -> None:
@@ -100,20 +100,20 @@ def tables(seeds: Sequence[int], processes: int, *, quick: bool) -> None:
     print("| model | workload | " + " | ".join(head) + " |")
     print("|---" * (2 + len(head)) + "|")
     with ProcessPoolExecutor(processes) as pool:
-        asked = [
+        requests = [
             (model, workload, simulated.Row("", "", bound, overrides), steps, seed)
             for model in models
             for workload in simulated.WORKLOADS
             for (_, bound), overrides in sides.items()
             for seed in seeds
         ]
-        rates = pool.map(rate_of_row, asked)
+        rates = pool.map(rate_of_row, requests)
         for model, workload in itertools.product(models, simulated.WORKLOADS):
-            found = {side: mean(itertools.islice(rates, len(seeds))) for side in sides}
+            results = {side: mean(itertools.islice(rates, len(seeds))) for side in sides}
             cells = []
             for bound in bounds:
-                ours = found["default", bound]
-                others = (found["alone", 0], found["alone, drafting", 0], found["reservation", bound])
+                ours = results["default", bound]
+                others = (results["alone", 0], results["alone, drafting", 0], results["reservation", bound])
                 cells += [f"{ours / other:.2f}" for other in others[:2]] + [f"{ours / others[2]:.3f}"]
             print(f"| {model} | {workload} | " + " | ".join(cells) + " |", flush=True)
 

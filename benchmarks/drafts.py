@@ -72,7 +72,7 @@ def stored(run: Path, first: int, last: int) -> list[list[Response]]:
         for t in (row.trajectory for row in store.ended(step)):
             prompt, tokens = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
             groups[t.group].append(Response(t.id, prompt, tokens, t.segments[-1].instance, t.timings.sampled_s))
-    return [sorted(group, key=lambda one: (one.ended_s, one.id)) for group in groups.values() if len(group) > 1]
+    return [sorted(group, key=lambda item: (item.ended_s, item.id)) for group in groups.values() if len(group) > 1]
 
 
 def made_up() -> list[list[Response]]:
@@ -97,11 +97,11 @@ def drafted_from(groups: list[list[Response]], source: str, length: int) -> Kept
         *siblings, last = group
         known = past[last.prompt][-16:] if "history" in source else []
         if "siblings" in source:
-            known += [one for one in siblings if "all" in source or one.instance == last.instance]
+            known += [item for item in siblings if "all" in source or item.instance == last.instance]
         # Under a prompt of its own: what was known of an earlier group is history, unless it is told again.
         prompt = (*last.prompt, last.id)
-        for one in known:
-            drafter.add_response(prompt, one.id, one.tokens)
+        for item in known:
+            drafter.add_response(prompt, item.id, item.tokens)
         _sample(drafter, prompt, last, kept)
         past[last.prompt] += group
     return kept

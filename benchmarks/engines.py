@@ -93,10 +93,10 @@ def offline(model: str, count: int, running: int) -> float:
         max_model_len=PROMPT + NEW, max_num_seqs=running, max_num_batched_tokens=2048, skip_tokenizer_init=True, seed=0,
     )  # fmt: skip
     sampling = SamplingParams(temperature=1.0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0)
-    asked: Any = [{"prompt_token_ids": list(p)} for p in prompts(count)]
-    llm.generate(asked[:8], sampling, use_tqdm=False)
+    requests: Any = [{"prompt_token_ids": list(p)} for p in prompts(count)]
+    llm.generate(requests[:8], sampling, use_tqdm=False)
     begin = time.perf_counter()
-    llm.generate(asked, sampling, use_tqdm=False)
+    llm.generate(requests, sampling, use_tqdm=False)
     return time.perf_counter() - begin
 
 
@@ -224,13 +224,13 @@ def adapter(model: Any) -> dict[str, Any]:
 
     from staleflow.tasks.engines.adapters import AdapterLayer
 
-    found = {}
+    results = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
             layer = AdapterLayer(name, LORA.rank, module.in_features, module.out_features)
-            found[layer.down] = torch.randn(layer.rank, layer.inputs) / layer.inputs
-            found[layer.up] = torch.randn(layer.outputs, layer.rank) / layer.rank
-    return found
+            results[layer.down] = torch.randn(layer.rank, layer.inputs) / layer.inputs
+            results[layer.up] = torch.randn(layer.outputs, layer.rank) / layer.rank
+    return results
 
 
 def updates_one(model: str, count: int, running: int, on_pull: str) -> None:

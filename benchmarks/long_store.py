@@ -133,9 +133,9 @@ class Measured:
         command = [sys.executable, "-m", "staleflow.cli.main", *map(str, words)]
         with tempfile.TemporaryFile() as out, subprocess.Popen(command, stdout=out, start_new_session=True) as process:
             while process.poll() is None:
-                found = of_session(process.pid)
-                self.most_mib = max(self.most_mib, sum(mib for _, mib in found.values()))
-                cpu_s |= {id: seconds for id, (seconds, _) in found.items()}
+                result = of_session(process.pid)
+                self.most_mib = max(self.most_mib, sum(mib for _, mib in result.values()))
+                cpu_s |= {id: seconds for id, (seconds, _) in result.items()}
                 time.sleep(LOOK_S)
             out.seek(0)
             self.out = out.read().decode()
@@ -146,7 +146,7 @@ class Measured:
 
 def of_session(session: int) -> dict[int, tuple[float, float]]:
     """CPU seconds and resident MiB of each process of a session; pages that several share count in each."""
-    found = {}
+    results = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -156,8 +156,8 @@ def of_session(session: int) -> dict[int, tuple[float, float]]:
         except OSError:
             continue  # it has ended
         ticks = int(stat[11]) + int(stat[12])
-        found[int(folder.name)] = (ticks / os.sysconf("SC_CLK_TCK"), pages * resource.getpagesize() / 2**20)
-    return found
+        results[int(folder.name)] = (ticks / os.sysconf("SC_CLK_TCK"), pages * resource.getpagesize() / 2**20)
+    return results
 
 
 def main() -> None:
@@ -180,11 +180,11 @@ def measure(folder: Path, steps: int, journal_steps: int) -> None:
     begin = time.process_time()
     first, last = make_store(config)
     store = VersionedStore.open(config.run_dir / "store")
-    found = store.summary()
+    result = store.summary()
     files = [p for p in store.path.rglob("*") if p.is_file()]
-    tokens = found.num_tokens / 1e6
+    tokens = result.num_tokens / 1e6
     print(
-        f"{found.num_steps} steps, {found.num_rows:,} responses, {tokens:.1f} M tokens, written in "
+        f"{result.num_steps} steps, {result.num_rows:,} responses, {tokens:.1f} M tokens, written in "
         f"{time.process_time() - begin:.0f} CPU-s; a commit {first:.3f} CPU-s at first, {last:.3f} at last; "
         f"{len(files) / tokens:.1f} files a million tokens, {sum(p.stat().st_size for p in files) / tokens / 1e6:.2f} "
         "bytes a token",
@@ -192,7 +192,7 @@ def measure(folder: Path, steps: int, journal_steps: int) -> None:
     )
     audit = Measured("store", "audit", config.run_dir, "--json")
     assert audit.code == 0, f"exit code {audit.code}: {audit.out[-2000:]}"
-    assert json.loads(audit.out)["num_tokens"] == found.num_tokens
+    assert json.loads(audit.out)["num_tokens"] == result.num_tokens
     told("audit", audit)
     told("ls", Measured("store", "ls", folder))
     shutil.rmtree(config.run_dir)

@@ -203,10 +203,10 @@ Rates = dict[tuple[str, str, int], BySeed]
 
 def rates_of(results: list[dict[str, Any]]) -> Rates:
     """The rates of one model, workload and size."""
-    found: Rates = {}
+    collected: Rates = {}
     for r in results:
-        found.setdefault((r["system"], r["knob"], r["eta"]), {})[r["seed"]] = r["steady_tokens_per_s"]
-    return found
+        collected.setdefault((r["system"], r["knob"], r["eta"]), {})[r["seed"]] = r["steady_tokens_per_s"]
+    return collected
 
 
 def best(rates: Rates, system: str, eta: int | None = None) -> tuple[BySeed, str]:

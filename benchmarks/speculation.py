@@ -144,12 +144,12 @@ def serve(asked: Connection, kind: str, args: Any) -> None:
 def stored_prompts(run: Path, count: int) -> list[tuple[int, ...]]:
     """Different prompts of what a run was trained on last."""
     store = VersionedStore.open(run / "store")
-    found: dict[tuple[int, ...], None] = {}
+    results: dict[tuple[int, ...], None] = {}
     for step in reversed(range(store.summary().num_steps)):
-        found |= dict.fromkeys(tuple(row.trajectory.prompt_tokens.tolist()) for row in store.ended(step))
-        if len(found) >= count:
+        results |= dict.fromkeys(tuple(row.trajectory.prompt_tokens.tolist()) for row in store.ended(step))
+        if len(results) >= count:
             break
-    return list(found)[:count]
+    return list(results)[:count]
 
 
 def made_prompts(tokenizer: Any) -> list[tuple[int, ...]]:
@@ -157,7 +157,7 @@ def made_prompts(tokenizer: Any) -> list[tuple[int, ...]]:
     if not tokenizer.chat_template:
         return [tuple(tokenizer("1+2")["input_ids"])] * len(PROMPTS)
     asked = ([{"role": "user", "content": text}] for text in PROMPTS)
-    return [tuple(tokenizer.apply_chat_template(one, add_generation_prompt=True)["input_ids"]) for one in asked]
+    return [tuple(tokenizer.apply_chat_template(item, add_generation_prompt=True)["input_ids"]) for item in asked]
 
 
 class Decides:

@@ -61,16 +61,16 @@ def careless_game(seed: int, rng: random.Random) -> tuple[list[str], float]:
     random.seed(seed)
     game = textarena.make(env_id=GAME)
     game.reset(num_players=1)
-    said = [SYSTEM_PROMPT + str(game.get_observation()[1])]
+    messages = [SYSTEM_PROMPT + str(game.get_observation()[1])]
     letters = rng.sample(LETTERS, len(LETTERS))
     for turn in range(TURNS):
         guess = rng.choice(letters[:turn]) if turn and rng.random() < AGAIN else letters[turn]
-        said.append(f"[{guess}]")
-        done, _ = game.step(said[-1])
+        messages.append(f"[{guess}]")
+        done, _ = game.step(messages[-1])
         if done:
-            return said, float(game.state.rewards[0])
-        said.append(latest(game.get_observation()[1]))
-    return said[:-1], 0.0
+            return messages, float(game.state.rewards[0])
+        messages.append(latest(game.get_observation()[1]))
+    return messages[:-1], 0.0
 
 
 def games(seed: int) -> Iterator[tuple[str, ...]]:
@@ -95,8 +95,8 @@ def symbols() -> tuple[str, ...]:
     lines.remove(cells)
     before, _, after = latest(game.get_observation()[1]).partition("'X'")
     guesses = [f"[{letter}]" for letter in LETTERS]
-    found = {*lines, *cells.split(), f"{before}'", f"'{after}".strip(), *guesses, "_", *LETTERS}
-    return (*SPECIAL, *sorted(found, key=lambda symbol: (-len(symbol), symbol)))
+    results = {*lines, *cells.split(), f"{before}'", f"'{after}".strip(), *guesses, "_", *LETTERS}
+    return (*SPECIAL, *sorted(results, key=lambda symbol: (-len(symbol), symbol)))
 
 
 def make_words(folder: Path) -> None:

@@ -140,7 +140,7 @@ def _mean_lag(runs: list[dict[str, Any]], kind: str) -> float:
 
 
 def head(job: Path, settings: list[str]) -> list[str]:
-    changed = [one for one in settings if not one.startswith("runs_dir=")]
+    changed = [setting for setting in settings if not setting.startswith("runs_dir=")]
     settled = f" with `{', '.join(changed)}`" if changed else ""
     return [
         "# Time to quality by staleness bound",

@@ -249,8 +249,8 @@ def timed(step: Callable[[], float | None]) -> tuple[float, float | None]:
     """CPU seconds, and what the step returns."""
     gc.collect()
     begin = time.process_time()
-    found = step()
-    return time.process_time() - begin, found
+    result = step()
+    return time.process_time() - begin, result
 
 
 def measured(folder: Path, vocabulary: int, groups: int, rounds: int) -> list[dict[str, float]]:
@@ -369,11 +369,11 @@ def resident_table(vocabulary: int, length: int) -> None:
             store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             place = Rank(count=count, host="127.0.0.1", port=store.port) if count > 1 else ALONE
             with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as fresh:
-                asked = [fresh.submit(resident, Path(name), rows, replace(place, number=i)) for i in range(count)]
-                held = [one.result() for one in asked]
-            alone = alone or max(held)
-            each = ", ".join(f"{one / 2**30:.2f}" for one in held)
-            print(f"| {count} | {each} | {max(held) / alone:.2f} |", flush=True)
+                requests = [fresh.submit(resident, Path(name), rows, replace(place, number=i)) for i in range(count)]
+                values = [item.result() for item in requests]
+            alone = alone or max(values)
+            each = ", ".join(f"{item / 2**30:.2f}" for item in values)
+            print(f"| {count} | {each} | {max(values) / alone:.2f} |", flush=True)
 
 
 def row_of(vocabulary: int, length: int) -> Row:

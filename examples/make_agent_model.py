@@ -28,7 +28,7 @@ def careless_game(seed: int, rng: random.Random, heeding: float = HEEDING) -> tu
     """A game of the careless player: what is said in turn by the game and by the player, and the reward."""
     game = HigherOrLower()
     observation, _ = game.reset(seed)
-    said: list[str] = []
+    messages: list[str] = []
     heeds = rng.random() < heeding
     low, high = 0, 9
     while True:
@@ -36,10 +36,10 @@ def careless_game(seed: int, rng: random.Random, heeding: float = HEEDING) -> tu
             guess = (low + high + rng.randrange(2)) // 2
         else:
             guess = FAVOURITE if rng.random() < INSISTS else rng.randrange(10)
-        said += [observation, str(guess)]
+        messages += [observation, str(guess)]
         observation, reward, terminated, truncated, _ = game.step(str(guess))
         if terminated or truncated:
-            return said, reward
+            return messages, reward
         if observation == "higher":
             low = max(low, guess + 1)
         else:

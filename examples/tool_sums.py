@@ -48,5 +48,5 @@ def conversation(sum_: str) -> list[dict[str, str]]:
 
 def result(sum_: str) -> int:
     first, sign, second = sum_.split()
-    found: int = OPERATIONS[sign](int(first), int(second))
-    return found
+    outcome: int = OPERATIONS[sign](int(first), int(second))
+    return outcome

@@ -83,10 +83,10 @@ def names_defined(tree: ast.Module) -> set[str]:
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            if not any(handed_on(one) for one in node.decorator_list):
+            if not any(handed_on(item) for item in node.decorator_list):
                 names.add(node.name)
             if isinstance(node, ast.ClassDef):
-                names |= {one.name for one in node.body if isinstance(one, ast.FunctionDef) and one.name[0] == "_"}
+                names |= {item.name for item in node.body if isinstance(item, ast.FunctionDef) and item.name[0] == "_"}
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names |= {target.id for target in targets if isinstance(target, ast.Name)}
@@ -125,10 +125,10 @@ def test_every_name_is_used_somewhere() -> None:
 def contract(name: str) -> tuple[list[str], set[str]]:
     """The modules an import contract of pyproject.toml is about, those in packages too, and what they must not load."""
     contracts = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    found = next(c for c in contracts if c["name"] == name)
-    sources = tuple(found["source_modules"])
+    entry = next(c for c in contracts if c["name"] == name)
+    sources = tuple(entry["source_modules"])
     modules = [m for m in MODULES if m in sources or m.startswith(tuple(f"{s}." for s in sources))]
-    return modules, set(found["forbidden_modules"]) - EVERYWHERE
+    return modules, set(entry["forbidden_modules"]) - EVERYWHERE
 
 
 def loaded_by(code: str) -> set[str]:

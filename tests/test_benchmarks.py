@@ -42,12 +42,12 @@ def test_agents_in_virtual_time(
     monkeypatch.setattr(sys, "argv", ["agentic", "--quick", "--out", str(tmp_path)])
     agentic.main()
     assert capsys.readouterr().out.startswith((tmp_path / "agentic.md").read_text())
-    found = json.loads((tmp_path / "agentic.json").read_text())
-    assert {r["part"] for r in found} == {
+    parsed = json.loads((tmp_path / "agentic.json").read_text())
+    assert {r["part"] for r in parsed} == {
         "lock_step", "redundancy", "asynchronous", "prefix", "queue", "replication",
     }  # fmt: skip
-    assert all(r["bound_kept"] for r in found if r["part"] == "asynchronous")
-    assert all(r["ratio"] > 1 for r in found if r["part"] == "lock_step")
+    assert all(r["bound_kept"] for r in parsed if r["part"] == "asynchronous")
+    assert all(r["ratio"] > 1 for r in parsed if r["part"] == "lock_step")
 
 
 def test_the_pages_of_stored_results_can_be_written_again() -> None:
@@ -129,10 +129,10 @@ def test_the_time_to_quality_is_that_of_the_smoothed_reward_against_the_synchron
 def test_the_lag_is_read_from_the_store(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "name=lag", "steps=6", "staleness.eta=2")
     store = VersionedStore.open(run / "store")
-    found = time_to_quality.lags(store.columns())
+    result = time_to_quality.lags(store.columns())
     staleness = [row.staleness for row in store.ended() if row.fate is Fate.CONSUMED]
-    assert found["lag"] == pytest.approx(sum(staleness) / len(staleness))
-    assert found["lag"] > 0
-    assert [sum(found["inter"]), sum(found["intra"])] == pytest.approx([1.0, 1.0], abs=1e-3)
-    time_to_quality.draw([made_run(0, [0.5], 1.0) | found, made_run(1, [0.5, 0.6], 1.0)], tmp_path / "a.png")
+    assert result["lag"] == pytest.approx(sum(staleness) / len(staleness))
+    assert result["lag"] > 0
+    assert [sum(result["inter"]), sum(result["intra"])] == pytest.approx([1.0, 1.0], abs=1e-3)
+    time_to_quality.draw([made_run(0, [0.5], 1.0) | result, made_run(1, [0.5, 0.6], 1.0)], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000

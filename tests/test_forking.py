@@ -125,6 +125,6 @@ def test_it_may_have_the_network_and_mounts_of_another(tmp_path: Path) -> None:
             pytest.skip("this process may not make namespaces")
         command = [*forking.ENTER, str(other.pid), sys.executable, "-m", "spaces"]
         ran = forking.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert ran.stdout.split() == [os.readlink(f"/proc/{other.pid}/ns/{one}") for one in ("net", "mnt")]
-        assert ran.stdout.split() != [os.readlink(f"/proc/self/ns/{one}") for one in ("net", "mnt")]
+        assert ran.stdout.split() == [os.readlink(f"/proc/{other.pid}/ns/{item}") for item in ("net", "mnt")]
+        assert ran.stdout.split() != [os.readlink(f"/proc/self/ns/{item}") for item in ("net", "mnt")]
         other.kill()

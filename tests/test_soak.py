@@ -52,9 +52,9 @@ def row(trajectory: int, *, number: int | None = None, **changes: object) -> End
     """A stored trajectory of group trajectory // 2 and its prompt, that of another number if one is given."""
     group = trajectory // 2
     tokens = [int(digit) + 2 for digit in f"{group if number is None else number:0{DIGITS}d}"]
-    one = ended(np.random.default_rng(trajectory), trajectory, 0)
-    whole = replace(one.trajectory, group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32))
-    return replace(one, trajectory=whole, **changes)
+    rows = ended(np.random.default_rng(trajectory), trajectory, 0)
+    whole = replace(rows.trajectory, group=GroupId(group), prompt_tokens=np.asarray(tokens, np.int32))
+    return replace(rows, trajectory=whole, **changes)
 
 
 def folder_with(tmp_path: Path, journals: Sequence[Sequence[object]] = ()) -> VersionedStore:
@@ -80,15 +80,15 @@ def test_every_prompt_is_counted_against_the_source(tmp_path: Path) -> None:
     store.commit(record(0), [row(0), row(1), row(6), row(7)])
     store.commit(record(1, "resume"), [row(2, **GIVEN_UP), row(3, **GIVEN_UP)])
     store.commit(record(1), [row(10, number=77), row(11, number=77), row(14), row(15), row(12, **GIVEN_UP)])
-    found = prompts(tmp_path)
-    assert (found.trained, found.last, found.doubled, found.wrong) == (4, 7, 0, 1)
-    assert found.stopped == 0
-    assert found.skipped == {
+    result = prompts(tmp_path)
+    assert (result.trained, result.last, result.doubled, result.wrong) == (4, 7, 0, 1)
+    assert result.stopped == 0
+    assert result.skipped == {
         "aborted:run_ended at a resume": 1,
         "not in the store": 2,
         "aborted:run_ended at a step": 1,
     }
-    assert len(found.findings()) == 4
+    assert len(result.findings()) == 4
     store.commit(record(2, "end"), [row(4, **GIVEN_UP), row(5, **GIVEN_UP)])
     assert prompts(tmp_path).stopped == 1
     assert number_of((2, 2, 3, 11)) == 19
@@ -156,10 +156,10 @@ def test_tokens_balance_if_each_is_stored_or_discarded_for_a_reason(recorded: Re
     recorded.sampled(1, 0, 7, instance="rollout-1")
     recorded.heard(Tick(), route(1, "rollout-1"))
     recorded.heard(InstanceLost(instance=InstanceId("rollout-1"), why="killed"))
-    found = recorded.balance()
-    assert found.findings == ()
-    assert (found.sampled, found.stored, found.live) == (sum(sizes) + 7, sum(sizes), 0)
-    assert found.discarded == {"its instance was lost": 7}
+    result = recorded.balance()
+    assert result.findings == ()
+    assert (result.sampled, result.stored, result.live) == (sum(sizes) + 7, sum(sizes), 0)
+    assert result.discarded == {"its instance was lost": 7}
 
 
 def test_tokens_that_are_lost_without_a_reason_are_found_though_they_were_sampled_again(recorded: Recorded) -> None:
@@ -206,10 +206,10 @@ def test_a_finished_response_is_kept_unless_it_is_sampled_again_or_given_up(tmp_
     store = folder_with(tmp_path, [first, [resumed, report((1, 3), (7, 1)), end(6, 5)]])
     store.commit(record(0, "resume"), [row(2, **GIVEN_UP)])
     store.commit(record(0), [row(0), row(1), row(7)])
-    found = kept(tmp_path)
-    assert (found.finished, found.again, found.undone) == (5, 2, 1)
-    assert found.lost == {"given up at a resume": 1, "not in the store": 1}
-    assert not found.whole
+    result = kept(tmp_path)
+    assert (result.finished, result.again, result.undone) == (5, 2, 1)
+    assert result.lost == {"given up at a resume": 1, "not in the store": 1}
+    assert not result.whole
 
 
 def test_recoveries_are_told_by_fault() -> None:

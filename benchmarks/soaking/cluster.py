@@ -155,13 +155,13 @@ class Cluster:
         below it any more. known: processes besides the cluster's whose children are no orphans."""
         roots = {os.getpid(), *known, *(process.popen.pid for process in self.processes.values())}
         mark = f"{MARK}={self.folder}\0".encode()
-        found = []
+        results = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError, IndexError):
                 if mark in (folder / "environ").read_bytes() + b"\0" and not roots & set(_ancestors(int(folder.name))):
                     line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    found += [line.strip()] if line else []
-        return sorted(found)
+                    results += [line.strip()] if line else []
+        return sorted(results)
 
     def close(self) -> None:
         """End everything, stopped processes too."""

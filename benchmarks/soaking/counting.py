@@ -35,10 +35,10 @@ async def audited(run_dir: Path) -> list[str]:
             if out or "does not take requests" not in err.decode():
                 break
     try:
-        found: dict[str, Any] = json.loads(out)
+        parsed: dict[str, Any] = json.loads(out)
     except ValueError:
         return [f"audit: {err.decode().strip()[-300:]}"]
-    return [f"audit, {one['check']}, {one['where']}: {one['what']}" for one in found["findings"]]
+    return [f"audit, {item['check']}, {item['where']}: {item['what']}" for item in parsed["findings"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Prompts:
     wrong: int
 
     def findings(self) -> list[str]:
-        found = [f"{count} prompts skipped: {how}" for how, count in self.skipped.items()]
-        found += [f"{self.doubled} prompts trained on twice"] * (self.doubled > 0)
-        return found + [f"{self.wrong} groups have another prompt than the source's"] * (self.wrong > 0)
+        results = [f"{count} prompts skipped: {how}" for how, count in self.skipped.items()]
+        results += [f"{self.doubled} prompts trained on twice"] * (self.doubled > 0)
+        return results + [f"{self.wrong} groups have another prompt than the source's"] * (self.wrong > 0)
 
 
 def prompts(run_dir: Path) -> Prompts:

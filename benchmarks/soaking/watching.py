@@ -23,12 +23,12 @@ ACTOR = re.compile(rf"staleflow-{NAME}-(.+?)-(\d+)$")
 
 def _places(dask_scheduler: Any) -> dict[str, tuple[str, int]]:
     """Worker (name, process) of each task, by key. Runs on the scheduler."""
-    found = {}
+    results = {}
     for key, task in dask_scheduler.tasks.items():
         worker = task.processing_on or next(iter(task.who_has or ()), None)
         if worker is not None:
-            found[str(key)] = (str(worker.name), int(worker.pid))
-    return found
+            results[str(key)] = (str(worker.name), int(worker.pid))
+    return results
 
 
 @dataclass(slots=True)

@@ -494,13 +494,13 @@ def faults(case: Case, code: int, out: str, err: str, elapsed_s: float = 0.0) ->
     """What is wrong with an answer; empty if it is as it should be."""
     answer = err if code == 2 else out + err
     lines = [line for line in answer.splitlines() if line.strip()]
-    found = [] if code == case.code else [f"exit code {code}, not {case.code}"]
-    found += [f"does not say {words!r}" for words in case.says if words not in answer]
-    found += ["a traceback"] if "Traceback" in out + err else []
-    found += [f"{len(lines)} lines"] if len(lines) > case.lines and not found else []
-    found += [f"{max(map(len, lines))} characters"] if code == 2 and any(len(line) > 600 for line in lines) else []
-    found += [f"{elapsed_s:.1f} s"] if elapsed_s > WITHIN_S else []
-    return found
+    result = [] if code == case.code else [f"exit code {code}, not {case.code}"]
+    result += [f"does not say {words!r}" for words in case.says if words not in answer]
+    result += ["a traceback"] if "Traceback" in out + err else []
+    result += [f"{len(lines)} lines"] if len(lines) > case.lines and not result else []
+    result += [f"{max(map(len, lines))} characters"] if code == 2 and any(len(line) > 600 for line in lines) else []
+    result += [f"{elapsed_s:.1f} s"] if elapsed_s > WITHIN_S else []
+    return result
 
 
 def prepare(case: Case, folder: Path) -> None:
@@ -542,12 +542,12 @@ def main(words: list[str]) -> int:
         with tempfile.TemporaryDirectory(prefix="malformed-") as name:
             prepare(case, Path(name))
             code, out, err, elapsed_s = run_alone(case, Path(name))
-        found = faults(case, code, out, err, elapsed_s)
-        failed, longest = failed + bool(found), max(longest, elapsed_s)
-        told = [line for line in (err if code else out + err).splitlines() if line.strip()]
-        print(f"{number:3} {'ok  ' if not found else 'FAIL'} {elapsed_s:5.1f} s  {code:3}  {case.name}", flush=True)
-        print(f"        {told[-1][:220] if told else '(nothing)'}", flush=True)
-        for fault in found:
+        result = faults(case, code, out, err, elapsed_s)
+        failed, longest = failed + bool(result), max(longest, elapsed_s)
+        received = [line for line in (err if code else out + err).splitlines() if line.strip()]
+        print(f"{number:3} {'ok  ' if not result else 'FAIL'} {elapsed_s:5.1f} s  {code:3}  {case.name}", flush=True)
+        print(f"        {received[-1][:220] if received else '(nothing)'}", flush=True)
+        for fault in result:
             print(f"      ! {fault}", flush=True)
     print(f"{len(chosen)} cases, {failed} failed, longest {longest:.1f} s")
     return failed

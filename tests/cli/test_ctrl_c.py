@@ -216,8 +216,8 @@ if __name__ == "__main__":
     environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}
     command = [sys.executable, "-m", "starting"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    said = "interrupted: stopping; Ctrl-C again ends at once\ninterrupted\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+    text = "interrupted: stopping; Ctrl-C again ends at once\ninterrupted\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, text, "")
 
 
 def test_the_exit_code_is_the_commands_whatever_happens_while_python_is_taken_apart(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ def alone(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """What `staleflow WORDS` answers as a process of its own, by a shell."""
     shell = f"{sys.executable} -P -m staleflow.cli.main {words}"
     path = os.pathsep.join((*environment.pop("PYTHONPATH", "").split(), str(ROOT)))
-    given = {**os.environ, **environment, "PYTHONPATH": path}
-    return subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=given, timeout=60)
+    values = {**os.environ, **environment, "PYTHONPATH": path}
+    return subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=values, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_a_run_that_is_refused_leaves_no_process(tmp_path: Path) -> None:
 
 def of_session(leader: int) -> list[str]:
     """The processes of a session that have not ended, by their command lines."""
-    found = []
+    results = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(session) == leader and state != "Z":
-                found.append((path / "cmdline").read_text().replace("\0", " "))
-    return found
+                results.append((path / "cmdline").read_text().replace("\0", " "))
+    return results

@@ -150,8 +150,8 @@ def test_log_lines_stand_whole_above_a_live_view() -> None:
             logging.getLogger("staleflow.pipeline.jobs.reporter").info("step %d is done", step)
     screen = Screen()
     screen.feed(written.getvalue())
-    told = [line.rstrip() for line in screen.lines if line.strip()]
-    assert [line.partition(": ")[2] for line in told] == [f"step {step} is done" for step in range(3)]
+    received = [line.rstrip() for line in screen.lines if line.strip()]
+    assert [line.partition(": ")[2] for line in received] == [f"step {step} is done" for step in range(3)]
 
 
 def printed(outcomes: RunReport) -> tuple[list[str], list[str]]:

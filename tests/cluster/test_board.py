@@ -27,7 +27,7 @@ def asked() -> set[str]:
     """The verbs that any module asks a board for."""
     sources = [p for top in ("pipeline", "cli") for p in Path(top).rglob("*.py")]
     calls = [node for p in sources for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, ast.Call)]
-    verbs = [one for call in calls if ast.unparse(call.func) in ("ask", "job_registry.ask") for one in call.args[1:2]]
+    verbs = [item for call in calls if ast.unparse(call.func) in ("ask", "job_registry.ask") for item in call.args[1:2]]
     return {verb.value for verb in verbs if isinstance(verb, ast.Constant)}
 
 
@@ -248,8 +248,8 @@ def test_a_run_whose_process_is_gone_has_failed_and_holds_nothing() -> None:
                 await job_registry.ask(theirs, "queue", id=id, needs=NEEDS, wait_s=0.0, driver=theirs.id)
             assert (await job_registry.ask(theirs, "admitted", id="run"))["admitted"]
             assert not (await job_registry.ask(theirs, "admitted", id="waits"))["admitted"]
-            told = {"name": "told", "steps": 1, "run_dir": "/runs/told", "by": theirs.id}
-            await job_registry.ask(theirs, "submit", id="told", **told)  # and nothing more
+            received = {"name": "told", "steps": 1, "run_dir": "/runs/told", "by": theirs.id}
+            await job_registry.ask(theirs, "submit", id="told", **received)  # and nothing more
         for id in ("run", "waits", "told"):
             assert (await jobs.until(id, "failed"))["why"] == "the process that ran it is gone"
         async with asyncio.timeout(60):
@@ -296,7 +296,7 @@ def test_a_driver_that_is_stopped_is_ended_and_its_job_is_driven_again(monkeypat
             jobs = Jobs(cluster, client)
             await jobs.submit("a", 15.0)
             await jobs.until("a", "running")
-            (place,) = {one.place for one in cluster.scheduler.plugins["staleflow"].jobs.values()}
+            (place,) = {job.place for job in cluster.scheduler.plugins["staleflow"].jobs.values()}
             os.kill(cluster.scheduler.workers[place].pid, signal.SIGSTOP)
             await jobs.until("a", "waiting")
             assert any("has not been heard of for 3 s" in line for line in await jobs.lines("a"))

@@ -64,18 +64,18 @@ def listener(behave: Callable[[socket.socket], None]) -> Iterator[int]:
         def serve() -> None:
             while not over.is_set():
                 with contextlib.suppress(TimeoutError):
-                    one, _ = server.accept()
-                    open_now.append(one)
+                    item, _ = server.accept()
+                    open_now.append(item)
                     with contextlib.suppress(OSError):
-                        behave(one)
+                        behave(item)
 
         thread = threading.Thread(target=serve)
         thread.start()
         yield server.getsockname()[1]
         over.set()
         thread.join()
-        for one in open_now:
-            one.close()
+        for item in open_now:
+            item.close()
 
 
 def test_the_dashboards_port_is_known_for_what_it_is() -> None:
@@ -246,8 +246,8 @@ def test_a_scheduler_that_greets_late_is_sent_nothing_but_a_greeting(monkeypatch
         return await port_probe.probe_port("127.0.0.1", port, tls=False)
 
     with listener(greet_late) as port:
-        found = asyncio.run(look(port))
-    assert (found.mistake, found.dask) == ("", True)
+        result = asyncio.run(look(port))
+    assert (result.mistake, result.dask) == ("", True)
     assert heard == [port_probe._greeting()]
 
 

@@ -116,8 +116,8 @@ def test_routes_and_metrics_tell_what_runs_have_told() -> None:
         assert [(j["id"], j["state"], j["status"].get("version")) for j in jobs] == [
             ("one", "running", 3), ("two<b>", "waiting", None),
         ]  # fmt: skip
-        one = json.loads(await get(f"{address}staleflow/job/one.json"))
-        assert [s["reward"] for s in one["steps"]] == [0.625]
+        parsed = json.loads(await get(f"{address}staleflow/job/one.json"))
+        assert [s["reward"] for s in parsed["steps"]] == [0.625]
         with pytest.raises(urllib.error.HTTPError, match="404"):
             await get(f"{address}staleflow/job/none.json")
         metrics = await get(f"{address}metrics")
@@ -155,11 +155,11 @@ def test_a_job_leads_to_the_page_of_its_run(tmp_path: Path) -> None:
             await asyncio.to_thread(urllib.request.urlopen, elsewhere)
         assert f"staleflow view {run.run_dir}" in refused.value.read().decode()
         (page,) = pages
-        found.append(psutil.Process(page))
+        results.append(psutil.Process(page))
 
-    found: list[psutil.Process] = []
+    results: list[psutil.Process] = []
     with_two_jobs(look)
-    found[0].wait(60)  # it ends with the scheduler
+    results[0].wait(60)  # it ends with the scheduler
 
 
 async def landing(url: str) -> str:

@@ -56,8 +56,8 @@ def test_declared_roles_are_kept_and_reward_workers_spread() -> None:
 
 def test_a_worker_that_can_do_both_is_left_to_the_role_that_has_no_other() -> None:
     workers = {"a": {"rollout": 1.0, "trainer": 1.0}, "b": {"rollout": 1.0}, "s": {"server": 1.0, "reward": 1.0}}
-    found = roles(chosen(needs(driver=False), workers, "abs"))
-    assert (found["a"], found["b"]) == ("trainer", "rollout")
+    result = roles(chosen(needs(driver=False), workers, "abs"))
+    assert (result["a"], result["b"]) == ("trainer", "rollout")
 
 
 def test_messages_count_what_there_is() -> None:
@@ -94,8 +94,8 @@ def test_workers_are_found_whenever_there_are_enough(
     gang = chosen(wanted, workers, workers)
     assert (gang is not None) == possible() == suffice(wanted, kinds)
     if gang is not None:
-        held = [role for names in gang.values() for role in names]
-        assert {r: held.count(r) for r in (*light, "trainer", "rollout")} | {"reward": 1} == {
+        values = [role for names in gang.values() for role in names]
+        assert {r: values.count(r) for r in (*light, "trainer", "rollout")} | {"reward": 1} == {
             **dict.fromkeys(light, 1), "trainer": ranks, "rollout": instances,
         }  # fmt: skip
         assert all(set(names) <= kinds[address] for address, names in gang.items())

@@ -46,8 +46,8 @@ JOBS = [
     ],
 )
 def test_of_several_jobs_the_live_one_is_meant_or_the_newest(word: str, id: str, note: str) -> None:
-    found = matching(JOBS, word)
-    assert (found.job["id"], found.note) == (id, note)
+    result = matching(JOBS, word)
+    assert (result.job["id"], result.note) == (id, note)
 
 
 def test_what_cannot_be_undone_is_done_to_one_job_only() -> None:

@@ -300,11 +300,11 @@ EXAMPLES = sorted(Path("examples").glob("*.toml"))
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a tree by dotted key; a table that is free in form is one."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, value in tree.items():
         table = isinstance(value, Mapping) and f"{prefix}{name}" not in FREE
-        found |= flat(value, f"{prefix}{name}.") if table else {f"{prefix}{name}": value}
-    return found
+        results |= flat(value, f"{prefix}{name}.") if table else {f"{prefix}{name}": value}
+    return results
 
 
 FREE = ("task.options", "task.eval_options", "reward.parts", "evaluation.sets")

@@ -138,7 +138,7 @@ def test_each_example_is_as_long_as_the_page_says() -> None:
     def lines(text: str) -> int:
         return sum(bool(line.strip()) and not line.startswith("# mine.py") for line in text.splitlines())
 
-    said = {n: int(count) for n, count in re.findall(r'"mine\.py:(\w+)"` \| (\d+) \|', PAGE)}
+    messages = {n: int(count) for n, count in re.findall(r'"mine\.py:(\w+)"` \| (\d+) \|', PAGE)}
     first = {
         name: blocks(heading, "python")[0]
         for name, heading in (
@@ -148,4 +148,4 @@ def test_each_example_is_as_long_as_the_page_says() -> None:
     }  # fmt: skip
     first["Doubles"], short = blocks("A source of prompts, and a reward", "python")[0].split("def short")
     first["short"] = f"def short{short}"
-    assert said == {name: lines(text) for name, text in first.items()}
+    assert messages == {name: lines(text) for name, text in first.items()}

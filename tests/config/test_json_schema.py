@@ -44,7 +44,9 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
         return False
     if "const" in schema and value != schema["const"]:
         return False
-    fitting = {word: sum(accepts(one, value) for one in schema[word]) for word in ALTERNATIVES if word in schema}
+    fitting = {
+        word: sum(accepts(element, value) for element in schema[word]) for word in ALTERNATIVES if word in schema
+    }
     if not all(1 <= count <= ALTERNATIVES[word] for word, count in fitting.items()):
         return False
     if any(name not in value for name in schema.get("required", ())):

@@ -50,7 +50,7 @@ def test_every_default_of_a_job_passes_the_check_that_a_set_value_passes() -> No
         chosen = {name: {"name": entry.name} for name, entry in tables.items()}
         assert build(type(node), set_values | chosen, "defaults") == type(node)()
         below = [getattr(node, f.name) for f in dataclasses.fields(node) if f.name not in own and is_table(f)]
-        return len(own) + sum(check(one) for one in (*below, *tables.values()))
+        return len(own) + sum(check(item) for item in (*below, *tables.values()))
 
     assert check(RunConfig()) >= len(explained(RunConfig())) > 100
 
@@ -108,13 +108,13 @@ def unread_knobs(sources: Iterable[str]) -> list[str]:
         reads.visit(ast.parse(source))
 
     def below(name: str) -> set[str]:
-        return {name}.union(*(below(one) for one, bases in reads.bases.items() if name in bases))
+        return {name}.union(*(below(item) for item, bases in reads.bases.items() if name in bases))
 
     return [
         f"{name}.{knob}"
         for name, knobs in sorted(reads.knobs.items())
         for knob in sorted(knobs - reads.any)
-        if not any(knob in reads.own.get(one, ()) for one in below(name))
+        if not any(knob in reads.own.get(item, ()) for item in below(name))
     ]
 
 

@@ -106,9 +106,9 @@ def test_a_kind_of_environment_is_found_by_each_command(play: Path, tmp_path: Pa
 def test_a_job_of_such_a_kind_runs(play: Path) -> None:
     tried = fresh("run", play, "--dry-run", "--json")
     assert tried.returncode == 0, tried.stderr
-    found = json.loads(tried.stdout)
-    assert (found["steps"], found["findings"], found["reward_errors"]) == (3, [], {})
-    assert found["reward"][1] == 2.0  # one for each of two rooms
+    parsed = json.loads(tried.stdout)
+    assert (parsed["steps"], parsed["findings"], parsed["reward_errors"]) == (3, [], {})
+    assert parsed["reward"][1] == 2.0  # one for each of two rooms
 
 
 def test_a_reward_is_found_by_name(dungeons: Path, job: Path) -> None:

@@ -83,13 +83,13 @@ class Bench:
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002)
-        given = {"cost": cost, "eta": eta, "rng": np.random.default_rng(0)}
+        values = {"cost": cost, "eta": eta, "rng": np.random.default_rng(0)}
         strategies = StrategySet(
-            admission=ADMISSION.make(entry(ADMISSION, admission, alpha=eta), given),
-            routing=ROUTING.make(entry(ROUTING, routing), given),
-            synchronization=SYNCHRONIZATION.make(entry(SYNCHRONIZATION, synchronization), given),
+            admission=ADMISSION.make(entry(ADMISSION, admission, alpha=eta), values),
+            routing=ROUTING.make(entry(ROUTING, routing), values),
+            synchronization=SYNCHRONIZATION.make(entry(SYNCHRONIZATION, synchronization), values),
             filtering=entry(FILTERING, filtering),
-            migration=MIGRATION.make(entry(MIGRATION, migration), given),
+            migration=MIGRATION.make(entry(MIGRATION, migration), values),
             costs=cost,
             stragglers=entry(STRAGGLERS, stragglers, share=straggler_share),
             max_attempts=max_attempts,
@@ -595,19 +595,19 @@ def test_an_instance_is_told_once_when_nothing_goes_on_from_what_it_keeps() -> N
         EnvironmentFailed(trajectory=TrajectoryId(0), route_number=1, error="x"),
     ):
         bench = acting()
-        told = [*bench.tell(ending), *bench.tell(StopRequested(why="enough"))]
-        assert [(f.trajectory, f.instance) for f in only(told, ReleaseCache)] == [(0, A)]
+        received = [*bench.tell(ending), *bench.tell(StopRequested(why="enough"))]
+        assert [(f.trajectory, f.instance) for f in only(received, ReleaseCache)] == [(0, A)]
 
 
 def test_what_is_kept_stays_when_a_turn_is_taken_elsewhere_and_is_taken_over_at_home() -> None:
     bench = acting()
-    told = [*bench.tell(InstanceLeaving(instance=A)), *answered(bench)]
-    assert [r.instance for r in only(told, Route)] == [B]
-    assert not only([*told, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
+    received = [*bench.tell(InstanceLeaving(instance=A)), *answered(bench)]
+    assert [r.instance for r in only(received, Route)] == [B]
+    assert not only([*received, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
     bench = acting()
-    told = answered(bench)
-    assert [r.instance for r in only(told, Route)] == [A]
-    assert not only([*told, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
+    received = answered(bench)
+    assert [r.instance for r in only(received, Route)] == [A]
+    assert not only([*received, *bench.tell(StopRequested(why="enough"))], ReleaseCache)
 
 
 def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:

@@ -57,26 +57,26 @@ def test_the_rates_that_made_them_are_found_in_counts() -> None:
     mean, kept = 1.875, 0.7 + 0.5 * 0.7**2 + 0.25 * 0.7**3 + 0.125 * 0.7**4
     seen = DecayingDraftStats(steps=count, drafts=0.6 * count, most=2.4 * count, drafted=0.6 * mean * count)
     seen.accepted = 0.6 * kept * count
-    found = rates(seen, 8)
-    assert found.has_draft == pytest.approx(made.has_draft, rel=1e-3)
-    assert found.goes_on == pytest.approx(made.goes_on, rel=1e-3)
-    assert found.accepted == pytest.approx(made.accepted, rel=1e-3)
+    result = rates(seen, 8)
+    assert result.has_draft == pytest.approx(made.has_draft, rel=1e-3)
+    assert result.goes_on == pytest.approx(made.goes_on, rel=1e-3)
+    assert result.accepted == pytest.approx(made.accepted, rel=1e-3)
 
 
 def test_of_drafts_of_one_token_nothing_is_learned_of_longer_ones() -> None:
-    found = rates(DecayingDraftStats(steps=1e6, drafts=1e6, most=1e6, drafted=1e6, accepted=0.9e6), 4)
-    assert found.goes_on > 0.99
-    assert found.accepted == pytest.approx(0.9, rel=1e-3)
+    result = rates(DecayingDraftStats(steps=1e6, drafts=1e6, most=1e6, drafted=1e6, accepted=0.9e6), 4)
+    assert result.goes_on > 0.99
+    assert result.accepted == pytest.approx(0.9, rel=1e-3)
 
 
 @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (1e6, 0), (4e6, 4e6)])
 def test_rates_are_probabilities_whatever_was_seen(drafted: float, accepted: float) -> None:
-    found = rates(
+    result = rates(
         DecayingDraftStats(steps=1e6, drafts=min(drafted, 1e6), most=4e6, drafted=drafted, accepted=accepted), 4
     )
-    assert 0 <= found.has_draft <= 1
-    assert 0 <= found.goes_on <= 1
-    assert 0 <= found.accepted <= 1
+    assert 0 <= result.has_draft <= 1
+    assert 0 <= result.goes_on <= 1
+    assert 0 <= result.accepted <= 1
 
 
 def test_drafts_are_tried_where_few_run_and_not_where_many_do() -> None:
@@ -183,14 +183,14 @@ def test_a_report_of_changing_work_teaches_nothing() -> None:
 def test_a_request_that_comes_and_goes_does_not_change_what_is_worth_about_as_much() -> None:
     """With six requests a draft of one token gains an eighth, with seven it costs a hundredth, with eight an eighth."""
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=6)
-    told = []
+    received = []
     for _ in range(3):
-        told.append(drafts.due(fleet))
+        received.append(drafts.due(fleet))
         fleet.set_draft_length(fleet[0], 1)
         fleet.add(fleet[0], TrajectoryId(100), 1)
-        told.append(drafts.due(fleet))
+        received.append(drafts.due(fleet))
         fleet.remove(fleet[0], TrajectoryId(100), 1)
-    assert told == [[(0, 1)], [], [], [], [], []]
+    assert received == [[(0, 1)], [], [], [], [], []]
     fleet.set_draft_length(fleet[0], 0)
     fleet.add(fleet[0], TrajectoryId(100), 1)
     assert drafts.due(fleet) == []

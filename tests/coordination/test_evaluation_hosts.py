@@ -77,8 +77,8 @@ def test_a_host_that_leaves_is_replaced_before_it_is_gone() -> None:
     on_the_way = only(commands, Interrupt)
     assert len(on_the_way) == 4
     routed = [
-        bench.tell(Interrupted(trajectory=one.trajectory, route_number=one.route_number, tokens=3))
-        for one in on_the_way
+        bench.tell(Interrupted(trajectory=item.trajectory, route_number=item.route_number, tokens=3))
+        for item in on_the_way
     ]
     assert evaluated([command for commands in routed for command in commands]) == [(B, 0)] * 4
     assert not only(bench.tell(InstanceLost(instance=A, why="it has left")), FinishEvaluation)

@@ -21,11 +21,11 @@ def test_its_error_is_that_of_the_latest(pairs: list[tuple[float, int]], window:
         forecast.WINDOW = before
     latest = pairs[-window:]
     count = len(latest)
-    found = learned.error
-    assert found.count == count
+    error = learned.error
+    assert error.count == count
     for mean, values in (
-        (found.mean_length, [length for _, length in latest]),
-        (found.mean_error, [abs(expected - length) for expected, length in latest]),
-        (found.bias, [expected - length for expected, length in latest]),
+        (error.mean_length, [length for _, length in latest]),
+        (error.mean_error, [abs(expected - length) for expected, length in latest]),
+        (error.bias, [expected - length for expected, length in latest]),
     ):
         assert abs(mean - sum(values) / max(1, count)) < 1e-6

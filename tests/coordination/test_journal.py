@@ -164,10 +164,10 @@ class TinyBody:
                 self.losses += 1
                 self.tell(InstanceLost(instance=InstanceId("ab"[self.losses % 2] + "'" * (self.losses // 3)), why="x"))
                 self.join("ab"[self.losses % 2])
-            for one in (InstanceId("a"), InstanceId("b")):
+            for item in (InstanceId("a"), InstanceId("b")):
                 progress = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 9))
                 delivered = tuple((TrajectoryId(t), self.rng.randint(1, 5)) for t in self.rng.sample(range(60), 3))
-                self.tell(InstanceReported(instance=one, progress=progress, delivered=delivered))
+                self.tell(InstanceReported(instance=item, progress=progress, delivered=delivered))
             self.tell(Tick())
         self.tell(StopRequested(why="all steps are trained"))
         self.journal.close()
@@ -337,10 +337,10 @@ def test_a_journal_with_lines_missing_or_doubled_never_ends_in_a_traceback(tmp_p
     path = tmp_path / "events.jsonl"
     TinyBody(coordinator(tmp_path), path, 2).run()
     lines = path.read_text().splitlines()
-    told = [i for i, line in enumerate(lines) if '"type":"Tick"' not in line and "InstanceReported" not in line]
-    found = 0
-    for i in told[::12]:
+    received = [i for i, line in enumerate(lines) if '"type":"Tick"' not in line and "InstanceReported" not in line]
+    result = 0
+    for i in received[::12]:
         for other in ([*lines[:i], *lines[i + 1 :]], [*lines[: i + 1], *lines[i:]]):
             path.write_text("".join(f"{line}\n" for line in other))
-            found += journal.replay(coordinator(tmp_path), journal.read(path)).difference != ""
-    assert found > len(told) // 12
+            result += journal.replay(coordinator(tmp_path), journal.read(path)).difference != ""
+    assert result > len(received) // 12

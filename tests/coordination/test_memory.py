@@ -47,9 +47,9 @@ LEAVES = (str, bytes, int, float, type, types.FunctionType, types.MethodType, ty
 def held(root: object, keep_out: tuple[type[Any], ...] = ()) -> Iterator[tuple[str, int]]:
     """(where, size) of every container that an object holds, and those in it hold, each once."""
     seen: set[int] = set()
-    found: deque[tuple[str, Any]] = deque([(type(root).__name__, root)])
-    while found:
-        where, thing = found.popleft()
+    result: deque[tuple[str, Any]] = deque([(type(root).__name__, root)])
+    while result:
+        where, thing = result.popleft()
         if isinstance(thing, np.ndarray):
             yield where, thing.size
         if thing is None or isinstance(thing, (*LEAVES, *keep_out)) or id(thing) in seen:
@@ -57,14 +57,14 @@ def held(root: object, keep_out: tuple[type[Any], ...] = ()) -> Iterator[tuple[s
         seen.add(id(thing))
         if isinstance(thing, dict):
             yield where, len(thing)
-            found.extend((f"{where}[]", value) for value in thing.values())
+            result.extend((f"{where}[]", value) for value in thing.values())
         elif isinstance(thing, (list, tuple, set, frozenset, deque)):
             yield where, len(thing)
-            found.extend((f"{where}[]", value) for value in thing)
+            result.extend((f"{where}[]", value) for value in thing)
         else:
             slots = (name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ()))
             names = {*getattr(thing, "__dict__", {}), *slots}
-            found.extend(
+            result.extend(
                 (f"{where}.{name}", value) for name in names if (value := getattr(thing, name, None)) is not None
             )
 

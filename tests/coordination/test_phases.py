@@ -111,6 +111,8 @@ def test_a_stop_ends_every_phase(phase: Phase) -> None:
     state, live = state_with(phase)
     ended = state.abort_all(AbortReason.RUN_ENDED)
     assert len(ended) == 4
-    assert {one.ending.trajectory: one.running_on for one in ended}[live.id] == (A if phase is Phase.RUNNING else None)
+    assert {item.ending.trajectory: item.running_on for item in ended}[live.id] == (
+        A if phase is Phase.RUNNING else None
+    )
     assert (live.phase, live.instance, len(state.live)) == (Phase.ENDED, None, 0)
     validate(state)

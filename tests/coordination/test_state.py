@@ -254,11 +254,11 @@ def test_fresh_groups_siblings_take_its_level_and_a_move_is_counted_at_both_ends
     assert len(state.unreserved_groups) == 1
     send(state, 6, row=1)
     assert {t.id: level for level, t in state.queue} == {4: 0, 5: 0, 7: 0, 8: 0}
-    assert [one.in_transit for one in state.fleet] == [1, 1]
+    assert [item.in_transit for item in state.fleet] == [1, 1]
     state.interrupt(live(state, 1), 9)
-    assert [one.in_transit for one in state.fleet] == [0, 1]
+    assert [item.in_transit for item in state.fleet] == [0, 1]
     send(state, 1, row=1)
-    assert [one.in_transit for one in state.fleet] == [0, 0]
+    assert [item.in_transit for item in state.fleet] == [0, 0]
     assert len(state.unreserved_groups) == 0
     validate(state)
 

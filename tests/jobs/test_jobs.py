@@ -50,8 +50,8 @@ class Cluster:
         return command(verb, *arguments, "--scheduler-file", self.file)
 
     def job(self, id: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self("status", id, "--json").stdout)
-        return found
+        parsed: dict[str, Any] = json.loads(self("status", id, "--json").stdout)
+        return parsed
 
     def until(self, id: str, *states: str, steps: int = 0, within_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait until a job is in one of the states and has done so many steps."""
@@ -109,12 +109,12 @@ def where_is(cluster: Cluster) -> dict[str, int]:
     """Process that each of staleflow's tasks and actors lives in, by key."""
 
     def places(dask_scheduler: Any) -> dict[str, str]:  # in here, so that it travels by value
-        found = {}
+        results = {}
         for key, task in dask_scheduler.tasks.items():
             worker = task.processing_on or next(iter(task.who_has or ()), None)
             if worker is not None:
-                found[str(key)] = worker.address
-        return found
+                results[str(key)] = worker.address
+        return results
 
     async def ask() -> dict[str, int]:
         async with ClusterAddress(scheduler_file=str(cluster.file)).connected() as client:
@@ -169,7 +169,7 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
     assert job_end["why"] == ""
     store = check(far, 20)
     summary = json.loads((far / "summary.json").read_text())
-    assert [one["end"] for one in summary["starts"]] == ["", "done"]
+    assert [item["end"] for item in summary["starts"]] == ["", "done"]
     assert summary["commands"]["Train"] >= 20 - 1, "those before the driver's death, too, but for what it had not noted"
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 20 * 16
     exported = command(*export)  # there is room now

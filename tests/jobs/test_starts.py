@@ -31,7 +31,7 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     last = RunReport(losses=["20.0 s: reward-0 is gone"], commands={"Route": 1, "Train": 5}, phases=dict(PHASES))
     with Starts(tmp_path, 4, 12.0).ending(last):
         pass
-    assert [(one.version, one.end) for one in read(tmp_path)] == [
+    assert [(item.version, item.end) for item in read(tmp_path)] == [
         (0, ""), (3, "failed: server is gone"), (4, "done"),
     ]  # fmt: skip
     assert read(tmp_path)[2].phases["wall_s"] == 18.0
@@ -43,7 +43,7 @@ def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     assert summary["seconds"] == {"wall_s": 30.0, "train_s": 9.0, "decide_s": 2.0, "driver_cpu_s": 6.0,
                                   "rollout_busy_s": 10.0, "rollout_assigned_s": 0.0,
                                   "rollout_idle_with_work_s": 0.0}  # fmt: skip
-    assert [one["end"] for one in json.loads((tmp_path / "summary.json").read_text())["starts"]] == [
+    assert [item["end"] for item in json.loads((tmp_path / "summary.json").read_text())["starts"]] == [
         "", "failed: server is gone", "done",
     ]  # fmt: skip
 
@@ -54,7 +54,7 @@ def test_a_stop_is_written_too(tmp_path: Path) -> None:
         pass
     with pytest.raises(KeyboardInterrupt), Starts(tmp_path, 0, 0.0).ending(outcomes):
         raise KeyboardInterrupt
-    assert [one.end for one in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
+    assert [item.end for item in read(tmp_path)] == ["stopped: cancelled", "stopped at once"]
 
 
 def test_a_run_of_an_earlier_version_has_none_and_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -28,15 +28,15 @@ def at_once() -> None:
 
 def test_a_signal_whose_cancellation_was_ignored_stops_the_run_once_there_is_one() -> None:
     async def run() -> tuple[list[str], list[str]]:
-        told: list[str] = []
+        received: list[str] = []
         stopped: list[str] = []
-        with StopRequest() as request, stopped_by_signals(request, told.append, at_once):
+        with StopRequest() as request, stopped_by_signals(request, received.append, at_once):
             await swallowing()
             request.set_handler(stopped.append)
-        return told, stopped
+        return received, stopped
 
-    told, stopped = asyncio.run(run())
-    assert told == ["interrupted: stopping; Ctrl-C again ends at once"]
+    received, stopped = asyncio.run(run())
+    assert received == ["interrupted: stopping; Ctrl-C again ends at once"]
     assert stopped == ["interrupted"]
 
 
@@ -66,12 +66,12 @@ def test_a_request_from_another_thread_stops_the_run_and_a_second_one_does_so_at
 
     async def run() -> list[str]:
         with request:
-            asked: list[str] = []
+            requests: list[str] = []
             twice = asyncio.Event()
 
             def stop(reason: str) -> None:
-                asked.append(reason)
-                if len(asked) == 2:
+                requests.append(reason)
+                if len(requests) == 2:
                     twice.set()
 
             request.set_handler(stop)
@@ -79,7 +79,7 @@ def test_a_request_from_another_thread_stops_the_run_and_a_second_one_does_so_at
             thread.start()
             await twice.wait()
             thread.join()
-            return asked
+            return requests
 
     assert asyncio.run(run()) == ["enough", "enough"]
 

@@ -39,9 +39,9 @@ async def only(jobs: Jobs) -> list[dict[str, Any]]:
     """The jobs of the board, once none is on its way any more."""
     async with asyncio.timeout(20.0):
         while True:
-            found: list[dict[str, Any]] = await job_registry.ask(jobs.client, "jobs")
-            if all(job["state"] == "failed" or "the cluster has 0" in job["why"] for job in found):
-                return found
+            result: list[dict[str, Any]] = await job_registry.ask(jobs.client, "jobs")
+            if all(job["state"] == "failed" or "the cluster has 0" in job["why"] for job in result):
+                return result
             await asyncio.sleep(0.05)
 
 
@@ -49,7 +49,7 @@ def test_a_submitted_job_has_its_place_in_the_queue(job: Path) -> None:
     async def script(jobs: Jobs) -> None:
         told = await submit(jobs, job)
         assert told["why"].startswith("needs 3 worker processes")
-        assert [one["id"] for one in await only(jobs)] == [told["id"]]
+        assert [item["id"] for item in await only(jobs)] == [told["id"]]
         assert await jobs.runs(told["id"]) == "no-worker"
 
     on(0, script)
@@ -101,7 +101,7 @@ def test_a_folder_has_one_job_that_has_not_ended(job: Path) -> None:
         for resume in (False, True):
             with pytest.raises(ConfigError, match=f"{first['id']} is waiting and has this folder"):
                 await submit(jobs, job, resume=resume)
-        assert [one["id"] for one in await only(jobs)] == [first["id"]]
+        assert [item["id"] for item in await only(jobs)] == [first["id"]]
         assert await job_registry.ask(jobs.client, "stop", id=first["id"], why="cancelled") == "waiting"
         second = await submit(jobs, job)
         assert second["why"].startswith("needs 3 worker processes")
@@ -121,8 +121,8 @@ def test_a_run_that_is_live_is_not_resumed(job: Path) -> None:
 def test_a_job_that_is_cancelled_before_its_driver_has_arrived_is_stopped(job: Path) -> None:
     async def script(jobs: Jobs) -> None:
         needs = {"instances": 1, "rewards": 1, "driver": True}
-        told = {"name": "half", "run_dir": "/runs/half", "steps": 1, "by": jobs.client.id}
-        await job_registry.ask(jobs.client, "submit", id="half", **told, needs=needs, wait_s=0.0)
+        received = {"name": "half", "run_dir": "/runs/half", "steps": 1, "by": jobs.client.id}
+        await job_registry.ask(jobs.client, "submit", id="half", **received, needs=needs, wait_s=0.0)
         assert await job_registry.ask(jobs.client, "stop", id="half", why="cancelled") == "waiting"
         assert (await jobs.of("half"))["state"] == "stopped"
 

@@ -38,15 +38,15 @@ def values(folder: Path) -> list[tuple[int, Any]]:
     """(step, what TensorBoard would show), read from its event files' records."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found = []
+    results = []
     for file in folder.glob("events.*"):
         data = file.read_bytes()
         while data:
             (size,) = struct.unpack("<Q", data[:8])
             event = Event.FromString(data[12 : 12 + size])
-            found += [(event.step, value) for value in event.summary.value]
+            results += [(event.step, value) for value in event.summary.value]
             data = data[12 + size + 4 :]
-    return found
+    return results
 
 
 def scalars(folder: Path) -> list[tuple[int, str, float]]:
@@ -57,8 +57,8 @@ def test_a_scalar_says_what_it_is_in_which_unit(job: Path, tmp_path: Path) -> No
     tracking = Tracking(loading.load(job), tmp_path)
     tracking.steps([{"step": 0.0, "staleness_max": 1.0, "of_mine": 2.0}])
     tracking.close()
-    said = {value.tag: value.metadata.summary_description for _, value in values(tmp_path / "tensorboard")}
-    assert said == {"staleness_max": "largest step - v_traj of the batch; at most eta, versions", "of_mine": ""}
+    messages = {value.tag: value.metadata.summary_description for _, value in values(tmp_path / "tensorboard")}
+    assert messages == {"staleness_max": "largest step - v_traj of the batch; at most eta, versions", "of_mine": ""}
 
 
 def test_every_step_is_tracked_once(job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -193,14 +193,14 @@ def planted() -> int:
 def chosen(packages: Sequence[Package], sample: int | None, seed: int) -> list[tuple[Package, Mutant]]:
     """The mistakes to plant: all, or of each package as many as its share is, but FEWEST at least."""
     rng = random.Random(seed)
-    found = {
+    results = {
         package.name: [m for path in package.modules() for m in mutants(path, Path(path).read_bytes())]
         for package in packages
     }
-    total = sum(map(len, found.values()))
+    total = sum(map(len, results.values()))
     picked = []
     for package in packages:
-        of_it = found[package.name]
+        of_it = results[package.name]
         count = len(of_it) if sample is None else min(len(of_it), max(FEWEST, round(sample * len(of_it) / total)))
         picked += [(package, mutant) for mutant in rng.sample(of_it, count)]
     rng.shuffle(picked)
@@ -265,18 +265,18 @@ def report(done: Sequence[Planted], known: dict[str, dict[str, str]]) -> int:
     """Print the score of each package and what survives; returns the exit code."""
     failed = False
     print(f"{'package':14} planted  killed  equivalent  holes  score")
-    for name in dict.fromkeys(one.package for one in done):
-        of_it = [one for one in done if one.package == name]
-        survivors = [one for one in of_it if one.killer is None]
-        equivalent = sum(known.get(one.mutant.key, {}).get("verdict") == "equivalent" for one in survivors)
+    for name in dict.fromkeys(item.package for item in done):
+        of_it = [item for item in done if item.package == name]
+        survivors = [item for item in of_it if item.killer is None]
+        equivalent = sum(known.get(item.mutant.key, {}).get("verdict") == "equivalent" for item in survivors)
         killed, holes = len(of_it) - len(survivors), len(survivors) - equivalent
         score = killed / (killed + holes) if killed + holes else 1.0
         failed |= score < LEAST
         print(f"{name:14} {len(of_it):7} {killed:7} {equivalent:11} {holes:6}  {score:.2f}")
-    for one in done:
-        if one.killer is None and one.mutant.key not in known:
+    for item in done:
+        if item.killer is None and item.mutant.key not in known:
             failed = True
-            print(f"not in {SURVIVORS.name}: [{one.mutant.kind}, line {one.mutant.line}] {one.mutant.key}")
+            print(f"not in {SURVIVORS.name}: [{item.mutant.kind}, line {item.mutant.line}] {item.mutant.key}")
     return int(failed)
 
 
@@ -291,7 +291,7 @@ def main() -> int:
     if arguments.planted:
         return planted()
     packages = [package for package in PACKAGES if arguments.package in (None, package.name)]
-    known = {one["mutant"]: one for one in tomllib.loads(SURVIVORS.read_text()).get("survivor", [])}
+    known = {item["mutant"]: item for item in tomllib.loads(SURVIVORS.read_text()).get("survivor", [])}
     return report(run(chosen(packages, arguments.sample, arguments.seed), arguments.processes), known)
 
 

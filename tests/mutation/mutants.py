@@ -54,10 +54,10 @@ class Mutant:
 
 def mutants(path: str, source: bytes) -> list[Mutant]:
     """All mistakes that can be planted in a module, in the order of its text."""
-    found = sorted(_Module(path, source).found(), key=lambda mutant: (mutant.begin, mutant.end, mutant.new))
+    results = sorted(_Module(path, source).found(), key=lambda mutant: (mutant.begin, mutant.end, mutant.new))
     seen: dict[str, int] = {}
     numbered = []
-    for mutant in found:
+    for mutant in results:
         number = seen[mutant.key] = seen.get(mutant.key, -1) + 1
         numbered.append(Mutant(**{name: getattr(mutant, name) for name in Mutant.__slots__} | {"number": number}))
     return numbered

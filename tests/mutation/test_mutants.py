@@ -33,8 +33,8 @@ class Server:
 
 
 def test_it_plants_what_it_says_and_nothing_into_texts_and_annotations() -> None:
-    found = mutants("server.py", SOURCE)
-    assert sorted((one.kind, one.old, one.new) for one in found) == [
+    result = mutants("server.py", SOURCE)
+    assert sorted((item.kind, item.old, item.new) for item in result) == [
         ("arithmetic", "count * 2", "(count / 2)"),
         ("await", "await self.written", "__import__('asyncio').ensure_future(self.written)"),
         ("boolean", "count < 0 or not self.open", "(count < 0 and (not self.open))"),
@@ -48,8 +48,8 @@ def test_it_plants_what_it_says_and_nothing_into_texts_and_annotations() -> None
         ("statement", 'raise ValueError(f"{count + 1}")', "pass"),
         ("statement", "self.total = count * 2", "pass"),
     ]
-    assert {one.function for one in found} == {"Server.take"}
-    assert all(ast.parse(one.planted(SOURCE)) for one in found)
+    assert {item.function for item in result} == {"Server.take"}
+    assert all(ast.parse(item.planted(SOURCE)) for item in result)
 
 
 def test_every_module_has_tests_and_mistakes_with_names_of_their_own() -> None:
@@ -57,8 +57,8 @@ def test_every_module_has_tests_and_mistakes_with_names_of_their_own() -> None:
         for path in package.modules():
             assert all(Path(test).exists() for test in package.tests_of(path)), path
             source = Path(path).read_bytes()
-            found = mutants(path, source)
-            assert len({one.key for one in found}) == len(found)
+            result = mutants(path, source)
+            assert len({item.key for item in result}) == len(result)
 
 
 def test_a_sample_is_the_same_for_a_seed() -> None:
@@ -68,16 +68,16 @@ def test_a_sample_is_the_same_for_a_seed() -> None:
 
 def test_what_is_listed_as_a_survivor_can_still_be_planted() -> None:
     keys = {m.key for package in PACKAGES for path in package.modules() for m in mutants(path, Path(path).read_bytes())}
-    for one in tomllib.loads(SURVIVORS.read_text()).get("survivor", []):
-        assert one["mutant"] in keys
-        assert one["verdict"] in ("hole", "equivalent") and one["why"]
+    for item in tomllib.loads(SURVIVORS.read_text()).get("survivor", []):
+        assert item["mutant"] in keys
+        assert item["verdict"] in ("hole", "equivalent") and item["why"]
 
 
 def test_what_is_planted_by_hand_is_in_the_source_once_and_so_is_its_test() -> None:
-    for one in tomllib.loads(PLANTED.read_text())["mistake"]:
-        source = Path(one["path"]).read_bytes()
-        ast.parse(replaced(one["path"], source, one["old"], one["new"]).planted(source))
-        path, _, name = one["noticed_by"].partition("::")
+    for item in tomllib.loads(PLANTED.read_text())["mistake"]:
+        source = Path(item["path"]).read_bytes()
+        ast.parse(replaced(item["path"], source, item["old"], item["new"]).planted(source))
+        path, _, name = item["noticed_by"].partition("::")
         text = Path(path).read_text()
         assert not name or f"def {name}(" in text or f"class {name}(" in text
 

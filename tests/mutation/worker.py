@@ -174,11 +174,11 @@ def _replace(functions: list[FunctionType], path: Path, original: str, mutated: 
     called = any((name, line) in new and os.path.realpath(file) == str(path) for file, name, line in _during_imports)
     for function in functions:
         code = function.__code__
-        found = new.get((code.co_qualname, code.co_firstlineno))
-        if found is not None and os.path.realpath(code.co_filename) == str(path):
-            if code.co_freevars != found.co_freevars:
+        result = new.get((code.co_qualname, code.co_firstlineno))
+        if result is not None and os.path.realpath(code.co_filename) == str(path):
+            if code.co_freevars != result.co_freevars:
                 return False, called
-            function.__code__ = found
+            function.__code__ = result
     return True, called
 
 

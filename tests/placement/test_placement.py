@@ -67,7 +67,7 @@ def check(fleet: Fleet, assignments: Mapping[str, Assignment]) -> None:
     devices = {device.uuid: (host.name, device) for host in fleet.hosts for device in host.devices}
     num_free = sum(uuid not in fleet.taken for uuid in devices)
     assert set(assignments) == {role.name for role in fleet.roles}
-    used = Counter(uuid for one in assignments.values() for uuid in one.devices)
+    used = Counter(uuid for assignment in assignments.values() for uuid in assignment.devices)
     assert not set(used) & set(fleet.taken)
     if not fleet.share or num_free >= sum(role.num_devices for role in fleet.roles):
         assert all(count == 1 for count in used.values())
@@ -141,7 +141,7 @@ def test_a_restart_moves_nothing_and_a_lost_gpu_moves_its_role_alone(fleet: Flee
     before = first.assignments
     again = dataclasses.replace(fleet, before=before)
     assert again.place() == first
-    used = sorted({uuid for one in before.values() for uuid in one.devices})
+    used = sorted({uuid for item in before.values() for uuid in item.devices})
     lost = data.draw(st.sampled_from(used))
     hosts = [
         dataclasses.replace(host, devices=tuple(d for d in host.devices if d.uuid != lost)) for host in fleet.hosts
@@ -150,12 +150,12 @@ def test_a_restart_moves_nothing_and_a_lost_gpu_moves_its_role_alone(fleet: Flee
     now = less.place()
     if isinstance(now, Placement):
         check(less, now.assignments)
-        stay = [name for name, one in before.items() if lost not in one.devices]
+        stay = [name for name, item in before.items() if lost not in item.devices]
         unmoved = all(now.assignments[name] == before[name] for name in stay)
         # Others move only where they would leave no place for the role that lost its own.
         rest = {uuid: "" for name in stay for uuid in before[name].devices} | dict(fleet.taken)
         orphans = [role for role in fleet.roles if role.name not in stay]
-        shared = Counter(uuid for one in before.values() for uuid in one.devices).most_common(1)[0][1] > 1
+        shared = Counter(uuid for item in before.values() for uuid in item.devices).most_common(1)[0][1] > 1
         assert unmoved or shared or isinstance(place(hosts, orphans, taken=rest), Shortage)
 
 

@@ -61,8 +61,8 @@ def simulated(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize("cause", PLANTED, ids=lambda cause: cause.value)
 def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Cause) -> None:
     config = simulated(*PLANTED[cause])
-    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
-    diagnosis = found.diagnosis
+    measures = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run())
+    diagnosis = measures.diagnosis
     assert diagnosis is not None
     assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
     assert diagnosis.line.count("\n") == 0
@@ -70,7 +70,7 @@ def test_a_planted_cause_is_found_in_a_simulation_and_its_cure_helps(cause: Caus
     halved = [f"{key}={_value(config, key) / 2}" for key in diagnosis.halved]
     cured = simulated(*PLANTED[cause], *(f"{key}={value}" for key, value in diagnosis.change), *halved)
     then = measure(cured, SimulatedRun(cured, actor_settings.make_workload(cured)).run())
-    gain = then.steady_tokens_per_s / found.steady_tokens_per_s
+    gain = then.steady_tokens_per_s / measures.steady_tokens_per_s
     if cause is Cause.MANY_INSTANCES:  # what is said not to be needed is not needed
         assert gain > 0.97
         assert cured.rollout.instances < config.rollout.instances / 2
@@ -89,9 +89,9 @@ def test_nothing_is_said_of_no_steps() -> None:
 
 def test_other_admission_rules_are_advised_to_change_to_the_bound() -> None:
     config = simulated("staleness.admission=synchronous")
-    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
-    assert found is not None
-    assert (found.cause, found.advice) == (Cause.BOUND, 'staleness.admission = "staleflow"')
+    diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.advice) == (Cause.BOUND, 'staleness.admission = "staleflow"')
 
 
 # -- runs of the driver ------------------------------------------------------------------------------------------
@@ -126,9 +126,9 @@ def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) ->
     cost = tuple(f"rollout.cost.{name}=0.0" for name in ("k1", "k3", "k4", "b", "prefill"))
     run = Body(tmp_path).run(*SMALL, *cost, "rollout.cost.k2=0.05", *overrides, world=make_world())
     run.check()
-    found = run.outcomes.diagnosis
-    assert found is not None
-    assert (found.cause, found.line) == (cause, found.line)
+    diagnosis = run.outcomes.diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
     steps = run.config.steps
     assert sorted(run.outcomes.limits) == list(range(steps))
     # In the last eta + 1 steps no new work starts, and they wait for other things.
@@ -141,14 +141,14 @@ def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) ->
 def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=14", *PLANTED[Cause.FEW_INSTANCES])
     config = load_job(run)
-    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
-    assert found is not None
-    expected = expect(run, profile_run(run), found, budget_s=60.0)
+    diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert diagnosis is not None
+    expected = expect(run, profile_run(run), diagnosis, budget_s=60.0)
     assert expected.ratio == pytest.approx(1.9, abs=0.2)
     assert expected.command == f"staleflow simulate --from {run} --set rollout.instances=2"
-    said = diagnosed(found, expected)
-    assert said["cause"] == "too few instances"
-    assert said["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
+    text = diagnosed(diagnosis, expected)
+    assert text["cause"] == "too few instances"
+    assert text["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
 
 
 def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_many(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_m
 def test_a_simulation_that_takes_too_long_is_left_to_the_user(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4", *PLANTED[Cause.FEW_INSTANCES])
     config = load_job(run)
-    found = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
-    assert found is not None
+    diagnosis = measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()).diagnosis
+    assert diagnosis is not None
     for profile, budget_s in ((profile_run(run), 0.0), (None, 60.0)):
-        expected = expect(run, profile, found, budget_s)
+        expected = expect(run, profile, diagnosis, budget_s)
         assert expected.ratio is None
         assert expected.line == (f"see what it would bring: staleflow simulate --from {run} --set rollout.instances=2")

@@ -67,7 +67,7 @@ def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]
         "simulation.train_s=50.0",
         "simulation.report_s=2.0",
     )
-    wrong += ("workload.acceptance_rate=0.1",) if any("speculation" in one for one in overrides) else ()
+    wrong += ("workload.acceptance_rate=0.1",) if any("speculation" in override for override in overrides) else ()
     again = load_job(run, (*wrong, *as_recorded(run, profile_run(run))))
     assert rate(again) == pytest.approx(rate(job), rel=0.1)
 
@@ -179,10 +179,10 @@ def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None
 def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
     one, two, group = InstanceId("one"), InstanceId("two"), GroupId(0)
     watch = TimeTracker(CostModel(k1=0, k2=0, k3=0, k4=0.01, b=0, prefill=0), 1)
-    found = MemberInFlight(trajectory=TrajectoryId(0), version=PolicyVersion(0), tokens=30)
+    result = MemberInFlight(trajectory=TrajectoryId(0), version=PolicyVersion(0), tokens=30)
     watch.observe(
         0.0,
-        RunResumed(step=0, num_ended=(), groups=(GroupInFlight(group=group, prompt_tokens=5, members=(found,)),)),
+        RunResumed(step=0, num_ended=(), groups=(GroupInFlight(group=group, prompt_tokens=5, members=(result,)),)),
         (),
     )
 

@@ -64,8 +64,8 @@ def test_the_life_of_an_episode_tells_its_turns_and_what_its_environment_did() -
         (7.0, ended("TrajectorySampled", 6, 4), [act(6)]),
         (9.0, {"type": "TrajectoryScored", "trajectory": 6, "reward": 1.0}, []),
     )
-    told = [(mark["at_s"], mark["what"], mark["phase"]) for mark in made.story(6)]
-    assert told[2:] == [
+    received = [(mark["at_s"], mark["what"], mark["phase"]) for mark in made.story(6)]
+    assert received[2:] == [
         (2.0, "sampled a turn, 9 tokens so far", "acting"),
         (4.0, "its environment answered, 12 tokens so far", "waiting"),
         (4.0, "routed to a at version 0", "sampling"),

@@ -49,8 +49,8 @@ def test_pages_together_are_the_whole_list_in_order(sort: str) -> None:
 
 @pytest.mark.parametrize("page", [-5, 0, 1, 99])
 def test_a_page_outside_of_the_list_is_the_nearest(page: int) -> None:
-    found = listing.trajectories(columns(60), "", "step", page)
-    assert (found.page, found.pages) == ((1, 2) if page < 2 else (2, 2))
+    trajectories = listing.trajectories(columns(60), "", "step", page)
+    assert (trajectories.page, trajectories.pages) == ((1, 2) if page < 2 else (2, 2))
     nothing = listing.trajectories(columns(60), "reward > 9", "step", page)
     assert (nothing.page, nothing.pages, nothing.total, len(nothing.at)) == (1, 1, 0, 0)
 
@@ -80,9 +80,9 @@ def test_groups_of_a_step_are_ordered_by_their_members(order: str) -> None:
 
 def test_a_filter_keeps_groups_with_a_matching_member() -> None:
     table = columns()
-    found = listing.groups_of_step(table, 1, "response_tokens > 80", "trained", 1)
+    result = listing.groups_of_step(table, 1, "response_tokens > 80", "trained", 1)
     some = (table["step"] == 1) & (table["fate"] == "consumed") & (table["response_tokens"] > 80)
-    assert found.at.tolist() == sorted(set(table["group"][some].tolist()))
+    assert result.at.tolist() == sorted(set(table["group"][some].tolist()))
     with pytest.raises(ConfigError, match="groups cannot be ordered by 'size'"):
         listing.groups_of_step(table, 1, "", "size", 1)
 
@@ -100,11 +100,11 @@ def test_members_are_those_trained_on_first() -> None:
 def test_a_distribution_counts_every_selected_value_once() -> None:
     table = columns()
     for name in ("response_tokens", "reward", "step"):
-        found = listing.distribution(table, "response_tokens > 20", name)
+        result = listing.distribution(table, "response_tokens > 20", name)
         chosen = (table["response_tokens"] > 20) & np.isfinite(table[name])
         if name == "reward":
             chosen &= table["fate"] == "consumed"
-        assert sum(map(sum, found["fates"].values())) == chosen.sum()
+        assert sum(map(sum, result["fates"].values())) == chosen.sum()
     assert listing.distribution(table, "reward > 9", "reward")["fates"] == {}
     whole = listing.distribution(table, "", "step")
     assert whole["edges"] == [-0.5, 0.5, 1.5, 2.5, 3.5, 4.5]
@@ -129,10 +129,10 @@ def test_the_mean_of_each_step_is_of_what_it_trained_on() -> None:
     table = columns()
     table["reward"] = np.nan_to_num(table["reward"])
     table["step"][table["step"] == 3] = 4
-    found = listing.mean_by_step([table, table], "reward")
+    result = listing.mean_by_step([table, table], "reward")
     trained = (table["fate"] == "consumed") & (table["step"] == 1)
-    assert found["means"][0][1] == pytest.approx(float(table["reward"][trained].mean()))
-    assert found["means"][1][3] is None
+    assert result["means"][0][1] == pytest.approx(float(table["reward"][trained].mean()))
+    assert result["means"][1][3] is None
 
 
 def record(step: int, ended: dict[str, int], kind: str = "step", **metrics: float) -> StepRecord:
@@ -149,12 +149,12 @@ RECORDS = [
 
 
 def test_series_have_a_value_a_step_and_none_for_what_is_no_number() -> None:
-    found = charts.series(RECORDS, 0)
-    assert found["step"] == [0, 1, 2]
-    assert found["lines"]["reward"] == [0.5, 0.25, None]
-    assert found["lines"]["loss"] == [None, 1.0, 2.0]
-    assert found["lines"]["tokens_per_s"][0] == 10.0
-    assert found["drops"] == {"aborted: surplus member": [1, 2, 0], "filtered: no signal": [0, 4, 4]}
+    result = charts.series(RECORDS, 0)
+    assert result["step"] == [0, 1, 2]
+    assert result["lines"]["reward"] == [0.5, 0.25, None]
+    assert result["lines"]["loss"] == [None, 1.0, 2.0]
+    assert result["lines"]["tokens_per_s"][0] == 10.0
+    assert result["drops"] == {"aborted: surplus member": [1, 2, 0], "filtered: no signal": [0, 4, 4]}
 
 
 @pytest.mark.parametrize("first", [1, 2, 3])

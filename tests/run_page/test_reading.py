@@ -76,10 +76,10 @@ def test_rows_and_records_are_read_once_however_many_pages_are_asked_for(tmp_pat
 
 def test_a_list_reads_no_tokens_and_excerpts_only_those_listed(tmp_path: Path, read: Counter[str]) -> None:
     page = Page(run_of(tmp_path, 6).run_dir)
-    found = page.ask("trajectories", sort="-response_tokens")
+    result = page.ask("trajectories", sort="-response_tokens")
     assert not read["tokens/ids"]
-    assert len(found["columns"]["trajectory"]) == 50
-    assert (found["total"], found["pages"]) == (96, 2)
+    assert len(result["columns"]["trajectory"]) == 50
+    assert (result["total"], result["pages"]) == (96, 2)
     page.ask("excerpts", ids="5 90")
     assert read["tokens/ids"] < 2 * 30
     assert read["tokens/ids"] < TOKEN_FILE

@@ -58,9 +58,9 @@ def test_what_an_act_takes_beyond_its_environment_and_a_place_there_is_measured(
     took = [now - acted for now, acted, _ in acts_of(run)]
     own = [seconds for _, _, seconds in acts_of(run)]
     assert min(own) > 0 and max(took) > 3 * min(took)  # one at a time: most wait for their place
-    found = latencies(run.entries)
-    assert 0 < found["environment_overhead_s"] < 0.1 * sum(took) / len(took)
-    assert 0 < found["reward_s"] < 0.1 * sum(took) / len(took)
+    result = latencies(run.entries)
+    assert 0 < result["environment_overhead_s"] < 0.1 * sum(took) / len(took)
+    assert 0 < result["reward_s"] < 0.1 * sum(took) / len(took)
 
 
 def acts_of(run: Run) -> list[tuple[float, float, float]]:
@@ -82,8 +82,8 @@ def test_contexts_found_cached_are_counted_step_by_step_and_those_of_ended_episo
     steps = run.outcomes.steps
     assert all(step["prefilled_tokens"] > 0 for step in steps)
     assert sum(step["cached_tokens"] for step in steps) > 0
-    told = [t for call in run.workers.calls if call.method == "abort" for t in call.args[0]]
-    assert {c.trajectory for c in run.commands("ReleaseCache")} <= set(told)
+    received = [t for call in run.workers.calls if call.method == "abort" for t in call.args[0]]
+    assert {c.trajectory for c in run.commands("ReleaseCache")} <= set(received)
     assert run.commands("ReleaseCache")
 
 

@@ -92,12 +92,12 @@ def notes(folder: Path) -> Notes:
 
 def told(answers: list[dict[str, Any]]) -> tuple[AgentArgs, ...]:
     """The turns that an agent was told."""
-    found = []
+    results = []
     for answer in (note["told"] for note in answers if "told" in note):
         choice = answer["choices"][0]
-        logprobs = np.asarray([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
-        found.append((tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"]), logprobs.tobytes()))
-    return tuple(found)
+        logprobs = np.asarray([item["logprob"] for item in choice["logprobs"]["content"]], np.float32)
+        results.append((tuple(answer["prompt_token_ids"]), tuple(choice["token_ids"]), logprobs.tobytes()))
+    return tuple(results)
 
 
 def alive(pid: int) -> bool:
@@ -122,7 +122,7 @@ def test_a_kill_while_agents_wait_leaves_nothing_that_was_told_otherwise(job: Pa
     async def interfere(driver: Driver, cluster: DaskWorkers) -> None:
         while not waited:
             await asyncio.sleep(0.02)
-            waited.extend(p for p, found in notes(heard).items() if found and found[-1].get("asks", 0) and alive(p))
+            waited.extend(p for p, result in notes(heard).items() if result and result[-1].get("asks", 0) and alive(p))
         if victim == "agent":
             os.kill(waited[0], signal.SIGKILL)
             return
@@ -137,17 +137,17 @@ def test_a_kill_while_agents_wait_leaves_nothing_that_was_told_otherwise(job: Pa
     driver = asyncio.run(interfered(job, overrides, interfere))
     run_dir = job.parent / "runs" / "job"
     rows = list(check(run_dir, STEPS).ended())
-    found = notes(heard)
-    by_agents = {told(written) for written in found.values()}
+    result = notes(heard)
+    by_agents = {told(written) for written in result.values()}
     consumed = [tuple(stored_turns(row.trajectory)) for row in rows if row.fate is Fate.CONSUMED]
     assert len(consumed) == STEPS * 16
     assert set(consumed) <= by_agents  # each episode as one agent was told it, from its first turn to its last
     stored = {tuple(stored_turns(row.trajectory)) for row in rows}
-    ended = [told(written) for written in found.values() if "ended" in written[-1]]
+    ended = [told(written) for written in result.values() if "ended" in written[-1]]
     assert ended
     if victim != "environment-0":  # what it had not passed on begins again
         assert set(ended) <= stored
-    refused = [note for written in found.values() for note in written if "status" in note]
+    refused = [note for written in result.values() for note in written if "status" in note]
     assert {note["status"] for note in refused} <= {400, 410, 503}  # at its limit, episode over, or to be tried again
     assert all(note["retry"] for note in refused if note["status"] == 503)
 

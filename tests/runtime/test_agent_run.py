@@ -24,7 +24,7 @@ def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
     game = HigherOrLower()
     observation, _ = game.reset(seed)
     assert t.prompt_tokens.tolist() == tokenizer(observation)["input_ids"]
-    given = [span for span in t.spans if isinstance(span, EnvSpan)]
+    values = [span for span in t.spans if isinstance(span, EnvSpan)]
     assert isinstance(t.spans[-1], Segment)  # nothing is given after the last turn
     for number, turn in enumerate(t.turns):
         text = tokenizer.decode(turn.tolist(), skip_special_tokens=True)
@@ -34,9 +34,9 @@ def assert_played(t: Trajectory, seed: int, tokenizer: AutoTokenizer) -> None:
         if ended:
             assert (t.reward, t.reward_parts) == (reward, info["parts"])
         else:
-            assert given[number].role == "environment"
-            assert given[number].tokens.tolist() == tokenizer(observation)["input_ids"]
-    assert len(given) == len(t.turns) - 1
+            assert values[number].role == "environment"
+            assert values[number].tokens.tolist() == tokenizer(observation)["input_ids"]
+    assert len(values) == len(t.turns) - 1
 
 
 def check_example(player: Path, folder: Path, *overrides: str) -> list[dict[str, float]]:

@@ -46,25 +46,25 @@ def test_turns_end_by_the_strings_that_their_requests_name(job: Path, tiny_model
         "task.eval_prompts=0", "steps=3", "rollout.max_new_tokens=60", "rollout.turn_tokens=16",
     )  # fmt: skip
     texts = tokenizer_texts(str(tiny_model))
-    told: set[AgentArgs] = set()
+    received: set[AgentArgs] = set()
     stopped = cut = 0
     for file in (tmp_path / "told").iterdir():
         for line in file.read_text().splitlines():
             turn, answer = json.loads(line)
             (choice,) = answer["choices"]
             tokens = choice["token_ids"]
-            logprobs = np.asarray([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
-            told.add((tuple(answer["prompt_token_ids"]), tuple(tokens), logprobs.tobytes()))
+            logprobs = np.asarray([item["logprob"] for item in choice["logprobs"]["content"]], np.float32)
+            received.add((tuple(answer["prompt_token_ids"]), tuple(tokens), logprobs.tobytes()))
             text = texts.text(tokens)
-            found = find_stop(text, STOP) if turn != 1 else None
-            assert choice["message"]["content"] == (text if found is None else text[: found[0]])
+            result = find_stop(text, STOP) if turn != 1 else None
+            assert choice["message"]["content"] == (text if result is None else text[: result[0]])
             assert turn == 1 or find_stop(texts.text(tokens[:-1]), STOP) is None, "nothing is sampled after it"
-            assert choice["finish_reason"] == ("stop" if found or tokens[-1] == 1 else "length")
-            stopped += found is not None
+            assert choice["finish_reason"] == ("stop" if result or tokens[-1] == 1 else "length")
+            stopped += result is not None
             cut += turn == 1 and find_stop(text, STOP) is not None
     assert stopped > 10, "or it shows nothing"
     assert cut > 0, "turns without stop strings go on"
     ended = [row for row in check(end.run_dir, 3).ended() if row.fate is Fate.CONSUMED]
     stored = {turn for row in ended for turn in stored_turns(row.trajectory)}
     assert stored
-    assert stored <= told
+    assert stored <= received

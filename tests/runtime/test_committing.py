@@ -51,12 +51,12 @@ def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
     run = body.run("steps=5", "deadlines.stuck_s=5", world=quick(7.0))
     run.check()
     assert run.outcomes.losses == []
-    told = [what for _, _, _, what in run.said if what.startswith("committing")]
-    assert told[0] == (
+    received = [what for _, _, _, what in run.said if what.startswith("committing")]
+    assert received[0] == (
         "committing step 0 for 3 s (deadlines.commit_s allows 60); sampling goes on within the staleness bound, "
         "training up to 2 steps ahead"
     )
-    assert len(told) >= 2 * 5
+    assert len(received) >= 2 * 5
 
 
 def test_prompts_are_drawn_while_a_commit_goes_on(body: Body) -> None:
@@ -87,8 +87,8 @@ def test_a_bucket_that_fails_for_minutes_ends_nothing(body: Body) -> None:
     assert reported[0][0] < 3.0 + 5.0
     assert "it is tried again (deadlines.commit_s allows 400); sampling goes on" in reported[0][1]
     assert max(float(re.search(r"for (\d+) s", what)[1]) for _, what in reported) >= 297  # type: ignore[index]
-    asked = [c for c in run.workers.calls if c.method == "commit"]
-    assert len(asked) == 13, "the server tries again, the driver does not ask again"
+    requests = [c for c in run.workers.calls if c.method == "commit"]
+    assert len(requests) == 13, "the server tries again, the driver does not ask again"
     during = [event for at_s, event in run.events("TrajectorySampled") if 3.0 < at_s < 303.0]
     assert len(during) >= 4 * MOST_UNCOMMITTED
     trained = [c for c in run.workers.calls if c.method == "train" and 3.0 < c.at_s < 303.0]

@@ -161,7 +161,7 @@ def test_versions_no_instance_needs_are_removed_and_no_other(body: Body) -> None
     run = body.run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones())
     run.check()
     assert {name for name in run.workers.names if name.startswith("parameters")} == {"parameters-one", "parameters-two"}
-    assert all(held <= {5, 6} for held in run.world.weights.values())
+    assert all(weight <= {5, 6} for weight in run.world.weights.values())
 
 
 @pytest.mark.parametrize("how", [{"silent": "before"}, {"error": OSError("reset")}], ids=["silent", "reset"])
@@ -171,7 +171,7 @@ def test_a_parameter_server_that_does_not_remove_old_versions_stops_nothing(body
     run = body.run(*LONG, "steps=6", hosts=("one", "two"), world=long_ones(), faults=faults)
     run.check()
     assert run.outcomes.losses == []
-    assert all(held <= {5, 6} for held in run.world.weights.values())
+    assert all(weight <= {5, 6} for weight in run.world.weights.values())
 
 
 def test_checkpoints_are_saved_as_often_as_asked(body: Body) -> None:
@@ -330,6 +330,6 @@ def test_the_start_says_what_it_waits_for(body: Body) -> None:
     late = Fault(actor="rollout-1", method="__init__", late_s=9.0)
     run = body.run("rollout.instances=2", faults=(late,))
     run.check()
-    said = [what for _, _, _, what in run.said if what.startswith("starting actors")]
+    messages = [what for _, _, _, what in run.said if what.startswith("starting actors")]
     stages = ("", ": 4 of 5 ready, waiting for rollout-1", ": all 5 ready, publishing the first weights")
-    assert said == [f"starting actors{stage}" for stage in stages]
+    assert messages == [f"starting actors{stage}" for stage in stages]

@@ -336,9 +336,11 @@ def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: py
     world = World(reward_error=lambda text: "a third" if len(text) % 3 == 0 else "")
     run = body.run("steps=4", "reward.max_error_share=1", world=world)
     run.check()
-    told = [r.getMessage() for r in caplog.records if "reward failed" in r.getMessage() and r.levelname == "WARNING"]
-    assert len(told) == 1
-    assert told[0].endswith("reward failed: a third; further ones: steps count them")
+    received = [
+        r.getMessage() for r in caplog.records if "reward failed" in r.getMessage() and r.levelname == "WARNING"
+    ]
+    assert len(received) == 1
+    assert received[0].endswith("reward failed: a third; further ones: steps count them")
     rows = list(run.store.ended())
     failed = [r for r in rows if r.trajectory.error]
     assert 0 < len(failed) < len(rows)

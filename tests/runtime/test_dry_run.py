@@ -91,11 +91,11 @@ def test_a_job_of_ones_own_is_tried_in_small_on_random_responses(job: Path, tmp_
     overrides = [x for o in (*sizes, f"reward.function={tmp_path}/mine.py:picky") for x in ("--set", o)]
     answer = staleflow("run", job, "--dry-run", "--json", *overrides)
     assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout)
-    assert (found["steps"], found["findings"]) == (3, [])
+    parsed = json.loads(answer.stdout)
+    assert (parsed["steps"], parsed["findings"]) == (3, [])
     error = "ValueError: not this one (mine.py, line 4)"
-    assert list(found["reward_errors"]) == [error]
-    assert found["rewards"] + found["reward_errors"][error] >= 3 * 8 * 4
-    assert found["reward"][0] < found["reward"][1]
-    assert 0 < found["prompt_tokens"][0] <= found["prompt_tokens"][1] < 64
+    assert list(parsed["reward_errors"]) == [error]
+    assert parsed["rewards"] + parsed["reward_errors"][error] >= 3 * 8 * 4
+    assert parsed["reward"][0] < parsed["reward"][1]
+    assert 0 < parsed["prompt_tokens"][0] <= parsed["prompt_tokens"][1] < 64
     assert sorted(tmp_path.iterdir()) == before

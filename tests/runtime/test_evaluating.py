@@ -38,9 +38,9 @@ def test_every_version_is_evaluated_beside_training(body: Body) -> None:
     run = body.run(*EVALUATED, world=World(train_s=4.0))
     check(run)
     assert versions(run) == [0, 1, 2, 3]
-    for found in run.outcomes.evaluations:
-        assert (found.num_prompts, found.sampled_failed, found.greedy_failed) == (4, 0, 0)
-        assert found.tokens > 0 and found.seconds > 0
+    for evaluation in run.outcomes.evaluations:
+        assert (evaluation.num_prompts, evaluation.sampled_failed, evaluation.greedy_failed) == (4, 0, 0)
+        assert evaluation.tokens > 0 and evaluation.seconds > 0
     steps = [now for now, _ in run.events("VersionPublished")]
     requested = [now for now, _ in run.events("EvaluationRequested")]
     assert requested[0] < steps[0], "the first version is evaluated while the first step is sampled"
@@ -110,13 +110,13 @@ def test_a_run_that_goes_on_neither_repeats_nor_loses_a_result(body: Body, steps
     if second.error is not None:
         raise second.error
     second.check_kept()
-    found = versions(second)
+    result = versions(second)
     kept = [v for v in had if v <= resumption.version]
-    assert found[: len(kept)] == kept
-    assert found == sorted(set(found)) and found[-1] == 6
-    assert json.loads((second.config.run_dir / "evaluations.json").read_text())[0]["version"] == found[0]
+    assert result[: len(kept)] == kept
+    assert result == sorted(set(result)) and result[-1] == 6
+    assert json.loads((second.config.run_dir / "evaluations.json").read_text())[0]["version"] == result[0]
     again = [e for _, e in second.events("EvaluationRequested")]
-    assert len(again) == len(found) - len(kept)
+    assert len(again) == len(result) - len(kept)
 
 
 def test_two_sets_with_their_own_prompts_samples_and_limits(body: Body) -> None:
@@ -160,11 +160,11 @@ def kept(run: Run) -> int:
     """The version that checkpoints/best is of; nothing else of an evaluation is there."""
     checkpoints = run.config.run_dir / "checkpoints"
     assert not list(checkpoints.glob("*evaluated-*"))
-    said = json.loads((checkpoints / "best" / "evaluation.json").read_text())
-    assert (checkpoints / "best" / "version").read_text() == str(said["version"]), "its weights are its own"
-    (found,) = [e for e in run.outcomes.evaluations if e.version == said["version"]]
-    assert said["reward"] == found.figure
-    return int(said["version"])
+    parsed = json.loads((checkpoints / "best" / "evaluation.json").read_text())
+    assert (checkpoints / "best" / "version").read_text() == str(parsed["version"]), "its weights are its own"
+    (found,) = [e for e in run.outcomes.evaluations if e.version == parsed["version"]]
+    assert parsed["reward"] == found.figure
+    return int(parsed["version"])
 
 
 def best_of(run: Run) -> int:

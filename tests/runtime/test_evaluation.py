@@ -63,27 +63,27 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         answers = {ids(prompt): text for prompt, text in answer.items()}
         actors: Any = Here({"server": server, "reward-0": reward})
         requests: list[Any] = []
-        found: list[Evaluation] = []
+        results: list[Evaluation] = []
         evaluating = EvaluationDriver(
-            config, actors, folder, found, requests.append, lambda _: None, lambda: 0.0,
+            config, actors, folder, results, requests.append, lambda _: None, lambda: 0.0,
             lambda name: {"reward": "r", "data": "d", "template": "t"}, lambda name: [f"a change of {name}"],
         )  # fmt: skip
         try:
             await evaluating.begin(PolicyVersion(0))
             members = [TrajectoryId(g.group * config.oversampled_group_size) for g in requests[0].groups]
             payloads = await server.payloads(tuple((member, 1) for member in members))
-            said = {member: answers[payloads[member].prompt] for member in members}
-            await server.deliver([_sampled(member, ids(text)) for member, text in said.items() if text is not None])
+            messages = {member: answers[payloads[member].prompt] for member in members}
+            await server.deliver([_sampled(member, ids(text)) for member, text in messages.items() if text is not None])
             await reward.score(server, tuple(members))
-            failed = tuple(member for member, text in said.items() if text is None)
+            failed = tuple(member for member, text in messages.items() if text is None)
             concluded = FinishEvaluation(evaluation=0, version=PolicyVersion(3), failed=failed, cause="")
             await evaluating.conclude(concluded)
             assert server._flight.live == {} == server._flight.routings
         finally:
             await reward.close()
             await server.close()
-        assert read_evaluations(folder) == found
-        (one,) = found
+        assert read_evaluations(folder) == results
+        (one,) = results
         return one
 
     return asyncio.run(scenario())
@@ -114,17 +114,17 @@ def test_what_failed_is_left_out_and_prompts_count_once(job: Path, tmp_path: Pat
         f"reward.function={tmp_path}/mine.py:moody",
     )  # fmt: skip
     answer: dict[str, str | None] = {"54+54=": "1", "55+55=": "0", "56+56=": "7", "57+57=": None, "1-1=": "1"}
-    found = evaluated(config, answer, tmp_path)
-    assert (found.version, found.num_prompts) == (3, 5)
-    assert found.sampled == found.greedy == pytest.approx(2 / 3)
-    assert found.sampled_stderr == pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3))
-    assert (found.sampled_failed, found.greedy_failed) == (2, 2)
-    assert (found.reward, found.changed) == ("r", ("a change of held-out",))
-    assert found.line == (
+    result = evaluated(config, answer, tmp_path)
+    assert (result.version, result.num_prompts) == (3, 5)
+    assert result.sampled == result.greedy == pytest.approx(2 / 3)
+    assert result.sampled_stderr == pytest.approx(math.sqrt(2 / 9 * 3 / 2 / 3))
+    assert (result.sampled_failed, result.greedy_failed) == (2, 2)
+    assert (result.reward, result.changed) == ("r", ("a change of held-out",))
+    assert result.line == (
         "held-out reward at version 3: 0.667 ± 0.333 at temperature, 0.667 ± 0.333 greedy (5 prompts, 2 not scored; "
-        f"first: {found.failure})"
+        f"first: {result.failure})"
     )
-    assert "\n" not in found.line
+    assert "\n" not in result.line
     assert fewer_prompts(200, 5, "jsonl:x") == (
         "task.eval_prompts = 200: jsonl:x has only 5 distinct held-out prompts; each is evaluated once"
     )

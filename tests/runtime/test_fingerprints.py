@@ -30,9 +30,9 @@ def _sets(sources: Path) -> tuple[str, ...]:
 
 
 def keep(job: Path, sources: Path) -> source_fingerprints.Fingerprints:
-    found = source_fingerprints.compute(loading.load(job, _sets(sources)))
-    source_fingerprints.write(sources, found)
-    return found
+    result = source_fingerprints.compute(loading.load(job, _sets(sources)))
+    source_fingerprints.write(sources, result)
+    return result
 
 
 def test_what_changed_is_named(job: Path, sources: Path) -> None:

@@ -26,13 +26,13 @@ async def seen_by(job: Path, *names: str) -> dict[str, str | None]:
     """What each actor of a run sees, by name."""
     workers = await connect(loading.load(job, ("rollout.instances=2",)))
     try:
-        found = {}
+        results = {}
         for name in names:
             role = name.partition("-")[0]
             placed = await workers.place(name, role, Environment)
-            found[name], order = await placed.actor.visible()
+            results[name], order = await placed.actor.visible()
             assert order == "PCI_BUS_ID"
-        return found
+        return results
     finally:
         await workers.close()
 

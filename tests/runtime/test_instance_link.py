@@ -186,17 +186,17 @@ def test_every_result_is_passed_on_once_under_its_epoch(body: Body) -> None:
 )
 def test_results_are_passed_on_as_the_instance_gives_them(body: Body, change: Any) -> None:
     """That they are late, doubled or in another order is detected by the coordinator, by their route numbers."""
-    given: list[Any] = []
+    values: list[Any] = []
 
     def noted(answer: Any) -> Any:
-        given.extend(change(answer))
+        values.extend(change(answer))
         return change(answer)
 
     async def script(one: Linked) -> None:
         one.give(route(A), route(B), route(C))
         await asyncio.sleep(3.0)
-        assert [e.trajectory for e in one.events(TrajectorySampled)] == [o.trajectory for o in given]
-        assert given
+        assert [e.trajectory for e in one.events(TrajectorySampled)] == [o.trajectory for o in values]
+        assert values
 
     linked(
         body,

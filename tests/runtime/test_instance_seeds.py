@@ -73,9 +73,12 @@ def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> d
 def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "staleflow"):
         seeds_of(None, tmp_path, 1)
-    told = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert told[-2:] == [("WARNING", "gone; replacing it"), ("INFO", "rollout-0.3 takes a lost one's place on tcp://w")]
-    assert ("INFO", "rollout-0 joins on tcp://w") in told
+    received = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert received[-2:] == [
+        ("WARNING", "gone; replacing it"),
+        ("INFO", "rollout-0.3 takes a lost one's place on tcp://w"),
+    ]
+    assert ("INFO", "rollout-0 joins on tcp://w") in received
 
 
 def test_no_instance_samples_with_the_seed_of_another_nor_again_after_it_was_resumed(tmp_path: Path) -> None:

@@ -88,12 +88,12 @@ def test_the_server_and_its_workers_ignore_interrupts() -> None:
         cluster = await local_cluster.start(1, 1, modules=(), dashboard=False)
         try:
             (pid,) = [nanny.pid for nanny in nannies()]
-            held = [
+            values = [
                 line
                 for line in Path(f"/proc/{pid}/status").read_text().splitlines()
                 if line[:6] in ("SigBlk", "SigIgn")
             ]
-            return [line.split()[1] for line in held]
+            return [line.split()[1] for line in values]
         finally:
             await cluster.close()
 

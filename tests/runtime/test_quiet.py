@@ -41,5 +41,5 @@ def test_dasks_warnings_reach_the_terminal_only_if_they_are_asked_for(level: str
     environment = {**os.environ, "DASK_LOGGING__DISTRIBUTED": level, "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == "spoken\n", done.stderr
-    said = [line for line in done.stderr.splitlines() if " in " in line and "distributed." in line]
-    assert bool(said) == heard, said
+    messages = [line for line in done.stderr.splitlines() if " in " in line and "distributed." in line]
+    assert bool(messages) == heard, messages

@@ -129,8 +129,8 @@ async def interfered(
 async def process_of(cluster: DaskWorkers, actor: str) -> int:
     """The process that holds an actor."""
     address = cluster.placed[actor].address
-    found: int = (await cluster.client.run(os.getpid, workers=[address]))[address]
-    return found
+    result: int = (await cluster.client.run(os.getpid, workers=[address]))[address]
+    return result
 
 
 async def sabotaged(
@@ -320,8 +320,8 @@ def test_a_run_that_fails_is_told_in_one_story_and_exit_code_1(
 
 
 def test_doctor_and_explain(job: Path) -> None:
-    found = json.loads(command("doctor", "--json").stdout)
-    assert found["problems"] == []
-    assert found["engines"]["transformers"].startswith("works")
+    parsed = json.loads(command("doctor", "--json").stdout)
+    assert parsed["problems"] == []
+    assert parsed["engines"]["transformers"].startswith("works")
     explained = command("config", "explain", job).stdout
     assert "trajectories_per_step" in explained

@@ -51,16 +51,16 @@ def whole(tmp_path: Path) -> Path:
 def test_a_journal_in_parts_reads_and_replays_as_one_file(tmp_path: Path, whole: Path) -> None:
     path = tmp_path / "events.jsonl"
     entries = in_parts(path, whole)
-    found = journal.files(path)
-    assert [p.name for p in found] == [*(f"events.jsonl.{n:04}.gz" for n in range(1, len(found))), "events.jsonl"]
-    assert len(found) > 5
+    result = journal.files(path)
+    assert [p.name for p in result] == [*(f"events.jsonl.{n:04}.gz" for n in range(1, len(result))), "events.jsonl"]
+    assert len(result) > 5
     read = journal.read(path)
     assert list(read) == entries
     assert read.torn_line == 0
     assert journal.replay(coordinator(tmp_path), journal.read(path)).difference == ""
-    headings = b"".join(b'{"part":%d}\n' % n for n in range(2, len(found) + 1))
-    assert sum(map(journal.num_bytes, found)) == whole.stat().st_size + len(headings)
-    assert sum(p.stat().st_size for p in found[:-1]) < whole.stat().st_size / 5
+    headings = b"".join(b'{"part":%d}\n' % n for n in range(2, len(result) + 1))
+    assert sum(map(journal.num_bytes, result)) == whole.stat().st_size + len(headings)
+    assert sum(p.stat().st_size for p in result[:-1]) < whole.stat().st_size / 5
 
 
 def test_a_journal_of_one_part_is_what_it_was(tmp_path: Path, whole: Path) -> None:

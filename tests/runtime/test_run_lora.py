@@ -42,8 +42,8 @@ def check_attribution(job: Path, model: Path, *overrides: str) -> None:
         assert {segment.version for segment in trajectory.segments} == {trajectory.v_traj}
         tokens = [int(t) for part in (trajectory.prompt_tokens, *(s.tokens for s in trajectory.segments)) for t in part]
         stored = np.concatenate([segment.logprobs for segment in trajectory.segments])
-        found = forward_logprobs(models[trajectory.v_traj], tokens)[len(trajectory.prompt_tokens) - 1 :]
-        np.testing.assert_allclose(stored, found, atol=2e-4)
+        result = forward_logprobs(models[trajectory.v_traj], tokens)[len(trajectory.prompt_tokens) - 1 :]
+        np.testing.assert_allclose(stored, result, atol=2e-4)
         spanned.add(trajectory.v_traj)
     assert len(spanned) > 2
     summary: dict[str, Any] = end.summary

@@ -13,8 +13,8 @@ from tests.support.scripted import World
 def test_an_ess_that_collapses_for_some_steps_in_a_row_is_an_alarm_once() -> None:
     watch = TrainingWatch()
     values = [0.9, 0.1, 0.1, 0.8, *[0.1] * 10]
-    found = [(step, alarm) for step, ess in enumerate(values) for alarm in watch.heard(step, {"ess": ess})]
-    ((step, alarm),) = found
+    results = [(step, alarm) for step, ess in enumerate(values) for alarm in watch.heard(step, {"ess": ess})]
+    ((step, alarm),) = results
     assert step == 4 + STEPS - 1
     assert f"step {step}: the effective sample size of the importance ratios is 0.1 of the tokens" in alarm
     assert f"below {LEAST_ESS:g}" in alarm

@@ -23,12 +23,12 @@ EVENTS = st.lists(st.tuples(st.sampled_from(("join", "arrived", "failed")), st.s
 
 
 def ancestors(tree: BroadcastTree, host: str) -> list[str]:
-    found = []
+    results = []
     while host in tree._parents:
         host = tree._parents[host]
-        assert host not in found, "a circle"
-        found.append(host)
-    return found
+        assert host not in results, "a circle"
+        results.append(host)
+    return results
 
 
 @settings(max_examples=300)
@@ -44,8 +44,8 @@ def test_every_host_is_below_the_root_and_none_below_itself(events: list[tuple[s
             tree.arrived(host)
         else:
             tree.failed(host)
-        for one in HOSTS:
-            ancestors(tree, one)
+        for item in HOSTS:
+            ancestors(tree, item)
 
 
 @given(st.lists(st.sampled_from(HOSTS), unique=True))

@@ -28,9 +28,9 @@ def test_assumed_numbers_are_named_with_the_way_to_measure_them(
         "staleflow profile job.toml measures decode steps; a run measures all: then staleflow simulate --from RUN"
     )
     known = ("simulation.train_s=1.0", "simulation.pull_s=0.5", "simulation.reward_s=0.2", "workload.median=50.0")
-    given = [part for one in known for part in ("--set", one)]
-    assert said("job.toml", *given).startswith("assumed, not measured: decode steps of a 7B model (rollout.cost); ")
-    assert said("job.toml", *given, "--set", "rollout.cost.k2=0.001") == ""
+    values = [part for item in known for part in ("--set", item)]
+    assert said("job.toml", *values).startswith("assumed, not measured: decode steps of a 7B model (rollout.cost); ")
+    assert said("job.toml", *values, "--set", "rollout.cost.k2=0.001") == ""
     assert said("job.toml", "--json") == ""
     Path("profiles").mkdir()
     Path("profiles/mine.json").write_text("{}")

@@ -45,7 +45,7 @@ def test_rejected_drafts_cost_their_compute_and_bring_nothing() -> None:
             instance.submit(0.0, i, 1, 10, 0, (Turn(70),))
         ended = instance.advance(1e9)
         ends[acceptance] = ended[-1].at_s
-        assert {one.drafts.counts()["accepted_tokens"] for one in ended[1:]} <= ({0} if not acceptance else {29, 30})
+        assert {item.drafts.counts()["accepted_tokens"] for item in ended[1:]} <= ({0} if not acceptance else {29, 30})
     plain = SimulatedBatch(COST, kv_capacity=10**6, max_running=8)
     for i in range(8):
         plain.submit(0.0, i, 1, 10, 0, (Turn(70),))
@@ -97,7 +97,7 @@ def test_what_is_under_way_counts_as_done_by_now() -> None:
         for i in range(4):
             instance.submit(0.0, i, 1, 10, 0, (Turn(100 + i),))
     seen = [watched.work_by(now / 100) for now in range(0, 100)]
-    assert [one.tokens for one in seen] == sorted(one.tokens for one in seen)
+    assert [item.tokens for item in seen] == sorted(item.tokens for item in seen)
     assert watched.work == other.work  # asking changes nothing
     middle = seen[20]
     assert middle.tokens == sum(n for _, n in watched.progress(0.2)) > 0
@@ -133,16 +133,16 @@ DECIDED = {
 
 def told(config: RunConfig) -> tuple[SimulatedRun, list[tuple[int, int]]]:
     """A whole run of a job, and of each Speculate: the requests that its instance ran, and the length."""
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
 
     def observe(_: float, event: Event, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, SetDraftLength):
-                found.append((one.coordinator.loads()[command.instance], command.length))
+                results.append((one.coordinator.loads()[command.instance], command.length))
 
     one = SimulatedRun(config, actor_settings.make_workload(config), validate_each=True, observe=observe)
     one.run()
-    return one, found
+    return one, results
 
 
 @pytest.mark.parametrize("acceptance", [0.2, 0.9])

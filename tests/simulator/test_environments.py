@@ -37,8 +37,8 @@ def agents(**changes: Any) -> RunConfig:
 
 def test_a_turn_ends_where_its_tokens_do() -> None:
     turns = (Turn(5, 3.0, 20), Turn(6, 1.0, 0), Turn(2))
-    found = [left_to_sample(turns, tokens) for tokens in (0, 4, 5, 24, 25, 30, 31, 32, 33, 40)]
-    assert found == [5, 1, 6, 6, 6, 1, 2, 1, 1, 1]
+    results = [left_to_sample(turns, tokens) for tokens in (0, 4, 5, 24, 25, 30, 31, 32, 33, 40)]
+    assert results == [5, 1, 6, 6, 6, 1, 2, 1, 1, 1]
 
 
 def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> None:
@@ -56,8 +56,8 @@ def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> Non
         expected_s += cost.decode_s(1, context, turn.tokens) + turn.tool_s + cost.prefill * turn.tool_tokens
         context += turn.tokens + turn.tool_tokens
     assert trace.steps[0].ready_s == pytest.approx(expected_s + 0.25)
-    given = [event.tokens for _, event, _ in heard if isinstance(event, EnvironmentStepped)]
-    assert given == [sum(t.tokens + t.tool_tokens for t in turns[: i + 1]) for i in range(len(turns) - 1)]
+    values = [event.tokens for _, event, _ in heard if isinstance(event, EnvironmentStepped)]
+    assert values == [sum(t.tokens + t.tool_tokens for t in turns[: i + 1]) for i in range(len(turns) - 1)]
 
 
 def test_each_turn_of_every_episode_is_answered_once() -> None:

@@ -31,11 +31,11 @@ def test_a_sampled_token_is_trained_on_or_wasted(acts: bool, command_s: float) -
     make = agents if acts else job
     config = make(batch__extra_groups=1, batch__extra_members=1, steps=12, simulation__message_s=command_s)
     trace = run(config, observe=observe)
-    found = measure(config, trace)
+    measures = measure(config, trace)
     trained = sum(step.tokens for step in trace.steps)
-    assert found.sampled_tokens >= told > trained
-    assert 0 < found.wasted_tokens == found.sampled_tokens - trained
-    assert found.wasted_tokens >= told - trained
+    assert measures.sampled_tokens >= told > trained
+    assert 0 < measures.wasted_tokens == measures.sampled_tokens - trained
+    assert measures.wasted_tokens >= told - trained
 
 
 def test_what_lost_instances_sampled_counts() -> None:
@@ -48,8 +48,8 @@ def test_what_lost_instances_sampled_counts() -> None:
     )  # fmt: skip
     trace = run(config)
     assert trace.losses > 5
-    found = measure(config, trace)
-    assert found.sampled_tokens >= sum(step.tokens for step in trace.steps)
+    measures = measure(config, trace)
+    assert measures.sampled_tokens >= sum(step.tokens for step in trace.steps)
 
 
 @pytest.mark.parametrize(("admission", "eta"), [("synchronous", 0), ("one_step", 1)])

@@ -23,7 +23,7 @@ def test_what_a_run_filtered_is_sampled_and_filtered_again(tmp_path: Path, extra
     first, second = (
         measure(config, SimulatedRun(config, actor_settings.make_workload(config)).run()) for config in (own, again)
     )
-    filtered = [found.ended["filtered:no_signal"] for found in (first, second)]
+    filtered = [item.ended["filtered:no_signal"] for item in (first, second)]
     assert filtered[1] == pytest.approx(filtered[0], rel=0.15)
     assert second.tokens_per_s == pytest.approx(first.tokens_per_s, rel=0.15)
     every = measure(keep := loading.load(JOB, (*changes, *recorded, "batch.filtering=keep_all")),

@@ -79,11 +79,11 @@ def step_by_step(cost: CostModel, lengths: list[int], prompt: int, max_running: 
             clock += cost.prefill * prompt
             running[waiting.pop(0)] = 0
         clock += cost.step_s(len(running), sum(prompt + done for done in running.values()))
-        for one in list(running):
-            running[one] += 1
-            if running[one] == lengths[one]:
-                ended[one] = clock
-                del running[one]
+        for item in list(running):
+            running[item] += 1
+            if running[item] == lengths[item]:
+                ended[item] = clock
+                del running[item]
     return ended
 
 
@@ -207,7 +207,7 @@ def test_what_a_lost_instance_had_delivered_is_not_sampled_again() -> None:
         )
         trace = run(config)
         assert trace.losses > 3
-        sampled = sum(one.work.tokens for one in trace.instances)
+        sampled = sum(instance.work.tokens for instance in trace.instances)
         lost[spool_s] = sampled / sum(step.tokens for step in trace.steps)
     assert lost[0.5] < lost[0.0]
 
@@ -241,17 +241,17 @@ def test_more_staleness_is_never_slower_on_the_same_trace() -> None:
 
 def test_a_pull_of_an_adapter_stops_nothing_and_nothing_is_prefilled_again() -> None:
     """Neither what runs nor the context of a turn to come."""
-    found = {}
+    results = {}
     for on_pull, rank in (("keep", 0), ("adapter", 8)):
         config = job(
             steps=8, staleness__eta=2, rollout__on_pull=on_pull, training__lora__rank=rank, simulation__pull_s=0.5,
             workload__kind="agentic", workload__tool_s=0.05, workload__tool_tokens=10, task__multi_turn="yes",
         )  # fmt: skip
         trace = run(config)
-        assert sum(len(one.pulls) for one in trace.instances) >= 8
-        found[on_pull] = [one.work for one in trace.instances]
-    assert sum(work.reprefilled for work in found["adapter"]) == 0 < sum(work.reprefilled for work in found["keep"])
-    assert all(work.pull_s == 0 for work in found["adapter"])
+        assert sum(len(instance.pulls) for instance in trace.instances) >= 8
+        results[on_pull] = [instance.work for instance in trace.instances]
+    assert sum(work.reprefilled for work in results["adapter"]) == 0 < sum(work.reprefilled for work in results["keep"])
+    assert all(work.pull_s == 0 for work in results["adapter"])
 
 
 def test_a_run_is_not_faster_than_its_physical_bound() -> None:

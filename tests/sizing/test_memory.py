@@ -105,18 +105,18 @@ def saved_bytes(kind: str, dtype: str, layers: int, tokens: int, sizes: dict[str
     config: AutoConfig = CONFIG_MAPPING[kind](vocab_size=64, num_hidden_layers=layers, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").model
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         if (place := tensor.untyped_storage().data_ptr()) not in own:
-            found[place] = tensor  # kept, so that no other tensor comes to its place
+            results[place] = tensor  # kept, so that no other tensor comes to its place
         return tensor
 
     half = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "bfloat16")
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), half:
         outcome = model(input_ids=torch.arange(tokens)[None] % 60, use_cache=False)
     assert outcome is not None
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in results.values())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

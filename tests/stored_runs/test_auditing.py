@@ -41,9 +41,9 @@ def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pyte
     assert audit_within(VersionedStore.open(path), 1024, 2) == plain_audit(VersionedStore.open(path))
     edit(path, lambda root: set_int(root, 9, "v_traj", 3))
     edit(path, lambda root: set_int(root, 2, "step", 3))
-    found = audit_within(VersionedStore.open(path), 1024, 2)
-    assert found == plain_audit(VersionedStore.open(path))
-    assert not found.clean
+    report = audit_within(VersionedStore.open(path), 1024, 2)
+    assert report == plain_audit(VersionedStore.open(path))
+    assert not report.clean
 
 
 def test_a_scheduler_in_dasks_configuration_is_left_alone(tmp_path: Path) -> None:

@@ -278,10 +278,10 @@ def test_responses_with_logprobs_that_are_not_finite_are_named_and_left_out(
         change_a_logprob(root, np.nan)
 
     edit(copy / "store", spoil)
-    found = logprob_recompute.recompute(copy, str(tiny_model), pool)
+    result = logprob_recompute.recompute(copy, str(tiny_model), pool)
     row = VersionedStore.open(copy / "store").table()["trajectory"].tolist()[5]
-    assert found.errors == {row: "1 of its tokens have a stored or computed logprob that is not finite"}
-    assert all(np.isfinite(of.kl) for of in found.by_staleness)
+    assert result.errors == {row: "1 of its tokens have a stored or computed logprob that is not finite"}
+    assert all(np.isfinite(of.kl) for of in result.by_staleness)
     with pytest.raises(StoreError, match=rf"'one' is not made: 1 responses .* first is trajectory {row}: 1 of its tok"):
         logprob_recompute.recompute(copy, str(tiny_model), pool, branch="one")
     assert command("store", "audit", copy).returncode == 1
@@ -293,9 +293,9 @@ def test_responses_with_logprobs_that_are_not_finite_are_named_and_left_out(
 def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp_path: Path, pool: Pool) -> None:
     from safetensors.torch import load_file
 
-    told: list[Mapping[str, Any]] = []
+    received: list[Mapping[str, Any]] = []
     out = tmp_path / "again"
-    result = training.train_offline(stored, out, pool, overrides=("task.eval_prompts=48",), report=told.append)
+    result = training.train_offline(stored, out, pool, overrides=("task.eval_prompts=48",), report=received.append)
     assert (result.steps, result.rows, result.same_steps) == (3, 48, 3)
     ours = load_file(Path(result.checkpoint) / "model.safetensors")
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
@@ -307,9 +307,11 @@ def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp
     trained = {source.task(row.trajectory.group).prompt for row in rows_of(stored) if row.staleness >= 0}
     assert held_out & trained
     assert result.before.num_prompts == result.after.num_prompts == len(held_out - trained) < len(held_out) < 48
-    said = [event.get("say", "") for event in told]
-    assert any(line.startswith("task.eval_prompts = 48: ") for line in said)
-    assert f"leaving out {len(held_out & trained)} of {len(held_out)} held-out prompts: they were trained on" in said
+    messages = [event.get("say", "") for event in received]
+    assert any(line.startswith("task.eval_prompts = 48: ") for line in messages)
+    assert (
+        f"leaving out {len(held_out & trained)} of {len(held_out)} held-out prompts: they were trained on" in messages
+    )
     assert result.before.reward == result.after.reward != ""
     assert json.loads((out / "offline.json").read_text())["snapshot"] == VersionedStore.open(stored / "store").snapshot
     assert not list(tmp_path.glob(".*"))

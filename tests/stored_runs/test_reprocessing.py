@@ -102,9 +102,9 @@ def test_a_weighted_sum_is_named_as_in_a_job_file(stored: Path) -> None:
     lengths = {
         r.trajectory.id: r.trajectory.reward for r in VersionedStore.open(stored / "store", branch="lengths").ended()
     }
-    found = [(t.reward, 2 * right[t.id] + 0.5 * lengths[t.id]) for t in scored if t.id in right]
-    assert found
-    assert all(one == pytest.approx(two) for one, two in found)
+    results = [(t.reward, 2 * right[t.id] + 0.5 * lengths[t.id]) for t in scored if t.id in right]
+    assert results
+    assert all(one == pytest.approx(two) for one, two in results)
     assert table["sum"].lineage["reward"].startswith("reward.parts={right=")
 
 
@@ -132,8 +132,8 @@ def test_the_same_reward_gives_the_same_rewards_and_advantages(stored: Path) -> 
     consumed = one["staleness"] >= 0
     np.testing.assert_array_equal(one["reward"][consumed], two["reward"][consumed])
     np.testing.assert_allclose(one["advantage"], two["advantage"], atol=1e-6)
-    found = difference(stored, "main", "again")
-    assert (found.changed, found.flipped, found.gained, found.lost) == (0, (), (), ())
+    result = difference(stored, "main", "again")
+    assert (result.changed, result.flipped, result.gained, result.lost) == (0, (), (), ())
 
 
 def test_killed_in_the_middle_it_leaves_no_trace(stored: Path, tmp_path: Path) -> None:

@@ -371,9 +371,9 @@ def test_a_model_read_by_several_threads_gives_what_it_gives_one(
     rows = list(store.ended())
     expected = logprob_recompute.response_logprobs(logprob_recompute.logprob_settings(config, str(tiny_model)), rows)
     for row, logprobs in zip(rows, expected, strict=True):
-        found = store.rescored(row.trajectory.id)
-        assert found is not None
-        np.testing.assert_allclose(found, logprobs, atol=1e-5)
+        result = store.rescored(row.trajectory.id)
+        assert result is not None
+        np.testing.assert_allclose(result, logprobs, atol=1e-5)
     assert list(threads.client.run(_num_logprob_models).values()) == [1]
 
 

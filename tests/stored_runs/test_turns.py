@@ -165,10 +165,10 @@ def test_only_sampled_tokens_are_compared_with_other_weights(run: StoredRun, mon
     )
     (new,) = logprob_recompute.response_logprobs(settings, [row])
     assert (new[~row.trajectory.sampled] == 0).all()
-    found = logprob_recompute.read_rows(
+    result = logprob_recompute.read_rows(
         settings, str(run.store.path), run.store.snapshot, 0, 1, np.ones(1, bool), keep=True
     )
-    sums = dict(zip(logprob_recompute.SUMS, found.sums[0].tolist(), strict=True))
+    sums = dict(zip(logprob_recompute.SUMS, result.sums[0].tolist(), strict=True))
     assert sums["tokens"] == row.trajectory.num_sampled
     assert sums["distance"] == pytest.approx(0.25 * row.trajectory.num_sampled)
-    assert len(found.logprobs[0][1]) == row.trajectory.num_tokens
+    assert len(result.logprobs[0][1]) == row.trajectory.num_tokens

@@ -253,8 +253,8 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(self.ended) == naive.consumed + naive.filtered + naive.aborted
         assert self.ledger.num_reserved == len(naive.held(occupied=False))
         assert self.ledger.num_occupied == len(naive.held(occupied=True))
-        held = {i: g.version for i, g in naive.groups.items() if g.version is not None}
-        assert {i: e.version for i, e in self.ledger.entries.items() if e.version >= 0} == held
+        values = {i: g.version for i, g in naive.groups.items() if g.version is not None}
+        assert {i: e.version for i, e in self.ledger.entries.items() if e.version >= 0} == values
         assert self.ledger.ready() == naive.ready()
         seated = sum(sum(b.reserved.values()) + sum(b.occupied.values()) for b in self.ledger.view())
         assert naive.redundant or seated == len(naive.held())

@@ -123,8 +123,8 @@ def test_the_bound_of_a_run_that_keeps_none_is_not_verified(tmp_path: Path) -> N
             ),
             [row],
         )  # fmt: skip
-    found = audit(VersionedStore.open(tmp_path / "store"))
-    assert (found.clean, found.not_verified, found.max_staleness) == (True, ("bound",), 8)
+    report = audit(VersionedStore.open(tmp_path / "store"))
+    assert (report.clean, report.not_verified, report.max_staleness) == (True, ("bound",), 8)
     (tmp_path / "config.toml").write_text('name = "r"\n')
     answer = CliRunner().invoke(cli, ["store", "audit", str(tmp_path)])
     assert re.search(r"largest staleness 8 \(no staleness bound\)$", answer.output, re.MULTILINE), answer.output
@@ -278,20 +278,20 @@ def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
     random_store(folder, rng)
     tamper(folder, rng, faults)
     store = VersionedStore.open(folder)
-    found = audit(store, shuffled, most_tokens=rng.choice((1, 60, 2**21)))
+    report = audit(store, shuffled, most_tokens=rng.choice((1, 60, 2**21)))
     try:
         expected = plain_audit(store)
     except IndexError:  # of the model, which joins columns of different lengths
-        assert any(f.where.startswith("rows/") for f in found.findings)
+        assert any(f.where.startswith("rows/") for f in report.findings)
         return
     except ValueError:  # of the model, which reads a damaged file of columns whose lengths differ
-        assert "arrays" in {f.check for f in found.findings}
+        assert "arrays" in {f.check for f in report.findings}
         return
-    assert plain(found.findings) == plain(expected.findings)
+    assert plain(report.findings) == plain(expected.findings)
     for name in ("num_steps", "num_trajectories", "num_tokens", "max_staleness", "checks", "unchecked"):
-        assert getattr(found, name) == getattr(expected, name), name
+        assert getattr(report, name) == getattr(expected, name), name
     if not faults:
-        assert found.clean
+        assert report.clean
     shutil.rmtree(folder)
 
 

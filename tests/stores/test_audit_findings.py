@@ -532,6 +532,6 @@ def test_every_finding_has_a_planted_fault() -> None:
     made = {site for fault in ALL for site in audited(fault).sites}
     missing = [f"{name}:{a}" for name, a, b in sites() if not any(m == name and a <= at <= b for m, at in made)]
     assert not missing, "findings that no row of FAULTS makes"
-    said = {finding.message for fault in ALL for finding in audited(fault).findings}
-    unsaid = [text.pattern for text in texts() if not any(text.fullmatch(message) for message in said)]
+    messages = {finding.message for fault in ALL for finding in audited(fault).findings}
+    unsaid = [text.pattern for text in texts() if not any(text.fullmatch(message) for message in messages)]
     assert not unsaid, "texts of findings that no row of FAULTS makes"

@@ -130,8 +130,8 @@ def test_the_tail_is_that_of_students_t(monkeypatch: pytest.MonkeyPatch, t: floa
     values = np.resize([-1.0, 1.0], half)
     gap = t * math.sqrt(2 * float(values.var(ddof=1)) / half)
     monkeypatch.setattr(drop_bias, "FEWEST", 2)
-    found = difference(values + gap, values)
-    assert found is not None and found.p == pytest.approx(p, rel=0.03)
+    result = difference(values + gap, values)
+    assert result is not None and result.p == pytest.approx(p, rel=0.03)
 
 
 def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:

@@ -34,18 +34,18 @@ class Naive:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> Naive:
-    found = Naive(prompt=draw(st.integers(1, 4)))
-    for _ in range(found.prompt):
-        found.add(False)
+    result = Naive(prompt=draw(st.integers(1, 4)))
+    for _ in range(result.prompt):
+        result.add(False)
     for turn in range(draw(st.integers(1, 6))):
         if turn:
             if draw(st.booleans()):
-                found.leave(draw(st.integers(0, len(found.contexts) - 1)))
-            for _ in range(draw(st.integers(0 if found.now else 1, 2))):
-                found.add(False)
+                result.leave(draw(st.integers(0, len(result.contexts) - 1)))
+            for _ in range(draw(st.integers(0 if result.now else 1, 2))):
+                result.add(False)
         for _ in range(draw(st.integers(1, 3))):
-            found.add(True)
-    return found
+            result.add(True)
+    return result
 
 
 @given(conversations())

@@ -102,32 +102,32 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fsync of every file and folder inside, then the rename, then fsync of the folder that holds the name."""
-    said: list[tuple[str, Path]] = []
+    messages: list[tuple[str, Path]] = []
     sync, replace = os.fsync, Path.replace
 
     def synced(held: int) -> None:
-        said.append(("sync", Path(os.readlink(f"/proc/self/fd/{held}"))))
+        messages.append(("sync", Path(os.readlink(f"/proc/self/fd/{held}"))))
         sync(held)
 
     def replaced(self: Path, to: Path) -> Path:
-        said.append(("name", to))
+        messages.append(("name", to))
         return replace(self, to)
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
     replace_text(tmp_path / "a", "text", REMEDY)
-    assert [(what, p == tmp_path) for what, p in said] == [("sync", False), ("name", False), ("sync", True)]
-    said.clear()
+    assert [(what, p == tmp_path) for what, p in messages] == [("sync", False), ("name", False), ("sync", True)]
+    messages.clear()
 
     def write(part: Path) -> None:
         (part / "in").mkdir()
         (part / "in" / "file").touch()
 
     replace_folder(tmp_path / "b", write, REMEDY)
-    assert [what for what, _ in said] == ["sync", "sync", "sync", "name", "sync"]
-    said.clear()
+    assert [what for what, _ in messages] == ["sync", "sync", "sync", "name", "sync"]
+    messages.clear()
     replace_file(tmp_path / "c", Path.touch, REMEDY, flush=False)
-    assert [what for what, _ in said] == ["name"]
+    assert [what for what, _ in messages] == ["name"]
 
 
 def test_two_writers_do_not_meet(tmp_path: Path) -> None:
@@ -296,10 +296,10 @@ OWN_WAYS = {
 def test_nothing_else_writes_files_in_its_own_way() -> None:
     writes = re.compile(r"\.write_text\(|\.write_bytes\(|\.rename\(|os\.replace\(|open\([^)]*[\"'][wx]b?[\"']")
     root = Path(__file__).parents[2]
-    found = set()
+    results = set()
     for room in ("cli", "pipeline", "tasks", "stores"):
         for module in (root / room).rglob("*.py"):
             lines = module.read_text().splitlines()
             if any(writes.search(line) and "part.write_text" not in line for line in lines):
-                found.add(str(module.relative_to(root)))
-    assert found - {"stores/weights/weight_folder.py"} <= OWN_WAYS.keys()
+                results.add(str(module.relative_to(root)))
+    assert results - {"stores/weights/weight_folder.py"} <= OWN_WAYS.keys()

@@ -48,9 +48,9 @@ def test_listing_and_resuming_read_no_row(tmp_path: Path, read: Counter[str]) ->
     make(tmp_path / "s", 20)
     read.clear()
     store = VersionedStore.open(tmp_path / "s")
-    found = store.summary()
-    assert (found.num_steps, found.num_rows, found.ended) == (20, 160, False)
-    assert found.last == found.last_trained == store.steps(-1)[0] == store.steps()[19]
+    result = store.summary()
+    assert (result.num_steps, result.num_rows, result.ended) == (20, 160, False)
+    assert result.last == result.last_trained == store.steps(-1)[0] == store.steps()[19]
     assert len(store.steps(5, 8)) == 3
     assert store.steps(-2) == store.steps()[-2:]
     assert set(read) == {"commits", "records"}

@@ -17,9 +17,9 @@ from staleflow.stores.weights.weight_folder import WeightFolder
 
 @given(num_bytes=st.integers(0, 1000), piece_bytes=st.integers(1, 70))
 def test_pieces_cover_each_byte_once(num_bytes: int, piece_bytes: int) -> None:
-    found = pieces(num_bytes, piece_bytes)
-    assert [b for p in found for b in range(p.offset, p.offset + p.size)] == list(range(num_bytes))
-    assert all(p.size == piece_bytes for p in found[:-1])
+    result = pieces(num_bytes, piece_bytes)
+    assert [b for p in result for b in range(p.offset, p.offset + p.size)] == list(range(num_bytes))
+    assert all(p.size == piece_bytes for p in result[:-1])
 
 
 @settings(max_examples=50)

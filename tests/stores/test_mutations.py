@@ -17,12 +17,12 @@ from tests.stores.mutations import MUTATIONS, Mutation, mutated_ledger
 def test_mutation_is_caught(mutation: Mutation) -> None:
     machine = type("MutatedMachine", (LedgerMachine,), {"ledger_class": mutated_ledger(mutation)})
     # No shrinking: that it is found counts, not how short the story is.
-    found = settings(
+    result = settings(
         max_examples=1000, phases=[Phase.generate], deadline=None, report_multiple_bugs=False, database=None
     )
     # pytest.fail.Exception: a verb that had to be refused was not.
     with pytest.raises((AssertionError, ProtocolViolation, ExceptionGroup, pytest.fail.Exception)):
-        run_state_machine_as_test(machine, settings=found)
+        run_state_machine_as_test(machine, settings=result)
 
 
 def test_the_protocol_rebuilt_from_its_source_unchanged_passes() -> None:

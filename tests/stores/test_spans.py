@@ -57,8 +57,8 @@ def call_it_given(spans: list[list[Any]]) -> None:
 
 
 def call_it_sampled(spans: list[list[Any]]) -> None:
-    given = next(i for i, span in enumerate(spans) if span[1] < 0)
-    spans[given] = ["rollout-0", spans[0][1], spans[given][2]]
+    entry = next(i for i, span in enumerate(spans) if span[1] < 0)
+    spans[entry] = ["rollout-0", spans[0][1], spans[entry][2]]
 
 
 def longer(spans: list[list[Any]]) -> None:
@@ -123,9 +123,9 @@ def test_spans_that_do_not_agree_with_the_arrays_are_found(tmp_path: Path, fault
     change, what = SPAN_FAULTS[fault]
     edit(tmp_path / "s", change)
     store = VersionedStore.open(tmp_path / "s")
-    found = audit(store).findings
-    assert [f.message for f in found if f.check == "arrays" and what in f.message], found
-    assert plain_audit(store).findings == found
+    findings = audit(store).findings
+    assert [f.message for f in findings if f.check == "arrays" and what in f.message], findings
+    assert plain_audit(store).findings == findings
 
 
 def test_a_branch_with_other_rewards_masks_the_tokens_that_it_would_train_on(tmp_path: Path) -> None:
@@ -155,11 +155,11 @@ def test_an_answer_of_no_tokens_is_a_turn_too(tmp_path: Path) -> None:
     assert list(map(told, read.trajectory.spans)) == list(map(told, spans))
     assert plain_audit(store).findings == audit(store).findings
     edit(tmp_path / "s", lambda root: root.__delitem__("rows/turns"))
-    found = audit(damaged := VersionedStore.open(tmp_path / "s")).findings
+    findings = audit(damaged := VersionedStore.open(tmp_path / "s")).findings
     assert "its spans have 2 turns, 0 given tokens, 0.5 s; stored are 0 turns, 0 given tokens, 0.5 s" in [
-        f.message for f in found
+        f.message for f in findings
     ]
-    assert plain_audit(damaged).findings == found
+    assert plain_audit(damaged).findings == findings
 
 
 def test_another_role_is_harmless(tmp_path: Path) -> None:
@@ -194,13 +194,13 @@ def test_columns_count_turns_and_what_was_given(tmp_path: Path) -> None:
 
 def test_the_seconds_of_many_answers_add_up(tmp_path: Path) -> None:
     """They are stored rounded; the sum of the unrounded ones would be another."""
-    one = ended(np.random.default_rng(0), 0, 0)
-    given = tuple(EnvSpan(role="tool", tokens=np.ones(1, np.int32), seconds=0.1 + 4e-7) for _ in range(9))
-    spans = tuple(span for pair in zip(given, one.trajectory.segments * 9, strict=False) for span in pair[::-1])
+    rows = ended(np.random.default_rng(0), 0, 0)
+    values = tuple(EnvSpan(role="tool", tokens=np.ones(1, np.int32), seconds=0.1 + 4e-7) for _ in range(9))
+    spans = tuple(span for pair in zip(values, rows.trajectory.segments * 9, strict=False) for span in pair[::-1])
     store = VersionedStore.create(tmp_path / "store", replace(HEADER, groups_per_step=1, group_size=1))
-    store.commit(record(0), [replace(one, trajectory=replace(one.trajectory, spans=spans))])
-    found = audit(VersionedStore.open(tmp_path / "store")).findings
-    assert not [f for f in found if f.check == "arrays"]
+    store.commit(record(0), [replace(rows, trajectory=replace(rows.trajectory, spans=spans))])
+    findings = audit(VersionedStore.open(tmp_path / "store")).findings
+    assert not [f for f in findings if f.check == "arrays"]
 
 
 def set_after(root: Any, after: int) -> None:
@@ -236,6 +236,6 @@ def test_a_branch_that_goes_on_elsewhere_is_found(tmp_path: Path, after: int, wh
     sound_store(tmp_path / "s")
     edit(tmp_path / "s", lambda root: set_after(root, after))
     store = VersionedStore.open(tmp_path / "s")
-    found = audit(store).findings
-    assert [f for f in found if what in f.message], found
-    assert plain_audit(store).findings == found
+    findings = audit(store).findings
+    assert [f for f in findings if what in f.message], findings
+    assert plain_audit(store).findings == findings

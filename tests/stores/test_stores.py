@@ -307,8 +307,8 @@ def test_a_planted_fault_is_found(tmp_path: Path, fault: str) -> None:
     shutil.copytree(tmp_path / "s", tmp_path / "copy")
     change, check = FAULTS[fault]
     edit(tmp_path / "copy", change)
-    found = audit(VersionedStore.open(tmp_path / "copy")).findings
-    assert check in {f.check for f in found}
+    findings = audit(VersionedStore.open(tmp_path / "copy")).findings
+    assert check in {f.check for f in findings}
     assert audit(VersionedStore.open(tmp_path / "s")).clean
 
 

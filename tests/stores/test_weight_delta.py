@@ -130,14 +130,14 @@ def test_the_delta_is_the_same_however_many_threads_write_it(tmp_path: Path, mon
     generator = torch.Generator().manual_seed(1)
     old = {f"t{i}": random_bits(300, torch.bfloat16, generator) for i in range(12)}
     new = {name: changed(tensor, 0.02, generator) for name, tensor in old.items()}
-    found = set()
+    results = set()
     for threads in (1, 2, 4):
         monkeypatch.setattr(weight_hash, "MOST_THREADS", threads)
         folder = WeightFolder(tmp_path / str(threads))
         folder.publish(V0, old)
         folder.publish(V1, new, delta=True)
-        found.add(folder.delta_path(V1).read_bytes())
-    assert len(found) == 1
+        results.add(folder.delta_path(V1).read_bytes())
+    assert len(results) == 1
 
 
 def test_there_is_no_delta_to_other_tensors_or_to_a_version_that_is_not_here(tmp_path: Path) -> None:

@@ -34,14 +34,14 @@ def test_a_fingerprint_sees_a_change_a_name_a_shape_and_a_type() -> None:
 def test_threads_do_not_change_it_and_every_byte_counts(sizes: list[int], threads: int, piece: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_hash, "PIECE_BYTES", piece)
-        held = {f"t{i}": torch.arange(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
-        whole = fingerprint(held, threads)
-        assert whole == fingerprint(held, 1)
-        for name, tensor in held.items():
+        values = {f"t{i}": torch.arange(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
+        whole = fingerprint(values, threads)
+        assert whole == fingerprint(values, 1)
+        for name, tensor in values.items():
             for at in range(len(tensor)):
                 other = tensor.clone()
                 other[at] += 1
-                assert fingerprint({**held, name: other}, threads) != whole
+                assert fingerprint({**values, name: other}, threads) != whole
 
 
 def test_pieces_are_hashed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:

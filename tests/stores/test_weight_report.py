@@ -19,10 +19,10 @@ def test_the_worked_example() -> None:
 
 def test_one_flipped_bit_of_one_tensor_contradicts() -> None:
     published = {"a": torch.randn(3, 4), "b": torch.randn(2, dtype=torch.bfloat16)}
-    held = {name: tensor.clone() for name, tensor in published.items()}
-    assert compared_by_name(held, published) == WeightReport(verified=2)
-    held["b"].view(torch.int16)[1] ^= 1
-    report = compared_by_name(held, published)
+    values = {name: tensor.clone() for name, tensor in published.items()}
+    assert compared_by_name(values, published) == WeightReport(verified=2)
+    values["b"].view(torch.int16)[1] ^= 1
+    report = compared_by_name(values, published)
     assert (report.verified, report.contradicted, report.names) == (1, 1, ("b",))
     assert report.outcome == "contradicted"
 

@@ -185,9 +185,9 @@ class Run:
             assert t.num_tokens == whole, f"trajectory {t.id} is cut off, or more than whole"
             return
         turns = make_workload(self.config).turns(*divmod(t.id, self.config.oversampled_group_size))
-        given = [len(span.tokens) for span in t.spans if isinstance(span, EnvSpan)]
+        values = [len(span.tokens) for span in t.spans if isinstance(span, EnvSpan)]
         assert len(t.turns) == len(turns), f"trajectory {t.id} has {len(t.turns)} of {len(turns)} turns"
-        assert given == [turn.tool_tokens for turn in turns[:-1]]
+        assert values == [turn.tool_tokens for turn in turns[:-1]]
         assert isinstance(t.spans[-1], Segment), "an episode ends with the model's turn"
 
     def _check_journal(self) -> None:

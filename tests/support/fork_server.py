@@ -112,8 +112,8 @@ def _serve(listener: socket.socket, alive: int) -> tuple[dict[str, Any], Sequenc
     signal.signal(signal.SIGCHLD, lambda *_: None)
     children: dict[int, Child] = {}
     selector = selectors.DefaultSelector()
-    for one in (listener, alive, woken):
-        selector.register(one, selectors.EVENT_READ)
+    for item in (listener, alive, woken):
+        selector.register(item, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
             if key.fileobj == alive:

@@ -399,11 +399,11 @@ class Table:
     async def _answer(self, episode: Episode, number: int) -> None:
         given = words(episode.id + len(episode.response), number)
         message = Message("tool", " ".join(map(str, given)))
-        said = ObservationItem(
+        text = ObservationItem(
             trajectory=episode.id, tokens=len(episode.response), route_number=episode.route_number, messages=(message,),
             seconds=0.5, replayed=(),
         )  # fmt: skip
-        (taken,) = await self._server.add_observations([said])
+        (taken,) = await self._server.add_observations([text])
         if taken.problem:
             assert taken.problem == "full" and len(episode.response) + number >= MAX_TOKENS
             await self._end(episode, number)

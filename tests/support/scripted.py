@@ -226,9 +226,9 @@ class VirtualEngine:
             held = self._requests.get(request.trajectory)
             if held is None or held.request.route_number < request.route_number:
                 kept = self._kept.pop(request.trajectory, ())
-                found = len(kept) if request.tokens[: len(kept)] == kept else 0
-                self._cached += found
-                self._prefilled += len(request.tokens) - found
+                result = len(kept) if request.tokens[: len(kept)] == kept else 0
+                self._cached += result
+                self._prefilled += len(request.tokens) - result
                 self._requests[request.trajectory] = _Request(
                     request=request, since=self._now(), marks=[(self.version, request.num_prior)]
                 )
@@ -431,11 +431,11 @@ class PlayedTrainer:
     async def _follow(self, method: str) -> None:
         """What the other ranks do meanwhile; the group is lost with any of them."""
         assert len(self._others) == self._ranks - 1, "the group is not there yet"
-        asked = [
+        requests = [
             call_actor(other, "call_policy", method, timeout_s=LONGEST_S, actor_name=rank_name(number))
             for number, other in enumerate(self._others, start=1)
         ]
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
         self._probe, self._version = probe, version

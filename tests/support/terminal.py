@@ -84,12 +84,12 @@ class Terminal:
         return code
 
     def _left(self) -> list[psutil.Process]:
-        found = []
+        results = []
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
                 if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                    results.append(process)
+        return results
 
     def _read(self) -> bool:
         """Take in what has come; False once nothing more can come."""

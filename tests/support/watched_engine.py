@@ -68,9 +68,9 @@ class WatchedEngine:
 
     def peek(self) -> list[SampledTokens]:
         seen = self.engine.peek()
-        for one in seen:
-            tokens = [int(t) for s in one.segments for t in s.tokens]
-            sampling = self.sampling[one.trajectory, one.route_number]
+        for item in seen:
+            tokens = [int(t) for s in item.segments for t in s.tokens]
+            sampling = self.sampling[item.trajectory, item.route_number]
             assert tokens[: len(sampling.seen)] == sampling.seen
             sampling.seen = tokens
         return seen
@@ -112,10 +112,10 @@ class WatchedEngine:
             pass
 
     def _gave(self, endings: list[Ending]) -> list[Ending]:
-        for one in endings:
-            assert isinstance(one, SampledTokens), one
-            assert (one.trajectory, one.route_number) not in self.results, "ended twice"
-            self.results[one.trajectory, one.route_number] = one
+        for ending in endings:
+            assert isinstance(ending, SampledTokens), ending
+            assert (ending.trajectory, ending.route_number) not in self.results, "ended twice"
+            self.results[ending.trajectory, ending.route_number] = ending
         return endings
 
 

@@ -42,11 +42,11 @@ class Versions:
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         made = torch.Generator().manual_seed(version)
-        found = {}
+        results = {}
         for layer in self._layers:
-            found[layer.down] = torch.randn(layer.rank, layer.inputs, generator=made) / layer.inputs**0.5
-            found[layer.up] = torch.randn(layer.outputs, layer.rank, generator=made)
-        return found
+            results[layer.down] = torch.randn(layer.rank, layer.inputs, generator=made) / layer.inputs**0.5
+            results[layer.up] = torch.randn(layer.outputs, layer.rank, generator=made)
+        return results
 
     def file(self, version: int) -> Path:
         self._folder.publish(PolicyVersion(version), self.tensors(version))
@@ -94,27 +94,27 @@ class AdapterEngineTests:
         """Twenty updates while requests run, of all served versions at once: what was sampled is the version's that it
         is said to be of, and nothing is prefilled again."""
         done: dict[int, SampledTokens] = {}
-        asked: dict[int, tuple[Request, int]] = {}
+        requests: dict[int, tuple[Request, int]] = {}
         for version in range(21):
             if version:
                 versions.load(engine, version)
             for i in range(4):
                 number = 10 * version + i
                 one = request(number, prompt=(3, 10, 14, 4 + i), max_new_tokens=40)
-                asked[number] = one, version
+                requests[number] = one, version
                 engine.submit([one])
             while not any(10 * version <= t and n >= 2 for t, n in engine.load_statistics().progress):
                 done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, SampledTokens)}
-                if len(done) == len(asked):
+                if len(done) == len(requests):
                     break
             # As a trainer would have it: what is too old has ended before the next version.
-            while any(asked[t][1] <= version - SERVED + 1 for t, _ in engine.load_statistics().progress):
+            while any(requests[t][1] <= version - SERVED + 1 for t, _ in engine.load_statistics().progress):
                 done |= {e.trajectory: e for e in engine.events(0.01) if isinstance(e, SampledTokens)}
-        collect(engine, len(asked), done)
-        for number, (one, version) in asked.items():
+        collect(engine, len(requests), done)
+        for number, (one, version) in requests.items():
             versions.check(one, done[number], version)
         load = engine.load_statistics()
-        assert load.prefilled_tokens + load.cached_tokens == sum(len(one.tokens) for one, _ in asked.values())
+        assert load.prefilled_tokens + load.cached_tokens == sum(len(one.tokens) for one, _ in requests.values())
 
     def test_versions_are_sampled_side_by_side(self, engine: Engine, versions: Versions) -> None:
         """In the same passes, greedily too, and the probe is of the newest."""
@@ -126,13 +126,13 @@ class AdapterEngineTests:
                 one = request(2 * version + greedy, prompt=PROMPT, max_new_tokens=80, greedy=greedy)
                 kinds[int(one.trajectory)] = one, version
         # All at once, by the versions that they ask for.
-        asked = {i: replace(one, version=PolicyVersion(v)) for i, (one, v) in kinds.items()}
-        engine.submit(list(asked.values()))
+        requests = {i: replace(one, version=PolicyVersion(v)) for i, (one, v) in kinds.items()}
+        engine.submit(list(requests.values()))
         tokens = [3, 4, 5, 6, 7]
         np.testing.assert_allclose(engine.logprobs(tokens), versions.logprobs(SERVED - 1, tokens), atol=2e-4)
-        done = collect(engine, len(asked))
+        done = collect(engine, len(requests))
         for number, (_, version) in kinds.items():
-            versions.check(asked[number], done[number], version)
+            versions.check(requests[number], done[number], version)
 
     def test_a_later_turn_goes_on_under_the_first_ones_version(self, engine: Engine, versions: Versions) -> None:
         """From the cache that the first turn has left, though a version was loaded between them."""

@@ -88,5 +88,5 @@ def check_that_it_brakes(engine: Engine, requests: Sequence[Request], sampled: C
     before = sampled()
     threading.Event().wait(0.2)
     assert sampled() == before
-    stopped = engine.interrupt([one.trajectory for one in requests])
+    stopped = engine.interrupt([request.trajectory for request in requests])
     assert len(stopped) == len(requests)

@@ -50,11 +50,11 @@ def keyed(session: AgentSession) -> dict[str, str]:
 
 async def answered(session: AgentSession, *turns: SampledTurn) -> list[tuple[Message, ...]]:
     """Answer what a session asks, one turn after the other; returns what it said."""
-    said = []
+    messages = []
     for one in turns:
-        said.append(await session.next_messages)
+        messages.append(await session.next_messages)
         session.answer(one)
-    return said
+    return messages
 
 
 async def chat(client: httpx.AsyncClient, session: AgentSession, messages: list[Any], **more: Any) -> httpx.Response:
@@ -68,6 +68,6 @@ async def raw(server: EndpointServer, data: bytes, wait_s: float = 3.0) -> bytes
     writer.write(data)
     await writer.drain()
     async with asyncio.timeout(wait_s):
-        found = await reader.read(65_536)
+        result = await reader.read(65_536)
     writer.close()
-    return found
+    return result

@@ -34,9 +34,9 @@ class ParameterHost:
     async def ensure(self, version: int, *sources: ParameterHost) -> FetchProgress:
         """Ask until the version is here, as the driver does."""
         named = tuple(Source(f"parameters-{i}", source.server) for i, source in enumerate(sources))
-        while not (found := await self.server.ensure(PolicyVersion(version), NUM_BYTES, named)).path:
+        while not (result := await self.server.ensure(PolicyVersion(version), NUM_BYTES, named)).path:
             pass
-        fetched: FetchProgress = found
+        fetched: FetchProgress = result
         return fetched
 
 
@@ -57,8 +57,8 @@ class ParameterServerTests:
         async def scenario() -> None:
             here = self.host(tmp_path, "a")
             here.publish(3)
-            found = await here.ensure(3)
-            assert (found.num_bytes, found.without_delta) == (NUM_BYTES, "")
+            result = await here.ensure(3)
+            assert (result.num_bytes, result.without_delta) == (NUM_BYTES, "")
 
         play(scenario)
 
@@ -66,10 +66,10 @@ class ParameterServerTests:
         async def scenario() -> None:
             source, target = self.host(tmp_path, "a"), self.host(tmp_path, "b")
             source.publish(3)
-            found = await target.ensure(3, source)
-            assert found.num_bytes == NUM_BYTES
+            result = await target.ensure(3, source)
+            assert result.num_bytes == NUM_BYTES
             assert (source.versions(), target.versions()) == ([3], [3])
-            assert await target.ensure(3) == found
+            assert await target.ensure(3) == result
 
         play(scenario)
 

@@ -31,13 +31,13 @@ def sharpened(model: Path, to: Path, factor: float = 5.0) -> Path:
     sample longer responses."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    found = AutoModelForCausalLM.from_pretrained(model)
+    result = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in result.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(factor)
-    found.config.max_position_embeddings = 4096
-    found.save_pretrained(to)
+    result.config.max_position_embeddings = 4096
+    result.save_pretrained(to)
     AutoTokenizer.from_pretrained(model).save_pretrained(to)
     return to
 
@@ -62,8 +62,8 @@ class Exact:
             part = new[start : start + 512]
             with torch.no_grad():
                 logits = self._model(torch.tensor([[*PROMPT, *response] for response in part])).logits[:, -1]
-            found = (logits.double() / self._temperature).softmax(-1).numpy()
-            self._found |= dict(zip(part, found, strict=True))
+            result = (logits.double() / self._temperature).softmax(-1).numpy()
+            self._found |= dict(zip(part, result, strict=True))
         return [self._found[response] for response in responses]
 
 
@@ -90,14 +90,14 @@ def least_p_value(exact: Exact, responses: list[tuple[int, ...]]) -> float:
     for response in responses:
         for at, token in enumerate(response):
             following[response[:at]][token] += 1
-    found = []
+    results = []
     for length in range(LENGTH):
         contexts = [context for context in following if len(context) == length]
         for context, probabilities in zip(contexts, exact.after(contexts), strict=True):
             counts = np.array([following[context][token] for token in range(len(probabilities))], np.float64)
             if (value := p_value(counts, probabilities)) is not None:
-                found.append(value)
-    return min(found) * len(found)
+                results.append(value)
+    return min(results) * len(results)
 
 
 def drafter_of(source: str, exact: Exact) -> type[Drafter]:
@@ -129,11 +129,11 @@ def check_distribution(engine: Engine, exact: Exact, responses: int, at_once: in
         count = min(at_once, responses - start)
         engine.submit([request(start + i, prompt=PROMPT, max_new_tokens=LENGTH) for i in range(count)])
         done = collect(engine, start + count, done)
-    sampled = [tuple(tokens_of(one)) for one in done.values()]
+    sampled = [tuple(tokens_of(item)) for item in done.values()]
     for at in range(LENGTH):
         exactly = exact.after([response[:at] for response in sampled])
         wanted = [float(np.log(p[response[at]])) for p, response in zip(exactly, sampled, strict=True)]
-        np.testing.assert_allclose([logprobs_of(one)[at] for one in done.values()], wanted, atol=2e-4)
+        np.testing.assert_allclose([logprobs_of(item)[at] for item in done.values()], wanted, atol=2e-4)
     assert least_p_value(exact, sampled) > ALPHA
     return engine.load_statistics()
 
@@ -143,7 +143,7 @@ def check_that_it_would_show(exact: Exact, responses: int = 1000) -> None:
     rng = np.random.default_rng(0)
 
     def drawn(accepts: Callable[[float], bool]) -> list[tuple[int, ...]]:
-        found = []
+        results = []
         for _ in range(responses):
             response: tuple[int, ...] = ()
             while len(response) < LENGTH:
@@ -151,8 +151,8 @@ def check_that_it_would_show(exact: Exact, responses: int = 1000) -> None:
                 likely = int(probabilities.argmax())
                 token = int(rng.choice(len(probabilities), p=probabilities))
                 response += (likely if response and accepts(probabilities[likely]) else token,)
-            found.append(response)
-        return found
+            results.append(response)
+        return results
 
     assert least_p_value(exact, drawn(lambda p: False)) > ALPHA
     assert least_p_value(exact, drawn(lambda p: rng.random() < 0.2)) < ALPHA

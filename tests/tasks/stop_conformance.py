@@ -36,10 +36,10 @@ class StopTests:
         texts, strings = tokenizer_texts(str(tiny_model)), ("12", "+3;", "9", "=so", "4-")
         engine.submit([request(i, stop=StopCriteria(strings)) for i in range(20)])
         ended = collect(engine, 20)
-        assert sum(check_end(texts, one, strings) for one in ended.values()) > 5
-        for one in ended.values():
-            tokens = tokens_of(one)
-            np.testing.assert_allclose(logprobs_of(one), reference([*PROMPT, *tokens], 4), atol=2e-4)
+        assert sum(check_end(texts, item, strings) for item in ended.values()) > 5
+        for item in ended.values():
+            tokens = tokens_of(item)
+            np.testing.assert_allclose(logprobs_of(item), reference([*PROMPT, *tokens], 4), atol=2e-4)
         assert engine.load_statistics().running == 0
 
     def test_it_does_so_under_weights_that_change_meanwhile(
@@ -49,8 +49,8 @@ class StopTests:
         done = sample_until(engine, 3, [request(i, max_new_tokens=100, stop=StopCriteria(strings)) for i in range(20)])
         engine.load(PolicyVersion(5), other_weights[0])
         ended = collect(engine, 20, done)
-        for one in ended.values():
-            check_end(texts, one, strings, most=100)
+        for item in ended.values():
+            check_end(texts, item, strings, most=100)
 
     def test_one_that_an_interrupt_cuts_in_two_ends_the_turn_where_it_goes_on(
         self, engine: Engine, tiny_model: Path
@@ -95,10 +95,10 @@ class StopTests:
     def test_a_token_that_stops_is_the_last_one(self, engine: Engine) -> None:
         engine.submit([request(i, stop=StopCriteria(token_ids=(7, 9, 12))) for i in range(20)])
         stopped = 0
-        for one in collect(engine, 20).values():
-            tokens = tokens_of(one)
+        for item in collect(engine, 20).values():
+            tokens = tokens_of(item)
             assert not {7, 9, 12} & set(tokens[:-1])
-            assert (one.finish is FinishReason.STOP) == (tokens[-1] in (1, 7, 9, 12))
+            assert (item.finish is FinishReason.STOP) == (tokens[-1] in (1, 7, 9, 12))
             stopped += tokens[-1] in (7, 9, 12)
         assert stopped > 5
         engine.submit([request(100, greedy=True)])  # others' ends are not this one's

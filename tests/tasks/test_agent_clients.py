@@ -39,19 +39,19 @@ async def serving(*texts: str) -> AsyncIterator[tuple[EndpointServer, AgentSessi
     server = EndpointServer(EndpointSettings())
     await server.start()
     session = server.sessions.open()
-    told: list[SampledTurn] = []
+    received: list[SampledTurn] = []
 
     async def tell() -> None:
         ids = [1, 2, 3]
         for text in texts:
             await session.next_messages
-            told.append(sampled(ids, 5 + len(text) % 7, text))
-            ids = [*ids, *told[-1].tokens, 4, 5]
-            session.answer(told[-1])
+            received.append(sampled(ids, 5 + len(text) % 7, text))
+            ids = [*ids, *received[-1].tokens, 4, 5]
+            session.answer(received[-1])
 
     telling = asyncio.ensure_future(tell())
     try:
-        yield server, session, told
+        yield server, session, received
     finally:
         telling.cancel()
         await server.stop()
@@ -83,8 +83,8 @@ def test_openai_over_several_turns_with_a_tool(stream: bool) -> None:
                     )
                     assert tuple(answer.prompt_token_ids) == told[-1].prompt_tokens
                     assert tuple(answer.choices[0].token_ids) == told[-1].tokens
-                    found = np.asarray([x.logprob for x in answer.choices[0].logprobs.content], np.float32)
-                    assert found.tobytes() == np.asarray(told[-1].logprobs, np.float32).tobytes()
+                    result = np.asarray([x.logprob for x in answer.choices[0].logprobs.content], np.float32)
+                    assert result.tobytes() == np.asarray(told[-1].logprobs, np.float32).tobytes()
                     return answer.choices[0].message
                 async with client.chat.completions.stream(
                     model="m", messages=messages, tools=TOOLS, stream_options={"include_usage": True}
@@ -119,18 +119,18 @@ def test_openai_is_told_a_turn_up_to_its_stop_string(stream: bool) -> None:
             messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
             more = {"extra_body": {"return_token_ids": True}}
             if stream:
-                said = ""
+                text = ""
                 async for part in await client.chat.completions.create(
                     model="m", messages=messages, stop=[";", "!"], stream=True
                 ):
-                    said += part.choices[0].delta.content or ""
+                    text += part.choices[0].delta.content or ""
             else:
                 answer = await client.chat.completions.create(model="m", messages=messages, stop=[";", "!"], **more)
-                said = answer.choices[0].message.content
+                text = answer.choices[0].message.content
                 assert tuple(answer.choices[0].token_ids) == told[0].tokens
                 assert answer.choices[0].finish_reason == "stop"
-            assert said == "It is 3"
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}]
+            assert text == "It is 3"
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
             answer = await client.chat.completions.create(model="m", messages=messages, stop=";", **more)
             assert answer.choices[0].message.content == "yes"
             with pytest.raises(openai.BadRequestError, match="stop must be a text or a list of at most 16"):
@@ -179,8 +179,8 @@ def test_verifiers_train_client_accepts_what_it_is_told(tmp_path: Path, monkeypa
             response = await client.get_response(ChatDialect(), body, sampling, session_id="theirs")
             assert response.tokens is not None
             assert response.tokens.completion_ids == list(told[0].tokens)
-            found = np.asarray(response.tokens.completion_logprobs, np.float32)
-            assert found.tobytes() == np.asarray(told[0].logprobs, np.float32).tobytes()
+            result = np.asarray(response.tokens.completion_logprobs, np.float32)
+            assert result.tobytes() == np.asarray(told[0].logprobs, np.float32).tobytes()
             await client.close()
 
     running(work)

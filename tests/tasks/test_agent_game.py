@@ -28,9 +28,9 @@ def found_by_halving(seed: int) -> tuple[float, int]:
 
 
 def test_whoever_halves_what_is_left_always_finds_the_digit() -> None:
-    found = [found_by_halving(seed) for seed in range(200)]
-    assert {reward for reward, _ in found} == {1.0}
-    assert {count for _, count in found} == {1, 2, 3, 4}
+    results = [found_by_halving(seed) for seed in range(200)]
+    assert {reward for reward, _ in results} == {1.0}
+    assert {count for _, count in results} == {1, 2, 3, 4}
 
 
 def test_a_game_says_the_same_whenever_it_is_reset_with_a_seed() -> None:

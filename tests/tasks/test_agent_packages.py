@@ -229,9 +229,9 @@ def test_a_taskset_of_verifiers_is_run_by_its_own_harness(
             answers = await played(episodes, task, turns)
             assert answers[-1].error == ""
             if not answers[-1].ended:
-                given = split_params(answers[-1].messages)[0].token_ids
-                assert given
-                before = (*before, *ids, *given)
+                token_ids = split_params(answers[-1].messages)[0].token_ids
+                assert token_ids
+                before = (*before, *ids, *token_ids)
         assert [a.ended for a in answers] == [False, True]
         assert list(answers[-1].parts) == ["game_reward"]
         await episodes.close()

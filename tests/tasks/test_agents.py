@@ -406,13 +406,13 @@ def test_a_program_is_ended_with_its_children_and_theirs(agents: Path, monkeypat
     begin = time.monotonic()
 
     def left() -> list[str]:
-        found = []
+        results = []
         for pid in descendants(marker):
             try:
-                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " "))
+                results.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " "))
             except OSError:
                 continue
-        return [line for line in found if "time.sleep" in line]
+        return [line for line in results if "time.sleep" in line]
 
     while left() and time.monotonic() < begin + 10:
         time.sleep(0.05)

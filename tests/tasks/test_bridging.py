@@ -60,13 +60,13 @@ def test_prompt_turn_and_bridge_are_the_next_prompt_exactly_and_read_as_the_temp
 
 def test_a_turn_that_did_not_end_is_closed_by_the_bridge_and_one_that_did_is_not_closed_twice() -> None:
     texts, bridge = TEXTS["smollm2"], TemplateBridge(TEXTS["smollm2"])
-    said = list(texts.ids("in the"))
+    messages = list(texts.ids("in the"))
     hears = [Message("environment", "higher")]
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
-    assert whole("smollm2", bridge.ids([], said, hears, 1)) == f"<|im_end|>{rest}"
+    assert whole("smollm2", bridge.ids([], messages, hears, 1)) == f"<|im_end|>{rest}"
     (closes,), (other,) = texts.ids("<|im_end|>"), texts.ids("<|endoftext|>")
-    assert whole("smollm2", bridge.ids([], [*said, closes], hears, 1)) == rest
-    assert whole("smollm2", bridge.ids([], [*said, other], hears, 1)) == rest
+    assert whole("smollm2", bridge.ids([], [*messages, closes], hears, 1)) == rest
+    assert whole("smollm2", bridge.ids([], [*messages, other], hears, 1)) == rest
     assert whole("smollm2", bridge.ids([], [], hears, 1)) == f"<|im_end|>{rest}"
 
 
@@ -78,8 +78,8 @@ def test_a_plain_newline_at_the_end_of_a_turn_is_not_taken_for_its_end() -> None
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     texts = ChatTokenizer(tokenizer)
-    found = TemplateBridge(texts).ids([], texts.ids("in\n"), [Message("user", "go")], 1)
-    assert texts.text(found) == "\nuser: go\nassistant: "
+    result = TemplateBridge(texts).ids([], texts.ids("in\n"), [Message("user", "go")], 1)
+    assert texts.text(result) == "\nuser: go\nassistant: "
 
 
 def test_several_messages_and_roles_that_a_template_does_not_know() -> None:

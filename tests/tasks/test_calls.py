@@ -217,11 +217,11 @@ def calling_from_a_thread(other: Any) -> list[int]:
 
     async def whole() -> list[int]:
         data = b"x" * 100_000
-        found = []
+        results = []
         for _ in range(20):
             asked = (call_actor(other, "take", data, timeout_s=60.0, actor_name="other") for _ in range(20))
-            found += [len(answer[0]) for answer in await asyncio.gather(*asked)]
-        return found
+            results += [len(answer[0]) for answer in await asyncio.gather(*asked)]
+        return results
 
     return asyncio.run(whole())
 

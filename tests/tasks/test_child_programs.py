@@ -172,7 +172,7 @@ asyncio.run(run_python("import time; time.sleep(10000)", within_s=10000, memory_
 """
     with subprocess.Popen([sys.executable, "-c", script]) as host:
         inside: list[psutil.Process] = []
-        while not any(one.rlimit(psutil.RLIMIT_CORE) == (0, 0) for one in inside):  # which it sets last
+        while not any(item.rlimit(psutil.RLIMIT_CORE) == (0, 0) for item in inside):  # which it sets last
             inside = psutil.Process(host.pid).children(recursive=True)
         host.kill()
-    running(until_gone([one.pid for one in inside]))
+    running(until_gone([item.pid for item in inside]))

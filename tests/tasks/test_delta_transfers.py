@@ -65,10 +65,10 @@ class Trainer(Host):
         chain = self.deltas(*((version,) if deltas is None else deltas))
         wanted = PolicyVersion(version)
         num_bytes = len(self.bytes_of(version))
-        while not (found := await host.server.ensure(wanted, num_bytes, named, chain, self.held[version])).path:
+        while not (result := await host.server.ensure(wanted, num_bytes, named, chain, self.held[version])).path:
             pass
-        assert Path(found.path).read_bytes() == self.bytes_of(version)
-        return found
+        assert Path(result.path).read_bytes() == self.bytes_of(version)
+        return result
 
     async def read(self) -> int:
         return await self.server.bytes_read()
@@ -80,8 +80,8 @@ def test_a_host_with_the_version_before_fetches_what_has_changed_since(tmp_path:
         await trainer.to(other, 1)
         whole = await trainer.read()
         assert whole == len(trainer.bytes_of(1))
-        found = await trainer.to(other, 2)
-        assert found.without_delta == ""
+        result = await trainer.to(other, 2)
+        assert result.without_delta == ""
         assert await trainer.read() - whole == trainer.deltas(2)[0].num_bytes < whole / 100
 
     virtual_time.run(scenario())
@@ -107,8 +107,8 @@ def test_a_host_that_is_older_than_the_chain_fetches_the_version(tmp_path: Path)
         trainer, other = Trainer(tmp_path / "a", 4), Host(tmp_path / "b")
         await trainer.to(other, 1)
         before = await trainer.read()
-        found = await trainer.to(other, 4, deltas=(3, 4))
-        assert (await trainer.read() - before, found.without_delta) == (len(trainer.bytes_of(4)), "")
+        result = await trainer.to(other, 4, deltas=(3, 4))
+        assert (await trainer.read() - before, result.without_delta) == (len(trainer.bytes_of(4)), "")
 
     virtual_time.run(scenario())
 
@@ -139,8 +139,8 @@ def test_those_without_a_delta_to_hand_on_say_so_at_once(tmp_path: Path) -> None
         await trainer.to(whole, 1)
         await trainer.to(last, 0)
         begin = asyncio.get_running_loop().time()
-        found = await trainer.to(last, 1, whole, trainer)
-        assert found.without_delta == "" and asyncio.get_running_loop().time() - begin < 1.0
+        result = await trainer.to(last, 1, whole, trainer)
+        assert result.without_delta == "" and asyncio.get_running_loop().time() - begin < 1.0
 
     virtual_time.run(scenario())
 
@@ -177,8 +177,8 @@ def test_where_deltas_do_not_give_the_version_it_is_fetched_and_that_is_told_onc
         chain = trainer.deltas(1)
         damage(trainer, other)
         trainer.deltas = lambda *versions: chain  # type: ignore[method-assign]  # as they were published
-        found = await trainer.to(other, 1)
-        assert re.search(said, found.without_delta)
+        result = await trainer.to(other, 1)
+        assert re.search(said, result.without_delta)
         assert (await trainer.to(other, 1)).without_delta == ""
         assert not list(other.folder.folder.glob(".*part*"))
 

@@ -85,14 +85,14 @@ def test_drafts_that_are_never_sampled_are_given_up_and_come_back_when_they_are(
     begun(one, "0", RESPONSE)
 
     def drafts(sampled_too: bool) -> list[list[int]]:
-        found = []
+        results = []
         for _ in range(100):
             key = str(rng.randrange(1, 1 << 30))
             begun(one, key, RESPONSE[:3])
-            found.append(one.draft(key, 4))
+            results.append(one.draft(key, 4))
             one.extend(key, (RESPONSE[3] if sampled_too else 1000 + rng.randrange(10**6),))
             one.end(key)
-        return found
+        return results
 
     # Of what was sampled instead each is another text: the place that was drafted from is the only one that recurs.
     assert drafts(sampled_too=True)[-1]
@@ -256,7 +256,7 @@ def shared(end: tuple[int, ...], before: tuple[int, ...]) -> int:
 
 def test_priors_are_probabilities_that_grow_with_agreement() -> None:
     assert list(response_drafter.PRIORS) == sorted(response_drafter.PRIORS)
-    found = [
+    results = [
         response_drafter._agreement(votes, places) for places in (1, 2, 3, 4, 16) for votes in range(1, places + 1)
     ]
-    assert set(found) == set(range(len(response_drafter.PRIORS)))
+    assert set(results) == set(range(len(response_drafter.PRIORS)))

@@ -25,12 +25,12 @@ def test_a_conversation_is_answered_with_the_very_ids_and_logprobs() -> None:
             )
             first = await chat(client, session, HELLO, logprobs=True, return_token_ids=True, top_logprobs=0)
             assert first.status_code == 200
-            found = first.json()
-            assert found["prompt_token_ids"] == [1, 2, 3]
-            choice = found["choices"][0]
+            parsed = first.json()
+            assert parsed["prompt_token_ids"] == [1, 2, 3]
+            choice = parsed["choices"][0]
             assert choice["token_ids"] == [7, 8]
-            assert [one["token"] for one in choice["logprobs"]["content"]] == ["token_id:7", "token_id:8"]
-            told = np.asarray([one["logprob"] for one in choice["logprobs"]["content"]], np.float32)
+            assert [item["token"] for item in choice["logprobs"]["content"]] == ["token_id:7", "token_id:8"]
+            told = np.asarray([item["logprob"] for item in choice["logprobs"]["content"]], np.float32)
             assert told.tobytes() == np.asarray(LOGPROBS, np.float32).tobytes()
             assert choice["message"] == {"role": "assistant", "content": "hi"}
             assert choice["finish_reason"] == "stop"
@@ -54,8 +54,8 @@ def test_a_request_sent_again_waits_for_the_same_turn_and_gets_it() -> None:
             with pytest.raises(httpx.ReadTimeout):
                 await client.post(CHAT, headers=keyed(session), json={"model": "m", "messages": HELLO}, timeout=0.2)
             assert await answered(session, turn("hi")) == [(Message("user", "hello"),)]
-            found = [(await one).json() for one in asking]
-            assert found[0] == found[1] == found[2] == (await chat(client, session, HELLO)).json()
+            results = [(await item).json() for item in asking]
+            assert results[0] == results[1] == results[2] == (await chat(client, session, HELLO)).json()
             assert not session.next_messages.done()
 
     running(work())
@@ -64,12 +64,12 @@ def test_a_request_sent_again_waits_for_the_same_turn_and_gets_it() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_of_tools_are_read_from_what_the_model_says(stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-    said = 'Now.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ä"}}\n</tool_call>'
+    text = 'Now.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ä"}}\n</tool_call>'
 
     async def work() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn(said), turn("3", before=(1, 2, 3, 7, 8, 4))))
+            telling = asyncio.ensure_future(answered(session, turn(text), turn("3", before=(1, 2, 3, 7, 8, 4))))
             response = await chat(client, session, HELLO, tools=tools, stream=stream)
             if stream:
                 events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
@@ -125,7 +125,7 @@ def test_token_ids_in_give_token_ids_out_and_go_on_exactly() -> None:
             assert changed.status_code == 400
             assert "differ from the 5 so far from position 4 on" in changed.json()["error"]["message"]
             assert (await generate([1, 2, 3, 7, 8, 4])).status_code == 200
-            assert [split_params(said)[0].token_ids for said in await telling] == [(1, 2, 3), (4,)]
+            assert [split_params(item)[0].token_ids for item in await telling] == [(1, 2, 3), (4,)]
 
     running(work())
 
@@ -203,10 +203,10 @@ def test_a_changed_past_begins_a_branch_after_the_turn_that_it_agrees_with(name:
             turns = turn("hi"), turn("ho! ", before=(1, 2, 3, 7, 8, 4)), turn("so", before=(9,))
             telling = asyncio.ensure_future(answered(session, *turns))
             assert (await chat(client, session, HELLO)).status_code == 200
-            asked = [one | {"content": "ho!"} if one == HO else one for one in [*HELLO, HI, ONE]]
-            assert (await chat(client, session, asked)).status_code == 200
-            asked = [one | {"content": "ho!"} if one == HO else one for one in messages]
-            assert (await chat(client, session, asked)).json()["choices"][0]["message"]["content"] == "so"
+            requests = [item | {"content": "ho!"} if item == HO else item for item in [*HELLO, HI, ONE]]
+            assert (await chat(client, session, requests)).status_code == 200
+            requests = [item | {"content": "ho!"} if item == HO else item for item in messages]
+            assert (await chat(client, session, requests)).json()["choices"][0]["message"]["content"] == "so"
             directions, shown = split_params((await telling)[-1])
             assert directions.after_turn == (None if after < 0 else after)
             assert tuple(m._replace(content=m.content.strip()) for m in shown if isinstance(m, Message)) == told
@@ -231,8 +231,8 @@ def test_other_tools_and_other_token_ids_begin_a_branch_too() -> None:
             for ids in ([1, 2, 3], [1, 2, 9], [1, 2, 3, 7, 8, 5]):
                 body = {"model": "m", "token_ids": ids, "sampling_params": {"logprobs": 1}}
                 assert (await client.post(GENERATE, headers=keyed(session), json=body)).status_code == 200
-            found = [split_params(said)[0] for said in await telling]
-            assert [(one.after_turn, one.token_ids) for one in found] == [
+            results = [split_params(element)[0] for element in await telling]
+            assert [(item.after_turn, item.token_ids) for item in results] == [
                 (None, (1, 2, 3)), (0, (1, 2, 9)), (None, (5,)),
             ]  # fmt: skip
 
@@ -245,10 +245,10 @@ def test_requests_side_by_side_have_their_turns_one_after_the_other() -> None:
             session = server.sessions.open()
             telling = asyncio.ensure_future(answered(session, turn("hi"), turn("a"), turn("b")))
             await chat(client, session, HELLO)
-            asked = [asyncio.ensure_future(chat(client, session, [*HELLO, HI, one])) for one in (ONE, TWO)]
-            found = [(await one).json()["choices"][0]["message"]["content"] for one in asked]
-            assert sorted(found) == ["a", "b"]
-            assert sorted(said[-1].content for said in (await telling)[1:]) == ["one", "two"]
+            requests = [asyncio.ensure_future(chat(client, session, [*HELLO, HI, item])) for item in (ONE, TWO)]
+            results = [(await item).json()["choices"][0]["message"]["content"] for item in requests]
+            assert sorted(results) == ["a", "b"]
+            assert sorted(element[-1].content for element in (await telling)[1:]) == ["one", "two"]
 
     running(work())
 
@@ -257,12 +257,12 @@ def test_whoever_waits_for_the_turns_before_is_told_when_there_are_no_more() -> 
     async def work() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
-            asked = [asyncio.ensure_future(chat(client, session, [one])) for one in (ONE, TWO)]
+            requests = [asyncio.ensure_future(chat(client, session, [item])) for item in (ONE, TWO)]
             await session.next_messages
             while not session.waiting:
                 await asyncio.sleep(0.01)
             server.sessions.close(session, "it is over")
-            assert [(await one).status_code for one in asked] == [410, 410]
+            assert [(await item).status_code for item in requests] == [410, 410]
 
     running(work())
 
@@ -283,8 +283,8 @@ def test_what_comes_after_an_auxiliary_turn_goes_on_from_what_came_before_it(cha
             await client.post(CHAT, headers=headers, json={"model": "m", "messages": beside})
             await chat(client, session, [*HELLO, HI, ONE])
             await chat(client, session, [*HELLO, HI, ONE, HO, TWO])
-            found = [split_params(said)[0] for said in await telling]
-            assert [(one.after_turn, one.auxiliary) for one in found] == [
+            results = [split_params(element)[0] for element in await telling]
+            assert [(item.after_turn, item.auxiliary) for item in results] == [
                 (None, False), (1, True), (0, True), (1, False), (None, False),
             ]  # fmt: skip
 
@@ -292,25 +292,25 @@ def test_what_comes_after_an_auxiliary_turn_goes_on_from_what_came_before_it(cha
 
 
 def test_sampling_parameters_are_overridden_or_refused_as_the_job_says() -> None:
-    asked = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "seed": 3, "presence_penalty": 0}
+    requests = {"temperature": 0.2, "top_p": 0.9, "top_k": 20, "seed": 3, "presence_penalty": 0}
 
     async def work() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
             telling = asyncio.ensure_future(answered(session, turn("hi")))
-            found = (await chat(client, session, HELLO, **asked)).json()
-            assert found["overridden"] == {"temperature": 0.7, "top_p": 1, "top_k": -1, "seed": None}
+            parsed = (await chat(client, session, HELLO, **requests)).json()
+            assert parsed["overridden"] == {"temperature": 0.7, "top_p": 1, "top_k": -1, "seed": None}
             await telling
         async with serving(sampling="refuse") as (server, client):
             session = server.sessions.open()
-            refused = await chat(client, session, HELLO, **asked)
+            refused = await chat(client, session, HELLO, **requests)
             assert refused.status_code == 400
             assert refused.json()["error"]["message"].startswith(
                 "temperature, top_p, top_k, seed: the job samples with"
             )
             telling = asyncio.ensure_future(answered(session, turn("hi")))
-            found = (await chat(client, session, HELLO, temperature=0.7, top_p=1.0, top_k=-1, n=1)).json()
-            assert "overridden" not in found
+            parsed = (await chat(client, session, HELLO, temperature=0.7, top_p=1.0, top_k=-1, n=1)).json()
+            assert "overridden" not in parsed
             await telling
 
     running(work())

@@ -99,8 +99,8 @@ def test_a_session_whose_client_left_gets_its_turn_when_it_asks_again() -> None:
             while (await client.get("/v1/models", headers=keyed(session))).status_code == 429:
                 await asyncio.sleep(0.01)  # until the endpoint has noticed
             session.answer(turn("hi"))
-            found = await chat(client, session, HELLO)
-            assert found.json()["choices"][0]["message"]["content"] == "hi"
+            result = await chat(client, session, HELLO)
+            assert result.json()["choices"][0]["message"]["content"] == "hi"
             assert not session.next_messages.done()
 
     running(work())
@@ -117,7 +117,7 @@ def test_more_sessions_than_requests_may_be_in_flight_wait_for_their_turns() -> 
             assert "staleflow_endpoint_in_flight 9.0" in (await client.get("/metrics")).text
             for session in sessions:
                 session.answer(turn("hi"))
-            assert [(await one).status_code for one in waiting] == [200] * 9
+            assert [(await item).status_code for item in waiting] == [200] * 9
 
     running(work())
 
@@ -136,9 +136,9 @@ def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> 
                     while not asking.done() and greedy.waiting + greedy.next_messages.done() == len(waiting):
                         await asyncio.sleep(0)
                     if asking.done():
-                        found = asking.result()
-                        assert (found.status_code, found.headers["Retry-After"]) == (429, "1")
-                        assert "endpoint.max_session_kib = 32" in found.json()["error"]["message"]
+                        result = asking.result()
+                        assert (result.status_code, result.headers["Retry-After"]) == (429, "1")
+                        assert "endpoint.max_session_kib = 32" in result.json()["error"]["message"]
                         return waiting
                     waiting.append(asking)
                 raise AssertionError("all of them wait")
@@ -153,8 +153,8 @@ def test_what_one_session_sends_takes_bounded_memory_and_disturbs_no_other() -> 
             modest.answer(turn("hi"))
             assert (await other).status_code == 200, "one alone may be larger"
             # Requests whose clients have gone wait on, and count on.
-            for one in waiting:
-                one.cancel()
+            for item in waiting:
+                item.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             while "in_flight 0.0" not in (await client.get("/metrics")).text:
                 await asyncio.sleep(0.01)
@@ -190,9 +190,9 @@ def test_requests_for_health_and_metrics_are_not_counted() -> None:
 def test_a_head_that_never_ends_is_refused(data: bytes) -> None:
     async def work() -> None:
         async with serving(body_s=0.2) as (server, _):
-            found = await raw(server, data)
-            assert b" 408 " in found
-            assert b"took longer than endpoint.body_s = 0.2 s" in found
+            result = await raw(server, data)
+            assert b" 408 " in result
+            assert b"took longer than endpoint.body_s = 0.2 s" in result
 
     running(work())
 
@@ -215,11 +215,11 @@ def test_a_second_head_that_never_ends_is_refused_too_and_an_idle_connection_is_
 def test_connections_beyond_the_limit_are_told_to_try_again() -> None:
     async def work() -> None:
         async with serving(max_connections=2) as (server, client):
-            held = [await asyncio.open_connection(*address(server)) for _ in range(2)]
-            found = await raw(server, b"")
-            assert found.startswith(b"HTTP/1.1 503 ")
-            assert b"\r\nRetry-After: 1\r\n" in found
-            for _, writer in held:
+            values = [await asyncio.open_connection(*address(server)) for _ in range(2)]
+            result = await raw(server, b"")
+            assert result.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nRetry-After: 1\r\n" in result
+            for _, writer in values:
                 writer.close()
                 await writer.wait_closed()
             await asyncio.sleep(0.05)
@@ -260,10 +260,10 @@ def test_token_ids_beyond_the_vocabulary_are_refused_at_the_door() -> None:
         session = server.sessions.open()
         async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
             body = {"model": "m", "token_ids": [1, 300], "sampling_params": {"logprobs": 1}}
-            found = await client.post(GENERATE, headers=keyed(session), json=body)
-            assert found.status_code == 400
+            result = await client.post(GENERATE, headers=keyed(session), json=body)
+            assert result.status_code == 400
             why = "token_ids has 300, where the model's vocabulary has 300 tokens"
-            assert found.json()["error"]["message"] == why
+            assert result.json()["error"]["message"] == why
             assert not session.next_messages.done()
         await server.stop()
 

@@ -85,13 +85,13 @@ def test_malformed_requests_get_a_line_each_and_disturb_nobody() -> None:
             await other.next_messages
             for path, body in MALFORMED:
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
-                found = await client.post(path, headers=keyed(session), content=content)
-                assert 400 <= found.status_code < 500, (body, found.text)
-                message = found.json()["error"]["message"]
+                result = await client.post(path, headers=keyed(session), content=content)
+                assert 400 <= result.status_code < 500, (body, result.text)
+                message = result.json()["error"]["message"]
                 assert message
                 assert "\n" not in message
                 assert len(message) < 300
-                assert "Traceback" not in found.text
+                assert "Traceback" not in result.text
             assert not session.next_messages.done()
             for method, path in (("GET", CHAT), ("DELETE", "/v1/models"), ("POST", "/v1/embeddings"), ("GET", "/")):
                 assert (await client.request(method, path)).status_code in (404, 405)
@@ -106,8 +106,8 @@ def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
         async with serving(max_body_kib=4, body_s=0.3, max_requests=2) as (server, client):
             session, other = server.sessions.open(), server.sessions.open()
             long = [{"role": "user", "content": "x" * 5000}]
-            found = await chat(client, session, long)
-            assert (found.status_code, found.json()["error"]["message"]) == (
+            result = await chat(client, session, long)
+            assert (result.status_code, result.json()["error"]["message"]) == (
                 413, "the body is longer than endpoint.max_body_kib = 4",
             )  # fmt: skip
             head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
@@ -115,13 +115,13 @@ def test_long_and_slow_bodies_and_too_many_requests_are_refused() -> None:
             assert b" 413 " in await raw(server, f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * 2)
             assert b" 408 " in await raw(server, f"{head}Content-Length: 100\r\n\r\n{{".encode())
             assert b" 400 " in await raw(server, b"nonsense\r\n\r\n")
-            waiting = [asyncio.ensure_future(chat(client, one, HELLO)) for one in (session, other)]
+            waiting = [asyncio.ensure_future(chat(client, item, HELLO)) for item in (session, other)]
             await asyncio.gather(session.next_messages, other.next_messages)
             busy = await client.get("/v1/models", headers=keyed(session))
             assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
-            for one in (session, other):
-                one.answer(turn("hi"))
-            assert [(await one).status_code for one in waiting] == [200, 200]
+            for item in (session, other):
+                item.answer(turn("hi"))
+            assert [(await item).status_code for item in waiting] == [200, 200]
             metrics = (await client.get("/metrics")).text
             assert 'staleflow_endpoint_requests_total{status="429"} 1.0' in metrics
             assert "staleflow_endpoint_sessions 2.0" in metrics
@@ -146,8 +146,8 @@ def test_what_is_no_http_is_answered_with_a_line_as_json_too(data: bytes) -> Non
     async def work() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
-            found = await raw(server, data.replace(b"%KEY", session.key.encode()), wait_s=20.0)
-            *_, head, body = found.split(b"\r\n\r\n")
+            result = await raw(server, data.replace(b"%KEY", session.key.encode()), wait_s=20.0)
+            *_, head, body = result.split(b"\r\n\r\n")
             assert b"HTTP/1.1 400 " in head
             assert b"Content-Type: application/json" in head
             error = json.loads(body)["error"]
@@ -173,7 +173,7 @@ def test_a_late_request_to_an_ended_episode_is_told_that_it_has_ended() -> None:
                 await client.get(f"/session/{session.key}/v1/models"),
                 await client.post(GENERATE, headers={"X-Session-ID": session.key}, content=b"nonsense"),
             ]
-            assert [(one.status_code, one.json()["error"]["code"]) for one in late] == [(410, "session_ended")] * 4
+            assert [(item.status_code, item.json()["error"]["code"]) for item in late] == [(410, "session_ended")] * 4
 
     running(work())
 
@@ -186,9 +186,9 @@ def test_an_error_of_ours_shows_a_client_nothing_of_it(monkeypatch: pytest.Monke
 
     async def work() -> None:
         async with serving() as (server, client):
-            found = await chat(client, server.sessions.open(), HELLO)
-            assert found.status_code == 500
-            assert "secret" not in found.text
+            result = await chat(client, server.sessions.open(), HELLO)
+            assert result.status_code == 500
+            assert "secret" not in result.text
 
     running(work())
 
@@ -199,8 +199,8 @@ def test_a_stopping_endpoint_has_clients_try_again() -> None:
             stopping = asyncio.ensure_future(server.stop())
             await asyncio.sleep(0)
             try:
-                found = await client.get("/v1/models", headers=keyed(server.sessions.open()))
-                assert (found.status_code, found.headers["Retry-After"]) == (503, "1")
+                result = await client.get("/v1/models", headers=keyed(server.sessions.open()))
+                assert (result.status_code, result.headers["Retry-After"]) == (503, "1")
             except httpx.ConnectError:  # it no longer listens, which clients take alike
                 pass
             await stopping
@@ -281,8 +281,8 @@ def test_an_endpoint_in_the_place_of_a_lost_one_has_its_clients_try_again() -> N
             server = EndpointServer(EndpointSettings(replaces_s=replaces_s))
             await server.start()
             async with httpx.AsyncClient(base_url=server.base_url.removesuffix("/v1")) as client:
-                found = await chat(client, lost, HELLO)
-                assert (found.status_code, found.headers.get("Retry-After")) == (status, retry)
+                result = await chat(client, lost, HELLO)
+                assert (result.status_code, result.headers.get("Retry-After")) == (status, retry)
             await server.stop()
 
     running(work())
@@ -292,6 +292,6 @@ def test_a_host_is_told_whether_it_is_in_the_place_of_a_lost_one(job: Path, tmp_
     (tmp_path / "agent.py").write_text("async def run(base_url, key, task):\n    return 1.0\n")
     config = loading.load(job, (f"task.source=agent:{tmp_path}/agent.py:run", "task.options={}", "deadlines.call_s=7"))
     for replaces, expected in ((False, 0.0), (True, 7.0)):
-        found = actor_settings.environment_settings(config, replaces=replaces)
-        assert isinstance(found, EpisodeSettings)
-        assert found.source.endpoint.replaces_s == expected
+        result = actor_settings.environment_settings(config, replaces=replaces)
+        assert isinstance(result, EpisodeSettings)
+        assert result.source.endpoint.replaces_s == expected

@@ -102,7 +102,7 @@ def test_what_was_sampled_before_an_interrupt_counts() -> None:
 def test_random_texts_end_where_a_plain_search_says() -> None:
     """In tokens that are no text's own, too."""
     rng = random.Random(0)
-    found = 0
+    result = 0
     for _ in range(300):
         tokens = rng.choices(TEXTS.ids("abéé日 the\n\n12🙂"), k=rng.randint(1, 60))
         strings = [
@@ -112,8 +112,8 @@ def test_random_texts_end_where_a_plain_search_says() -> None:
         check = StopCheck(TEXTS, strings)
         assert check.add(tokens) == (plain or len(tokens))
         assert check.found == (plain is not None)
-        found += check.found
-    assert 50 < found < 290
+        result += check.found
+    assert 50 < result < 290
 
 
 def test_a_token_of_a_long_turn_costs_what_one_of_a_short_turn_does() -> None:
@@ -145,16 +145,16 @@ def test_stop_is_a_text_or_some_and_no_other_sampling_parameter() -> None:
     assert read(stop=["a", "b"] * 8, stop_token_ids=[7]).stop == StopCriteria(("a", "b") * 8, (7,))
     assert not read(stop="END", stop_token_ids=[3]).overridden
     params = {"logprobs": 1, "stop_token_ids": [3, 5], "stop": ["END"], "include_stop_str_in_output": True}
-    found = read_generate(
+    result = read_generate(
         {"model": "m", "token_ids": [1], "sampling_params": params}, temperature=1.0, sampling=SamplingRule.REFUSE
     )
-    assert found.stop == StopCriteria(("END",), (3, 5))
+    assert result.stop == StopCriteria(("END",), (3, 5))
 
 
 def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_the_turn() -> None:
     stop = StopCriteria(("\n\n", "é"), (5, 7))
-    said = read(stop=list(stop.strings), stop_token_ids=list(stop.token_ids)).turn_params(first=True).prepend_to([])
-    assert split_params(said)[0].stop == stop
+    text = read(stop=list(stop.strings), stop_token_ids=list(stop.token_ids)).turn_params(first=True).prepend_to([])
+    assert split_params(text)[0].stop == stop
     assert "stop" not in read(max_tokens=3).turn_params(first=True).prepend_to([])[0].content, (
         "prompts stay what they were"
     )
@@ -201,14 +201,14 @@ def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
             session = server.sessions.open()
             turns = turn("It is 3. END of"), turn("yes", before=(1, 2, 3, 7, 8, 4))
             telling = asyncio.ensure_future(answered(session, *turns))
-            asked = {"stop": stop, "return_token_ids": True, "stream": stream, **more}
-            found = await chat(client, session, HELLO, **asked)
+            requests = {"stop": stop, "return_token_ids": True, "stream": stream, **more}
+            result = await chat(client, session, HELLO, **requests)
             if stream:
-                events = [json.loads(line[6:]) for line in found.text.splitlines() if line and line[6:] != "[DONE]"]
+                events = [json.loads(line[6:]) for line in result.text.splitlines() if line and line[6:] != "[DONE]"]
                 choices = [event["choices"][0] for event in events]
                 content = "".join(choice["delta"].get("content", "") for choice in choices)
             else:
-                choices = found.json()["choices"]
+                choices = result.json()["choices"]
                 content = choices[0]["message"]["content"]
             assert content == told
             assert (choices[-1]["finish_reason"], choices[-1]["token_ids"]) == ("stop", [7, 8])
@@ -218,23 +218,23 @@ def test_a_turn_is_told_up_to_the_stop_string_with_all_its_ids(
             assert (await chat(client, session, past, stop=stop)).status_code == 200
             first, then = await telling
             criteria = StopCriteria((stop,) if isinstance(stop, str) else tuple(stop))
-            assert [split_params(said)[0].stop for said in (first, then)] == [criteria, criteria]
+            assert [split_params(item)[0].stop for item in (first, then)] == [criteria, criteria]
             assert split_params(then) == (TurnParams(stop=criteria), (Message("user", "more"),))
 
     running(work())
 
 
 def test_a_call_of_a_tool_that_a_stop_string_ends_is_one() -> None:
-    said = 'Now. <tool_call>{"name": "add", "arguments": {}}</tool_call> and'
+    text = 'Now. <tool_call>{"name": "add", "arguments": {}}</tool_call> and'
     tools = [{"type": "function", "function": {"name": "add"}}]
 
     async def work() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
-            telling = asyncio.ensure_future(answered(session, turn(said)))
-            found = (await chat(client, session, HELLO, tools=tools, stop="</tool_call>")).json()["choices"][0]
-            assert (found["message"]["content"], found["finish_reason"]) == ("Now.", "tool_calls")
-            assert found["message"]["tool_calls"][0]["function"]["name"] == "add"
+            telling = asyncio.ensure_future(answered(session, turn(text)))
+            result = (await chat(client, session, HELLO, tools=tools, stop="</tool_call>")).json()["choices"][0]
+            assert (result["message"]["content"], result["finish_reason"]) == ("Now.", "tool_calls")
+            assert result["message"]["tool_calls"][0]["function"]["name"] == "add"
             await telling
 
     running(work())
@@ -245,9 +245,9 @@ def test_a_request_sent_again_gets_the_same_turn_only_with_the_same_stop() -> No
         async with serving(changed_past="refuse") as (server, client):
             session = server.sessions.open()
             telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
-            found = [(await chat(client, session, HELLO, stop=[";"])).json() for _ in range(2)]
-            assert found[0] == found[1]
-            assert found[0]["choices"][0]["message"]["content"] == "hi"
+            results = [(await chat(client, session, HELLO, stop=[";"])).json() for _ in range(2)]
+            assert results[0] == results[1]
+            assert results[0]["choices"][0]["message"]["content"] == "hi"
             for stop in (None, ["!"], [";", "!"]):
                 other = await chat(client, session, HELLO, stop=stop)
                 assert (other.status_code, other.json()["error"]["code"]) == (400, "changed_past")
@@ -265,8 +265,8 @@ def test_token_ids_are_told_whole_whatever_stopped_them() -> None:
             telling = asyncio.ensure_future(answered(session, turn("hi; ho")))
             params = {"logprobs": 1, "stop": ";", "stop_token_ids": [9, 8]}
             body = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": params}
-            found = (await client.post(GENERATE, headers=keyed(session), json=body)).json()
-            assert (found["choices"][0]["token_ids"], found["choices"][0]["finish_reason"]) == ([7, 8], "stop")
+            parsed = (await client.post(GENERATE, headers=keyed(session), json=body)).json()
+            assert (parsed["choices"][0]["token_ids"], parsed["choices"][0]["finish_reason"]) == ([7, 8], "stop")
             (said,) = await telling
             assert split_params(said)[0].stop == StopCriteria((";",), (9, 8))
 
@@ -278,8 +278,8 @@ def test_a_turn_that_a_limit_cut_after_all_is_told_so() -> None:
         async with serving() as (server, client):
             session = server.sessions.open()
             telling = asyncio.ensure_future(answered(session, turn("hi", truncated=True)))
-            found = (await chat(client, session, HELLO, stop=";")).json()["choices"][0]
-            assert (found["message"]["content"], found["finish_reason"]) == ("hi", "length")
+            result = (await chat(client, session, HELLO, stop=";")).json()["choices"][0]
+            assert (result["message"]["content"], result["finish_reason"]) == ("hi", "length")
             await telling
 
     running(work())

@@ -262,10 +262,10 @@ def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
     try:
         engine.submit([request(i, max_new_tokens=20, keep_kv=i > 0) for i in range(3)])
         done = collect(engine, 3)
-        held = {i: 4 + len(tokens_of(sampled)) for i, sampled in done.items()}
-        assert engine.load_statistics().kept_tokens == held[1] + held[2]
+        values = {i: 4 + len(tokens_of(sampled)) for i, sampled in done.items()}
+        assert engine.load_statistics().kept_tokens == values[1] + values[2]
         engine.abort([TrajectoryId(1)])
-        assert engine.load_statistics().kept_tokens == held[2]
+        assert engine.load_statistics().kept_tokens == values[2]
     finally:
         engine.close()
 

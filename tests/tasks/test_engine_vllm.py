@@ -213,7 +213,7 @@ def test_a_request_that_waits_while_weights_load_uses_no_older_pages(
 
 def test_greedy_turns_are_the_same_with_and_without_reuse(tiny_model: Path) -> None:
     played: dict[bool, list[list[int]]] = {}
-    found: dict[bool, int] = {}
+    results: dict[bool, int] = {}
     for reuse in (True, False):
         one = VllmEngine(settings(tiny_model, eos=(), options={"enable_prefix_caching": reuse}), InstanceId("i"))
         try:
@@ -222,11 +222,11 @@ def test_greedy_turns_are_the_same_with_and_without_reuse(tiny_model: Path) -> N
                 one.submit([request(0, prompt=context, route_number=route_number, max_new_tokens=16, greedy=True)])
                 played[reuse].append(tokens_of(collect(one, 1)[0]))
                 context = (*context, *played[reuse][-1], *GIVEN)
-            found[reuse] = one.load_statistics().cached_tokens
+            results[reuse] = one.load_statistics().cached_tokens
         finally:
             one.close()
     assert played[True] == played[False]
-    assert found == {True: 32 + 64, False: 0}
+    assert results == {True: 32 + 64, False: 0}
 
 
 def test_what_is_kept_for_turns_to_come_is_reported_and_gives_way(tiny_model: Path) -> None:

@@ -90,22 +90,22 @@ def acts(server: Server, dismissed: tuple[int, ...] = ()) -> dict[TrajectoryId, 
         )
         await asyncio.sleep(0)
         await host.dismiss(tuple(map(TrajectoryId, dismissed)))
-        found: list[EnvStepOutcome] = []
+        results: list[EnvStepOutcome] = []
         while more := await host.outcomes(0.2):
-            found += more
+            results += more
         await host.close()
-        return found
+        return results
 
-    return {one.trajectory: one for one in asyncio.run(acted())}
+    return {item.trajectory: item for item in asyncio.run(acted())}
 
 
 def test_what_many_acts_ask_at_once_is_one_call_and_each_gets_its_own_answer() -> None:
     server = Server()
-    found = acts(server)
-    assert set(found) == set(range(90))
-    assert all(one.tokens == 2 * i and not one.ended for i, one in found.items() if i % 2 == 0)
+    result = acts(server)
+    assert set(result) == set(range(90))
+    assert all(one.tokens == 2 * i and not one.ended for i, one in result.items() if i % 2 == 0)
     assert server.rewards == {i: i for i in range(1, 90, 2)}
-    assert all(one.ended and one.reward == i for i, one in found.items() if i % 2)
+    assert all(one.ended and one.reward == i for i, one in result.items() if i % 2)
     assert server.calls == [("episode_states", 100), ("add_observations", 45), ("record_rewards", 45)]
 
 
@@ -114,6 +114,6 @@ def test_a_dismissed_act_takes_nothing_from_the_others() -> None:
 
 
 def test_a_server_that_is_gone_is_told_of_every_act() -> None:
-    found = acts(Server(fails=True))
-    assert set(found) == set(range(100))
-    assert all(one.server_lost for one in found.values())
+    result = acts(Server(fails=True))
+    assert set(result) == set(range(100))
+    assert all(item.server_lost for item in result.values())

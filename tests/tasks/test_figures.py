@@ -39,8 +39,8 @@ def test_figures_are_what_they_are_by_definition() -> None:
     new, behaviour, old, clipped, ratio = np.concatenate(every).T
     r = np.exp(new - behaviour)
     weight = np.minimum(r, ENTROPY_CAP)
-    found = sums.metrics()
-    assert found == pytest.approx(
+    metrics = sums.metrics()
+    assert metrics == pytest.approx(
         {
             "clip_share": clipped.mean(),
             "clip_share_low": (clipped * (ratio < 1)).mean(),
@@ -61,9 +61,9 @@ def test_figures_are_what_they_are_by_definition() -> None:
 
 
 def test_a_step_without_tokens_has_figures() -> None:
-    found = TokenSums().metrics()
-    assert found["ess"] == 1.0
-    assert {v for name, v in found.items() if name != "ess"} == {0.0}
+    metrics = TokenSums().metrics()
+    assert metrics["ess"] == 1.0
+    assert {v for name, v in metrics.items() if name != "ess"} == {0.0}
 
 
 def test_the_estimate_of_the_entropy_is_that_of_the_distribution() -> None:
@@ -94,8 +94,8 @@ def test_figures_are_over_all_rows_not_only_those_with_an_advantage(tiny_model: 
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(12))]
     one = trainer(tiny_model)
     with torch.no_grad():
-        found = one.logprob_model.rows(data, range(12))
-    ratios = [np.exp((found[i] - data[i].behaviour).astype(np.float64)) for i in range(12)]
+        result = one.logprob_model.rows(data, range(12))
+    ratios = [np.exp((result[i] - data[i].behaviour).astype(np.float64)) for i in range(12)]
     whole, computed = np.concatenate(ratios), np.concatenate([*ratios[:4], *ratios[4::2]])
     loss = PpoClip()
     for count in (4, 100):
@@ -123,9 +123,9 @@ def test_each_step_draws_other_rows(tiny_model: Path) -> None:
     """Evenly spaced ones were always the same member of each group."""
     data = [replace(r, advantage=0.0, staleness=1) for r in rows(12)]
     one = trainer(tiny_model, measured_rows=3)
-    found = [one.step(step, data) for step in (0, 1, 2, 0)]
-    assert len({m["kl_behaviour"] for m in found}) == 3
-    assert found[0] == found[3]
+    results = [one.step(step, data) for step in (0, 1, 2, 0)]
+    assert len({m["kl_behaviour"] for m in results}) == 3
+    assert results[0] == results[3]
 
 
 def drawn_tokens(rng: np.random.Generator, count: int) -> Tokens:
@@ -153,15 +153,15 @@ def test_figures_of_a_sample_are_right_in_the_mean_and_as_far_off_as_they_say() 
     whole = TokenSums()
     added(whole, tokens, np.arange(200))
     truth = whole.metrics()
-    found = []
+    results = []
     for _ in range(400):
         sums = TokenSums()
         added(sums, tokens, np.arange(40))
         picked = 40 + rng.choice(160, 24, replace=False)
         sample = RowSample(rows=added(sums, tokens, picked, 160 / 24), population=160)
-        found.append(sums.metrics(1, sample))
+        results.append(sums.metrics(1, sample))
     for name in ("ess", "entropy", "kl_behaviour"):
-        values, errors = (np.asarray([m[key] for m in found]) for key in (name, f"{name}_stderr"))
+        values, errors = (np.asarray([m[key] for m in results]) for key in (name, f"{name}_stderr"))
         assert abs(values.mean() - truth[name]) < 0.35 * values.std(), name
         assert 0.75 < np.sqrt((errors**2).mean()) / values.std() < 1.25, name
 
@@ -169,8 +169,8 @@ def test_figures_of_a_sample_are_right_in_the_mean_and_as_far_off_as_they_say() 
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_a_token_counts_as_trained_once_however_often_it_is(tiny_model: Path, epochs: int) -> None:
     data = [replace(r, advantage=r.advantage if i < 4 else 0.0) for i, r in enumerate(rows(6))]
-    found = measured(tiny_model, data, epochs=epochs, minibatches=2)
-    assert found["tokens_trained"] == sum(len(r.response) for r in data[:4])
+    result = measured(tiny_model, data, epochs=epochs, minibatches=2)
+    assert result["tokens_trained"] == sum(len(r.response) for r in data[:4])
 
 
 @dataclass(frozen=True)
@@ -223,11 +223,11 @@ def test_clipped_tokens_are_told_apart_by_side(tiny_model: Path) -> None:
     data = rows(12)
     near = trainer(tiny_model).logprob_model.rows(data, range(12))
     data = [replace(r, behaviour=near[i] + np.float32(0.2 if i % 3 else -0.2)) for i, r in enumerate(data)]
-    found = measured(tiny_model, data, loss=loss)
+    result = measured(tiny_model, data, loss=loss)
     low = sum(len(r.response) for i, r in enumerate(data) if i % 3)
-    assert found["clip_share_low"] == pytest.approx(low / sum(len(r.response) for r in data))
-    assert found["clip_share_high"] > 0.01
-    assert found["clip_share"] == pytest.approx(found["clip_share_low"] + found["clip_share_high"])
+    assert result["clip_share_low"] == pytest.approx(low / sum(len(r.response) for r in data))
+    assert result["clip_share_high"] > 0.01
+    assert result["clip_share"] == pytest.approx(result["clip_share_low"] + result["clip_share_high"])
     assert measured(tiny_model, rows(12), loss=PpoClip(clip_low=1.0))["clip_share_low"] == 0
 
 
@@ -235,9 +235,9 @@ def test_dropped_updates_are_counted(tiny_model: Path) -> None:
     data = rows(6)
     assert measured(tiny_model, data, minibatches=3)["updates_dropped"] == 0
     poison = replace(data[0], advantage=float("inf"))
-    found = measured(tiny_model, [poison, *data[1:]], minibatches=3, loss=Tis())
-    assert found["updates_dropped"] == 1
-    assert not np.isfinite(found["grad_norm"])
+    result = measured(tiny_model, [poison, *data[1:]], minibatches=3, loss=Tis())
+    assert result["updates_dropped"] == 1
+    assert not np.isfinite(result["grad_norm"])
 
 
 def test_the_loss_of_fewer_rows_than_minibatches_is_the_mean_over_those_there_are(tiny_model: Path) -> None:
@@ -250,5 +250,5 @@ def test_the_distance_to_the_old_policy_is_of_later_minibatches(tiny_model: Path
     assert measured(tiny_model, data)["kl_old"] == pytest.approx(0, abs=1e-9)
     without = [replace(r, advantage=0.0) if i % 2 else r for i, r in enumerate(data)]
     assert measured(tiny_model, without)["kl_old"] == pytest.approx(0, abs=1e-9)
-    found = measured(tiny_model, data, minibatches=3)
-    assert 1e-9 < found["kl_old"] < found["kl_behaviour"]
+    result = measured(tiny_model, data, minibatches=3)
+    assert 1e-9 < result["kl_old"] < result["kl_behaviour"]

@@ -122,8 +122,8 @@ def test_a_loss_in_parts_has_the_gradients_of_the_whole(
     assert under.packs_rows
     object.__setattr__(under, "padded_because", "" if packed else "of the test")
     model.zero_grad()
-    found = under.backward(batch, loss, entropy=True, by_token=loss is by_token)
-    torch.testing.assert_close(found.double(), expected[0].double(), rtol=1e-5, atol=1e-6)
+    result = under.backward(batch, loss, entropy=True, by_token=loss is by_token)
+    torch.testing.assert_close(result.double(), expected[0].double(), rtol=1e-5, atol=1e-6)
     for parameter, wanted in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-5, atol=1e-6)
 
@@ -138,10 +138,10 @@ def test_logits_of_a_loss_by_token_are_computed_once(tiny_model: Path, monkeypat
 
     def counted(hidden: torch.Tensor) -> torch.Tensor:
         sizes.append(len(hidden))
-        found = logits(hidden)
+        result = logits(hidden)
         order.append("logits")
-        found.register_hook(lambda _: order.append("gradient"))
-        return found
+        result.register_hook(lambda _: order.append("gradient"))
+        return result
 
     monkeypatch.setattr(under.layer, "_logits", counted)
     under.backward(batch, by_token, entropy=True, by_token=True)
@@ -211,7 +211,7 @@ def test_a_model_may_be_used_by_several(tiny_model: Path) -> None:
 
 def test_blocks_that_are_computed_again_have_the_same_gradients_and_keep_less(tiny_model: Path) -> None:
     batch, kept = micro_batch(), dict[bool, int]()
-    found = {}
+    results = {}
     for again in (False, True):
         model = model_at(tiny_model)
         if again:
@@ -225,7 +225,7 @@ def test_blocks_that_are_computed_again_have_the_same_gradients_and_keep_less(ti
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             under = logprob_model(model).batch_and_entropy(batch)
         kept[again] = sum(sizes)
-        found[again] = outcome(model, *under)
-    for one, other in zip(found[False], found[True], strict=True):
+        results[again] = outcome(model, *under)
+    for one, other in zip(results[False], results[True], strict=True):
         assert torch.equal(one, other)
     assert kept[True] < 0.5 * kept[False]

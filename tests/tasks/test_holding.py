@@ -28,9 +28,9 @@ def settings(tmp_path: Path) -> Any:
 def closed() -> Iterator[None]:
     yield
     gc.collect()
-    for one in list(engine_handover._registered):
-        one.engine.close()
-        engine_handover.unregister(one.engine)
+    for item in list(engine_handover._registered):
+        item.engine.close()
+        engine_handover.unregister(item.engine)
 
 
 def placed(settings: Any, name: str = "rollout-0", run: str = "/runs/x", *, resumed: bool = False) -> RolloutInstance:
@@ -45,7 +45,7 @@ def engine_of(instance: RolloutInstance) -> EmulatedEngine:
 
 def dropped(instances: list[RolloutInstance]) -> list[EmulatedEngine]:
     """Drop actors as Dask does when their driver is gone; returns their engines."""
-    engines = [engine_of(one) for one in instances]
+    engines = [engine_of(instance) for instance in instances]
     instances.clear()
     gc.collect()
     return engines

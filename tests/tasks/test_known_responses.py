@@ -119,7 +119,7 @@ def test_what_is_remembered_is_bounded() -> None:
     known = DraftCorpus(flight(), 100)
     for i in range(200):
         known.add([stored(1000 + i, range(7), prompt=(3, 10, 14 + i % 5)), stored(1000 + i, range(8), prompt=PROMPT)])
-        held = sum(len(tokens) for one in known._stored.values() for tokens in one.values())
+        held = sum(len(tokens) for element in known._stored.values() for tokens in element.values())
         assert held == known._num_tokens <= 100
     assert max(told(known, 0)) == 1199, "the latest are remembered"
     none = DraftCorpus(flight(t1=(5,)), 0)

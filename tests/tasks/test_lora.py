@@ -38,10 +38,10 @@ def adapted(job: Training, lora: LoraConfig = LORA, **changes: Any) -> Training:
 
 
 def published(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = trainer.published(
+    result: dict[str, torch.Tensor] = trainer.published(
         lambda w: {n: torch.as_tensor(t).clone() for n, t in in_order(w)}
     )
-    return found
+    return result
 
 
 def test_an_adapter_begins_as_the_base_model_and_only_it_is_trained(tiny_model: Path) -> None:
@@ -59,8 +59,8 @@ def test_an_adapter_begins_as_the_base_model_and_only_it_is_trained(tiny_model: 
     assert trained.keys() == begun.keys()
     assert all(not torch.equal(trained[layer.up], begun[layer.up]) for layer in layers)
     frozen = {name: p for name, p in trainer.model.named_parameters() if ".lora_" not in name}
-    held = dict(base.named_parameters())
-    assert all(torch.equal(p, held[name.replace(".base_layer", "")]) for name, p in frozen.items())
+    values = dict(base.named_parameters())
+    assert all(torch.equal(p, values[name.replace(".base_layer", "")]) for name, p in frozen.items())
     assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(trained)
 
 
@@ -108,7 +108,7 @@ def test_the_base_model_is_the_reference_at_no_cost(tiny_model: Path) -> None:
 def test_two_ranks_train_an_adapter_as_one_does(tiny_model: Path, tmp_path: Path) -> None:
     """With a reference, and from either's resume point."""
     kl = KlConfig(coefficient=0.1, estimator="k3", place="loss")
-    whole, first, last = (adapted(one, kl=kl) for one in goes_on(tiny_model))
+    whole, first, last = (adapted(item, kl=kl) for item in goes_on(tiny_model))
     expected = train(ALONE, whole)
     shards, file = tmp_path / "v00000002.shards", tmp_path / "v00000002.pt"
     shards.mkdir()

@@ -75,11 +75,11 @@ def tis(t: AgentArgs, s: Any) -> list[float]:
 
 
 def dual_clip(t: AgentArgs, s: Any) -> list[float]:
-    found = []
+    results = []
     for n, b in zip(t.new, t.sampled, strict=True):
         usual = ppo(math.exp(n - b), t.a, s)
-        found.append(-max(usual, s.dual_clip * t.a) if t.a < 0 else -usual)
-    return found
+        results.append(-max(usual, s.dual_clip * t.a) if t.a < 0 else -usual)
+    return results
 
 
 def gspo(t: AgentArgs, s: Any) -> list[float]:
@@ -89,10 +89,10 @@ def gspo(t: AgentArgs, s: Any) -> list[float]:
 
 
 def topr(t: AgentArgs, s: Any) -> list[float]:
-    found = []
+    results = []
     for i, n in enumerate(t.new):
         if t.a > 0:
-            found.append(-s.positive_weight * t.a * n)
+            results.append(-s.positive_weight * t.a * n)
             continue
         of = {
             "token": [i],
@@ -100,8 +100,8 @@ def topr(t: AgentArgs, s: Any) -> list[float]:
             "trajectory": list(range(len(t.new))),
         }[s.ratio_of]
         r = math.prod(math.exp(t.now[j] - t.sampled[j]) for j in of)
-        found.append(-s.negative_weight * within(r, 0, 1) * t.a * n)
-    return found
+        results.append(-s.negative_weight * within(r, 0, 1) * t.a * n)
+    return results
 
 
 def kimi(t: AgentArgs, s: Any) -> list[float]:
@@ -122,20 +122,20 @@ def sequence_mis(t: AgentArgs, s: Any) -> list[float]:
 
 
 def icepop(t: AgentArgs, s: Any) -> list[float]:
-    found = []
+    results = []
     for n, o, b in zip(t.new, t.old, t.sampled, strict=True):
         rho = math.exp(o - b)
-        found.append(-(rho if s.band_low <= rho <= s.band_high else 0.0) * ppo(math.exp(n - o), t.a, s))
-    return found
+        results.append(-(rho if s.band_low <= rho <= s.band_high else 0.0) * ppo(math.exp(n - o), t.a, s))
+    return results
 
 
 def decoupled_ppo_loglinear(t: AgentArgs, s: Any) -> list[float]:
-    found = []
+    results = []
     for n, w, b, lag in zip(t.new, t.now, t.sampled, t.lags, strict=True):
         version, before, made = 0, lag, lag + 1  # the token's own, the step's, and the one it makes
         old = b + (before - version) / (made - version) * (w - b)
-        found.append(-min(math.exp(old - b), s.weight_cap) * ppo(math.exp(n - old), t.a, s))
-    return found
+        results.append(-min(math.exp(old - b), s.weight_cap) * ppo(math.exp(n - old), t.a, s))
+    return results
 
 
 SLOW: dict[str, Callable[[AgentArgs, Any], list[float]]] = {
@@ -166,15 +166,15 @@ def drawn(seed: int) -> Tokens:
 
 def runs(turns: str, lags: Sequence[int]) -> list[int]:
     """The number of each sampled token's run."""
-    found: list[int] = []
+    results: list[int] = []
     number = -1
     for t, turn in enumerate(turns):
         if turn != "s":
             continue
         if not t or turns[t - 1] != "s" or lags[t] != lags[t - 1]:
             number += 1
-        found.append(number)
-    return found
+        results.append(number)
+    return results
 
 
 def told(tokens: Tokens, i: int, new: Sequence[float] | None = None) -> AgentArgs:
@@ -209,8 +209,8 @@ def test_token_losses_equal_the_formulas(name: str, ratio_of: str) -> None:
         assert result.loss.shape == result.clipped.shape == tokens.logprobs.shape
         for i in range(len(TURNS)):
             expected = SLOW[name](told(tokens, i), loss)
-            found = result.loss[i][tokens.sampled[i]].detach().numpy()
-            np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+            outcome = result.loss[i][tokens.sampled[i]].detach().numpy()
+            np.testing.assert_allclose(outcome, expected, rtol=1e-9, atol=1e-12)
         clipped += int(result.clipped[tokens.sampled].sum())
     assert (clipped > 0) is (name != "kimi"), "the random tokens reach what is clipped"
 

@@ -176,9 +176,9 @@ def test_a_token_without_a_finite_stored_logprob_is_dropped_and_counted(tiny_mod
         behaviour = data[1].behaviour.copy()
         behaviour[1] = value
         one = trainer(tiny_model, **knobs)
-        found = one.step(0, [data[0], replace(data[1], behaviour=behaviour), *data[2:]])
-        assert found.pop("tokens_dropped") == 1
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        result = one.step(0, [data[0], replace(data[1], behaviour=behaviour), *data[2:]])
+        assert result.pop("tokens_dropped") == 1
+        assert result == pytest.approx(expected, rel=1e-5, abs=1e-7)
         for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 

@@ -48,13 +48,13 @@ def test_a_penalty_in_the_loss_is_added_token_by_token(estimator: str) -> None:
     tokens = drawn(1)
     reference = reference_of(tokens, 2)
     with_penalty = objective(coefficient=0.3, estimator=estimator)
-    found = with_penalty.token_loss(tokens, reference, None).loss
+    loss = with_penalty.token_loss(tokens, reference, None).loss
     alone = with_penalty.loss.token_loss(tokens).loss
-    (found - alone).masked_fill(~tokens.sampled, 0).sum().backward()
+    (loss - alone).masked_fill(~tokens.sampled, 0).sum().backward()
     assert tokens.logprobs.grad is not None
     for i, t in np.argwhere(tokens.sampled.numpy()):
         new, ref = float(tokens.logprobs.detach()[i, t]), float(reference[i, t])
-        assert float((found - alone).detach()[i, t]) == pytest.approx(0.3 * k(estimator, new, ref), abs=1e-12)
+        assert float((loss - alone).detach()[i, t]) == pytest.approx(0.3 * k(estimator, new, ref), abs=1e-12)
         slope = (k(estimator, new + 1e-6, ref) - k(estimator, new - 1e-6, ref)) / 2e-6
         assert float(tokens.logprobs.grad[i, t]) == pytest.approx(0.3 * slope, rel=1e-6, abs=1e-7)
 
@@ -85,9 +85,9 @@ def test_estimates_far_off_pull_back(estimator: str) -> None:
     """Towards the reference from wherever the policy is above it; far below it, where a token is hardly ever sampled,
     k3 is cut, since it grows without limit."""
     logprobs = torch.tensor([[-1.0, -200.0, -1.0]], requires_grad=True)
-    found = penalty(estimator, logprobs, torch.tensor([[-200.0, -1.0, -1e9]]))
-    assert found.isfinite().all()
-    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    result = penalty(estimator, logprobs, torch.tensor([[-200.0, -1.0, -1e9]]))
+    assert result.isfinite().all()
+    (gradient,) = torch.autograd.grad(result.sum(), logprobs)
     assert gradient[0, 0] > 0
     if estimator != "k3":
         assert gradient[0, 1] != 0
@@ -96,8 +96,8 @@ def test_estimates_far_off_pull_back(estimator: str) -> None:
 
 def test_an_estimate_far_below_the_reference_is_at_most_ten() -> None:
     """One token at -18 nats was a penalty of 3e6, and a batch's loss with it; verl, ROLL and slime cut at 10 too."""
-    found = penalty("k3", torch.tensor([[-18.0, -3.0, -30.0]]), torch.tensor([[-0.5, -1.0, -2.0]]))
-    assert found.tolist() == [[10.0, pytest.approx(math.exp(2) - 3), 10.0]]
+    result = penalty("k3", torch.tensor([[-18.0, -3.0, -30.0]]), torch.tensor([[-0.5, -1.0, -2.0]]))
+    assert result.tolist() == [[10.0, pytest.approx(math.exp(2) - 3), 10.0]]
 
 
 def test_a_square_penalty_holds_a_policy_however_far_it_is() -> None:
@@ -114,10 +114,10 @@ def test_a_square_penalty_holds_a_policy_however_far_it_is() -> None:
 
 def test_the_entropy_of_a_model_that_rules_tokens_out_is_a_number() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf]], requires_grad=True)
-    found = target_logprobs(logits, torch.tensor([1]), entropy=True)
+    result = target_logprobs(logits, torch.tensor([1]), entropy=True)
     expected = torch.distributions.Categorical(logits=logits.detach()[:, :2]).entropy()
-    torch.testing.assert_close(found[:, 1], expected)
-    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    torch.testing.assert_close(result[:, 1], expected)
+    (gradient,) = torch.autograd.grad(result.sum(), logits)
     assert gradient.isfinite().all()
 
 
@@ -125,9 +125,9 @@ def test_entropy_is_subtracted_with_its_gradient() -> None:
     tokens = drawn(5)
     entropy = torch.rand(tokens.sampled.shape, dtype=torch.float64).requires_grad_()
     bonus = Objective.of(TrainingConfig(loss=PpoClip(), entropy_bonus=0.2))
-    found = bonus.token_loss(tokens, None, entropy).loss
-    torch.testing.assert_close(found, bonus.loss.token_loss(tokens).loss - 0.2 * entropy)
-    found.sum().backward()
+    loss = bonus.token_loss(tokens, None, entropy).loss
+    torch.testing.assert_close(loss, bonus.loss.token_loss(tokens).loss - 0.2 * entropy)
+    loss.sum().backward()
     assert entropy.grad is not None
     assert torch.equal(entropy.grad, torch.full_like(entropy, -0.2))
 
@@ -248,16 +248,16 @@ def test_given_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) 
     one.objective = replace(one.objective, loss=loss)
     held = one.reference.rows(data, range(len(data)))
     one.step(0, data)
-    found = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]
+    results = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]
     expected = []
     for i, row in enumerate(data):
         paid = [
             k("k3", float(b), float(r)) for b, r in zip(row.behaviour[row.sampled], held[i][row.sampled], strict=True)
         ]
         expected.append([row.advantage - 0.5 * sum(paid[t:]) for t in range(len(paid))])
-    assert sorted(map(len, found)) == sorted(map(len, expected))
+    assert sorted(map(len, results)) == sorted(map(len, expected))
     for e in expected:
-        assert any(len(f) == len(e) and f == pytest.approx(e, rel=1e-4, abs=1e-5) for f in found)
+        assert any(len(f) == len(e) and f == pytest.approx(e, rel=1e-4, abs=1e-5) for f in results)
 
 
 def test_a_policy_that_is_its_reference_pays_nothing_and_the_reference_stays(tiny_model: Path) -> None:

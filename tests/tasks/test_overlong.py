@@ -28,9 +28,9 @@ def test_the_worked_example() -> None:
 
 def test_the_penalty_grows_over_the_last_tokens_up_to_the_limit() -> None:
     lengths = np.arange(60)
-    found = Overlong(tokens=20, penalty=0.5, longest=50).penalties(lengths)
+    result = Overlong(tokens=20, penalty=0.5, longest=50).penalties(lengths)
     expected = [0.0 if n <= 30 else 0.5 if n > 50 else 0.5 * (n - 30) / 20 for n in range(60)]
-    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(result, expected)
     assert not NONE.penalties(lengths).any()
 
 
@@ -59,8 +59,8 @@ def test_advantages_of_new_rewards_have_the_same_penalty(tmp_path: Path) -> None
     rows = [replace(r, trajectory=replace(r.trajectory, group=i // 2)) for i, r in enumerate(rows)]  # type: ignore[arg-type]
     store.commit(record(1), rows)
     rewards = np.asarray([1.0, 1.0, 0.0, 1.0], np.float32)
-    found = reward_rescoring._advantages(config, store.table(), np.ones(4, bool), rewards, np.ones(4, bool))
+    result = reward_rescoring._advantages(config, store.table(), np.ones(4, bool), rewards, np.ones(4, bool))
     lengths = np.asarray([r.trajectory.num_tokens for r in rows])
     assert len(set(lengths.tolist())) > 1
     shaped = (rewards - actor_settings.overlong(config).penalties(lengths)).reshape(2, 2)
-    np.testing.assert_allclose(found, DrGrpo().advantages(shaped, np.ones((2, 2), bool)).reshape(-1))
+    np.testing.assert_allclose(result, DrGrpo().advantages(shaped, np.ones((2, 2), bool)).reshape(-1))

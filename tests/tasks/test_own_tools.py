@@ -105,8 +105,10 @@ def results(job: Path, *turns: str) -> list[list[str]]:
             await episodes.check()
             record = made.source.build().task(0).record
             keys = [EpisodeKey(task=0, member=member) for member in range(len(turns))]
-            asked = [episodes.act(key, record, [turn], truncated=False) for key, turn in zip(keys, turns, strict=True)]
-            return list(await asyncio.gather(*asked))
+            requests = [
+                episodes.act(key, record, [turn], truncated=False) for key, turn in zip(keys, turns, strict=True)
+            ]
+            return list(await asyncio.gather(*requests))
         finally:
             await episodes.close()
 
@@ -129,9 +131,9 @@ def test_a_function_becomes_a_tool_with_the_schema_of_its_arguments(job: Path) -
         "additionalProperties": False,
     }
     lines = actor_settings.prompt_settings(loading.load(job, ()), held_out=None, longest=None).system.splitlines()
-    told = [json.loads(line) for line in lines[1:]]
-    assert [one["function"]["name"] for one in told] == ["calculator", "lookup", "slow", "hangs", "breaks"]
-    assert told[1]["function"]["parameters"] == tool.parameters
+    received = [json.loads(line) for line in lines[1:]]
+    assert [item["function"]["name"] for item in received] == ["calculator", "lookup", "slow", "hangs", "breaks"]
+    assert received[1]["function"]["parameters"] == tool.parameters
 
 
 def test_tools_are_called_each_time_in_a_new_process(job: Path) -> None:
@@ -163,7 +165,7 @@ def test_failures_and_hangs_of_a_tool_are_told_to_the_model(job: Path) -> None:
     failed, hung, long = results(
         job, "".join(call("breaks", how=how) for how in ways), call("hangs", what=""), "<breaks>long</breaks>"
     )
-    told = [
+    received = [
         "error: its process ended with exit code 3",
         "error: SystemExit: 4",
         "error: MemoryError: (environment.memory_mib = 1024)",
@@ -172,7 +174,7 @@ def test_failures_and_hangs_of_a_tool_are_told_to_the_model(job: Path) -> None:
         "\ufffd",
         "null",
     ]
-    assert [text[: len(start)] for text, start in zip(failed, told, strict=True)] == told
+    assert [text[: len(start)] for text, start in zip(failed, received, strict=True)] == received
     assert hung == ["error: stopped after 2 s"]
     assert LONGEST_RESULT < len(long[0]) < LONGEST_RESULT + 100
 

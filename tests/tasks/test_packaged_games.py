@@ -34,24 +34,24 @@ def played(
         episodes, other = EpisodeHost(made), EpisodeHost(made)
         await episodes.check()
         key = EpisodeKey(task=0)
-        found: list[HostedStepResult] = []
+        results: list[HostedStepResult] = []
         for number in range(1, len(turns) + 1):
-            found.append(await episodes.act(key, task.record, turns[:number], truncated=False))
-            if found[-1].ended:
+            results.append(await episodes.act(key, task.record, turns[:number], truncated=False))
+            if results[-1].ended:
                 break
-        again = await other.act(key, task.record, turns[: len(found)], truncated=False)
+        again = await other.act(key, task.record, turns[: len(results)], truncated=False)
         if repeatable:
             assert (again.messages, again.ended, again.reward) == (
-                found[-1].messages,
-                found[-1].ended,
-                found[-1].reward,
+                results[-1].messages,
+                results[-1].ended,
+                results[-1].reward,
             )
-            assert again.replayed == tuple(answer.messages for answer in found[:-1])
+            assert again.replayed == tuple(answer.messages for answer in results[:-1])
         else:
             assert again.lost
         await episodes.close()
         await other.close()
-        return found
+        return results
 
     answers = asyncio.run(work())
     assert not any(answer.error for answer in answers)
@@ -94,8 +94,8 @@ def test_games_of_textarena_do_not_repeat_the_action(game: str, turns: list[str]
     """The first two have the fields of what they repeat in another order."""
     pytest.importorskip("textarena")
     _, answers = played(settings(f"textarena:{game}-v0"), turns)
-    said = [message.content for answer in answers for message in answer.messages]
-    assert said and all(said) and not any("[zq]" in text and len(text) < 10 for text in said)
+    messages = [message.content for answer in answers for message in answer.messages]
+    assert messages and all(messages) and not any("[zq]" in text and len(text) < 10 for text in messages)
 
 
 def test_what_textarena_does_not_have_is_one_line() -> None:

@@ -122,11 +122,11 @@ def test_a_batch_in_parts_is_the_batch_and_no_part_is_larger_than_a_message(
 
 def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
     data = consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])
-    asked: list[int] = []
+    requests: list[int] = []
 
     class Server:
         async def batch(self, step: int, trajectories: Any, versions: Any, first: int) -> BatchMessage:
-            asked.append(first)
+            requests.append(first)
             last = part_end(data, first, 260)
             return BatchMessage(packed=RowArrays.of(data[first:last]), rest=len(data) - last)
 
@@ -146,7 +146,7 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
         await actor.close()
 
     asyncio.run(whole())
-    assert asked == [0, 1, 2]
+    assert requests == [0, 1, 2]
     assert all(same(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
 
 

@@ -190,8 +190,8 @@ def after(count: int, fault: Fault) -> Fault:
 def test_a_version_arrives_whole_and_is_read_once(tmp_path: Path, size: int) -> None:
     async def scenario() -> None:
         source, target = Host(tmp_path / "a", data_of(size)), Host(tmp_path / "b")
-        found = await asyncio.gather(*(target.fetch(size, source) for _ in range(3)))
-        assert found == [data_of(size)] * 3
+        result = await asyncio.gather(*(target.fetch(size, source) for _ in range(3)))
+        assert result == [data_of(size)] * 3
         assert await source.server.bytes_read() == size
         assert source.most_at_once == min(PIECES_AT_ONCE, -(-size // PIECE))
         assert target.folder.versions() == [4]

@@ -67,7 +67,7 @@ def holds_nothing(engine: Engine) -> None:
 @pytest.fixture
 def emulated(tmp_path: Path) -> Iterator[Subject]:
     folder = WeightFolder(tmp_path / "weights")
-    held: dict[int, EmulatedEngine] = {}
+    values: dict[int, EmulatedEngine] = {}
     workload = test_engine_emulated.workload(
         kind="agentic", median=8.0, tool_tokens=4, long_share=0.05, max_tokens=MAX_TOKENS
     )
@@ -75,12 +75,12 @@ def emulated(tmp_path: Path) -> Iterator[Subject]:
     def engine(number: int) -> Engine:
         close(number)
         more = {"workload": workload, "time_scale": 3.0, "kv_tokens": 256, "keep": bool(number)}
-        held[number] = EmulatedEngine(test_engine_emulated.settings(**more), InstanceId(f"i{number}"))
-        return held[number]
+        values[number] = EmulatedEngine(test_engine_emulated.settings(**more), InstanceId(f"i{number}"))
+        return values[number]
 
     def close(number: int) -> None:
-        if number in held:
-            held.pop(number).close()
+        if number in values:
+            values.pop(number).close()
 
     def file(version: int) -> Path:
         if version not in folder.versions():
@@ -93,7 +93,7 @@ def emulated(tmp_path: Path) -> Iterator[Subject]:
         logprobs=lambda tokens, first, versions: word_logprobs(np.asarray(tokens[first:], np.int32)).tolist(),
         check_idle=holds_nothing,
     )
-    for number in list(held):
+    for number in list(values):
         close(number)
 
 
@@ -126,12 +126,12 @@ class TwoModels:
 
 def reused(make: Callable[[int], Engine], models: TwoModels) -> Callable[[int], Engine]:
     """Engines that take long to make, for one plan after the other: each begins with version 0 and nothing kept."""
-    held: dict[int, Engine] = {}
+    values: dict[int, Engine] = {}
 
     def engine(number: int) -> Engine:
-        if number not in held:
-            held[number] = make(number)
-        one = held[number]
+        if number not in values:
+            values[number] = make(number)
+        one = values[number]
         one.abort([TrajectoryId(i) for i in range(10)])
         one.load(PolicyVersion(0), models.file(0))
         one.events(0.0)
@@ -157,8 +157,8 @@ def transformers(tiny_model: Path, tmp_path: Path) -> Iterator[Subject]:
         wait_until("rows are lost", lambda: not any(engine._batch.cache._buckets._rows.values()))
 
     yield Subject(engine=reused(make, models), weights=models.file, logprobs=models.logprobs, check_idle=idle)
-    for one in made:
-        one.close()
+    for item in made:
+        item.close()
 
 
 @pytest.mark.parametrize("engine", ["emulated", "transformers"])

@@ -61,8 +61,8 @@ def vllm(tiny_model: Path, tmp_path: Path) -> Iterator[Subject]:
         return made[-1]
 
     yield Subject(engine=reused(make, models), weights=models.file, logprobs=models.logprobs)
-    for one in made:
-        one.close()
+    for item in made:
+        item.close()
 
 
 def test_random_episodes(vllm: Subject) -> None:

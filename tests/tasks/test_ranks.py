@@ -161,7 +161,7 @@ def train(rank: Rank, job: Training, begin: str = "", point: str = "") -> Traine
         metrics.append(trainer.step(step, rows if rank.leads else ()))
     probe = trainer.probe([3, 4, 5, 6])
     weights = trainer.published(
-        lambda found: {name: t.float().numpy().copy() for name, t in in_order(found) if rank.leads}
+        lambda item: {name: t.float().numpy().copy() for name, t in in_order(item) if rank.leads}
     )
     if point:
         trainer.begin_save(Path(point))
@@ -301,7 +301,7 @@ def test_a_model_becomes_float32_a_block_at_a_time(
     monkeypatch.setattr(rank_group, "fully_shard", counted)
     job = training(tmp_path, (), "ppo_clip", "token_mean", offload=True)  # so that one process is a group
     trainer = PolicyTrainer(job.settings)
-    weights = trainer.published(lambda found: {name: t.clone() for name, t in in_order(found)})
+    weights = trainer.published(lambda item: {name: t.clone() for name, t in in_order(item)})
     trainer.close()
     first, second = (sum(p.numel() for p in block.parameters()) for block in blocks(model))
     rest = sum(p.numel() for p in model.parameters()) - first - second

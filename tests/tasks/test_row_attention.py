@@ -63,17 +63,17 @@ def computed(found: Any, *, packed: bool) -> list[torch.Tensor]:
 def test_rows_without_padding_have_the_numbers_of_padded_ones(kind: str, config: str, changes: dict[str, Any]) -> None:
     if kind.startswith("GPT2"):
         changes = {**changes, "attn_pdrop": 0.0}
-    found = model(kind, config, **changes)
+    result = model(kind, config, **changes)
     padded = computed(model(kind, config, **changes), packed=False)
-    for one, other in zip(computed(found, packed=True), padded, strict=True):
+    for one, other in zip(computed(result, packed=True), padded, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_usual_models_take_them(kind: str) -> None:
-    found = model(f"{kind}ForCausalLM", f"{kind}Config")
-    assert not why_padded(found, "cpu", 1000)
-    assert found.config._attn_implementation == NAME
+    result = model(f"{kind}ForCausalLM", f"{kind}Config")
+    assert not why_padded(result, "cpu", 1000)
+    assert result.config._attn_implementation == NAME
 
 
 @pytest.mark.parametrize("family", ["mistral", "ministral", "gemma3_text", "olmo3", "exaone4", "mixtral", "qwen2_moe"])
@@ -113,11 +113,11 @@ def test_a_model_whose_attention_has_chunks_or_sinks_keeps_its_own(family: str, 
 
 def test_a_model_that_mixes_tokens_elsewhere_gets_padded_rows() -> None:
     torch.manual_seed(0)
-    found = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), dtype=torch.float32).eval()
-    layer = found.model.layers[1].mlp
+    result = LlamaForCausalLM._from_config(LlamaConfig(**SIZES), dtype=torch.float32).eval()
+    layer = result.model.layers[1].mlp
     whole = layer.forward
     layer.forward = lambda hidden: whole(hidden.cumsum(1))
-    assert "the logits of a row differ" in why_padded(found, "cpu", 1000)
+    assert "the logits of a row differ" in why_padded(result, "cpu", 1000)
 
 
 CHUNKED: dict[str, Any] = {
@@ -133,14 +133,14 @@ def test_a_model_with_chunked_layers_gets_padded_rows_however_short_they_are(
 ) -> None:
     """Its rows were packed without a mask of chunks, since rows of a few tokens showed no difference: beyond a chunk
     logprobs were off by 1.1 nats."""
-    found = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED, no_rope_layers=no_rope_layers)
-    before = found.config._attn_implementation
-    assert why_padded(found, "cpu", tokens) == "layers attend to no more than 20 tokens"
-    assert found.config._attn_implementation == before
+    result = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED, no_rope_layers=no_rope_layers)
+    before = result.config._attn_implementation
+    assert why_padded(result, "cpu", tokens) == "layers attend to no more than 20 tokens"
+    assert result.config._attn_implementation == before
     ids = torch.arange(60)[None] % 7
     with torch.no_grad():
         whole, changed = (
-            found(input_ids=given).logits[0, -1] for given in (ids, torch.cat([ids[:, :1] + 9, ids[:, 1:]], 1))
+            result(input_ids=given).logits[0, -1] for given in (ids, torch.cat([ids[:, :1] + 9, ids[:, 1:]], 1))
         )
     assert torch.equal(whole, changed) == (0 not in no_rope_layers), "the first token is seen by layers without chunks"
 
@@ -153,46 +153,46 @@ class GrowingScale(torch.nn.Module):
 
 
 def test_what_differs_only_in_long_sequences_is_tried_in_long_ones() -> None:
-    found = model("LlamaForCausalLM", "LlamaConfig")
-    for layer in found.model.layers:
+    result = model("LlamaForCausalLM", "LlamaConfig")
+    for layer in result.model.layers:
         layer.mlp = torch.nn.Sequential(GrowingScale(), layer.mlp)
-    assert "in a sequence of 1000 tokens the logits of a row differ" in why_padded(found, "cpu", 1000)
-    assert not why_padded(found, "cpu", 90)
+    assert "in a sequence of 1000 tokens the logits of a row differ" in why_padded(result, "cpu", 1000)
+    assert not why_padded(result, "cpu", 90)
 
 
 def test_a_trial_computes_one_layer_of_each_kind_and_leaves_the_model_as_it_was() -> None:
-    found = model("Qwen3ForCausalLM", "Qwen3Config", num_hidden_layers=5, head_dim=16)
+    result = model("Qwen3ForCausalLM", "Qwen3Config", num_hidden_layers=5, head_dim=16)
     ids = torch.arange(9)[None]
-    before = found(input_ids=ids).logits
+    before = result(input_ids=ids).logits
     computed = list[int]()
-    for number, layer in enumerate(found.model.layers):
+    for number, layer in enumerate(result.model.layers):
         layer.mlp.register_forward_hook(lambda *args, number=number: computed.append(number))
-    assert not why_padded(found, "cpu", 1000)
+    assert not why_padded(result, "cpu", 1000)
     assert len(computed) == 5 * 5 + 5, "the short trial's five passes, and those of the long one through one layer"
     assert set(computed[25:]) == {0}
-    torch.testing.assert_close(found(input_ids=ids).logits, before)
-    assert not any("forward" in vars(layer) for layer in found.model.layers)
+    torch.testing.assert_close(result(input_ids=ids).logits, before)
+    assert not any("forward" in vars(layer) for layer in result.model.layers)
 
 
 def test_layers_of_other_settings_are_of_another_kind() -> None:
     config = {"num_hidden_layers": 6, "no_rope_layers": [1, 1, 0, 1, 1, 0]}
-    found = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED | config)
-    with one_layer_of_each_kind(found):
-        passed = ["passes_over" in vars(layer)["forward"].__name__ for layer in found.model.layers]
+    result = model("Llama4ForCausalLM", "Llama4TextConfig", **CHUNKED | config)
+    with one_layer_of_each_kind(result):
+        passed = ["passes_over" in vars(layer)["forward"].__name__ for layer in result.model.layers]
     assert passed == [False, True, False, True, True, True]
 
 
 def test_an_attention_with_more_than_the_rows_is_no_number() -> None:
     """It is an error of ours, not a wrong logprob."""
-    found = model("LlamaForCausalLM", "LlamaConfig")
-    assert not why_padded(found, "cpu", 90)
+    result = model("LlamaForCausalLM", "LlamaConfig")
+    assert not why_padded(result, "cpu", 90)
     ids, mask = torch.arange(6)[None], torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
     for rows, mixed in (
         (PackedRowLengths((PromptBlock(0, (3, 3)),)), True),
         (PackedRowLengths((PromptBlock(0, (6,)),)), False),
     ):
         with pytest.raises(NotPacked, match="LlamaAttention has a mask of its own") if mixed else nullcontext():
-            found(input_ids=ids, attention_mask=mask, position_ids=rows.positions("cpu"), row_lengths=rows)
+            result(input_ids=ids, attention_mask=mask, position_ids=rows.positions("cpu"), row_lengths=rows)
 
 
 LONGROPE: dict[str, Any] = {
@@ -203,15 +203,15 @@ LONGROPE: dict[str, Any] = {
 
 def test_a_context_ends_where_a_rows_logprobs_would_depend_on_its_micro_batch(tmp_path: Path) -> None:
     """Phi-3's long form: packed or padded, a row was off by .4 nats beside one longer than the limit."""
-    found = model("Phi3ForCausalLM", "Phi3Config", **LONGROPE)
-    found.save_pretrained(tmp_path)
+    result = model("Phi3ForCausalLM", "Phi3Config", **LONGROPE)
+    result.save_pretrained(tmp_path)
     context = read_context(tmp_path, "of the test")
-    assert context == context_of(found.config.to_dict()) == 80
-    assert shown_context(found.config.to_dict()) == (
+    assert context == context_of(result.config.to_dict()) == 80
+    assert shown_context(result.config.to_dict()) == (
         "80 tokens, not 160: beyond, longrope would make a row's logprobs depend on its micro-batch"
     )
     short, whole, longer = (row_of(count) for count in (12, context, context + 1))
-    under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    under = LogprobModel(model=result, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     assert not under.padded_because
     assert under.longest_row == context
     with pytest.raises(ConfigError, match=r"have 81 tokens: beyond 80 .* lower rollout\.max_new_tokens, or leave such"):
@@ -236,11 +236,11 @@ def test_a_context_ends_where_a_rows_logprobs_would_depend_on_its_micro_batch(tm
 def test_the_length_from_which_a_rotation_depends_on_the_micro_batch(
     rope: dict[str, Any], expected: int | None
 ) -> None:
-    found = model("LlamaForCausalLM", "LlamaConfig", max_position_embeddings=128, rope_parameters=rope)
+    result = model("LlamaForCausalLM", "LlamaConfig", max_position_embeddings=128, rope_parameters=rope)
     ids = torch.arange(9)[None]
-    before = found(input_ids=ids).logits
-    assert longest_row(found, "cpu") == expected
-    assert torch.equal(found(input_ids=ids).logits, before)
+    before = result(input_ids=ids).logits
+    assert longest_row(result, "cpu") == expected
+    assert torch.equal(result(input_ids=ids).logits, before)
 
 
 def row_of(tokens: int) -> Row:
@@ -263,7 +263,7 @@ def test_a_trainer_reports_once_why_its_rows_are_padded(tmp_path: Path, caplog: 
 
 
 def test_what_is_saved_of_a_model_does_not_name_the_attention(tmp_path: Path) -> None:
-    found = model("LlamaForCausalLM", "LlamaConfig")
-    assert not why_padded(found, "cpu", 1000)
-    found.save_pretrained(tmp_path)
+    result = model("LlamaForCausalLM", "LlamaConfig")
+    assert not why_padded(result, "cpu", 1000)
+    result.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()

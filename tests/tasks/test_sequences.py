@@ -22,8 +22,8 @@ def test_a_row_is_divided_at_its_branches() -> None:
     assert packed.branches == row.branches == (ContextBranch(9, 0), ContextBranch(12, 5), ContextBranch(15, 7))
     sequences = BranchSequences.of([row])
     assert sequences.of_row == ((0, 1, 2, 3),)
-    found = [(one.prompt.tolist(), one.response.tolist(), one.sampled.astype(int).tolist()) for one in sequences.rows]
-    assert found == [
+    results = [(one.prompt.tolist(), one.response.tolist(), one.sampled.astype(int).tolist()) for one in sequences.rows]
+    assert results == [
         ([0, 1, 2], [3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 1, 1]),
         ([9], [10, 11], [1, 1]),
         ([0, 1, 2], [3, 4, 12, 13, 14], [0, 0, 0, 1, 1]),

@@ -37,18 +37,20 @@ class Echo:
         self.closed = threading.Event()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        for one in requests:
-            if len(one.tokens) == 13:
-                self._done.put(Failed(trajectory=one.trajectory, route_number=one.route_number, error="of ours"))
+        for request in requests:
+            if len(request.tokens) == 13:
+                self._done.put(
+                    Failed(trajectory=request.trajectory, route_number=request.route_number, error="of ours")
+                )
                 continue
-            tokens = np.asarray(one.tokens[-one.max_new_tokens :], np.int32)
+            tokens = np.asarray(request.tokens[-request.max_new_tokens :], np.int32)
             segment = Segment(
                 version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens,
                 logprobs=np.full(len(tokens), -0.5, np.float32),
             )  # fmt: skip
             self._done.put(
                 SampledTokens(
-                    trajectory=one.trajectory, route_number=one.route_number, first=0, segments=(segment,),
+                    trajectory=request.trajectory, route_number=request.route_number, first=0, segments=(segment,),
                     finish=FinishReason.LENGTH,
                 )
             )  # fmt: skip
@@ -83,8 +85,8 @@ def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
                 body = {"model": "m", "messages": messages, **more}
                 return await client.post("/chat/completions", headers={"Authorization": f"Bearer {key}"}, json=body)
 
-            found = await asyncio.gather(ask("abcdefgh"), ask("xyz", "uvw", "rst"), ask("abcdefgh", max_tokens=2))
-            said = [one.json()["choices"][0]["message"]["content"] for one in found]
+            result = await asyncio.gather(ask("abcdefgh"), ask("xyz", "uvw", "rst"), ask("abcdefgh", max_tokens=2))
+            said = [item.json()["choices"][0]["message"]["content"] for item in result]
             assert said == ["cdefgh", "vw rst", "gh"]
             assert (await ask("a", key="other")).status_code == 401
             long = await ask("a" * 30)
@@ -131,11 +133,14 @@ def test_a_served_policy_samples_at_the_temperature_of_the_request(tiny_model: P
                 (await generate(temperature=0)).json(),
                 (await generate(temperature=0, top_p=0.5, top_k=3, min_p=0.1, seed=4)).json(),
             ]
-            ids = [found["choices"][0]["token_ids"] for found in greedy]
+            ids = [item["choices"][0]["token_ids"] for item in greedy]
             assert ids[0] == ids[1] == greedy_response(tiny_model, (7, 8, 9), len(ids[0]))
             assert "overridden" not in greedy[1]
             sharp, flat = [
-                [one["logprob"] for one in (await generate(temperature=t)).json()["choices"][0]["logprobs"]["content"]]
+                [
+                    element["logprob"]
+                    for element in (await generate(temperature=t)).json()["choices"][0]["logprobs"]["content"]
+                ]
                 for t in (0.1, 50.0)
             ]
             uniform = -np.log(tokenizer_size(tiny_model))

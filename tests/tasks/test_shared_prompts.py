@@ -115,8 +115,8 @@ def test_rows_that_share_a_prompt_have_the_numbers_of_separate_ones(
 
 def test_a_model_of_padded_rows_computes_prompts_with_each() -> None:
     """Its attention has a cap, so it has no other place for rows."""
-    found = model("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)
-    under = LogprobModel(model=found, device="cpu", half=False, temperature=1.0, token_budget=10_000)
+    result = model("Gemma2ForCausalLM", "Gemma2Config", head_dim=8)
+    under = LogprobModel(model=result, device="cpu", half=False, temperature=1.0, token_budget=10_000)
     assert not under.packs_rows
     rows = group(20, (4, 9, 3))
     together = under.rows(rows, range(3))
@@ -142,13 +142,13 @@ def job(path: Path, aggregation: str, loss: str = "decoupled_ppo", **changes: An
 @pytest.mark.parametrize("aggregation", AGGREGATION_NAMES)
 def test_a_step_is_that_of_separate_rows(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, aggregation: str) -> None:
     """Also with several minibatches, which take the rows of a group apart, and layers that are computed again."""
-    found = train(ALONE, job(tiny_model, aggregation))
+    result = train(ALONE, job(tiny_model, aggregation))
     again = train(ALONE, job(tiny_model, aggregation))
-    assert again.metrics == found.metrics
-    assert all(np.array_equal(weights, found.weights[name]) for name, weights in again.weights.items())
+    assert again.metrics == result.metrics
+    assert all(np.array_equal(weights, result.weights[name]) for name, weights in again.weights.items())
     several = train(ALONE, job(tiny_model, aggregation, minibatches=2, recompute_activations=True))
     monkeypatch.setattr(shared_prompts, "LEAST_SAVED", SEPARATE)
-    check_same(found, train(ALONE, job(tiny_model, aggregation)))
+    check_same(result, train(ALONE, job(tiny_model, aggregation)))
     check_same(several, train(ALONE, job(tiny_model, aggregation, minibatches=2)))
 
 

@@ -171,10 +171,10 @@ class MeanwhileSomethingElse:
         self._scene, self._meanwhile = scene, meanwhile
 
     async def episode_states(self, asked: list[tuple[TrajectoryId, int]]) -> list[EpisodeState | None]:
-        found = await self._scene.server.episode_states(asked)
+        result = await self._scene.server.episode_states(asked)
         meanwhile, self._meanwhile = self._meanwhile, nothing
         await meanwhile(self._scene)
-        return found
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scene.server, name)

@@ -39,8 +39,8 @@ def test_the_environments_of_the_page_are_played(name: str, heading: str, tmp_pa
         while not found or not found[-1].ended:
             turns.append(str((low + high) // 2))
             found.append(await episodes.act(EpisodeKey(task=0), task.record, turns, truncated=False))
-            said = "".join(message.content for message in found[-1].messages)
-            low, high = (int(turns[-1]) + 1, high) if said == "higher" else (low, int(turns[-1]) - 1)
+            text = "".join(message.content for message in found[-1].messages)
+            low, high = (int(turns[-1]) + 1, high) if text == "higher" else (low, int(turns[-1]) - 1)
         await episodes.close()
         return found
 
@@ -63,8 +63,8 @@ def test_the_tool_of_the_page_is_called(tmp_path: Path) -> None:
     tools = tools_of(limits)
 
     async def answer(turn: str) -> list[str]:
-        said = await ToolEpisode({}, tools, limits).step(turn, truncated=False, last=False)
-        return [message.content for message in said.messages]
+        text = await ToolEpisode({}, tools, limits).step(turn, truncated=False, last=False)
+        return [message.content for message in text.messages]
 
     async def work() -> list[str]:
         return await answer(

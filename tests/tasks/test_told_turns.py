@@ -89,19 +89,19 @@ def task(*messages: Message, directions: TurnParams | None = None) -> Task:
 
 
 def test_token_ids_of_an_agent_are_taken_as_they_are(tmp_path: Path) -> None:
-    found = prompts(tmp_path)
+    result = prompts(tmp_path)
     ids = (3, 200, 7)
-    assert found.encode(task(directions=TurnParams(token_ids=ids))) == ids
-    said = TurnParams(token_ids=(9, 9), max_tokens=4).prepend_to(())
-    assert found.bridge_tokens([1], [2], said, 1) == [9, 9]
-    assert role_of(said) == "agent"
-    assert split_params(said)[0].max_tokens == 4
+    assert result.encode(task(directions=TurnParams(token_ids=ids))) == ids
+    text = TurnParams(token_ids=(9, 9), max_tokens=4).prepend_to(())
+    assert result.bridge_tokens([1], [2], text, 1) == [9, 9]
+    assert role_of(text) == "agent"
+    assert split_params(text)[0].max_tokens == 4
 
 
 def test_definitions_of_tools_are_rendered_by_the_template_or_refused(tmp_path: Path) -> None:
     asked = task(Message("user", "1 + 2"), directions=TurnParams(tools=TOOLS))
-    found = prompts(tmp_path, template=WITH_TOOLS)
-    text = ChatTokenizer(chat_tokenizer("smollm2")).text(found.encode(asked), special=True)
+    result = prompts(tmp_path, template=WITH_TOOLS)
+    text = ChatTokenizer(chat_tokenizer("smollm2")).text(result.encode(asked), special=True)
     assert text.startswith('<|im_start|>system\n[{"type": "function"')
     assert text.endswith("<|im_start|>user\n1 + 2<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ConfigError, match="the chat template leaves out the definitions of tools"):
@@ -109,10 +109,10 @@ def test_definitions_of_tools_are_rendered_by_the_template_or_refused(tmp_path: 
 
 
 def test_without_a_template_one_message_is_a_text(tmp_path: Path) -> None:
-    found = prompts(tmp_path, chat=False)
-    assert found.encode(task(Message("user", "the in"))) == found.encode(Task(prompt="the in", record={}))
+    result = prompts(tmp_path, chat=False)
+    assert result.encode(task(Message("user", "the in"))) == result.encode(Task(prompt="the in", record={}))
     with pytest.raises(ConfigError, match=r"a prompt is a list of messages; set task\.chat = true"):
-        found.encode(task(Message("system", "x"), Message("user", "y")))
+        result.encode(task(Message("system", "x"), Message("user", "y")))
 
 
 def test_a_turns_limit_is_spooled_with_the_answer_before_it() -> None:
@@ -176,34 +176,34 @@ def after_two_turns(found: TokenizedPrompts) -> Trajectory:
 
 
 def test_a_branch_after_a_turn_has_the_bridge_that_the_turn_had(tmp_path: Path) -> None:
-    found = prompts(tmp_path)
-    t = after_two_turns(found)
-    given = answers(found).encode(t, said(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
+    result = prompts(tmp_path)
+    t = after_two_turns(result)
+    given = answers(result).encode(t, said(t, TurnParams(after_turn=1), Message("user", "two")), 1000)
     assert isinstance(given, ObservationTokens)
     assert given.tokens == t.spans[1].tokens.tolist()
     assert given.after == len(t.prompt_tokens) + 2
-    went_on = answers(found).encode(t, said(t, TurnParams(after_turn=2), Message("user", "two")), 1000)
-    assert went_on == answers(found).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
+    went_on = answers(result).encode(t, said(t, TurnParams(after_turn=2), Message("user", "two")), 1000)
+    assert went_on == answers(result).encode(t, said(t, TurnParams(), Message("user", "two")), 1000)
 
 
 def test_a_conversation_that_is_rendered_anew_keeps_what_it_has_in_common(tmp_path: Path) -> None:
-    found = prompts(tmp_path)
-    t = after_two_turns(found)
+    result = prompts(tmp_path)
+    t = after_two_turns(result)
     anew = TurnParams(after_turn=0)
     other = [Message("user", "one"), Message("assistant", "never said"), Message("user", "two")]
-    given = answers(found).encode(t, said(t, anew, *other), 1000)
+    given = answers(result).encode(t, said(t, anew, *other), 1000)
     assert isinstance(given, ObservationTokens)
     assert given.after is not None
-    ids = list(found.encode(task(*other)))
+    ids = list(result.encode(task(*other)))
     assert [*whole(t)[: given.after], *given.tokens] == ids
     assert given.after >= len(t.prompt_tokens)
     # The prompt once more, and the token ids of all so far and more.
-    assert answers(found).encode(t, said(t, anew, Message("user", "one")), 1000) == ([], len(t.prompt_tokens))
+    assert answers(result).encode(t, said(t, anew, Message("user", "one")), 1000) == ([], len(t.prompt_tokens))
     ids = [*whole(t)[:-1], 7, 8]
-    assert answers(found).encode(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7, 8], len(ids) - 2)
+    assert answers(result).encode(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7, 8], len(ids) - 2)
     ids = [*whole(t), 7]
-    assert answers(found).encode(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
-    assert answers(found).encode(t, said(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
+    assert answers(result).encode(t, said(t, replace(anew, token_ids=tuple(ids))), 1000) == ([7], None)
+    assert answers(result).encode(t, said(t, anew, *other), t.num_tokens + len(given.tokens)) == "full"
 
 
 NO_SYSTEM_LATER = (
@@ -215,10 +215,10 @@ NO_SYSTEM_LATER = (
 
 
 def test_messages_of_an_agent_that_the_template_refuses_concern_its_episode_alone(tmp_path: Path) -> None:
-    found = prompts(tmp_path, template=NO_SYSTEM_LATER)
-    t = after_two_turns(found)
+    result = prompts(tmp_path, template=NO_SYSTEM_LATER)
+    t = after_two_turns(result)
     anew = said(t, TurnParams(after_turn=0), Message("user", "x"), Message("system", "be brief"))
-    given = answers(found).encode(t, anew, 1000)
+    given = answers(result).encode(t, anew, 1000)
     assert isinstance(given, RenderError)
     assert "the chat template fails on messages of user, system: " in given.why
     assert "system comes first" in given.why
@@ -226,16 +226,16 @@ def test_messages_of_an_agent_that_the_template_refuses_concern_its_episode_alon
 
 def test_a_conversation_of_no_tokens_concerns_its_episode_alone(tmp_path: Path) -> None:
     """A model has nothing to go on from."""
-    found = prompts(tmp_path, chat=False)
-    t = after_two_turns(found)
-    given = answers(found).encode(t, said(t, TurnParams(after_turn=0), Message("user", "")), 1000)
+    result = prompts(tmp_path, chat=False)
+    t = after_two_turns(result)
+    given = answers(result).encode(t, said(t, TurnParams(after_turn=0), Message("user", "")), 1000)
     assert given == RenderError("the request's conversation has no tokens; send a message with a text")
 
 
 def test_without_a_template_a_conversation_is_its_texts(tmp_path: Path) -> None:
-    found = prompts(tmp_path, chat=False)
+    result = prompts(tmp_path, chat=False)
     other = [Message("user", "the in"), Message("assistant", " a"), Message("user", " on")]
-    assert found.render(other) == list(found.encode(task(Message("user", "the in a on"))))
+    assert result.render(other) == list(result.encode(task(Message("user", "the in a on"))))
 
 
 def test_what_is_told_of_a_branch_is_its_own_context(tmp_path: Path) -> None:

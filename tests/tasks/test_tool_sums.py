@@ -42,6 +42,6 @@ def test_what_the_prompt_shows_is_what_a_call_in_an_episode_is_answered() -> Non
 
 def test_held_out_sums_are_never_trained_on() -> None:
     sums = ToolSums({}, 1)
-    asked = {held: {str(sums.record(i, held)["prompt"][-1]) for i in range(300)} for held in (False, True)}
-    assert len(asked[False]) > 200 and not asked[False] & asked[True]
+    requests = {held: {str(sums.record(i, held)["prompt"][-1]) for i in range(300)} for held in (False, True)}
+    assert len(requests[False]) > 200 and not requests[False] & requests[True]
     assert sums.record(5, False) == ToolSums({}, 1).record(5, False) != ToolSums({}, 2).record(5, False)

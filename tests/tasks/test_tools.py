@@ -63,8 +63,8 @@ from staleflow.tasks.sources.task_sources import EvaluationRecord
     ],
 )
 def test_the_calculator(expression: str, result: str) -> None:
-    found = calculate(expression)
-    assert found.startswith(result) if result.startswith("error") else found == result
+    outcome = calculate(expression)
+    assert outcome.startswith(result) if result.startswith("error") else outcome == result
 
 
 @given(st.text("0123456789+-*/%^(). ,esqrtminab×", max_size=60))
@@ -112,15 +112,15 @@ def test_the_sandbox_prints_what_the_code_prints_and_its_last_value() -> None:
     ],
 )
 def test_the_sandbox_has_no_network_no_files_to_write_and_no_other_processes(code: str) -> None:
-    found = ran(code)
-    assert "Error" in found, found
+    result = ran(code)
+    assert "Error" in result, result
     assert not Path("/tmp/staleflow-sandbox").exists()
 
 
 def test_the_sandbox_sees_no_files_of_the_user_where_the_system_can_hide_them(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("hidden")
-    found = ran(f"print(open({str(tmp_path / 'secret')!r}).read())")
-    assert ("PermissionError" in found) == has_landlock()
+    result = ran(f"print(open({str(tmp_path / 'secret')!r}).read())")
+    assert ("PermissionError" in result) == has_landlock()
     assert ran("import json, random, decimal, datetime, collections; print(1)") == "1"
 
 

@@ -152,12 +152,12 @@ def test_a_checkpoint_is_of_the_version_that_was_asked_for(tmp_path: Path) -> No
         actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
         for step in range(2):
             await actor.train(Server(), step, (), ())
-        asked = [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / "newest")))]
-        asked += [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / str(v)), v)) for v in (1, 2, 7)]
+        requests = [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / "newest")))]
+        requests += [asyncio.ensure_future(actor.save_checkpoint(str(tmp_path / str(v)), v)) for v in (1, 2, 7)]
         await asyncio.sleep(0)
         await actor.train(Server(), 2, (), ())
         policy.free.set()
-        assert await asyncio.gather(*asked) == [True, True, True, False]
+        assert await asyncio.gather(*requests) == [True, True, True, False]
         await actor.close()
 
     asyncio.run(whole())
@@ -294,10 +294,10 @@ def test_what_torch_says_of_a_full_disk_is_told_as_what_it_is(tmp_path: Path, sa
     def write(part: Path) -> None:
         raise RuntimeError(said)
 
-    told = (
+    text = (
         r"resume/v00000001.shards: cannot be written: a write was cut short, as on a full disk \([\d.]+ MiB are free\)"
     )
-    with pytest.raises(StoreError, match=told):
+    with pytest.raises(StoreError, match=text):
         ResumePoints(tmp_path / "resume").write(PolicyVersion(1), write, sharded=True)
     assert list((tmp_path / "resume").iterdir()) == []
 
@@ -390,9 +390,9 @@ def test_a_resumed_version_is_compared_with_the_fingerprint_that_was_recorded(tm
     async def whole() -> list[bool]:
         actor = trainer(tmp_path, Weights())
         recorded = ("", fingerprint({"w": torch.zeros(1)}), fingerprint({"w": torch.ones(1)}), "0" * 32)
-        found = [(await actor.publish_initial((), PolicyVersion(0), one)).as_recorded for one in recorded]
+        results = [(await actor.publish_initial((), PolicyVersion(0), item)).as_recorded for item in recorded]
         await actor.close()
-        return found
+        return results
 
     assert asyncio.run(whole()) == [True, True, False, False]
 
@@ -408,8 +408,8 @@ def test_an_actors_own_error_is_told_as_what_it_is(tmp_path: Path, error: Except
         finally:
             await actor.close()
 
-    said = r"trainer failed: RuntimeError: CUDA out of memory|trainer failed: OSError: \[Errno 5\] Input/output error"
-    with pytest.raises(ActorFailed, match=said):
+    text = r"trainer failed: RuntimeError: CUDA out of memory|trainer failed: OSError: \[Errno 5\] Input/output error"
+    with pytest.raises(ActorFailed, match=text):
         asyncio.run(whole())
 
 

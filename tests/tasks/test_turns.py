@@ -51,11 +51,11 @@ def slow_gradient(model: Any, data: list[Row], loss: Loss, aggregation: str) -> 
             "constant_length": 1 / (len(data) * MAX_LENGTH),
         }[aggregation]
         places = [t for t in range(len(row.response)) if row.sampled[t]]
-        found = []
+        results = []
         for t in places:
             before = torch.tensor([tokens[: len(row.prompt) + t]])
-            found.append(model(input_ids=before).logits[0, -1].log_softmax(-1)[int(row.response[t])])
-        logprobs = torch.stack(found).reshape(1, -1)
+            results.append(model(input_ids=before).logits[0, -1].log_softmax(-1)[int(row.response[t])])
+        logprobs = torch.stack(results).reshape(1, -1)
         sampled = torch.ones(logprobs.shape, dtype=torch.bool)
         result = loss.token_loss(
             Tokens(
@@ -88,14 +88,14 @@ def test_the_gradient_is_that_of_the_sampled_tokens_one_by_one(name: str, aggreg
 
 
 def test_what_is_stored_for_given_tokens_changes_nothing(tiny_model: Path) -> None:
-    found = []
+    results = []
     for value in (0.0, -1e4, 1e4, np.inf, np.nan):
         one = trainer(tiny_model, loss=entry(LOSSES, "ppo_clip"))
         data = [replace(r, behaviour=np.where(r.sampled, r.behaviour, np.float32(value))) for r in rows()]
-        found.append((one.step(0, data), flat_gradient(one.model)))
-    for metrics, gradient in found[1:]:
-        assert metrics == found[0][0]
-        assert torch.equal(gradient, found[0][1])
+        results.append((one.step(0, data), flat_gradient(one.model)))
+    for metrics, gradient in results[1:]:
+        assert metrics == results[0][0]
+        assert torch.equal(gradient, results[0][1])
 
 
 class Ratio(Loss):
