@@ -10,7 +10,7 @@ from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.strategy_set import StrategySet
-from staleflow.pipeline.strategies.admission import ADMISSION, Late
+from staleflow.pipeline.strategies.admission import ADMISSION, LateWork
 from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from staleflow.pipeline.strategies.migration import MIGRATION
@@ -118,7 +118,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
         groups_started=config.oversampled_groups,
         members_started=config.oversampled_group_size,
         num_steps=config.steps,
-        waits=strategies.admission.late is Late.WAIT,
+        waits=strategies.admission.late is LateWork.WAIT,
         window=_window(strategies, batch.groups_per_step),
     )
     forecast = LengthForecast(config.rollout.max_new_tokens)

@@ -26,7 +26,7 @@ from staleflow.tasks.settings.knobs import knob, parameter
 from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
-class Late(Enum):
+class LateWork(Enum):
     """What a step does with work that is due but unfinished."""
 
     WAIT = "wait"
@@ -39,7 +39,7 @@ class Admission(RegistryEntry, ABC):
     """An admission rule."""
 
     __slots__ = ()
-    late = Late.WAIT
+    late = LateWork.WAIT
     reserves = False
     """Whether it starts all that can reserve a place."""
     alternates = False
@@ -53,7 +53,7 @@ class Admission(RegistryEntry, ABC):
     @property
     def keeps_bound(self) -> bool:
         """Whether no trajectory is trained on that is older than the bound allows."""
-        return self.late is not Late.TRAIN
+        return self.late is not LateWork.TRAIN
 
     def versions_behind(self, bound: int) -> int:
         """How many versions its work may lie behind, at most `bound`."""
@@ -203,7 +203,7 @@ class Credits(_CappedAdmission):
 
     alpha: float = knob(1.0, "batches in play beyond the first; rounded up, the most versions a batch may lag", low=0)
 
-    late = Late.DROP
+    late = LateWork.DROP
 
     def check(self, eta: int) -> None:
         if math.ceil(self.alpha) > eta:
@@ -224,7 +224,7 @@ class Backlog(_CappedAdmission):
 
     eta: int = parameter()
 
-    late = Late.TRAIN
+    late = LateWork.TRAIN
 
     def cap(self, ledger: StalenessLedger) -> int:
         return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
@@ -238,7 +238,7 @@ class OverProvision(_CappedAdmission):
 
     excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
 
-    late = Late.TRAIN
+    late = LateWork.TRAIN
 
     def cap(self, ledger: StalenessLedger) -> int:
         if ledger.version != ledger.next_step:

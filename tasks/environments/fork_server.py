@@ -61,7 +61,7 @@ def read_value(connection: socket.socket) -> Any:
 
 
 @dataclass(slots=True)
-class Forking:
+class ForkServerLoop:
     """The server: its episodes, and the loop that serves them."""
 
     control: socket.socket
@@ -88,7 +88,7 @@ class Forking:
                     with contextlib.suppress(BlockingIOError):
                         wake.recv(4096)
                     self._reap()
-                if self.control in ready and not self._obey((wake, woken)):
+                if self.control in ready and not self._execute_order((wake, woken)):
                     return
         finally:
             signal.set_wakeup_fd(-1)  # its socket ends with this method, before the children do
@@ -96,7 +96,7 @@ class Forking:
                 _kill_group(process)
             self._kill_all()
 
-    def _obey(self, own: tuple[socket.socket, ...]) -> bool:
+    def _execute_order(self, own: tuple[socket.socket, ...]) -> bool:
         """Carry out one order of the caller. Returns False once the caller is gone."""
         data, descriptors, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
         if not data:
@@ -111,7 +111,7 @@ class Forking:
                 signal.set_wakeup_fd(-1)
                 for end in (self.control, *own):
                     end.close()
-                _be_an_episode(connection, self.environment, self.settings)
+                _run_episode(connection, self.environment, self.settings)
             connection.close()
             self.numbers[process] = number
         else:
@@ -176,7 +176,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _be_an_episode(connection: socket.socket, environment: Environment, settings: ForkSettings) -> None:
+def _run_episode(connection: socket.socket, environment: Environment, settings: ForkSettings) -> None:
     """Run a forked process to its end. Never returns."""
     status = 1
     try:
@@ -269,7 +269,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # what is loaded stays in pages that all processes share
         control.sendall(packed(""))
-        Forking(control, environment, settings).run()
+        ForkServerLoop(control, environment, settings).run()
     except (BrokenPipeError, ConnectionResetError, EOFError):  # whoever asked is gone
         return
 

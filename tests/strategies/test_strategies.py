@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.pipeline.strategies.admission import ADMISSION, Credits, Late
+from staleflow.pipeline.strategies.admission import ADMISSION, Credits, LateWork
 from staleflow.pipeline.strategies.filtering import (
     FILTERING,
     STRAGGLERS,
@@ -180,9 +180,9 @@ def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() ->
 def play(admission: str, *, eta: int, alpha: float = 0.0, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
     """Three rounds of: start what may start, finish half of it, train if a batch is there. Groups started each time."""
     rule = ADMISSION.make(entry(ADMISSION, admission, alpha=alpha), {"eta": eta})
-    bound = num_steps if rule.late is Late.TRAIN else eta
+    bound = num_steps if rule.late is LateWork.TRAIN else eta
     ledger = StalenessLedger(
-        eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late is Late.WAIT
+        eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late is LateWork.WAIT
     )
     group, started, training = 0, [], False
     for _ in range(3):
