@@ -3,11 +3,6 @@
 Requests are rows of one batch. Each step computes what is new of each row (row_scheduler.py decides what, row_model.py
 has the model compute it), samples a token after it, and gives the token to its request. Rows join and leave between two
 steps. Nothing is used of transformers but a model's forward, its cache and its interface for attention.
-
-Invariants: one thread runs the model, and carries out calls between two steps. So each token belongs to one version, a
-request that is stopped has all tokens that were sampled, and weights change under running requests without losing any.
-The lock guards requests and what has ended; the loop holds it only while it gives tokens to requests, so whoever asks
-for the load or for what has ended is answered also while weights are loaded.
 """
 
 from __future__ import annotations
@@ -15,40 +10,33 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from staleflow.stores.errors import ActorLost, ConfigError
+from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines import row_attention
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
+from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult
 from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.engine_thread import EngineThread
 from staleflow.tasks.engines.response_drafter import Drafter
 from staleflow.tasks.engines.row_model import RowModel
 from staleflow.tasks.engines.row_scheduler import RequestRow, RowScheduler
 from staleflow.tasks.engines.row_storage import BatchRow
-from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
+from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.served_adapters import ServedAdapters
-from staleflow.tasks.engines.stop_strings import StopChecks
 from staleflow.tasks.engines.token_sampling import accepted, sample
 
 _loading = threading.Lock()
 """Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
 dtype, for the whole process meanwhile: one thread could restore what another had replaced, and leave it so for good."""
-CLOSE_S = 10.0
-"""Seconds that closing waits for the step under way."""
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,61 +53,23 @@ def build(settings: TransformersSettings, instance: InstanceId, threads: int) ->
     return TransformersEngine(settings, instance)
 
 
-class TransformersEngine:
+class TransformersEngine(EngineThread):
     """See tasks/engines/base.py for the contract."""
 
     def __init__(self, settings: TransformersSettings, instance: InstanceId) -> None:
+        super().__init__(instance, settings.model)
         self._settings = settings
-        self._instance = instance
         device = resolve_device(settings.device)
         self._model: Any = load_model(settings.model, settings.dtype, device, row_attention.NAME)
         self._adapters = ServedAdapters(self._model, settings.lora) if settings.adapters else None
         self._random = torch.Generator(device).manual_seed(settings.seed)
         self._rows: dict[str, RequestRow] = {}
         """By the requests' keys."""
-        self._new: deque[RequestRow] = deque()
-        """Those that the scheduler does not know yet."""
-        self._stops = StopChecks(settings.model)
-        self._changed = threading.Condition()
-        """The lock. It is notified of calls, of what has ended, and of the loop's end."""
-        self._requests = RunningRequests(instance)
         self._batch = RowModel(self._model, settings.page_tokens, self._select_versions)
         self._drafter = self._make_drafter()
         self._scheduler = RowScheduler(settings, self._batch.cache, self._drafter)
-        self._ended: list[SampledTokens | Failed] = []
         self._counts = DraftCounts()
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._error: BaseException | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._requests.version
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._stops.prepare(requests)
-        for request in requests:
-            older = self._requests.of(request.trajectory)
-            if older is not None and older.request.route_number != request.route_number:
-                self._call(partial(self._stop, [request.trajectory])).result()
-            with self._changed:
-                self._check()
-                if self._requests.of(request.trajectory) is None:  # else it is a repeated request
-                    self._start(RunningRequest(request, stop=self._stops.check(request)))
-
-    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
-        stopped = self._call(lambda: self._stop(trajectories)).result()
-        return [running.sampled(FinishReason.UNFINISHED) for running in stopped]
-
-    def peek(self) -> list[SampledTokens]:
-        with self._changed:
-            self._check()
-            return self._requests.peek()
-
-    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        self._call(lambda: self._abort(trajectories)).result()
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         begin = time.monotonic()
@@ -133,83 +83,18 @@ class TransformersEngine:
         stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
         return loaded_weights(version, tensors, published, begin, stalled_s)
 
-    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._error, timeout_s)
-            self._check()
-            ended, self._ended = self._ended, []
-            return ended
-
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return self._call(lambda: self._probe(tokens)).result()
-
-    def load_statistics(self) -> EngineLoad:
-        with self._changed:
-            self._check()
-            return dataclasses.replace(
-                self._requests.load(self._scheduler.num_waiting, self._scheduler.preemptions),
-                kept_tokens=self._scheduler.kept_tokens,
-                prefilled_tokens=self._scheduler.prefilled_tokens,
-                cached_tokens=self._scheduler.cached_tokens,
-                drafts=self._counts.drafts,
-                drafted_tokens=self._counts.drafted_tokens,
-                accepted_tokens=self._counts.accepted_tokens,
-            )
 
     def set_draft_length(self, length: int) -> None:
         if self._drafter is not None:
             self._drafter.most = min(length, self._settings.speculation.num_speculative_tokens)
 
-    def drafting(self) -> tuple[TrajectoryId, ...]:
-        return () if self._drafter is None else self._drafter.running
-
-    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
-        if self._drafter is not None:
-            for of_prompt in responses:
-                for trajectory, tokens in of_prompt.responses:
-                    self._drafter.add_response(of_prompt.prompt, trajectory, tokens)
-
-    def reset(self, instance: InstanceId) -> None:
-        self._call(lambda: self._begin_again(instance)).result()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(CLOSE_S)
-
-    # -- the loop ------------------------------------------------------------------------------------------------
+    # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        error: BaseException = RuntimeError("it was closed")
-        try:
-            with torch.inference_mode():
-                while self._carry_out_calls():
-                    self._step()
-        except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
-            error = raised
-        with self._changed:
-            self._error = error
-            for _, answer in self._calls:
-                answer.set_exception(self._lost())
-            self._changed.notify_all()
-
-    def _carry_out_calls(self) -> bool:
-        """Carry out calls until there is something to compute; False once the engine is to close."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._rows or self._closing)
-                if self._closing:
-                    return False
-                while self._new:
-                    self._scheduler.add(self._new.popleft())
-                if not self._calls:
-                    return True
-                call, answer = self._calls.popleft()
-            try:
-                answer.set_result(call())
-            except Exception as error:  # noqa: BLE001  the caller's to handle
-                answer.set_exception(error)
+        with torch.inference_mode():
+            super()._run()
 
     def _step(self) -> None:
         """Compute what is new of each row, and sample."""
@@ -258,33 +143,61 @@ class TransformersEngine:
         stopped = running.stopped or row.tokens[-1] in row.ends
         if stopped or len(row.tokens) >= row.most:
             self._scheduler.end(row)
-            self._leave(row)
+            self._leave(running)
             self._end(running.sampled(FinishReason.STOP if stopped else FinishReason.LENGTH))
 
     def _fail_without_memory(self) -> None:
         for row in self._scheduler.failed:
-            self._leave(row)
+            self._leave(row.running)
             small = f"rollout.engine.kv_tokens = {self._settings.kv_tokens} is too small for {len(row.tokens)} tokens"
-            self._end(Failed(trajectory=row.trajectory, route_number=row.running.request.route_number, error=small))
+            self._fail(row.running, small)
         self._scheduler.failed.clear()
 
-    # -- calls, in the loop's thread -----------------------------------------------------------------------------
+    def _admit(self, running: RunningRequest) -> None:
+        request, vocabulary = running.request, self._model.config.get_text_config().vocab_size
+        if max(request.tokens) >= vocabulary:  # a pass with it would end the whole engine
+            raise ValueError(f"token {max(request.tokens)} is none of the {vocabulary} of the model")
+        row = self._rows[running.key] = RequestRow(
+            running=running,
+            tokens=list(request.tokens),
+            most=len(request.tokens) + request.max_new_tokens,
+            ends=frozenset((*self._settings.eos, *request.stop.token_ids)),
+            temperature=0.0 if request.greedy else request.temperature or self._settings.temperature,
+        )
+        self._scheduler.add(row)
 
-    def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[RunningRequest]:
-        """Stop requests and return them; unknown ones are ignored."""
-        stopped = [running for trajectory in trajectories if (running := self._requests.of(trajectory)) is not None]
-        with self._changed:
-            for running in stopped:
-                self._scheduler.remove(self._rows[running.key])
-                self._leave(self._rows[running.key])
-        return stopped
+    def _remove(self, stopped: Sequence[RunningRequest]) -> None:
+        for running in stopped:
+            self._scheduler.remove(self._rows[running.key])
 
-    def _abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        self._stop(trajectories)
-        with self._changed:
-            for trajectory in trajectories:
-                self._scheduler.forget(trajectory)
-            self._ended = [ended for ended in self._ended if ended.trajectory not in trajectories]
+    def _leave(self, running: RunningRequest) -> None:
+        self._rows.pop(running.key, None)
+        super()._leave(running)
+
+    def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
+        super()._abort(trajectories)
+        for trajectory in trajectories:
+            self._scheduler.forget(trajectory)
+
+    def _forget_all(self) -> None:
+        self._scheduler.clear()
+        self._counts = DraftCounts()
+        if self._drafter is not None:
+            self._drafter.forget_all()
+            self._drafter.most = self._settings.speculation.first_length
+        if self._adapters is not None:
+            self._adapters.clear()
+
+    def _load_statistics(self) -> EngineLoad:
+        return dataclasses.replace(
+            self._requests.load(self._scheduler.num_waiting, self._scheduler.preemptions),
+            kept_tokens=self._scheduler.kept_tokens,
+            prefilled_tokens=self._scheduler.prefilled_tokens,
+            cached_tokens=self._scheduler.cached_tokens,
+            drafts=self._counts.drafts,
+            drafted_tokens=self._counts.drafted_tokens,
+            accepted_tokens=self._counts.accepted_tokens,
+        )
 
     def _serve(self, version: PolicyVersion, layers: Any, tensors: dict[str, torch.Tensor]) -> None:
         """Serve a version's adapter beside the others."""
@@ -310,72 +223,6 @@ class TransformersEngine:
         (logits,) = self._batch.logits([(row, tokens[:-1])], [len(tokens) - 1], cache)
         following = torch.tensor(tokens[1:], device=logits.device)[:, None]
         return tuple(logits.float().log_softmax(-1).gather(1, following)[:, 0].tolist())
-
-    def _begin_again(self, instance: InstanceId) -> None:
-        self._stop([running.request.trajectory for running in self._requests])
-        with self._changed:
-            self._scheduler.clear()
-            self._counts = DraftCounts()
-            self._instance, self._ended = instance, []
-            self._requests.reset(instance)
-        if self._drafter is not None:
-            self._drafter.forget_all()
-            self._drafter.most = self._settings.speculation.first_length
-        if self._adapters is not None:
-            self._adapters.clear()
-
-    # -- inside --------------------------------------------------------------------------------------------------
-
-    def _call(self, function: Callable[[], T]) -> Future[T]:
-        """Have the loop call a function between two steps."""
-        answer: Future[T] = Future()
-        with self._changed:
-            self._check()
-            self._calls.append((function, answer))
-            self._changed.notify_all()
-        return answer
-
-    def _start(self, running: RunningRequest) -> None:
-        """Have a request wait for its first step; for whoever holds the lock."""
-        request, vocabulary = running.request, self._model.config.get_text_config().vocab_size
-        if running.stopped:  # its instance was lost before it could tell that the turn had ended
-            self._end(running.sampled(FinishReason.STOP))
-            return
-        if max(request.tokens) >= vocabulary:  # a pass with it would end the whole engine
-            unknown = f"token {max(request.tokens)} is none of the {vocabulary} of the model"
-            self._end(Failed(trajectory=request.trajectory, route_number=request.route_number, error=unknown))
-            return
-        key = self._requests.enter(running)
-        row = self._rows[key] = RequestRow(
-            running=running,
-            tokens=list(request.tokens),
-            most=len(request.tokens) + request.max_new_tokens,
-            ends=frozenset((*self._settings.eos, *request.stop.token_ids)),
-            temperature=0.0 if request.greedy else request.temperature or self._settings.temperature,
-        )
-        self._new.append(row)
-        self._changed.notify_all()
-        if self._drafter is not None:
-            self._drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._lost()
-
-    def _lost(self) -> ActorLost:
-        return ActorLost(f"{self._instance}: decoding has ended: {self._error}")
-
-    def _leave(self, row: RequestRow) -> None:
-        """Remove a request that is no row any more; for whoever holds the lock."""
-        del self._rows[row.running.key]
-        self._requests.leave(row.running)
-        if self._drafter is not None:
-            self._drafter.end(row.running.key)
-
-    def _end(self, ended: SampledTokens | Failed) -> None:
-        """Say that a request has ended; for whoever holds the lock."""
-        self._ended.append(ended)
-        self._changed.notify_all()
 
     def _make_drafter(self) -> Drafter | None:
         speculation = self._settings.speculation

@@ -1,32 +1,28 @@
-"""vLLM as a rollout engine: its own LLMEngine in this process, driven by one thread.
+"""vLLM as a rollout engine: its own LLMEngine in this process, which one thread drives.
 
-Only that thread touches vLLM. Calls wait in a queue and are carried out between two decode steps; sampled tokens are
-recorded after each step. So a request is never seen half-updated, and a weight update falls between two steps: every
-token is of the version that was loaded when its step began.
+Only that thread touches vLLM: it is made there, see VllmEngine._make, and used between two decode steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
-from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.stores.weights.weight_report import WeightReport, total
 from staleflow.tasks.engines import adapters
-from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
+from staleflow.tasks.engines.base import Engine, EngineLoad, LoadResult, Request
 from staleflow.tasks.engines.engine_settings import VllmSettings
-from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
-from staleflow.tasks.engines.stop_strings import StopChecks
+from staleflow.tasks.engines.engine_thread import EngineThread
+from staleflow.tasks.engines.running_requests import RunningRequest
 from staleflow.tasks.engines.vllm_drafting import VllmSpeculation
 from staleflow.tasks.engines.vllm_drafting import arguments as speculation_arguments
 from staleflow.tasks.engines.vllm_scheduler import SchedulerStats, VllmScheduler, salt
@@ -46,8 +42,6 @@ CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 """On a CPU compilation costs more than it saves."""
 ROOM_POLL_S = 0.02
 """Seconds between two looks whether there is room for one more adapter."""
-SHUTDOWN_S = 10.0
-"""Seconds that close() waits for the running step at most."""
 
 
 def build(settings: VllmSettings, instance: InstanceId, threads: int) -> Engine:
@@ -55,53 +49,26 @@ def build(settings: VllmSettings, instance: InstanceId, threads: int) -> Engine:
     return VllmEngine(settings, instance)
 
 
-class VllmEngine:
+class VllmEngine(EngineThread):
     """See tasks/engines/base.py for the contract."""
 
     def __init__(self, settings: VllmSettings, instance: InstanceId) -> None:
+        super().__init__(instance, settings.model)
         self._settings = settings
-        self._instance = instance
-        self._requests = RunningRequests(instance)
-        self._stops = StopChecks(settings.model)
-        # Guards the requests, the calls and what has ended; the driving thread holds it between steps only.
-        self._changed = threading.Condition()
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._ended: list[SampledTokens | Failed] = []
         self._probes: dict[str, Future[Any]] = {}  # probes under way, by request id
         self._num_probes = 0
         self._figures = SchedulerStats()  # as of the last step, stop or load
-        self._error: BaseException | None = None
-        self._closing = False
         self._engine: Any = None
         self._scheduler: VllmScheduler
         self._adapters: VllmAdapters | None = None
         self._speculation: VllmSpeculation
         self._shapes = checkpoint_shapes(settings.model)
-        started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._drive, args=(started,), name="vllm", daemon=True)
         self._thread.start()
-        started.result()
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._requests.version
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._stops.prepare(requests)
-        self._call(lambda: self._submit(requests))
-
-    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
-        stopped: list[RunningRequest] = self._call(lambda: self._stop(trajectories)).result()
-        return [r.sampled(FinishReason.UNFINISHED) for r in stopped]
-
-    def peek(self) -> list[SampledTokens]:
-        with self._changed:
-            if self._error is not None:
-                raise self._lost()
-            return self._requests.peek()
-
-    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        self._call(lambda: self._abort(trajectories)).result()
+        try:
+            self._call(self._make).result()
+        except BaseException:
+            self.close()
+            raise
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
         begin = time.monotonic()
@@ -118,120 +85,44 @@ class VllmEngine:
             stalled_s=stalled_s,
         )
 
-    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or self._error, timeout_s)
-            if self._error is not None:
-                raise self._lost()
-            ended, self._ended = self._ended, []
-            return ended
-
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         answer: Future[Any] = Future()
         self._call(lambda: self._probe(tokens, answer))
         logprobs: tuple[float, ...] = answer.result()
         return logprobs
 
-    def load_statistics(self) -> EngineLoad:
-        with self._changed:
-            if self._error is not None:
-                raise self._lost()
-            return dataclasses.replace(self._requests.load(), **self._figures._asdict())
-
     def set_draft_length(self, length: int) -> None:
         self._call(lambda: self._speculation.set_length(length))
 
-    def drafting(self) -> tuple[TrajectoryId, ...]:
-        drafter = self._speculation.drafter
-        return () if drafter is None else drafter.running
+    # -- the engine's thread -------------------------------------------------------------------------------------
 
-    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
-        if (drafter := self._speculation.drafter) is not None:
-            for of_prompt in responses:
-                for trajectory, tokens in of_prompt.responses:
-                    drafter.add_response(of_prompt.prompt, trajectory, tokens)
+    def _make(self) -> None:
+        """Start vLLM: all that touches it is in one thread."""
+        self._engine = make_engine(self._settings)
+        self._speculation = VllmSpeculation(self._engine, self._settings.speculation, self._settings.eos)
+        self._drafter = self._speculation.drafter
+        self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens, self._speculation)
+        if self._settings.adapters:
+            from staleflow.tasks.engines.vllm_adapters import VllmAdapters
 
-    def reset(self, instance: InstanceId) -> None:
-        self._call(lambda: self._begin_again(instance)).result()
+            self._adapters = VllmAdapters(self._engine, self._settings.lora, self._settings.adapters)
 
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._thread.join(SHUTDOWN_S)
-
-    # -- the driving thread --------------------------------------------------------------------------------------
-
-    def _drive(self, started: Future[None]) -> None:
-        error: BaseException | None = None
-        try:
-            self._engine = make_engine(self._settings)
-            self._speculation = VllmSpeculation(self._engine, self._settings.speculation, self._settings.eos)
-            self._scheduler = VllmScheduler(self._engine, self._settings.page_tokens, self._speculation)
-            if self._settings.adapters:
-                from staleflow.tasks.engines.vllm_adapters import VllmAdapters
-
-                self._adapters = VllmAdapters(self._engine, self._settings.lora, self._settings.adapters)
-            started.set_result(None)
-            while self._carry_out_calls():
-                self._take(self._engine.engine_core.get_output().outputs)
-        except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
-            error = raised
-        with self._changed:
-            self._error = error or RuntimeError("it was closed")
-            for answer in (*(a for _, a in self._calls), *self._probes.values()):
-                answer.set_exception(self._lost())
-            self._changed.notify_all()
-        if not started.done():
-            started.set_exception(self._error)
+    def _shut_down(self) -> None:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
 
-    def _carry_out_calls(self) -> bool:
-        """Carry out queued calls until there is something to decode; False once the engine is to close."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._calls or len(self._requests) or self._probes or self._closing)
-                if self._closing:
-                    return False
-                if not self._calls:
-                    return True
-                call, answer = self._calls.popleft()
-            try:
-                answer.set_result(call())
-            except ActorLost as error:
-                answer.set_exception(error)
-                raise
-            except Exception as error:  # noqa: BLE001  the caller's to handle
-                answer.set_exception(error)
+    def _is_busy(self) -> bool:
+        return super()._is_busy() or bool(self._probes)
 
-    def _submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            older = self._requests.of(request.trajectory)
-            if older is not None:
-                if older.request.route_number == request.route_number:
-                    continue  # a repeated request
-                self._stop([request.trajectory])
-            running = RunningRequest(request, stop=self._stops.check(request))
-            if running.stopped:  # its instance was lost before it could tell that the turn had ended
-                self._end(running.sampled(FinishReason.STOP))
-                continue
-            with self._changed:
-                key = self._requests.enter(running)
-            if (drafter := self._speculation.drafter) is not None:
-                drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
-            try:
-                self._add(key, request.tokens, self._sampling(request), running.version, salt(running.version))
-            except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
-                with self._changed:
-                    self._leave(running)
-                self._end(Failed(trajectory=request.trajectory, route_number=request.route_number, error=str(error)))
+    def _unanswered(self) -> Iterable[Future[Any]]:
+        return self._probes.values()
 
-    def _end(self, ended: SampledTokens | Failed) -> None:
-        """Tell of a request that ends without a step."""
-        with self._changed:
-            self._ended.append(ended)
-            self._changed.notify_all()
+    def _load_statistics(self) -> EngineLoad:
+        return dataclasses.replace(self._requests.load(), **self._figures._asdict())
+
+    def _admit(self, running: RunningRequest) -> None:
+        request, version = running.request, running.version
+        self._add(running.key, request.tokens, self._sampling(request), version, salt(version))
 
     def _add(
         self,
@@ -285,21 +176,9 @@ class VllmEngine:
         else:
             self._probes[name] = answer
 
-    def _leave(self, running: RunningRequest) -> None:
-        """Remove a request that vLLM has no longer; for whoever holds the lock."""
-        self._requests.leave(running)
-        if (drafter := self._speculation.drafter) is not None:
-            drafter.end(running.key)
-
-    def _stop(self, trajectories: Sequence[TrajectoryId]) -> list[RunningRequest]:
-        """Stop and remove requests; unknown ones are ignored."""
-        stopped = [r for t in trajectories if (r := self._requests.of(t)) is not None]
-        self._forget([r.key for r in stopped])
-        with self._changed:
-            for running in stopped:
-                self._leave(running)
-            self._figures = self._scheduler.figures()
-        return stopped
+    def _remove(self, stopped: Sequence[RunningRequest]) -> None:
+        self._forget([running.key for running in stopped])
+        self._figures = self._scheduler.figures()
 
     def _forget(self, keys: list[str]) -> None:
         """Have vLLM forget requests."""
@@ -309,14 +188,7 @@ class VllmEngine:
             # A submit may get here, and nobody waits for its result: the failure must not go unnoticed.
             raise ActorLost(f"{self._instance}: vLLM could not stop requests: {error}") from error
 
-    def _abort(self, trajectories: Sequence[TrajectoryId]) -> None:
-        self._stop(trajectories)
-        aborted = set(trajectories)
-        with self._changed:
-            self._ended = [e for e in self._ended if e.trajectory not in aborted]
-
-    def _begin_again(self, instance: InstanceId) -> None:
-        self._stop([running.request.trajectory for running in self._requests])
+    def _forget_all(self) -> None:
         if self._probes:
             self._engine.engine_core.abort_requests(list(self._probes))
             for answer in self._probes.values():
@@ -325,10 +197,7 @@ class VllmEngine:
         self._scheduler.reset()
         if self._adapters is not None:
             self._adapters.clear()
-        with self._changed:
-            self._instance, self._ended = instance, []
-            self._requests.reset(instance)
-            self._figures = self._scheduler.figures()
+        self._figures = self._scheduler.figures()
 
     def _load(self, version: PolicyVersion, weights: Path) -> float:
         engine, begin = self._engine, time.monotonic()
@@ -364,10 +233,10 @@ class VllmEngine:
             self._requests.serve(version)
         return time.monotonic() - begin
 
-    def _take(self, outputs: Sequence[Any]) -> None:
-        """Record what a step has sampled."""
+    def _step(self) -> None:
         from vllm.v1.engine import FinishReason as Reason
 
+        outputs = self._engine.engine_core.get_output().outputs
         with self._changed:
             for output in outputs:
                 if output.request_id in self._probes and output.new_prompt_logprobs_tensors is not None:
@@ -387,10 +256,7 @@ class VllmEngine:
                     recurring = running.stopped or output.finish_reason == Reason.STOP
                     self._ended.append(running.sampled(FinishReason.STOP if recurring else FinishReason.LENGTH))
                 else:
-                    request, why = running.request, f"vLLM ended it: {output.finish_reason}"
-                    self._ended.append(
-                        Failed(trajectory=request.trajectory, route_number=request.route_number, error=why)
-                    )
+                    self._fail(running, f"vLLM ended it: {output.finish_reason}")
             self._figures = self._scheduler.figures()
             if self._ended:
                 self._changed.notify_all()
@@ -434,19 +300,6 @@ class VllmEngine:
             return reports
 
         return total(self._call(ask).result() if self._settings.tensor_parallel > 1 else ask())
-
-    def _call(self, call: Callable[[], Any]) -> Future[Any]:
-        """Queue a call for the driving thread; calls are carried out in order."""
-        answer: Future[Any] = Future()
-        with self._changed:
-            if self._error is not None:
-                raise self._lost()
-            self._calls.append((call, answer))
-            self._changed.notify_all()
-        return answer
-
-    def _lost(self) -> ActorLost:
-        return ActorLost(f"{self._instance}: vLLM has stopped: {type(self._error).__name__}: {self._error}")
 
 
 def make_engine(settings: VllmSettings) -> Any:

@@ -1,0 +1,242 @@
+"""What the engines that compute share: one thread that runs the model, and requests and calls that reach it.
+
+Invariants: only the engine's thread touches the model and its scheduler, and it carries out calls between two steps. So
+each token belongs to one version, a request that is stopped has all tokens that were sampled, and weights change under
+running requests without losing any. The lock guards requests and what has ended; the thread holds it only while it
+gives tokens to requests, so whoever asks for the load or for what has ended is answered also while weights are loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from staleflow.stores.errors import ActorLost
+from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.engines.base import EngineLoad, Failed, PromptResponses, Request, SampledTokens
+from staleflow.tasks.engines.response_drafter import Drafter
+from staleflow.tasks.engines.running_requests import RunningRequest, RunningRequests
+from staleflow.tasks.engines.stop_strings import StopChecks
+
+CLOSE_S = 10.0
+"""Seconds that closing waits for the step under way."""
+
+T = TypeVar("T")
+
+
+class EngineThread(ABC):
+    """An engine whose model is run by one thread. Subclasses say what a step is, see the abstract methods; the rest of
+    the contract is in tasks/engines/base.py."""
+
+    def __init__(self, instance: InstanceId, model: str) -> None:
+        """model: folder or hub name, for the tokenizer of stop strings."""
+        self._instance = instance
+        self._requests = RunningRequests(instance)
+        self._stops = StopChecks(model)
+        self._drafter: Drafter | None = None
+        self._changed = threading.Condition()
+        """The lock. It is notified of calls, of what has ended, and of the thread's end."""
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._ended: list[SampledTokens | Failed] = []
+        self._error: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._requests.version
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._stops.prepare(requests)
+        self._call(lambda: self._submit(requests))
+
+    def interrupt(self, trajectories: Sequence[TrajectoryId]) -> list[SampledTokens]:
+        stopped = self._call(lambda: self._stop(trajectories)).result()
+        return [running.sampled(FinishReason.UNFINISHED) for running in stopped]
+
+    def peek(self) -> list[SampledTokens]:
+        with self._changed:
+            self._check()
+            return self._requests.peek()
+
+    def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
+        self._call(lambda: self._abort(frozenset(trajectories))).result()
+
+    def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._error, timeout_s)
+            self._check()
+            ended, self._ended = self._ended, []
+            return ended
+
+    def load_statistics(self) -> EngineLoad:
+        with self._changed:
+            self._check()
+            return self._load_statistics()
+
+    def drafting(self) -> tuple[TrajectoryId, ...]:
+        return () if self._drafter is None else self._drafter.running
+
+    def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
+        if self._drafter is not None:
+            for of_prompt in responses:
+                for trajectory, tokens in of_prompt.responses:
+                    self._drafter.add_response(of_prompt.prompt, trajectory, tokens)
+
+    def reset(self, instance: InstanceId) -> None:
+        self._call(lambda: self._reset(instance)).result()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(CLOSE_S)
+
+    # -- what differs; all but _load_statistics run in the engine's thread ---------------------------------------
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Compute what is new of running requests, and record what is sampled."""
+
+    @abstractmethod
+    def _admit(self, running: RunningRequest) -> None:
+        """Begin to compute a request. Raises whatever is wrong with it; it has failed then."""
+
+    @abstractmethod
+    def _remove(self, stopped: Sequence[RunningRequest]) -> None:
+        """Compute no more of requests; for whoever holds the lock."""
+
+    @abstractmethod
+    def _forget_all(self) -> None:
+        """Forget all that is cached, and all counts; no request is left."""
+
+    @abstractmethod
+    def _load_statistics(self) -> EngineLoad:
+        """Return the present load; for whoever holds the lock."""
+
+    def _is_busy(self) -> bool:
+        """Whether there is something to compute."""
+        return len(self._requests) > 0
+
+    def _unanswered(self) -> Iterable[Future[Any]]:
+        """What waits for an answer besides calls."""
+        return ()
+
+    def _shut_down(self) -> None:  # noqa: B027  not every engine has something to free
+        """Free what the thread has used."""
+
+    # -- the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        error: BaseException = RuntimeError("it was closed")
+        try:
+            while self._carry_out_calls():
+                self._step()
+        except BaseException as raised:  # noqa: BLE001  whatever it is, this instance is lost, and says why
+            error = raised
+        with self._changed:
+            self._error = error
+            for answer in (*(answer for _, answer in self._calls), *self._unanswered()):
+                answer.set_exception(self._lost())
+            self._changed.notify_all()
+        self._shut_down()
+
+    def _carry_out_calls(self) -> bool:
+        """Carry out calls until there is something to compute; False once the engine is to close."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._is_busy() or self._closing)
+                if self._closing:
+                    return False
+                if not self._calls:
+                    return True
+                call, answer = self._calls.popleft()
+            try:
+                answer.set_result(call())
+            except ActorLost as error:
+                answer.set_exception(error)
+                raise
+            except Exception as error:  # noqa: BLE001  the caller's to handle
+                answer.set_exception(error)
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            older = self._requests.of(request.trajectory)
+            if older is not None:
+                if older.request.route_number == request.route_number:
+                    continue  # a repeated request
+                self._stop([request.trajectory])
+            running = RunningRequest(request, stop=self._stops.check(request))
+            if running.stopped:  # its instance was lost before it could tell that the turn had ended
+                self._end(running.sampled(FinishReason.STOP))
+                continue
+            with self._changed:
+                key = self._requests.enter(running)
+            if self._drafter is not None:
+                self._drafter.begin(key, request.trajectory, request.prompt_tokens, request.tokens)
+            try:
+                self._admit(running)
+            except Exception as error:  # noqa: BLE001  such as a prompt longer than the model can attend to
+                with self._changed:
+                    self._leave(running)
+                self._fail(running, str(error))
+
+    def _stop(self, trajectories: Iterable[TrajectoryId]) -> list[RunningRequest]:
+        """Stop requests and return them; unknown ones are ignored."""
+        stopped = [running for trajectory in trajectories if (running := self._requests.of(trajectory)) is not None]
+        with self._changed:
+            self._remove(stopped)
+            for running in stopped:
+                self._leave(running)
+        return stopped
+
+    def _abort(self, trajectories: frozenset[TrajectoryId]) -> None:
+        self._stop(trajectories)
+        with self._changed:
+            self._ended = [ended for ended in self._ended if ended.trajectory not in trajectories]
+
+    def _reset(self, instance: InstanceId) -> None:
+        self._stop([running.request.trajectory for running in self._requests])
+        with self._changed:
+            self._instance, self._ended = instance, []
+            self._requests.reset(instance)
+            self._forget_all()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        """Have the thread call a function between two steps; calls are carried out in order."""
+        answer: Future[T] = Future()
+        with self._changed:
+            self._check()
+            self._calls.append((function, answer))
+            self._changed.notify_all()
+        return answer
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._lost()
+
+    def _lost(self) -> ActorLost:
+        return ActorLost(f"{self._instance}: decoding has ended: {type(self._error).__name__}: {self._error}")
+
+    def _leave(self, running: RunningRequest) -> None:
+        """Remove a request that is computed no more; for whoever holds the lock."""
+        self._requests.leave(running)
+        if self._drafter is not None:
+            self._drafter.end(running.key)
+
+    def _end(self, ended: SampledTokens | Failed) -> None:
+        """Return a request that has ended, by `events`."""
+        with self._changed:
+            self._ended.append(ended)
+            self._changed.notify_all()
+
+    def _fail(self, running: RunningRequest, error: str) -> None:
+        """Return a request that cannot be continued, by `events`."""
+        request = running.request
+        self._end(Failed(trajectory=request.trajectory, route_number=request.route_number, error=error))
