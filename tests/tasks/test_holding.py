@@ -80,7 +80,7 @@ def test_a_dead_engine_is_not_taken_over(settings: Any) -> None:
 
 
 def test_an_engine_in_use_is_left_alone(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_handover, "GONE_S", 0.3)
+    monkeypatch.setattr(engine_handover, "ACTOR_EXIT_S", 0.3)
     first = placed(settings)
     second = placed(settings, "rollout-1", resumed=True)
     assert engine_of(second) is not engine_of(first)
