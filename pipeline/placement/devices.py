@@ -37,12 +37,22 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A worker process that can have one role. devices: UUIDs of the GPUs that it sees, in its order. kinds: values of
+    the kinds of roles that it may have; None: all."""
+
+    name: str
+    devices: tuple[str, ...] = ()
+    kinds: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine. num_processes: worker processes that it has for roles; None: as many as are needed."""
+    """A machine. processes: those that it has for roles; None: as many as are needed, which see all of its GPUs."""
 
     name: str
     devices: tuple[Device, ...] = ()
-    num_processes: int | None = None
+    processes: tuple[Process, ...] | None = None
 
 
 def parse_fleet(text: str, option: str = "--gpus") -> tuple[Host, ...]:

@@ -9,8 +9,10 @@ The rules, each a property that tests/placement/ holds against random fleets:
 - What was placed before stays where it was, if that is still there. A role that has to move goes to a GPU of its own
   host, or else of a host on which the run has its weights already.
 - Hosts are filled one after another, and the ranks of a trainer are on as few hosts as can be.
+- A role's process sees its GPUs; of several, the one that has them first in its list and sees the fewest others.
 
-The first five hold always; the last is a preference.
+The first five hold always, of hosts whose processes see either the same GPUs or none in common; the last two are
+preferences.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from staleflow.pipeline.placement.devices import Device, Host
+from staleflow.pipeline.placement.devices import Device, Host, Process
 
 NOTHING_BEFORE: Mapping[str, Assignment] = {}
 NOBODY: Mapping[str, str] = {}
+NAMELESS = Process(name="")
+"""The process of a role on a host that has as many as are needed."""
 
 
 class RoleKind(Enum):
@@ -35,6 +39,7 @@ class RoleKind(Enum):
     LIGHT = "light role"
 
 
+KINDS = frozenset(kind.value for kind in RoleKind)
 PURPOSES = {RoleKind.INSTANCE: "rollout", RoleKind.RANK: "training"}
 """What kinds of roles use GPUs for, in messages."""
 
@@ -51,10 +56,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """The place of one role. devices: UUIDs."""
+    """The place of one role. devices: UUIDs. process: its name, on hosts that have names for them."""
 
     host: str
     devices: tuple[str, ...] = ()
+    process: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,15 +122,25 @@ class _Card:
         return not self.device.memory_bytes or needed <= self.device.memory_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Reach:
+    """Devices of one link domain that processes of a host see, and the processes, all alike in that."""
+
+    host: str
+    cards: Sequence[_Card]
+    processes: Sequence[Process] | None
+    """None: as many as are needed."""
+
+
 @dataclass(slots=True)
 class _Occupancy:
     """Who is where, while roles are placed."""
 
     hosts: Sequence[Host]
-    domains: dict[tuple[str, str], list[_Card]]
-    """Devices that nobody else has, by host and link domain."""
+    reaches: Sequence[_Reach]
+    """Devices that nobody else has, by who sees them."""
     share: bool
-    processes: dict[str, int | None]
+    open: dict[str, list[Process] | None]
     """Processes that each host has left."""
     assignments: dict[str, Assignment] = field(default_factory=dict)
     num_ranks: Counter[str] = field(default_factory=Counter)
@@ -133,12 +149,22 @@ class _Occupancy:
 
     @classmethod
     def of(cls, hosts: Sequence[Host], taken: Mapping[str, str], *, share: bool) -> _Occupancy:
-        domains: dict[tuple[str, str], list[_Card]] = {}
+        reaches: list[_Reach] = []
         for host in hosts:
-            for device in host.devices:
-                if device.uuid not in taken:
-                    domains.setdefault((host.name, device.link_domain), []).append(_Card(device, host.name))
-        return cls(hosts, domains, share, {host.name: host.num_processes for host in hosts})
+            cards = [_Card(device, host.name) for device in host.devices if device.uuid not in taken]
+            alike: dict[frozenset[str], list[Process]] = {}
+            for process in host.processes or ():
+                alike.setdefault(frozenset(process.devices), []).append(process)
+            visible: list[tuple[list[_Card], list[Process] | None]] = [
+                ([card for card in cards if card.device.uuid in uuids], processes) for uuids, processes in alike.items()
+            ]
+            for own_cards, processes in [(cards, None)] if host.processes is None else visible:
+                domains: dict[str, list[_Card]] = {}
+                for card in own_cards:
+                    domains.setdefault(card.device.link_domain, []).append(card)
+                reaches += [_Reach(host.name, domain, processes) for domain in domains.values()]
+        processes_of = {host.name: None if host.processes is None else list(host.processes) for host in hosts}
+        return cls(hosts, reaches, share, processes_of)
 
     def place_all(
         self, roles: Sequence[Role], kept: Mapping[str, Assignment], before: Mapping[str, Assignment]
@@ -157,29 +183,36 @@ class _Occupancy:
         return None
 
     def _keep(self, role: Role, earlier: Assignment) -> None:
-        cards = [
-            card
-            for (host, _), domain in self.domains.items()
-            for card in domain
-            if host == earlier.host and card.device.uuid in earlier.devices and card.fits(role, share=self.share)
-        ]
-        cards.sort(key=lambda card: earlier.devices.index(card.device.uuid))
-        domains = {card.device.link_domain for card in cards}
-        if len(cards) == len(earlier.devices) == role.num_devices and len(domains) <= 1 and self._is_open(earlier.host):
-            self._assign(role, earlier.host, cards)
+        if not role.num_devices:
+            able = self._able(role, earlier.host, self.open.get(earlier.host, ()))
+            if able and not earlier.devices:
+                self._assign(role, earlier.host, (), _same(able, earlier))
+            return
+        for reach in self.reaches:
+            cards = [card for card in reach.cards if card.device.uuid in earlier.devices]
+            able = self._able(role, reach.host, reach.processes) if reach.host == earlier.host else ()
+            if able and len(cards) == len(earlier.devices) == role.num_devices:
+                if all(card.fits(role, share=self.share) for card in cards):
+                    cards.sort(key=lambda card: earlier.devices.index(card.device.uuid))
+                    self._assign(role, earlier.host, cards, _same(able, earlier))
+                return
 
-    def _is_open(self, host: str) -> bool:
-        """Whether a host is there and has a process left."""
-        return host in self.processes and self.processes[host] != 0
+    def _able(self, role: Role, host: str, processes: Sequence[Process] | None) -> Sequence[Process]:
+        """Those of a host's processes that are left and may have a role. Nameless ones never run out."""
+        if processes is None:
+            return (NAMELESS,)
+        left = self.open.get(host) or ()
+        return [p for p in processes if p in left and (p.kinds is None or role.kind.value in p.kinds)]
 
-    def _assign(self, role: Role, host: str, cards: Sequence[_Card]) -> None:
+    def _assign(self, role: Role, host: str, cards: Sequence[_Card], process: Process) -> None:
         for card in cards:
             card.roles.append(role)
-        if (left := self.processes[host]) is not None:
-            self.processes[host] = left - 1
+        if (left := self.open[host]) is not None:
+            left.remove(process)
         self.num_ranks[host] += role.kind is RoleKind.RANK
         self.num_environments[host] += role.kind is RoleKind.ENVIRONMENT
-        self.assignments[role.name] = Assignment(host=host, devices=tuple(card.device.uuid for card in cards))
+        devices = tuple(card.device.uuid for card in cards)
+        self.assignments[role.name] = Assignment(host=host, devices=devices, process=process.name)
 
     def _place_on_devices(self, role: Role, waiting: Sequence[Role], before: Mapping[str, Assignment]) -> bool:
         greater = [other.memory_bytes for other in waiting if other.memory_bytes > role.memory_bytes]
@@ -188,39 +221,62 @@ class _Occupancy:
         loaded = {assignment.host for assignment in before.values() if assignment.devices}
         num_alike = 1 + sum(other.kind is role.kind for other in waiting)
         order = {host.name: place for place, host in enumerate(self.hosts)}
-        best: tuple[tuple[float, ...], str, list[_Card]] | None = None
-        for (host, _), domain in self.domains.items():
-            fitting = [card for card in domain if card.fits(role, share=self.share)]
-            if len(fitting) < role.num_devices or not self._is_open(host):
+        fitting_of = [[card for card in reach.cards if card.fits(role, share=self.share)] for reach in self.reaches]
+        room = self._room(fitting_of)
+        best: tuple[tuple[float, ...], str, list[_Card], Process] | None = None
+        for reach, fitting in zip(self.reaches, fitting_of, strict=True):
+            host = reach.host
+            if len(fitting) < role.num_devices or not (able := self._able(role, host, reach.processes)):
                 continue
+            num_free = room[host, fitting[0].device.link_domain]
             cards = _choose_cards(fitting, role.num_devices, scarce_bytes)
+            process = min(able, key=lambda process: (len(process.kinds or KINDS), _offset(process, cards)))
             key = (
                 sum(len(card.roles) for card in cards),
                 _num_scarce(cards, scarce_bytes),
+                len(process.kinds or KINDS),
                 0 if host == own else 1 if host in loaded else 2,
-                *(self._grouping(host, len(fitting), num_alike) if role.kind is RoleKind.RANK else ()),
-                len(fitting),
+                *(self._grouping(host, num_free, num_alike) if role.kind is RoleKind.RANK else ()),
+                num_free,
                 order[host],
+                _offset(process, cards),
             )
             if best is None or key < best[0]:
-                best = key, host, cards
+                best = key, host, cards, process
         if best is None:
             return False
-        self._assign(role, best[1], best[2])
+        self._assign(role, *best[1:])
         return True
+
+    @staticmethod
+    def _room(fitting_of: Iterable[Sequence[_Card]]) -> Counter[tuple[str, str]]:
+        """How many of these devices there are in each link domain of each host."""
+        distinct = {card.device.uuid: card for fitting in fitting_of for card in fitting}
+        return Counter((card.host, card.device.link_domain) for card in distinct.values())
 
     def _grouping(self, host: str, num_free: int, num_ranks: int) -> tuple[float, ...]:
         """How a host ranks for a rank of the trainer: one with ranks, one with room for all, one with more room."""
         return (not self.num_ranks[host], num_free < num_ranks, 0 if num_free >= num_ranks else -num_free)
 
     def _place_light(self, role: Role) -> bool:
-        hosts = [host for host in self.hosts if self._is_open(host.name)]
+        able = {host.name: self._able(role, host.name, host.processes) for host in self.hosts}
+        hosts = [host for host in self.hosts if able[host.name]]
         if not hosts:
             return False
         spread = role.kind is RoleKind.ENVIRONMENT
         chosen = min(hosts, key=lambda host: (self.num_environments[host.name] if spread else 0, bool(host.devices)))
-        self._assign(role, chosen.name, ())
+        self._assign(role, chosen.name, (), min(able[chosen.name], key=lambda process: len(process.devices)))
         return True
+
+
+def _same(able: Sequence[Process], earlier: Assignment) -> Process:
+    """The process that a role had, or else the first of those that may have it."""
+    return next((process for process in able if process.name == earlier.process), able[0])
+
+
+def _offset(process: Process, cards: Sequence[_Card]) -> int:
+    """Where in a process's list the first of these devices is: workers of dask-cuda all see all of a host's."""
+    return process.devices.index(cards[0].device.uuid) if process.devices else 0
 
 
 def _num_scarce(cards: Iterable[_Card], scarce_bytes: int) -> int:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.pipeline.placement.devices import GB, Device, Host, describe, parse_fleet
+from staleflow.pipeline.placement.devices import GB, Device, Host, Process, describe, parse_fleet
 from staleflow.pipeline.placement.placement import Assignment, Placement, Role, RoleKind, Shortage, place
 from staleflow.stores.errors import ConfigError
 from tests.placement import fleets
@@ -38,6 +38,19 @@ def random_hosts(draw: st.DrawFn, most_hosts: int = 4, most_devices: int = 8) ->
         )
         hosts.append(Host(name=name, devices=devices))
     return hosts
+
+
+def with_processes(host: Host, count: int, sees: str) -> Host:
+    """A host with worker processes that see all GPUs in their order, all beginning with another (as dask-cuda has it),
+    or one each."""
+    uuids = [device.uuid for device in host.devices]
+    lists = {
+        "all": [uuids] * count,
+        "rotated": [uuids[n % len(uuids) :] + uuids[: n % len(uuids)] if uuids else [] for n in range(count)],
+        "own": [uuids[n : n + 1] for n in range(count)],
+    }
+    processes = tuple(Process(name=f"{host.name}:{n}", devices=tuple(seen)) for n, seen in enumerate(lists[sees]))
+    return dataclasses.replace(host, processes=processes)
 
 
 @st.composite
@@ -121,6 +134,51 @@ def test_no_gpu_is_idle_while_a_role_that_fits_waits(hosts: list[Host], roles: l
     assert isinstance(place(hosts, roles), Placement) == exists(hosts, roles)
 
 
+@given(random_fleets(), st.sampled_from(["all", "rotated", "own"]), st.integers(0, 12))
+def test_each_role_has_a_process_of_its_own_that_sees_its_gpus(fleet: Fleet, sees: str, count: int) -> None:
+    hosts = [with_processes(host, count, sees) for host in fleet.hosts]
+    of_hosts = dataclasses.replace(fleet, hosts=hosts)
+    placed = of_hosts.place()
+    if isinstance(placed, Placement):
+        check(of_hosts, placed.assignments)
+        processes = {process.name: process for host in hosts for process in host.processes or ()}
+        used = [processes[own.process] for own in placed.assignments.values()]
+        assert len({process.name for process in used}) == len(used)
+        for own, process in zip(placed.assignments.values(), used, strict=True):
+            assert process.name.startswith(own.host) and set(own.devices) <= set(process.devices)
+        assert dataclasses.replace(of_hosts, before=placed.assignments).place() == placed
+
+
+@given(random_fleets(), st.sampled_from(["all", "rotated"]))
+def test_processes_that_see_all_gpus_of_a_host_hinder_nothing(fleet: Fleet, sees: str) -> None:
+    """As many processes as there may be roles: what fits without them fits with them."""
+    hosts = [with_processes(host, 20, sees) for host in fleet.hosts]
+    placed, with_them = fleet.place(), dataclasses.replace(fleet, hosts=hosts).place()
+    assert isinstance(placed, Placement) == isinstance(with_them, Placement)
+
+
+@pytest.mark.parametrize("sees", ["rotated", "own"])
+def test_one_process_for_each_gpu_fills_all_of_them(sees: str) -> None:
+    """Eight workers, as dask-cuda or a shell loop starts them: each has the GPU that it sees first."""
+    hosts = [with_processes(host, 8, sees) for host in parse_fleet("2x8xH100-80")]
+    placed = place([*hosts, Host(name="cpu-0")], roles_of(instances=12, ranks=4))
+    assert isinstance(placed, Placement)
+    heavy = [own for own in placed.assignments.values() if own.devices]
+    assert len({own.devices for own in heavy}) == 16
+    assert all(own.devices[0].rpartition("/")[2] == own.process.rpartition(":")[2] for own in heavy)
+    assert len({placed.assignments[f"trainer{n}"].host for n in ("", "-1", "-2", "-3")}) == 1
+
+
+def test_a_process_has_only_roles_of_its_kinds_and_one_with_few_kinds_comes_first() -> None:
+    (host,) = parse_fleet("2xH100-80")
+    uuids = tuple(device.uuid for device in host.devices)
+    rank = Process(name="rank", devices=uuids, kinds=frozenset([RoleKind.RANK.value]))
+    any_kind = Process(name="any", devices=uuids)
+    placed = place([dataclasses.replace(host, processes=(any_kind, rank)), Host(name="cpu-0")], roles_of())
+    assert isinstance(placed, Placement)
+    assert placed.assignments["trainer"].process == "rank" and placed.assignments["rollout-0"].process == "any"
+
+
 @given(random_fleets())
 def test_light_roles_are_on_no_gpu_and_away_from_them_where_they_can_be(fleet: Fleet) -> None:
     hosts = [*fleet.hosts, Host(name="cpu-0")]
@@ -187,7 +245,7 @@ def test_ranks_are_grouped_and_an_instance_is_at_one_processor() -> None:
 
 
 def test_a_host_gives_no_more_roles_a_place_than_it_has_processes() -> None:
-    host = dataclasses.replace(parse_fleet("8xH100-80")[0], num_processes=3)
+    host = with_processes(parse_fleet("8xH100-80")[0], 3, "all")
     assert isinstance(place([host], roles_of(instances=1, ranks=1)), Placement)
     shortage = place([host], roles_of(instances=1, ranks=1, environments=1))
     assert shortage == Shortage(line="no worker process is left for env-0; start one more")
