@@ -23,9 +23,14 @@ REQUIRED = frozenset(PACKAGES) - {"vllm"}
 
 
 @click.command("doctor")
+@click.argument("config_path", metavar="[CONFIG]", type=click.Path(), required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(as_json: bool) -> None:
-    """Check packages, engines, threads, shared memory and GPUs. Exit code 1 if something is missing."""
+def command(config_path: str | None, as_json: bool) -> None:
+    """Check packages, engines, threads, shared memory and GPUs. Exit code 1 if something is missing. With a job file,
+    print its plan on this machine's GPUs instead; exit code 2 if it does not fit."""
+    if config_path:
+        print_plan(config_path)
+        return
     findings = examine()
     if as_json:
         click.echo(json.dumps(findings, indent=2))
@@ -41,6 +46,20 @@ def command(as_json: bool) -> None:
             click.echo(f"! {problem}")
     if findings["problems"]:
         sys.exit(1)
+
+
+def print_plan(config_path: str) -> None:
+    """Print what a job needs of this machine's GPUs and where its roles would be. Raises ConfigError."""
+    from staleflow.pipeline.config import loading
+    from staleflow.pipeline.config.local_gpus import read_devices
+    from staleflow.pipeline.config.size_plan import THIS, explain_plan, usable_devices
+    from staleflow.pipeline.placement.devices import Host
+
+    config = loading.load(config_path, ())
+    text, fits = explain_plan(config, [Host(name=THIS, devices=usable_devices(config, read_devices()))])
+    click.echo(text)
+    if not fits:
+        sys.exit(2)
 
 
 def examine() -> dict[str, Any]:
@@ -116,10 +135,9 @@ def _try_vllm(version: str) -> str:
 
 
 def _gpus() -> str:
-    try:
-        import torch
+    """The GPUs of this machine, by NVIDIA's management library."""
+    from staleflow.pipeline.config.local_gpus import read_devices
+    from staleflow.pipeline.placement.devices import describe
 
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    except Exception as error:  # noqa: BLE001  any failure is reported
-        return f"{type(error).__name__}: {error}"
-    return ", ".join(names) or "none"
+    devices = read_devices()
+    return describe(devices) if devices else "none: NVIDIA's management library finds no GPU that may be used"

@@ -10,8 +10,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from staleflow.pipeline.config.run_roles import tensor_parallel, uses_gpus
+from staleflow.pipeline.config.size_plan import gpu_bytes
+from staleflow.pipeline.placement.devices import Device, Host, Process
+from staleflow.pipeline.placement.placement import Role, RoleKind
 
 if TYPE_CHECKING:
     from staleflow.pipeline.config.schema import RunConfig
@@ -31,23 +36,75 @@ Kinds = dict[str, Kind]
 """The kind of each worker, by address."""
 
 
+ROLE_KINDS = {
+    ROLLOUT: RoleKind.INSTANCE,
+    "trainer": RoleKind.RANK,
+    "reward": RoleKind.ENVIRONMENT,
+    "server": RoleKind.LIGHT,
+    DRIVER: RoleKind.LIGHT,
+}
+"""What a worker that may take a role may have placed on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGpus:
+    """The GPUs that a worker reports, in its order."""
+
+    host: str
+    devices: tuple[Device, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The actors of a job. driver: whether its driver runs on a worker too. ranks: processes of the trainer."""
+    """The actors of a job. driver: whether its driver runs on a worker too. ranks: processes of the trainer, with a GPU
+    each. instance_gpus: GPUs of an instance; 0: the job computes on none. gpus: most that it may have; 0: all.
+    rank_bytes, instance_bytes: memory that a rank and an instance need of each GPU; 0: not known."""
 
     instances: int
     rewards: int
     driver: bool
     ranks: int = 1
+    instance_gpus: int = 0
+    gpus: int = 0
+    rank_bytes: int = 0
+    instance_bytes: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, *, driver: bool) -> Needs:
+        on_gpus = uses_gpus(config)
+        rank_bytes, instance_bytes = gpu_bytes(config) if on_gpus else (0, 0)
         return cls(
             instances=config.rollout.instances,
             rewards=len(config.reward_actors),
             driver=driver,
             ranks=config.training.ranks,
+            instance_gpus=tensor_parallel(config) if on_gpus else 0,
+            gpus=config.cluster.gpus,
+            rank_bytes=rank_bytes,
+            instance_bytes=instance_bytes,
         )
+
+    @property
+    def num_gpus(self) -> int:
+        return self.instances * self.instance_gpus + self.ranks if self.instance_gpus else 0
+
+    @property
+    def heavy_roles(self) -> list[Role]:
+        """Its rollout instances and ranks, to be placed on GPUs."""
+        ranks = [self.heavy_role("trainer", f"trainer-{n}") for n in range(self.ranks)]
+        return ranks + [self.heavy_role(ROLLOUT, f"{ROLLOUT}-{n}") for n in range(self.instances)]
+
+    def heavy_role(self, role: str, name: str) -> Role:
+        """A rank or an instance under a name."""
+        num_devices, memory_bytes = (
+            (self.instance_gpus, self.instance_bytes) if role == ROLLOUT else (1, self.rank_bytes)
+        )
+        return Role(name=name, kind=ROLE_KINDS[role], num_devices=num_devices, memory_bytes=memory_bytes)
+
+    @property
+    def light(self) -> Needs:
+        """Without the actors that need a worker of their own."""
+        return replace(self, instances=0, ranks=0)
 
     def __str__(self) -> str:
         instances = "1 rollout instance" if self.instances == 1 else f"{self.instances} rollout instances"
@@ -120,6 +177,28 @@ def kinds_of(workers: Resources) -> Kinds:
         address: frozenset(r for r in (DRIVER, *ROLES) if r not in limited or resources.get(r, 0) > 0)
         for address, resources in workers.items()
     }
+
+
+def hosts_of(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) -> list[Host]:
+    """The machines of a cluster with all GPUs that their workers see, and with the free ones of these workers."""
+    devices: dict[str, dict[str, Device]] = defaultdict(dict)
+    processes: dict[str, list[Process]] = defaultdict(list)
+    for own in gpus.values():
+        devices[own.host] |= {device.uuid: device for device in own.devices}
+    for address in free:
+        if address in gpus:
+            own = gpus[address]
+            able = frozenset(ROLE_KINDS[role].value for role in kinds[address])
+            uuids = tuple(device.uuid for device in own.devices)
+            processes[own.host].append(Process(name=address, devices=uuids, kinds=able))
+    return [
+        Host(
+            name=name,
+            devices=tuple(sorted(by_uuid.values(), key=lambda device: (len(device.visible), device.visible))),
+            processes=tuple(processes[name]),
+        )
+        for name, by_uuid in devices.items()
+    ]
 
 
 def existing(workers: Resources) -> str:

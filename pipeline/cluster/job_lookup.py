@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import ClusterAddress
+from staleflow.pipeline.cluster.gang import Needs
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.size_plan import change_that_fits
 from staleflow.stores.errors import ConfigError
 
 POLL_S = 0.5
@@ -71,6 +74,21 @@ def refuse_second(other: dict[str, Any]) -> None:
             f"{other['run_dir']}: {other['id']} is {other['state']} and has this folder; wait until it ends, or "
             f"`staleflow cancel {other['id']}` it first"
         )
+
+
+async def refuse_too_few_gpus(client: Any, config: RunConfig) -> None:
+    """Raise ConfigError if all workers of a cluster together do not have the GPUs that a job needs, or none with as
+    much memory."""
+    needs = asdict(Needs.of(config, driver=True))
+    while (answer := await job_registry.ask(client, "short_of_gpus", needs=needs)) is None:
+        await asyncio.sleep(POLL_S)
+    why, sizes = answer
+    if why:
+        remedy = change_that_fits(config, len(sizes), max(sizes, default=0)) or (
+            "start more workers, or lower rollout.instances, training.ranks, rollout.engine.tensor_parallel or "
+            "cluster.gpus"
+        )
+        raise ConfigError(f"cluster: the run {why}; {remedy}")
 
 
 def recent(jobs: Sequence[dict[str, Any]], now_s: float) -> list[dict[str, Any]]:

@@ -14,19 +14,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distributed import SchedulerPlugin
 
-from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs
-from staleflow.pipeline.cluster.job_queue import RETURN_S, JobQueue, place_of
+from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs, WorkerGpus
+from staleflow.pipeline.cluster.job_queue import REPORT_S, RETURN_S, JobQueue, place_of
+from staleflow.pipeline.config.local_gpus import read_devices
+from staleflow.pipeline.placement.devices import Device
 from staleflow.tasks.engines.engine_handover import require_orphan
+
+logger = logging.getLogger(__name__)
 
 KEY = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
@@ -133,6 +138,8 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             "admitted": self.admitted, "end": self.end,
             "claim": self.claim, "workers_of": self.workers_of, "unavailable": self.unavailable,
             "report": self.report, "stop": self.ask_to_stop, "jobs": self.all_jobs, "lines": self.lines,
+            "report_gpus": self.report_gpus, "short_of_gpus": self.short_of_gpus, "picture": self.picture,
+            "visible": self.visible, "claim_gpus": self.claim_gpus,
             "retire": self.ask_to_retire, "leaving": self.leaving, "wanted": self.wanted, "give_back": self.give_back,
         }  # fmt: skip
         if verb not in verbs:
@@ -154,8 +161,46 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         return self.job_queue.unavailable(owner)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        self.job_queue.joined(worker, scheduler.workers[worker].resources)
+        self.job_queue.joined(worker, scheduler.workers[worker].resources, time.monotonic())
+        self._begin(self._ask_for_gpus(worker))
         self._serve()
+
+    async def _ask_for_gpus(self, address: str) -> None:
+        """Have a worker report its GPUs. A plugin of Dask's workers would do the same, but end those that cannot load
+        this package."""
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await self._scheduler.rpc(address).run(function=pickle.dumps(report_gpus))
+        except Exception as error:  # noqa: BLE001  whatever it is, the worker has no GPU that a job could use
+            logger.info("%s did not report its GPUs: %s", address, error)
+            self.report_gpus(address, [])
+
+    def report_gpus(self, address: str, devices: Sequence[Mapping[str, Any]]) -> None:
+        """A worker's GPUs: arguments of `Device`."""
+        if (worker := self._scheduler.workers.get(address)) is not None:
+            gpus = WorkerGpus(host=worker.host, devices=tuple(Device(**device) for device in devices))
+            self.job_queue.reported(address, gpus)
+            self._serve()
+
+    def short_of_gpus(self, needs: Mapping[str, Any]) -> tuple[str, list[int]] | None:
+        """Why all workers together do not have the GPUs that a job needs, empty if they do, and the bytes of each GPU;
+        None if some have not reported yet. needs: arguments of `Needs`."""
+        if self.job_queue.awaits_reports(time.monotonic()):
+            return None
+        sizes = [device.memory_bytes for device in self.job_queue.devices()]
+        return self.job_queue.short_of_gpus(Needs(**needs)), sizes
+
+    def visible(self, id: str) -> Plain:
+        """What CUDA_VISIBLE_DEVICES has to say on each worker of a job; empty if it computes on no GPU."""
+        return dict(self.job_queue.visible(id))
+
+    def picture(self, id: str) -> str:
+        """Where the roles of a job are; empty if it computes on no GPU."""
+        return self.job_queue.picture(id)
+
+    def claim_gpus(self, id: str, role: str, avoid: Sequence[str], peek: bool = False) -> str:
+        """Give a running job a worker and its GPUs; returns its address, empty if there is none."""
+        return self.job_queue.claim_gpus(id, role, avoid, peek=peek)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
         self.job_queue.left(worker, time.monotonic())
@@ -344,6 +389,9 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     def end(self, id: str) -> None:
         """Release the workers of a job that has ended. It must have left no actors on them. Ignores a job that this
         board never had: its scheduler was started anew since, and its driver has found the new one."""
+        if id in self.job_queue.entries:
+            nannies = [address for address, worker in self._scheduler.workers.items() if worker.nanny]
+            self.job_queue.restart_gpus(id, nannies)
         self.job_queue.leave(id)
         if id in self.jobs:
             self.jobs[id].place = ""
@@ -505,6 +553,12 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
         job = self.jobs[id]
         missing = max(0, min(job.num_lines - after, len(job.lines)))
         return job.num_lines, list(job.lines)[len(job.lines) - missing :]
+
+
+async def report_gpus(dask_worker: Any) -> None:
+    """Tell the board the GPUs of the worker that this is executed on."""
+    devices = [asdict(device) for device in read_devices()]
+    await getattr(dask_worker.scheduler, OPERATION)(verb="report_gpus", address=dask_worker.address, devices=devices)
 
 
 async def ask(client: Any, verb: str, **arguments: Any) -> Any:

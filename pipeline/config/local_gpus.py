@@ -12,12 +12,14 @@ from typing import Any
 from staleflow.pipeline.placement.devices import Device
 
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+_STARTED_WITH: dict[str, str | None] = {}
+"""The CUDA_VISIBLE_DEVICES that this process was started with, if `use_devices` has set another."""
 
 
 def read_devices(nvml: Any = None) -> tuple[Device, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES lets this process use, in its order; numbers in it count in PCI order. A GPU
-    in MIG mode stands for its slices. Empty without the driver or the package nvidia-ml-py. nvml: in place of that
-    package."""
+    """The GPUs that this process may use by the CUDA_VISIBLE_DEVICES that it was started with, in its order; numbers in
+    it count in PCI order. A GPU in MIG mode stands for its slices. Empty without the driver or the package
+    nvidia-ml-py. nvml: in place of that package."""
     if nvml is None:
         try:
             import pynvml
@@ -40,6 +42,7 @@ def use_devices(visible: str) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized() and os.environ.get(VISIBLE) != visible:
         raise RuntimeError(f"this process uses GPUs already, so {VISIBLE}={visible} would have no effect; restart it")
+    _STARTED_WITH.setdefault(VISIBLE, os.environ.get(VISIBLE))
     # vLLM takes numbers only, and they have to mean here what they mean to NVIDIA's management library.
     os.environ[ORDER] = "PCI_BUS_ID"
     os.environ[VISIBLE] = visible

@@ -57,13 +57,21 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
         raise ConfigError(f"{subject}: no such folder{home or _neighbours(Path(path))}")
     if "/" in path and Path(path).parent.is_dir():
         raise ConfigError(f"{subject}: no such folder{_neighbours(Path(path))}")
+    if (folder := local_model(path)) is None:
+        _ask_hub(path, subject)
+    return folder
+
+
+def local_model(path: str) -> Path | None:
+    """The folder that has a model's files, if it is on this machine; asks nobody."""
+    if Path(path).is_dir():
+        return Path(path)
+    if not HUB_NAME.fullmatch(path):
+        return None
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, "config.json")
-    if isinstance(cached, str):
-        return Path(cached).parent
-    _ask_hub(path, subject)
-    return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _neighbours(path: Path) -> str:

@@ -21,7 +21,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from staleflow.pipeline.config import actor_settings, local_gpus, run_roles, user_files
+from staleflow.pipeline.config import actor_settings, local_gpus, size_plan, user_files
 from staleflow.pipeline.config.model_files import (
     check_attention,
     check_files,
@@ -166,7 +166,7 @@ def _check_machine(config: RunConfig) -> None:
         raise ConfigError(f'rollout.engine.name = "{engine}": {package} is not installed; {PACKAGES[package]}')
     if config.model.device == "cuda" and not config.emulated and (why := _why_no_cuda()):
         raise ConfigError(f'model.device = "cuda": {why}; set it to "auto" or "cpu"')
-    run_roles.place_locally(config, local_gpus.read_devices())
+    size_plan.place_locally(config, local_gpus.read_devices())
 
 
 def _check_address(address: str) -> None:

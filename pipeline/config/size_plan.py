@@ -1,29 +1,37 @@
-"""The plan of a job's memory on given GPUs, and its table."""
+"""The plan of a job on given GPUs: who needs how much memory, whether it fits, and who is where on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 
-from staleflow.pipeline.config.model_files import find_model, read_architecture
-from staleflow.pipeline.config.run_roles import run_roles, tensor_parallel
+from staleflow.pipeline.config.factories import cost_model
+from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
+from staleflow.pipeline.config.run_roles import run_roles, tensor_parallel, uses_gpus
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.placement.devices import GB, Host, describe
+from staleflow.pipeline.placement.devices import GB, Device, Host, describe
 from staleflow.pipeline.placement.picture import draw
 from staleflow.pipeline.placement.placement import Shortage, place
-from staleflow.pipeline.sizing.memory import MARGIN, EngineShape, TrainingShape
+from staleflow.pipeline.sizing.memory import MARGIN, EngineShape, TrainingShape, engine_parts, trainer_parts
 from staleflow.pipeline.sizing.model_shape import ModelShape
 from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, make_plan
+from staleflow.pipeline.sizing.split import StepWork, propose_split
 from staleflow.stores.errors import ConfigError
+
+THIS = "this machine"
+NO_CHANGE = "no change of dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
 
 
 def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
     """What of a job decides about memory. A response counts with a prompt of workload.prompt_tokens."""
     training, engine = config.training, config.rollout.engine
+    longest = config.workload.prompt_tokens + config.rollout.max_new_tokens
+    batch_tokens = config.batch.groups_per_step * config.batch.group_size * longest
     return SizedJob(
         training=TrainingShape(
             ranks=training.ranks,
             dtype=config.model.dtype,
-            microbatch_tokens=training.microbatch_tokens,
+            microbatch_tokens=min(training.microbatch_tokens, batch_tokens),
             recompute=training.recompute_activations,
             offload=training.offload,
         ),
@@ -35,10 +43,69 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
             batch_tokens=engine.max_batch_tokens,
         ),
         instances=config.rollout.instances,
-        longest=config.workload.prompt_tokens + config.rollout.max_new_tokens,
+        longest=longest,
         num_gpus=num_gpus,
         own_gpu=num_gpus > 1,
     )
+
+
+def gpu_bytes(config: RunConfig) -> tuple[int, int]:
+    """Bytes of a GPU that a rank and an instance of a job need; 0 where that is not known: without a model on this
+    machine, and for a trainer of adapters."""
+    if (shape := _shape(config)) is None:
+        return 0, 0
+    job = sized_job(config, 2)
+    trainer = 0 if config.training.lora.rank else sum(trainer_parts(shape, job.training).values())
+    return trainer, sum(engine_parts(shape, job.engine).values())
+
+
+def _shape(config: RunConfig) -> ModelShape | None:
+    """The sizes of a job's model; None if its config.json is not on this machine, or is not one of a decoder."""
+    folder = local_model(config.model.path) if config.model.path and not config.emulated else None
+    try:
+        return None if folder is None else ModelShape.of(read_architecture(folder, config.model.path), "")
+    except ConfigError:
+        return None
+
+
+def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
+    """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are not,
+    or if that is not known. device_bytes: of the largest."""
+    rank_bytes, instance_bytes = gpu_bytes(config)
+    needed = rank_bytes + instance_bytes if num_gpus == 1 else max(rank_bytes, instance_bytes)
+    shape = _shape(config)
+    if shape is None or not device_bytes or needed <= device_bytes:
+        return ""
+    plan = make_plan(shape, sized_job(config, num_gpus), device_bytes)
+    return f"it fits with {_changes(plan)}" if plan.changes else NO_CHANGE
+
+
+def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
+    """How many instances and ranks are proposed for so many GPUs, and why, in one line; empty for too few GPUs."""
+    job, shape = sized_job(config, num_gpus), _shape(config)
+    ranks = (2**power for power in range(11))
+    fitting = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
+    work = StepWork.of(
+        cost_model(config),
+        responses=config.batch.groups_per_step * config.batch.group_size,
+        tokens=min(config.workload.median, config.rollout.max_new_tokens),
+        prompt_tokens=config.workload.prompt_tokens,
+        max_running=job.engine.max_running,
+        kv_tokens=job.engine.kv_tokens,
+        train_s=config.simulation.train_s,
+    )
+    split = propose_split(work, num_gpus, job.engine.tensor_parallel, next(fitting))
+    if split is None:
+        return ""
+    return (
+        f"proposed for {num_gpus} GPUs: rollout.instances = {split.instances}, training.ranks = {split.ranks}: "
+        f"{split.reason}"
+    )
+
+
+def _rank_fits(shape: ModelShape, job: SizedJob, ranks: int, device_bytes: int) -> bool:
+    parts = trainer_parts(shape, dataclasses.replace(job.training, ranks=ranks))
+    return not device_bytes or sum(parts.values()) <= device_bytes * (1 - MARGIN)
 
 
 def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
@@ -53,7 +120,9 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     devices = [device for host in hosts for device in host.devices]
     sizes = [device.memory_bytes for device in devices if device.memory_bytes]
     if not sizes:
-        raise ConfigError("--gpus: no GPU whose memory is known")
+        raise ConfigError(
+            "no GPU whose memory is known; `staleflow config explain JOB --gpus 8xH100-80` plans for others"
+        )
     job = sized_job(config, len(devices))
     plan = make_plan(ModelShape.of(read_architecture(folder, label), label), job, min(sizes))
     lines = [f"on {describe(devices)}: {job.instances} instances of {job.engine.tensor_parallel}, "
@@ -61,7 +130,10 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     placed = place(hosts, run_roles(config), share=len(devices) == 1)
     short = isinstance(placed, Shortage)
     lines += ["", placed.line if isinstance(placed, Shortage) else draw(hosts, placed.assignments)]
-    return "\n".join([*lines, "", verdict(plan)]), plan.changes == {} and not short
+    lines += ["", verdict(plan)]
+    if proposed := split_line(config, len(devices), min(sizes)):
+        lines.append(proposed)
+    return "\n".join(lines), plan.changes == {} and not short
 
 
 def table(plan: MemoryPlan) -> list[str]:
@@ -83,15 +155,51 @@ def verdict(plan: MemoryPlan) -> str:
     """Whether it fits, or with which change, and what is proposed for the memory that is left."""
     proposed = "; ".join(f"{key} = {value}" for key, value in plan.proposed.items())
     if plan.changes is None:
-        return (
-            "does not fit; no change of dtype, recompute, micro-batch, cache, ranks, tensor_parallel or offload helps"
-        )
+        return f"does not fit; {NO_CHANGE}"
     if not plan.changes:
         return f"fits; to use the memory that is left: {proposed}"
-    changes = ", ".join(f"{key} = {_toml(value)}" for key, value in plan.changes.items())
-    return f"does not fit; it does with {changes}; then: {proposed}"
+    return f"does not fit; it does with {_changes(plan)}; then: {proposed}"
+
+
+def _changes(plan: MemoryPlan) -> str:
+    return ", ".join(f"{key} = {_toml(value)}" for key, value in (plan.changes or {}).items())
 
 
 def _toml(value: object) -> str:
     """A value as a job file has it."""
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The GPUs of this machine that a job may use: the first cluster.gpus of them, or all. Raises ConfigError."""
+    count = config.cluster.gpus
+    if count > len(devices):
+        most = f"{len(devices)} or less, or 0 for all" if devices else "0"
+        raise ConfigError(f"cluster.gpus = {count}: {THIS} has {describe(devices)}; set it to {most}")
+    return tuple(devices[: count or len(devices)])
+
+
+def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping[str, str], str]:
+    """What CUDA_VISIBLE_DEVICES says in the process of each role, by name, and a picture of it. Both are empty if the
+    job uses no GPU. The roles share a GPU only if there is one. devices: of this machine. Raises ConfigError if they do
+    not suffice."""
+    devices = usable_devices(config, devices) if uses_gpus(config) else ()
+    if not devices:
+        return {}, ""
+    host = Host(name=THIS, devices=tuple(devices))
+    placed = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1)
+    if isinstance(placed, Shortage):
+        sizes = [device.memory_bytes for device in devices]
+        remedy = change_that_fits(config, len(devices), max(sizes)) or (
+            "lower rollout.instances, training.ranks or rollout.engine.tensor_parallel"
+        )
+        raise ConfigError(f"cluster: the run {placed.line} on {THIS}; {remedy}")
+    visible = {device.uuid: device.visible for device in devices}
+    by_name = {
+        name: ",".join(visible[uuid] for uuid in assignment.devices) for name, assignment in placed.assignments.items()
+    }
+    picture = draw([host], placed.assignments)
+    idle = len(devices) - len({uuid for own in placed.assignments.values() for uuid in own.devices})
+    if idle and (proposed := split_line(config, len(devices), min(device.memory_bytes for device in devices))):
+        picture += f"\n{proposed}"
+    return by_name, picture

@@ -90,9 +90,11 @@ async def _execute(
     """`execute` with the run folder locked."""
     from staleflow.pipeline.jobs.reporter import Reporter
     from staleflow.pipeline.jobs.summary import summarize, write_report
-    from staleflow.pipeline.processes.dask_workers import connect
+    from staleflow.pipeline.processes.dask_workers import check_gpus, connect
 
     run_dir = config.run_dir
+    if slot is None:
+        await check_gpus(config, security)
     config, prints, changed = _folder_ready(config, resume=resume)
     cluster = await (connect(config, security) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir, config.eta)
@@ -101,8 +103,6 @@ async def _execute(
     try:
         if cluster.dashboard:
             announce(f"Dask dashboard: {cluster.dashboard}")
-        if cluster.picture:
-            announce(f"GPUs: {cluster.picture}")
         own = str(cluster.client.id)
         about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
         refuse_second(await job_registry.ask(cluster.client, "submit", **about, by=own))
@@ -111,6 +111,8 @@ async def _execute(
             ended = "stopped", stopped
             summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
             return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
+        if cluster.picture:
+            announce(f"GPUs: {cluster.picture}")
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
             outcomes = await _train(

@@ -14,7 +14,7 @@ from typing import Any
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.gang import Needs
-from staleflow.pipeline.cluster.job_lookup import refuse_second
+from staleflow.pipeline.cluster.job_lookup import refuse_second, refuse_too_few_gpus
 from staleflow.pipeline.config import knob_tree, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code
@@ -37,6 +37,7 @@ async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = Fal
     submission = Submission(id=id, job=knob_tree.to_toml(config), code=code, resume=resume)
     needs = Needs.of(config, driver=True)
     async with where.connected() as client:
+        await refuse_too_few_gpus(client, config)
         # The board has the job wait for workers as soon as it has its task, so that nothing is left to do then.
         other = await job_registry.ask(
             client,

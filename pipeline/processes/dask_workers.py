@@ -23,10 +23,12 @@ from distributed import Client
 from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import CONNECT_S, ClusterAddress
 from staleflow.pipeline.cluster.gang import EXCLUSIVE_ROLES, ROLES, Needs
+from staleflow.pipeline.cluster.job_lookup import refuse_too_few_gpus
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config.local_gpus import read_devices, use_devices
-from staleflow.pipeline.config.run_roles import place_locally, tensor_parallel
+from staleflow.pipeline.config.run_roles import tensor_parallel
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.size_plan import place_locally
 from staleflow.pipeline.processes import local_cluster
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.worker_protocol import ClusterLost, NoFreeWorker, PlacedActor
@@ -82,6 +84,8 @@ class DaskWorkers:
     """Dask's id of the scheduler, another one for each process; empty until it was asked."""
     visible: Mapping[str, str] = field(default_factory=dict)
     """The GPUs of each role on a local cluster, as CUDA_VISIBLE_DEVICES has them, by the role's name."""
+    on_gpus: bool = False
+    """Whether the run computes on GPUs of a shared cluster: then the board chooses its workers, and their GPUs."""
     picture: str = ""
     """What `visible` says, for people."""
     waiting: dict[str, str] = field(default_factory=dict)
@@ -141,7 +145,10 @@ class DaskWorkers:
         self, where: tuple[str, str, str], name: str, role: str, cls: type[Any], args: tuple[Any, ...], within_s: float
     ) -> PlacedActor:
         worker, address, host = where
-        visible = self.visible.get(name.partition(".")[0])  # a replacement takes the GPUs of the instance before it
+        if self.on_gpus:
+            visible = (await job_registry.ask(self.client, "visible", id=self.job)).get(address, "")
+        else:
+            visible = self.visible.get(name.partition(".")[0])  # a replacement takes the GPUs of the instance before it
         if visible is not None:
             await self._restrict(name, address, visible, within_s)
         self.generation += 1  # in the key: one cannot be used again while anyone holds the old future
@@ -244,6 +251,9 @@ class DaskWorkers:
             jobs = await job_registry.ask(self.client, "jobs")
             if any(job["state"] == "waiting" and job["id"] != self.job for job in jobs):
                 return False
+        if self.on_gpus and role in EXCLUSIVE_ROLES:
+            claim = {"id": self.job, "role": role, "avoid": list(self.lost), "peek": True}
+            return bool(await job_registry.ask(self.client, "claim_gpus", **claim))
         async with self.choosing:
             workers = await self._workers()
             claimed = await job_registry.ask(self.client, "workers_of", id=self.job) if self.shared else {}
@@ -268,6 +278,12 @@ class DaskWorkers:
         mine = [(a, w) for a, w in workers.items() if role in claimed.get(a, ())]
         if role in EXCLUSIVE_ROLES:
             mine = [(a, w) for a, w in mine if not self.roles_by_worker.get(str(w["name"]))]
+            if self.on_gpus and not mine:
+                claim = {"id": self.job, "role": role, "avoid": list(self.lost)}
+                address = await job_registry.ask(self.client, "claim_gpus", **claim)
+                mine = [(a, w) for a, w in workers.items() if a == address]
+                if not mine:
+                    return None
         free = mine or self._free(role, {a: w for a, w in workers.items() if a not in claimed or self._in_use(w)})
         for address, worker in sorted(free, key=lambda item: (self._num_roles(item[1]), str(item[1]["name"]))):
             if await self._claim(address, role):
@@ -335,6 +351,8 @@ class DaskWorkers:
             await asyncio.sleep(ADMITTED_POLL_S)
         if own_worker:
             self.roles_by_worker[str((await self._workers())[own_worker]["name"])] = ["driver"]
+        self.picture = await job_registry.ask(self.client, "picture", id=self.job)
+        self.on_gpus = bool(self.picture)
         return ""
 
     async def _identity(self, n_workers: int) -> dict[str, Any]:
@@ -370,6 +388,23 @@ class DaskWorkers:
                 await self.local.close()
 
 
+def _cluster_of(config: RunConfig, security: Any) -> ClusterAddress:
+    """The cluster that a job names, which is none of this machine alone."""
+    if config.cluster.kind == "file":
+        return ClusterAddress(scheduler_file=config.cluster.scheduler_file, security=security)
+    return ClusterAddress(address=config.cluster.address, security=security)
+
+
+async def check_gpus(config: RunConfig, security: Any = None) -> None:
+    """Raise ConfigError if the cluster that a job names does not have the GPUs that the job needs."""
+    if config.cluster.kind != "local":
+        client = await _cluster_of(config, security).client(file_within_s=FILE_S)
+        try:
+            await refuse_too_few_gpus(client, config)
+        finally:
+            await client.close()
+
+
 async def connect(config: RunConfig, security: Any = None, *, within_s: float = CONNECT_S) -> DaskWorkers:
     """Start or join the cluster that the job names. security: Dask's, for a cluster with TLS; by default as Dask is
     configured. within_s: how long its scheduler may take to answer. Raises ConfigError, in one line, if the cluster
@@ -392,10 +427,9 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
             await local.close()
             raise
     else:
-        named = ClusterAddress(address=cluster.address, security=security)
-        if cluster.kind == "file":
-            named = ClusterAddress(scheduler_file=cluster.scheduler_file, security=security)
-        client = await named.client(direct_to_workers=True, file_within_s=FILE_S, within_s=within_s)
+        client = await _cluster_of(config, security).client(
+            direct_to_workers=True, file_within_s=FILE_S, within_s=within_s
+        )
     return DaskWorkers(
         client=client,
         local=local,

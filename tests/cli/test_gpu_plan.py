@@ -2,9 +2,64 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
+import pytest
+
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.config.local_gpus import read_devices
+from staleflow.pipeline.config.size_plan import place_locally
+from staleflow.stores.errors import ConfigError
 from tests.commands import command
+from tests.sizing.test_memory import config_of
+from tests.support.fake_nvml import pynvml
+
+
+@pytest.fixture
+def job_of_8b(job: Path, tmp_path: Path) -> Path:
+    """A job of a model of 8B parameters, of which there is no more than the config."""
+    folder = tmp_path / "8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config_of("8B")}))
+    model = next(line for line in job.read_text().splitlines() if line.startswith("path"))
+    job.write_text(job.read_text().replace(model, f'path = "{folder}"'))
+    return job
+
+
+def has_gpus(monkeypatch: pytest.MonkeyPatch, gpus: str) -> None:
+    monkeypatch.setenv("FAKE_GPUS", gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+
+
+def test_what_cannot_fit_is_refused_before_anything_starts_with_the_smallest_change(
+    job_of_8b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_gpus(monkeypatch, "8xH100-80")
+    with pytest.raises(ConfigError, match=r"trainer needs 1 of 2.. GB, the most there are together is 0") as refused:
+        place_locally(loading.load(job_of_8b), read_devices(pynvml))
+    assert str(refused.value).endswith("; it fits with training.recompute_activations = true, training.ranks = 4")
+    assert "\n" not in str(refused.value)
+    assert place_locally(
+        loading.load(job_of_8b, ("training.lora.rank=8", "rollout.on_pull=adapter")), read_devices(pynvml)
+    )[0]
+    assert place_locally(
+        loading.load(job_of_8b, ("training.ranks=4", "training.recompute_activations=true")), read_devices(pynvml)
+    )[0]
+
+
+def test_doctor_prints_the_plan_of_a_job_on_this_machines_gpus(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_gpus(monkeypatch, "8xH100-80")
+    end = command("doctor", job)
+    assert end.returncode == 0
+    assert "KV cache" in end.stdout and "| t0 r0 .. .. .. .. .. .. |" in end.stdout
+    assert "proposed for 8 GPUs: rollout.instances = " in end.stdout
+    has_gpus(monkeypatch, "0xH100-80")
+    end = command("doctor", job)
+    assert end.returncode == 2
+    assert "staleflow config explain JOB --gpus 8xH100-80" in end.stderr
 
 
 def test_the_plan_has_parts_placement_and_what_is_proposed(job: Path) -> None:

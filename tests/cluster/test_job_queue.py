@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from staleflow.pipeline.cluster.gang import Needs, kinds_of, suffice
-from staleflow.pipeline.cluster.job_queue import RETURN_S, JobQueue, place_of
+from staleflow.pipeline.cluster.gang import Needs, WorkerGpus, kinds_of, suffice
+from staleflow.pipeline.cluster.job_queue import REPORT_S, RETURN_S, UNREPORTED, JobQueue, place_of
+from staleflow.pipeline.placement.devices import Device, parse_fleet
 
 
 def needing(workers: int) -> Needs:
@@ -447,3 +448,129 @@ class Cluster(RuleBasedStateMachine):
 
 Cluster.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestCluster = Cluster.TestCase
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------
+
+
+def gpu_queue(fleet: str, *, rotated: bool = False, plain: int = 1) -> JobQueue:
+    """A worker for each GPU of a fleet, which sees it alone, or all of its host's beginning with it; and others."""
+    one = JobQueue()
+    for host in parse_fleet(fleet):
+        for number, device in enumerate(host.devices):
+            seen = host.devices[number:] + host.devices[:number] if rotated else (device,)
+            join(one, f"{host.name}:{number}", host.name, seen)
+    for number in range(plain):
+        join(one, f"plain-{number}", "cpu-0", ())
+    return one
+
+
+def join(one: JobQueue, address: str, host: str, devices: tuple[Device, ...]) -> None:
+    one.joined(address, {}, 0.0)
+    one.reported(address, WorkerGpus(host=host, devices=devices))
+
+
+def gpu_job(instances: int, ranks: int = 1, tensor_parallel: int = 1) -> Needs:
+    return Needs(instances=instances, rewards=1, driver=True, ranks=ranks, instance_gpus=tensor_parallel)
+
+
+def enter(one: JobQueue, id: str, needs: Needs) -> None:
+    one.enter(id, f"/runs/{id}", needs, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_no_two_roles_share_a_gpu_and_light_roles_have_none(rotated: bool) -> None:
+    one = gpu_queue("8xH100-80", rotated=rotated)
+    enter(one, "first", gpu_job(instances=6, ranks=2))
+    assert admitted(one) == ["first"]
+    visible = one.visible("first")
+    assert sorted(text for text in visible.values() if text) == [str(n) for n in range(8)]
+    assert visible["plain-0"] == "" and set(one.workers_of("first")["plain-0"]) == {"driver", "server", "reward"}
+    assert "| t0 t1 r0 r1 r2 r3 r4 r5 |" in one.picture("first")
+
+
+def test_an_instance_of_two_gpus_is_one_worker_that_sees_both() -> None:
+    one = gpu_queue("4xH100-80", rotated=True)
+    enter(one, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
+    assert admitted(one) == ["first"]
+    (instance,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
+    assert len(one.visible("first")[instance].split(",")) == 2
+    apart = gpu_queue("4xH100-80")
+    enter(apart, "first", gpu_job(instances=1, ranks=1, tensor_parallel=2))
+    assert admitted(apart) == []
+    assert "rollout-0 needs 2 in one link domain" in apart.entries["first"].why
+
+
+def test_the_queue_counts_gpus_not_processes() -> None:
+    """Sixteen worker processes for four GPUs: two jobs of three GPUs run one after the other."""
+    one = gpu_queue("4xH100-80", rotated=True, plain=12)
+    enter(one, "first", gpu_job(instances=2))
+    enter(one, "second", gpu_job(instances=2))
+    enter(one, "third", Needs(instances=2, rewards=1, driver=True))  # computes on no GPU, but does not go ahead
+    assert admitted(one) == ["first"]
+    why = one.entries["second"].why
+    assert why.endswith("needs 3 GPUs (1 for training, 2 for rollout); 1 of 4 are free, 3 belong to first")
+    assert one.short_of_gpus(gpu_job(instances=2)) == "" != one.short_of_gpus(gpu_job(instances=4))
+    one.leave("first")
+    assert admitted(one) == ["second", "third"]
+
+
+def test_a_lost_gpu_is_replaced_on_its_host_or_where_the_weights_are() -> None:
+    one = gpu_queue("3xH100-80+1xH100-80+2xH100-80")
+    enter(one, "first", gpu_job(instances=1))
+    assert admitted(one) == ["first"]
+    (address,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
+    host = address.partition(":")[0]
+    one.left(address, 1.0)
+    assert one.claim_gpus("first", "rollout", peek=True) == one.claim_gpus("first", "rollout", peek=True)
+    second = one.claim_gpus("first", "rollout")
+    assert second.startswith(host) and second != address
+    assert one.visible("first")[second] == second.partition(":")[2]
+    one.left(second, 2.0)
+    spare = [a for a in one.free if a.startswith(host)]
+    if not spare:
+        assert one.claim_gpus("first", "rollout") and not one.claim_gpus("first", "rollout", avoid=one.free)
+
+
+def test_a_hung_worker_keeps_its_gpu_until_it_has_left() -> None:
+    one = gpu_queue("2xH100-80", rotated=True)
+    enter(one, "first", gpu_job(instances=1))
+    assert admitted(one) == ["first"]
+    (address,) = [a for a, roles in one.workers_of("first").items() if roles == ("rollout",)]
+    assert one.claim_gpus("first", "rollout", avoid=[address]) == ""
+    one.left(address, 1.0)
+    join(one, "again", "node-0", one.gpus[address].devices)
+    assert one.claim_gpus("first", "rollout", avoid=[address]) == "again"
+
+
+def test_workers_that_used_gpus_are_restarted_before_another_job_has_them() -> None:
+    one = gpu_queue("2xH100-80")
+    enter(one, "first", gpu_job(instances=1))
+    enter(one, "second", gpu_job(instances=1))
+    assert admitted(one) == ["first"]
+    heavy = [a for a, text in one.visible("first").items() if text]
+    one.restart_gpus("first", [*heavy, "plain-0"])
+    one.leave("first")
+    assert admitted(one) == [] and sorted(one.take_unwanted()) == sorted(heavy)
+    for number, address in enumerate(heavy):
+        devices = one.gpus[address].devices
+        one.left(address, 1.0)
+        join(one, f"again-{number}", "node-0", devices)
+    assert admitted(one) == ["second"]
+
+
+def test_a_job_waits_until_new_workers_have_reported_and_a_silent_one_has_no_gpu() -> None:
+    one = gpu_queue("2xH100-80")
+    one.joined("silent", {}, 0.0)
+    enter(one, "first", gpu_job(instances=1))
+    enter(one, "plain", Needs(instances=1, rewards=1, driver=True))
+    assert admitted(one) == [] and one.entries["first"].why == UNREPORTED
+    assert admitted(one, REPORT_S + 1.0) == ["first"]
+
+
+def test_without_gpus_a_job_that_may_use_them_runs_without_and_one_that_asks_for_some_does_not() -> None:
+    one = on("abc")
+    enter(one, "auto", gpu_job(instances=1))
+    assert admitted(one) == ["auto"] and one.visible("auto") == {} and one.picture("auto") == ""
+    asks = Needs(instances=1, rewards=1, driver=True, instance_gpus=1, gpus=2)
+    assert one.short_of_gpus(asks) == "may have cluster.gpus = 2; the cluster's workers have no GPU"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.pipeline.config import loading, local_gpus
-from staleflow.pipeline.config.run_roles import place_locally
+from staleflow.pipeline.config.size_plan import place_locally
 from staleflow.pipeline.placement.devices import GB, Device, describe
 from staleflow.stores.errors import ConfigError
 from tests.commands import command

@@ -1,0 +1,136 @@
+"""Jobs on a cluster started by hand whose workers report GPUs: NVIDIA's library is simulated, the engine emulated;
+scheduler, nannies and workers are not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from staleflow.pipeline.cluster.connection import ClusterAddress
+from tests.commands import command
+from tests.jobs.test_jobs import DRY, PATIENCE_S, Cluster, by_hand
+from tests.support import fake_nvml
+
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+NVML = Path(fake_nvml.__file__).parent
+pytestmark = pytest.mark.timeout(600)
+
+
+def add_gpu_worker(cluster: Cluster, host: str, gpus: str, visible: str) -> None:
+    """Start a worker that reports GPUs. visible: its CUDA_VISIBLE_DEVICES."""
+    path = f"{NVML}{os.pathsep}{os.environ['PYTHONPATH']}" if os.environ.get("PYTHONPATH") else str(NVML)
+    variables = (
+        f"PYTHONPATH={path}", f"FAKE_GPUS={gpus}", f"FAKE_HOST={host}", f"CUDA_VISIBLE_DEVICES={visible}",
+        "DASK_DISTRIBUTED__DIAGNOSTICS__NVML=False",  # Dask's own monitor asks that library for more
+    )  # fmt: skip
+    cluster.add(1, "--host", host, "--name", f"{host}/{visible}", within=("env", *variables))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    """Three workers with rotated lists of three GPUs, as dask-cuda starts them, on one host; one with a single GPU on
+    another; one without."""
+    (tmp_path / "dry.toml").write_text(DRY.format(runs=tmp_path / "runs"))
+    with by_hand(tmp_path) as one:
+        for visible in ("0,1,2", "1,2,0", "2,0,1"):
+            add_gpu_worker(one, HERE, "3xH100-80", visible)
+        add_gpu_worker(one, THERE, "1xH100-80", "0")
+        one.add(1, "--host", HERE, "--name", "plain")
+        yield one
+
+
+async def _places(cluster: Cluster, name: str) -> dict[str, dict[str, Any]]:
+    def actors(dask_scheduler: Any) -> dict[str, str]:  # in here, so that it travels by value
+        return {
+            str(key): next(iter(task.who_has)).address for key, task in dask_scheduler.tasks.items() if task.who_has
+        }
+
+    def process() -> dict[str, Any]:
+        import os
+
+        return {"pid": os.getpid(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+    async with ClusterAddress(scheduler_file=str(cluster.file)).connected() as client:
+        of_actor = await client.run_on_scheduler(actors)
+        processes = await client.run(process, on_error="ignore")
+        names = {address: worker["name"] for address, worker in (await client.scheduler.identity())["workers"].items()}
+    prefix = f"staleflow-{name}-"
+    return {
+        key.removeprefix(prefix).rpartition("-")[0]: {"worker": str(names[address]), **processes[address]}
+        for key, address in of_actor.items()
+        if key.startswith(prefix) and address in processes and address in names
+    }
+
+
+def places(cluster: Cluster, name: str) -> dict[str, dict[str, Any]]:
+    """Worker, process and visible GPUs of each actor of a run."""
+    return asyncio.run(_places(cluster, name))
+
+
+def submit(cluster: Cluster, folder: Path, *overrides: str) -> str:
+    sets = [word for override in ("cluster.gpus=4", *overrides) for word in ("--set", override)]
+    sent = cluster("submit", folder / "dry.toml", *sets)
+    assert sent.returncode == 0, sent.stderr
+    return sent.stdout.strip()
+
+
+def until_workers(cluster: Cluster, count: int) -> None:
+    async def wait() -> None:
+        async with ClusterAddress(scheduler_file=str(cluster.file)).connected() as client:
+            await client.wait_for_workers(count, timeout=PATIENCE_S)
+
+    asyncio.run(wait())
+
+
+def test_a_role_whose_gpus_worker_is_killed_moves_to_another_gpu_of_its_host(cluster: Cluster, tmp_path: Path) -> None:
+    until_workers(cluster, 5)
+    id = submit(cluster, tmp_path, "steps=100000", "deadlines.call_s=20")
+    cluster.until(id, "running", steps=2)
+    before = places(cluster, "dry")
+    assert (before["trainer"]["visible"], before["rollout-0"]["visible"]) == ("0", "1")
+    assert before["server"]["visible"] == "" and before["server"]["worker"] == "plain"
+    assert before["rollout-0"]["worker"] == f"{HERE}/1,2,0"
+    os.kill(before["rollout-0"]["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        after = {name: at for name, at in places(cluster, "dry").items() if name.startswith("rollout-0")}
+        moved = [at for at in after.values() if at["pid"] != before["rollout-0"]["pid"]]
+        if moved:
+            break
+        assert time.monotonic() < deadline, after
+        time.sleep(0.5)
+    # GPU 1 again, which other workers see, too: nothing on the other host, and not the trainer's.
+    assert moved[0]["visible"] == "1" and moved[0]["worker"].startswith(HERE)
+    done = int(cluster.job(id)["last"]["step"])
+    assert cluster.until(id, "running", steps=done + 3)["status"]["losses"]
+    assert command("cancel", id, "--scheduler-file", cluster.file).returncode == 0
+    cluster.until(id, "stopped")
+    assert "rollout-0" in (tmp_path / "runs" / "dry" / "summary.json").read_text()
+    end = command("store", "audit", tmp_path / "runs" / "dry", "--json")
+    assert end.returncode == 0, json.loads(end.stdout)
+
+
+def test_nine_gpus_of_four_are_refused_in_one_line_before_anything_starts(cluster: Cluster, tmp_path: Path) -> None:
+    until_workers(cluster, 5)
+    job = tmp_path / "dry.toml"
+    for overrides, line in (
+        (("cluster.gpus=9",), "cluster: the run may have cluster.gpus = 9; the cluster's workers have 4 x H100 80 GB"),
+        (("cluster.gpus=4", "rollout.instances=8"), "cluster: the run needs 9 GPUs, cluster.gpus = 4"),
+        (("cluster.gpus=4", "rollout.instances=4"), "cluster: the run needs 5 GPUs"),
+    ):
+        sets = [word for override in overrides for word in ("--set", override)]
+        own = ("--set", "cluster.kind=file", "--set", f"cluster.scheduler_file={cluster.file}")
+        for end in (cluster("submit", job, *sets), command("run", job, *sets, *own)):
+            assert end.returncode == 2, end
+            (said,) = end.stderr.strip().splitlines()
+            assert line in said
+    assert json.loads(command("jobs", "--json", "--all", "--scheduler-file", cluster.file).stdout) == []
+    assert not (tmp_path / "runs").exists()
