@@ -222,7 +222,11 @@ class ClusterConfig:
     address: str = knob("", "scheduler address for kind = address, such as tcp://host:8786")
     scheduler_file: str = knob("", "path of the scheduler file for kind = file")
     gpus: int = knob(
-        0, "GPUs of this machine that the run uses (kind = local), the first in PCI order; 0: all", low=0, high=1024
+        0,
+        "GPUs that the run may use: of this machine the first in PCI order (kind = local), or of the cluster's "
+        "workers; 0: all",
+        low=0,
+        high=1024,
     )
     threads: int = knob(1, "torch threads per process; more than its cores slows them down", low=1, high=1024)
     dashboard: bool = knob(True, "serve the Dask dashboard and its staleflow page (kind = local)")

@@ -69,6 +69,10 @@ async def execute(
     facts = inspect_model(config)
     config = user_files.located(config)
     user_files.check(config)
+    if slot is None:
+        from staleflow.pipeline.processes.dask_workers import check_gpus
+
+        await check_gpus(config, security)
     with contextlib.nullcontext() if locked else claimed(config.run_dir):
         return await _execute(
             config, facts, progress, announce, resume=resume, slot=slot, job=job, stop=stop, security=security
@@ -90,11 +94,9 @@ async def _execute(
     """`execute` with the run folder locked."""
     from staleflow.pipeline.jobs.reporter import Reporter
     from staleflow.pipeline.jobs.summary import summarize, write_report
-    from staleflow.pipeline.processes.dask_workers import check_gpus, connect
+    from staleflow.pipeline.processes.dask_workers import connect
 
     run_dir = config.run_dir
-    if slot is None:
-        await check_gpus(config, security)
     config, prints, changed = _folder_ready(config, resume=resume)
     cluster = await (connect(config, security) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir, config.eta)

@@ -262,9 +262,12 @@ def loaded_weights(
 
 
 def resolve_device(name: str) -> str:
-    """cpu or cuda for a configured device; auto takes CUDA when there is one."""
+    """cpu or cuda for a configured device; auto takes CUDA when there is one. On CUDA, products of float32 matrices are
+    computed in TF32 from now on, several times as fast."""
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        torch.set_float32_matmul_precision("high")
     return name
 
 

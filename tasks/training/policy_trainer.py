@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -80,6 +80,12 @@ class Mismatch:
         )
 
 
+def fused(parameters: Iterable[torch.Tensor]) -> bool | None:
+    """Whether AdamW updates all of these in one kernel: on a GPU. None leaves the choice to PyTorch, as on CPU, where
+    resumed runs repeat a step bit for bit."""
+    return all(parameter.is_cuda for parameter in parameters) or None
+
+
 class PolicyTrainer:
     """Trains a model on rows; publishes nothing. Deterministic for a seed and an order of calls.
 
@@ -108,6 +114,7 @@ class PolicyTrainer:
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
+            fused=fused(self._trained().values()),
         )
         self.logprob_model = LogprobModel(
             model=self.model,
@@ -293,7 +300,8 @@ class PolicyTrainer:
         for parameter in named.values():
             if not self.optimizer.state[parameter]:  # as AdamW begins, which only does so when there is a gradient
                 zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+                on = parameter.device if self.optimizer.defaults["fused"] else "cpu"
+                self.optimizer.state[parameter] = {"step": torch.tensor(0.0, device=on), **zeros}
         return {
             "model": {name: parameter.detach() for name, parameter in named.items()},
             "optimizer": {name: self.optimizer.state[parameter] for name, parameter in named.items()},

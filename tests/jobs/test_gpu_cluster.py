@@ -92,28 +92,31 @@ def until_workers(cluster: Cluster, count: int) -> None:
 
 def test_a_role_whose_gpus_worker_is_killed_moves_to_another_gpu_of_its_host(cluster: Cluster, tmp_path: Path) -> None:
     until_workers(cluster, 5)
-    id = submit(cluster, tmp_path, "steps=100000", "deadlines.call_s=20")
+    id = submit(cluster, tmp_path, "steps=100000", "deadlines.call_s=20", "rollout.instances=2")
     cluster.until(id, "running", steps=2)
     before = places(cluster, "dry")
-    assert (before["trainer"]["visible"], before["rollout-0"]["visible"]) == ("0", "1")
+    # The other host has the trainer; of three workers that see the same GPUs, each has the first that it sees.
+    assert before["trainer"]["worker"] == f"{THERE}/0" and before["trainer"]["visible"] == "0"
     assert before["server"]["visible"] == "" and before["server"]["worker"] == "plain"
-    assert before["rollout-0"]["worker"] == f"{HERE}/1,2,0"
-    os.kill(before["rollout-0"]["pid"], signal.SIGKILL)
+    lost, other = before["rollout-0"], before["rollout-1"]
+    for instance in (lost, other):
+        assert instance["worker"].startswith(f"{HERE}/{instance['visible']}")
+    assert lost["visible"] != other["visible"]
+    os.kill(lost["pid"], signal.SIGKILL)
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        after = {name: at for name, at in places(cluster, "dry").items() if name.startswith("rollout-0")}
-        moved = [at for at in after.values() if at["pid"] != before["rollout-0"]["pid"]]
-        if moved:
+        after = [at for name, at in places(cluster, "dry").items() if name.startswith("rollout-0")]
+        if moved := [at for at in after if at["pid"] != lost["pid"]]:
             break
         assert time.monotonic() < deadline, after
         time.sleep(0.5)
-    # GPU 1 again, which other workers see, too: nothing on the other host, and not the trainer's.
-    assert moved[0]["visible"] == "1" and moved[0]["worker"].startswith(HERE)
+    # The same GPU, which the third worker of its host sees, too; the other instance has its own still.
+    assert moved[0]["worker"].startswith(HERE) and moved[0]["visible"] == lost["visible"]
+    assert places(cluster, "dry")["rollout-1"] == other
     done = int(cluster.job(id)["last"]["step"])
     assert cluster.until(id, "running", steps=done + 3)["status"]["losses"]
     assert command("cancel", id, "--scheduler-file", cluster.file).returncode == 0
     cluster.until(id, "stopped")
-    assert "rollout-0" in (tmp_path / "runs" / "dry" / "summary.json").read_text()
     end = command("store", "audit", tmp_path / "runs" / "dry", "--json")
     assert end.returncode == 0, json.loads(end.stdout)
 
