@@ -168,12 +168,20 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
     async def _ask_for_gpus(self, address: str) -> None:
         """Have a worker report its GPUs. A plugin of Dask's workers would do the same, but end those that cannot load
         this package."""
-        try:
-            async with asyncio.timeout(REPORT_S):
-                await self._scheduler.rpc(address).run(function=pickle.dumps(report_gpus))
-        except Exception as error:  # noqa: BLE001  whatever it is, the worker has no GPU that a job could use
-            logger.info("%s did not report its GPUs: %s", address, error)
-            self.report_gpus(address, [])
+        until = time.monotonic() + REPORT_S
+        while address in self._scheduler.workers and time.monotonic() < until:
+            try:
+                async with asyncio.timeout(REPORT_S):
+                    answer = await self._scheduler.rpc(address).run(function=pickle.dumps(report_gpus))
+                if answer["status"] == "OK":
+                    return
+            except (ImportError, AttributeError) as error:  # it has no staleflow, or another one
+                logger.info("%s did not report its GPUs: %s", address, error)
+                break
+            except Exception as error:  # noqa: BLE001  it has just started, and may answer in a moment
+                logger.info("%s did not report its GPUs yet: %s", address, error)
+            await asyncio.sleep(SERVE_S)
+        self.report_gpus(address, [])
 
     def report_gpus(self, address: str, devices: Sequence[Mapping[str, Any]]) -> None:
         """A worker's GPUs: arguments of `Device`."""
