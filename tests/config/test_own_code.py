@@ -104,6 +104,7 @@ class Linear:
 class Sees:
     needs_proximal = False
     trains_zero_advantage = True
+    by_token = True
 
     def token_loss(self, tokens):
         return TokenLoss(loss=-tokens.logprobs * tokens.lags * tokens.sampled, clipped=~tokens.sampled)
@@ -274,7 +275,9 @@ def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: P
     assert result.loss.tolist() == [[6.0] * 3, [1.5] * 3]
     sees = LOSSES.make(job(f"training.loss.name={mine}:Sees").training.loss)
     assert sees.token_loss(tokens).loss.tolist() == [[1.0] * 3] * 2
-    assert [getattr(loss, "trains_zero_advantage", False) for loss in (sees, LOSSES.make(config))] == [True, False]
+    assert [loss.trains_zero_advantage for loss in (sees, LOSSES.make(config))] == [True, False]
+    assert [loss.by_token for loss in (sees, LOSSES.make(config))] == [True, False]
+    assert [loss.needs_proximal for loss in (sees, LOSSES.make(config))] == [False, False]
     summed = LOSSES.make(job(f"training.loss.name={mine}:Summed").training.loss)
     with pytest.raises(ConfigError, match=r"gave loss of shape \(\); it must be \(2, 3\), one number per token"):
         summed.token_loss(tokens)

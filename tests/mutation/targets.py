@@ -88,6 +88,7 @@ PACKAGES = (
         paths=("tasks/training/loss.py", "tasks/training/advantage.py", "tasks/training/objective.py"),
         tests=(
             "tests/tasks/test_losses.py", "tests/tasks/test_objective.py", "tests/tasks/test_numerics.py",
+            "tests/tasks/test_overlong.py", "tests/config/test_own_code.py",
         ),
     ),
     Package(

@@ -288,6 +288,92 @@ def test_a_stored_logprob_far_off_overflows_no_gradient(name: str, advantage: fl
         assert float(new.grad.abs().max()) < (1 + 0.1 * 95 if name == "kimi" else 10)
 
 
+@pytest.mark.parametrize(("name", "ratio_of"), CASES)
+def test_what_counts_as_clipped_is_what_the_formula_cuts(name: str, ratio_of: str) -> None:
+    """Where one weight or surrogate is on the other side of its bound; the ratio is the one that was compared."""
+    loss = loss_of(name, ratio_of)
+    for seed in range(20):
+        tokens = drawn(seed)
+        result = loss.token_loss(tokens)
+        for i in range(len(TURNS)):
+            picked = tokens.sampled[i]
+            expected = cut(name, told(tokens, i), loss)
+            assert result.clipped[i][picked].tolist() == [was_cut for was_cut, _ in expected]
+            if result.ratio is not None:
+                compared = [ratio for _, ratio in expected]
+                np.testing.assert_allclose(result.ratio[i][picked].detach().numpy(), compared, rtol=1e-9)
+
+
+def cut(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
+    """Of each token, whether it is cut, and the ratio that decides it."""
+    tokens = range(len(t.new))
+
+    def beyond(r: float, low: float, high: float) -> bool:
+        """Whether PPO's surrogate is the clipped one."""
+        return r > 1 + high if t.a > 0 else r < 1 - low
+
+    now = [math.exp(t.now[j] - t.sampled[j]) for j in tokens]
+    stored = [math.exp(t.old[j] - t.sampled[j]) for j in tokens]
+    step = [math.exp(t.now[j] - t.old[j]) for j in tokens]
+    if name in ("ppo_clip", "dual_clip"):
+        bound = s.dual_clip if name == "dual_clip" else math.inf
+        return [(beyond(r, s.clip_low, s.clip_high) or (t.a < 0 and r > bound), r) for r in now]
+    if name == "cispo":
+        return [(not 1 - s.clip_low <= r <= 1 + s.clip_high, r) for r in now]
+    if name == "tis":
+        return [(r > s.weight_cap, r) for r in now]
+    if name == "gspo":
+        mean = math.prod(now) ** (1 / len(now))
+        return [(beyond(mean, s.sequence_clip_low, s.sequence_clip_high), mean)] * len(now)
+    if name == "topr":
+        of = {
+            "token": lambda j: [j],
+            "segment": lambda j: [k for k in tokens if t.runs[k] == t.runs[j]],
+            "trajectory": lambda j: list(tokens),
+        }[s.ratio_of]
+        ratios = [math.prod(now[k] for k in of(j)) for j in tokens]
+        return [(t.a <= 0 and r > 1, r) for r in ratios]
+    if name == "kimi":
+        return [(False, 1.0)] * len(now)
+    if name == "decoupled_ppo_loglinear":
+        ratios = [now[j] ** (1 - t.lags[j] / (t.lags[j] + 1)) for j in tokens]
+        return [(beyond(r, s.clip_low, s.clip_high), r) for r in ratios]
+    masked = [False] * len(now)
+    if name == "icepop":
+        masked = [not s.band_low <= rho <= s.band_high for rho in stored]
+    if name == "sequence_mis":
+        masked = [math.prod(stored) > s.sequence_cap] * len(now)
+    rho = [math.prod(stored)] * len(now) if name.startswith("sequence") else stored
+    return [(masked[j] or beyond(step[j], s.clip_low, s.clip_high), rho[j] if masked[j] else step[j]) for j in tokens]
+
+
+def at(ratio: float, advantage: float) -> Tokens:
+    """One token whose probability is now, and was before the step, `ratio` times that under which it was sampled."""
+    new = torch.full((1, 1), math.log(ratio), dtype=torch.float64)
+    whole = torch.ones((1, 1), dtype=torch.bool)
+    return Tokens(
+        logprobs=new.requires_grad_(), proximal=new.detach(), behaviour=torch.zeros_like(new),
+        advantage=torch.full_like(new, advantage), sampled=whole, lags=whole.long(),
+    )  # fmt: skip
+
+
+def test_a_ratio_of_just_the_bound_is_within_it() -> None:
+    """A ratio of e, whose logarithm is exact."""
+    e = float(torch.tensor(1.0, dtype=torch.float64).exp())
+    for loss in (
+        entry(LOSSES, "sequence_mis", sequence_cap=e, clip_high=9.0),
+        entry(LOSSES, "icepop", band_high=e, clip_high=9.0),
+        entry(LOSSES, "dual_clip", dual_clip=e),
+        entry(LOSSES, "tis", weight_cap=e),
+    ):
+        tokens = at(math.e, -1.0)
+        result = loss.token_loss(tokens)
+        assert not result.clipped.any(), type(loss).__name__
+        (gradient,) = torch.autograd.grad(result.loss.sum(), tokens.logprobs)
+        assert gradient.item() > 0
+    assert entry(LOSSES, "icepop", band_low=1.0).token_loss(at(1.0, 1.0)).loss.item() == -1.0
+
+
 def test_a_ratio_beyond_the_cut_counts_as_clipped() -> None:
     assert float(torch.tensor(MOST_LOG_RATIO).exp()) > LARGEST_RATIO
     new = torch.tensor([[-1.0, -1.0]])

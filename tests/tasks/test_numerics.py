@@ -73,6 +73,14 @@ def test_advantages_equal_the_naive_ones(name: str) -> None:
     np.testing.assert_allclose(advantages(name, rewards, valid), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ADVANTAGES.names)
+def test_rewards_that_hardly_differ_have_the_naive_advantages_too(name: str) -> None:
+    """Their deviation is as small as what is added to it, so that nothing is divided by almost 0."""
+    rewards, valid = np.array([[1e-6, -1e-6, 0.0], [3e-6, -1e-6, 1e-6]]), np.ones((2, 3), bool)
+    expected = naive_advantages(name, rewards.tolist(), valid.tolist())
+    np.testing.assert_allclose(advantages(name, rewards, valid), expected, rtol=1e-6)
+
+
 def test_equal_rewards_give_no_advantage() -> None:
     for name in ADVANTAGES.names:
         assert not advantages(name, np.full((2, 4), 0.7), np.ones((2, 4), bool)).any()

@@ -17,7 +17,7 @@ from staleflow.stores.weights import weight_file
 from staleflow.tasks.training.lm_head import target_logprobs
 from staleflow.tasks.training.loss import LOSSES, Kimi, Loss, PpoClip, TokenLoss, Tokens
 from staleflow.tasks.training.microbatches import microbatches
-from staleflow.tasks.training.objective import Objective, penalty
+from staleflow.tasks.training.objective import Objective, penalty, with_finite_logprobs
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
 from tests.tasks.test_losses import drawn
@@ -143,6 +143,34 @@ def test_what_is_not_proportional_to_the_advantage_trains_every_row_whose_reward
     ):
         assert Objective.of(training).trains(none)
         assert not Objective.of(training).trains(failed)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
+@pytest.mark.parametrize("place", ["loss", "reward"])
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_only_a_penalty_in_the_reward_makes_a_loss_depend_on_other_tokens(
+    name: str, place: str, coefficient: float
+) -> None:
+    loss = entry(LOSSES, name)
+    kl = KlConfig(coefficient=coefficient, place=place)
+    whole = Objective.of(TrainingConfig(loss=loss, kl=kl))
+    assert whole.by_token is (loss.by_token and not (place == "reward" and coefficient > 0))
+    assert whole.needs_reference is (coefficient > 0)
+
+
+def test_tokens_without_a_finite_stored_logprob_are_as_given_ones() -> None:
+    tokens = drawn(6)
+    place = tuple(map(int, np.argwhere(tokens.sampled.numpy())[1]))
+    for stored in (math.inf, -math.inf, math.nan):
+        behaviour = tokens.behaviour.clone()
+        behaviour[place] = stored
+        found = with_finite_logprobs(replace(tokens, behaviour=behaviour))
+        for name in ("logprobs", "proximal", "behaviour", "sampled"):
+            values, before = getattr(found, name), getattr(tokens, name)
+            assert values[place] == 0
+            changed = values != before
+            changed[place] = False
+            assert not changed.any(), name
 
 
 class Nothing(Loss):
