@@ -78,7 +78,7 @@ def test_rewards_that_hardly_differ_have_the_naive_advantages_too(name: str) -> 
     """Their deviation is as small as what is added to it, so that nothing is divided by almost 0."""
     rewards, valid = np.array([[1e-6, -1e-6, 0.0], [3e-6, -1e-6, 1e-6]]), np.ones((2, 3), bool)
     expected = naive_advantages(name, rewards.tolist(), valid.tolist())
-    np.testing.assert_allclose(advantages(name, rewards, valid), expected, rtol=1e-6)
+    np.testing.assert_allclose(advantages(name, rewards, valid), expected, rtol=1e-6, atol=1e-15)
 
 
 def test_equal_rewards_give_no_advantage() -> None:
