@@ -35,7 +35,6 @@ def iterate(items: AsyncIterator[T]) -> Iterator[T]:
             ready.put(error)
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
 
     task = loop.create_task(pump())
     thread = threading.Thread(target=work, daemon=True)
@@ -46,6 +45,6 @@ def iterate(items: AsyncIterator[T]) -> Iterator[T]:
                 raise item
             yield item[0]
     finally:
-        if thread.is_alive():
-            loop.call_soon_threadsafe(task.cancel)
-            thread.join()
+        loop.call_soon_threadsafe(task.cancel)  # changes nothing if it has ended
+        thread.join()
+        loop.close()

@@ -1,0 +1,55 @@
+"""Asynchronous iterators read by plain code."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from staleflow.pipeline.api.own_loop import iterate
+
+
+async def numbers() -> AsyncIterator[int]:
+    for i in range(3):
+        yield i
+
+
+class LateLoop(asyncio.SelectorEventLoop):
+    """A loop that is asked for a call as late as possible: once it is closed, if it is closed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = threading.Event()
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, **kwargs: Any) -> asyncio.Handle:
+        self.closed.wait(0.5)
+        return super().call_soon_threadsafe(callback, *args, **kwargs)
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+def test_an_iteration_that_ends_does_not_meet_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio, "new_event_loop", LateLoop)
+    assert list(iterate(numbers())) == [0, 1, 2]
+
+
+def test_an_iteration_that_is_left_cancels_its_iterator() -> None:
+    ended = threading.Event()
+
+    async def endless() -> AsyncIterator[int]:
+        try:
+            while True:
+                yield 1
+                await asyncio.sleep(0)
+        finally:
+            ended.set()
+
+    for item in iterate(endless()):
+        assert item == 1
+        break
+    assert ended.wait(10.0)
