@@ -146,8 +146,8 @@ Freed()
 
 WHILE_IT_IS_HELD_BACK = """
 import swallowing
-from staleflow.pipeline.processes.local_cluster import _ctrl_c_later
-with _ctrl_c_later():
+from staleflow.pipeline.processes.local_cluster import _sigint_deferred
+with _sigint_deferred():
     import time; time.sleep(1)
 """
 
