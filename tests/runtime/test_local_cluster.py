@@ -63,7 +63,7 @@ def test_an_interrupt_while_the_server_is_started_is_heard_afterwards(others: in
     threads = [threading.Thread(target=ended.wait) for _ in range(others)]
 
     def interrupted() -> None:
-        with local_cluster._ctrl_c_later():
+        with local_cluster._sigint_deferred():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)  # until another thread has been interrupted
             reached.append("the end")
