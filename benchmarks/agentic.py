@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.config import actor_settings, factories, loading
+from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.simulator.analysis import measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -260,7 +260,7 @@ def _together_s(config: RunConfig) -> float:
     """Seconds until all responses of a batch have ended if each group goes, as one request, to the next instance."""
     engine, workload = config.rollout.engine, actor_settings.make_workload(config)
     instances = [
-        SimulatedBatch(factories.cost_model(config), kv_capacity=engine.kv_tokens, max_running=engine.max_running)
+        SimulatedBatch(config.rollout.cost, kv_capacity=engine.kv_tokens, max_running=engine.max_running)
         for _ in range(config.rollout.instances)
     ]
     for group in range(config.batch.groups_per_step):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ablation
-from staleflow.pipeline.config import actor_settings, factories, knob_tree, loading
+from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.simulator.analysis import measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -155,7 +155,7 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
 def least_work_s(config: RunConfig) -> float:
     """Seconds that decoding and prefilling an average batch takes all (rollout) instances at their best rate."""
     cost, workload, members = (
-        factories.cost_model(config),
+        config.rollout.cost,
         actor_settings.make_workload(config),
         config.oversampled_group_size,
     )

@@ -13,7 +13,6 @@ which it knows nothing at first: its cost model is the default one.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import multiprocessing
 import os
 import resource
@@ -22,7 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.config.schema import CostConfig
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.events import DecodeStats
 from staleflow.pipeline.coordination.fleet import MutableFleet
@@ -165,9 +163,7 @@ class Decides:
 
     def __init__(self, engine: Engine, most: int) -> None:
         self._engine, self._load = engine, engine.load_statistics()
-        default = CostConfig()
-        coefficients = {field.name: getattr(default, field.name) for field in dataclasses.fields(CostModel)}
-        self._drafts = DraftLengths(CostModel(**coefficients), most)
+        self._drafts = DraftLengths(CostModel(), most)
         self._fleet = MutableFleet()
         self._one = self._fleet.join(InstanceId("decided"), PolicyVersion(0), 16384, 64)
         self._reported_s = time.monotonic()

@@ -44,14 +44,12 @@ eta = {eta}
 instances = {instances}
 max_new_tokens = 200
 max_attempts = 1000
+cost_tolerance = 1e9
 
 [rollout.engine]
 name = "emulated"
 max_running = 16
 kv_tokens = 4000
-
-[rollout.cost]
-tolerance = 1e9
 
 [workload]
 median = 50

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staleflow.pipeline.api.stored_run import open_run
-from staleflow.pipeline.config.emulation import SimulationConfig, WorkloadConfig
-from staleflow.pipeline.config.schema import CostConfig, RunConfig
+from staleflow.pipeline.config.emulation import SimulationConfig
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.what_if import as_recorded
 from staleflow.pipeline.profiling.diagnosis import versions_behind
 from staleflow.pipeline.profiling.engine_profile import profile_run
@@ -16,6 +16,8 @@ from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import steady_tokens_per_s
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import tokens_per_s
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.emulation.workload import WorkloadConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ def recorded_run(run_dir: Path) -> RecordedRun:
 def assumptions(config: RunConfig, path: str) -> str:
     """One line on the numbers that the job of a file leaves at their defaults, which are those of another model and
     machine, and on how to measure them; empty if there are none."""
-    cost, default = config.rollout.cost, CostConfig()
+    cost, default = config.rollout.cost, CostModel()
     assumed = []
     if all(getattr(cost, key) == getattr(default, key) for key in ("k1", "k2", "k3", "k4", "b", "prefill")):
         assumed.append("decode steps of a 7B model (rollout.cost)")

@@ -18,9 +18,8 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import EndedTrajectory, EnvSpan, Fate
-from staleflow.tasks.emulation.workload import RandomWorkload, RecordedWorkload, Turn, Workload, WorkloadSettings
+from staleflow.tasks.emulation.workload import RandomWorkload, RecordedWorkload, Turn, Workload
 from staleflow.tasks.engines.engine_settings import ENGINES, EngineSettings
-from staleflow.tasks.settings.knobs import values
 from staleflow.tasks.settings.seeds import engine_seed
 from staleflow.tasks.settings.source_kinds import is_agent, is_environment, kind_of
 from staleflow.tasks.training.advantage import Overlong
@@ -295,12 +294,11 @@ def make_workload(config: RunConfig) -> Workload:
     """Responses of this job's simulated or emulated instances. A recorded workload is read from its store."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
-    others = ("run", "prompts", "acceptance_rate")
-    options = {name: value for name, value in values(config.workload).items() if name not in others}
     return RandomWorkload(
-        WorkloadSettings(
-            **options, members=config.oversampled_group_size, max_tokens=config.rollout.max_new_tokens, seed=config.seed
-        )
+        config.workload,
+        members=config.oversampled_group_size,
+        max_tokens=config.rollout.max_new_tokens,
+        seed=config.seed,
     )
 
 

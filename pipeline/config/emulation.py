@@ -1,58 +1,11 @@
-"""The [workload] and [simulation] sections of a job: what stands for models where none are loaded."""
+"""The [simulation] table of a job file: what stands for the processes of a run where none are started."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from staleflow.tasks.settings.choice_names import LATENCY_NAMES, WORKLOAD_NAMES
+from staleflow.tasks.emulation.workload import LONGEST_S
 from staleflow.tasks.settings.knobs import knob
-
-LONGEST_S = 100_000.0
-"""Most seconds of anything that is simulated, a day: virtual time passes report by report."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadConfig:
-    """Responses where no model samples them: in `staleflow simulate` and with the emulated engine."""
-
-    kind: str = knob("lognormal", "distribution of response lengths", choices=WORKLOAD_NAMES)
-    prompt_tokens: int = knob(512, "tokens per prompt", low=1)
-    median: float = knob(2000.0, "median response length, tokens (power_law: shortest length)", low=1)
-    sigma: float = knob(1.0, "lognormal, agentic: standard deviation of the log length", low=0, high=10)
-    long_share: float = knob(0.15, "bimodal: share of long responses", low=0, high=1)
-    long_ratio: float = knob(15.0, "bimodal: factor by which long responses are longer", low=1)
-    exponent: float = knob(1.5, "power_law: P(length > x) is proportional to x**-exponent", above=0)
-    turns: float = knob(5.0, "agentic: mean number of turns, the last one without a tool call", low=1)
-    fixed_turns: bool = knob(False, "agentic: every response has that many turns; else 1 + a Poisson number")
-    tool_s: float = knob(
-        5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0, high=LONGEST_S
-    )
-    tool_latency: str = knob("lognormal", "agentic: distribution of a tool call's seconds", choices=LATENCY_NAMES)
-    tool_spread: float = knob(
-        1.0,
-        "agentic: standard deviation of a tool call's seconds if normal (none is negative), of their log if lognormal",
-        low=0,
-    )
-    reset_s: float = knob(
-        0.0, "agentic: seconds to reset an environment, added to its first step", low=0, high=LONGEST_S
-    )
-    tool_tokens: int = knob(200, "agentic: tokens per tool result", low=0)
-    group_correlation: float = knob(
-        0.0, "correlation of log lengths within a group; 1: the prompt alone determines them", low=0, high=1
-    )
-    acceptance_rate: float = knob(
-        0.7,
-        "probability that a draft token is accepted if those before it were (rollout.engine.speculation)",
-        low=0,
-        high=1,
-    )
-    signal_share: float = knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
-    run: str = knob("", "recorded: folder of a stored run whose lengths, prompts and rewards are used")
-    prompts: str = knob(
-        "drawn",
-        "prompts and rewards of the emulated engine: drawn like the responses, or those of [task] and [reward]",
-        choices=("drawn", "task"),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,13 +25,6 @@ from staleflow.tasks.engines.engine_settings import Speculation
 from staleflow.tasks.settings.seeds import Stream, generator
 
 
-def cost_model(config: RunConfig) -> CostModel:
-    cost = config.rollout.cost
-    return CostModel(
-        k1=cost.k1, k2=cost.k2, k3=cost.k3, k4=cost.k4, b=cost.b, prefill=cost.prefill, verify_share=cost.verify_share
-    )
-
-
 def num_instances(config: RunConfig) -> int:
     """Number of rollout instances; colocated, those on the trainer's GPUs are included."""
     simulation = config.simulation
@@ -44,7 +37,7 @@ def instance_cost(config: RunConfig, index: int) -> CostModel:
     them."""
     simulation = config.simulation
     slow = index < simulation.straggler_share * num_instances(config)
-    return cost_model(config).times(simulation.straggler_factor if slow else 1.0)
+    return config.rollout.cost.times(simulation.straggler_factor if slow else 1.0)
 
 
 def drafting(config: RunConfig) -> DraftSettings:
@@ -58,7 +51,7 @@ def drafting(config: RunConfig) -> DraftSettings:
 def drafted_cost(config: RunConfig, running: int, kv_tokens: float) -> CostModel:
     """The cost model of an instance that drafts as the job says while it runs so many."""
     speculation = config.rollout.engine.speculation
-    return while_drafting(cost_model(config), speculation, config.workload.acceptance_rate, running, kv_tokens)
+    return while_drafting(config.rollout.cost, speculation, config.workload.acceptance_rate, running, kv_tokens)
 
 
 def while_drafting(
@@ -83,7 +76,7 @@ def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
 def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> StrategySet:
     """The strategies this job names, with their knobs. costs: of decode steps, if not of the job's cost model alone.
     Raises ConfigError."""
-    cost, rollout = cost_model(config), config.rollout
+    cost, rollout = config.rollout.cost, config.rollout
     costs = costs or cost
     inputs = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
     # A pull that interrupts nothing recomputes no context.
@@ -106,7 +99,7 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
 
 def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
     """A new coordinator for this job. validate_each: check all invariants after every event."""
-    batch, cost = config.batch, cost_model(config)
+    batch, cost = config.batch, config.rollout.cost
     speculation = config.rollout.engine.speculation
     drafts = DraftLengths(cost, speculation.num_speculative_tokens if speculation.decided else 0)
     costs: StepCosts = drafts.costs if speculation.decided else cost

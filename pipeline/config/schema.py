@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from staleflow.pipeline.config.emulation import SimulationConfig, WorkloadConfig
+from staleflow.pipeline.config.emulation import SimulationConfig
 from staleflow.pipeline.config.evaluation_settings import EvaluationConfig, EvaluationSetConfig, held_out_set
 from staleflow.pipeline.config.knob_tree import Explained, explained
 from staleflow.pipeline.strategies.admission import ADMISSION, Admission
@@ -20,6 +20,8 @@ from staleflow.pipeline.strategies.migration import MIGRATION, Migration
 from staleflow.pipeline.strategies.routing import ROUTING, Routing
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Synchronization
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.emulation.cost_model import CostModel
+from staleflow.tasks.emulation.workload import WorkloadConfig
 from staleflow.tasks.engines.engine_settings import ENGINES, SAMPLING_REFUSED, EngineSettings
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.settings.dataset_columns import Columns
@@ -141,24 +143,6 @@ class StalenessConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostConfig:
-    """Decode-step cost: k1 * kv + max(k2, b + k3 * n) + k4 seconds; see tasks/emulation/cost_model.py.
-
-    The defaults are a published fit of a 7B model; `staleflow profile` measures yours."""
-
-    k1: float = knob(3.35e-08, "seconds per KV token", low=0, high=10)
-    k2: float = knob(0.0064, "seconds to read the weights, floor of the compute term", low=0, high=10)
-    k3: float = knob(0.0001231, "seconds per running trajectory", low=0, high=10)
-    k4: float = knob(0.0028, "constant seconds per step", low=0, high=10)
-    b: float = knob(0.0027, "offset of the compute-bound term, seconds", low=0, high=10)
-    prefill: float = knob(0.0001231, "seconds per token of a prompt, or of a recomputed context", low=0, high=10)
-    verify_share: float = knob(1.0, "cost of verifying a draft token, as a share of k3", low=0)
-    tolerance: float = knob(
-        0.25, "relative error on measured decode steps above which a run reports that the cost model drifted", above=0
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """Sampling of responses on the rollout instances."""
 
@@ -209,7 +193,10 @@ class RolloutConfig:
         "costs",
     )
     engine: EngineSettings = choice(ENGINES, "transformers", "engine that samples responses")
-    cost: CostConfig = CostConfig()
+    cost: CostModel = CostModel()
+    cost_tolerance: float = knob(
+        0.25, "relative error on measured decode steps above which a run reports that the cost model drifted", above=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from staleflow.pipeline.config.factories import cost_model, while_drafting
+from staleflow.pipeline.config.factories import while_drafting
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.fit import Fit
@@ -99,7 +99,7 @@ def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | Non
         kv_tokens=engine.kv_tokens,
         hosts=config.environment.hosts,
         concurrency=config.environment.concurrency,
-        cost=cost_model(config) if fit is None else drafts.cost(fit.model),
+        cost=config.rollout.cost if fit is None else drafts.cost(fit.model),
         speculation=engine.speculation,
         acceptance=config.workload.acceptance_rate if acceptance is None else acceptance,
         fitted=fit is not None,

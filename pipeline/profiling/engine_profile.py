@@ -247,7 +247,7 @@ def measured_latencies(watch: TimeTracker, fit: Fit) -> dict[str, float]:
     return found
 
 
-REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0)
+REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
 """What measured responses are compared with where only their own fit is wanted."""
 
 

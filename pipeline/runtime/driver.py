@@ -127,7 +127,7 @@ class Driver:
         self.training = False
         """Whether the training loop runs, between the evaluations."""
         self._task: asyncio.Task[Any] | None = None
-        self._cost_watch = CostDriftDetector(factories.cost_model(config), config.rollout.cost.tolerance)
+        self._cost_watch = CostDriftDetector(config.rollout.cost, config.rollout.cost_tolerance)
         self._membership = Membership(
             config,
             actors,

@@ -31,7 +31,7 @@ class RunReport:
     cost_ratio: float | None = None
     """Measured decode steps over what the cost model says, median; None if too few were seen."""
     cost_drifted: bool = False
-    """Whether that is further from one than rollout.cost.tolerance allows."""
+    """Whether that is further from one than rollout.cost_tolerance allows."""
     cost_refit: Fit | None = None
     """The cost model that fits this run's own decode steps."""
     limits: dict[int, str] = field(default_factory=dict)

@@ -111,7 +111,7 @@ class SimulatedRun:
         self._config = config
         self._simulation = config.simulation
         self._workload = workload
-        self._cost = factories.cost_model(config)
+        self._cost = config.rollout.cost
         self._alone = factories.drafted_cost(config, 1, 0.0)
         self._observe = observe
         self._members = config.oversampled_group_size

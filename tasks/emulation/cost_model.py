@@ -20,6 +20,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.tasks.settings.knobs import knob
+
 Numbers = npt.NDArray[np.float64]
 
 BISECTIONS = 30
@@ -57,19 +59,17 @@ class StepCosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Coefficients of a rollout instance's cost model, in seconds."""
+    """The [rollout.cost] table of a job file: k1 * kv + max(k2, b + k3 * n) + k4 seconds a decode step.
 
-    k1: float
-    """Per KV token."""
-    k2: float
-    k3: float
-    """Per running trajectory."""
-    k4: float
-    b: float
-    prefill: float = 0.0
-    """Per token of a prompt."""
-    verify_share: float = 1.0
-    """Cost of verifying a draft token, as a share of k3."""
+    The defaults are a published fit of a 7B model; `staleflow profile` measures yours."""
+
+    k1: float = knob(3.35e-08, "seconds per KV token", low=0, high=10)
+    k2: float = knob(0.0064, "seconds to read the weights, floor of the compute term", low=0, high=10)
+    k3: float = knob(0.0001231, "seconds per running trajectory", low=0, high=10)
+    k4: float = knob(0.0028, "constant seconds per step", low=0, high=10)
+    b: float = knob(0.0027, "offset of the compute-bound term, seconds", low=0, high=10)
+    prefill: float = knob(0.0001231, "seconds per token of a prompt, or of a recomputed context", low=0, high=10)
+    verify_share: float = knob(1.0, "cost of verifying a draft token, as a share of k3", low=0)
 
     def times(self, factor: float) -> CostModel:
         """A copy of the model in which everything takes `factor` times as long."""

@@ -14,12 +14,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from staleflow.tasks.settings.choice_names import LATENCY_NAMES, WORKLOAD_NAMES
+from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.seeds import Stream, generator
 
 BLOCK = 1024
 """Groups drawn at once, which takes microseconds per number; a group's numbers still depend on its id alone."""
 MOST_TURNS = 10
 """Maximum turns of a trajectory, as a multiple of the mean."""
+LONGEST_S = 100_000.0
+"""Most seconds of anything that is simulated, a day: virtual time passes report by report."""
 
 
 class Turn(NamedTuple):
@@ -41,44 +45,65 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadSettings:
-    """Settings of a drawn workload; see WorkloadConfig. max_tokens: length at which responses are cut."""
+class WorkloadConfig:
+    """The [workload] table of a job file: responses where no model samples them, which is in `staleflow simulate` and
+    with the emulated engine."""
 
-    kind: str
-    prompt_tokens: int
-    median: float
-    sigma: float
-    long_share: float
-    long_ratio: float
-    exponent: float
-    turns: float
-    tool_s: float
-    tool_tokens: int
-    group_correlation: float
-    signal_share: float
-    members: int
-    max_tokens: int
-    seed: int
-    fixed_turns: bool = False
-    tool_latency: str = "lognormal"
-    tool_spread: float = 1.0
-    reset_s: float = 0.0
+    kind: str = knob("lognormal", "distribution of response lengths", choices=WORKLOAD_NAMES)
+    prompt_tokens: int = knob(512, "tokens per prompt", low=1)
+    median: float = knob(2000.0, "median response length, tokens (power_law: shortest length)", low=1)
+    sigma: float = knob(1.0, "lognormal, agentic: standard deviation of the log length", low=0, high=10)
+    long_share: float = knob(0.15, "bimodal: share of long responses", low=0, high=1)
+    long_ratio: float = knob(15.0, "bimodal: factor by which long responses are longer", low=1)
+    exponent: float = knob(1.5, "power_law: P(length > x) is proportional to x**-exponent", above=0)
+    turns: float = knob(5.0, "agentic: mean number of turns, the last one without a tool call", low=1)
+    fixed_turns: bool = knob(False, "agentic: every response has that many turns; else 1 + a Poisson number")
+    tool_s: float = knob(
+        5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0, high=LONGEST_S
+    )
+    tool_latency: str = knob("lognormal", "agentic: distribution of a tool call's seconds", choices=LATENCY_NAMES)
+    tool_spread: float = knob(
+        1.0,
+        "agentic: standard deviation of a tool call's seconds if normal (none is negative), of their log if lognormal",
+        low=0,
+    )
+    reset_s: float = knob(
+        0.0, "agentic: seconds to reset an environment, added to its first step", low=0, high=LONGEST_S
+    )
+    tool_tokens: int = knob(200, "agentic: tokens per tool result", low=0)
+    group_correlation: float = knob(
+        0.0, "correlation of log lengths within a group; 1: the prompt alone determines them", low=0, high=1
+    )
+    acceptance_rate: float = knob(
+        0.7,
+        "probability that a draft token is accepted if those before it were (rollout.engine.speculation)",
+        low=0,
+        high=1,
+    )
+    signal_share: float = knob(1.0, "share of groups whose rewards are not all equal", low=0, high=1)
+    run: str = knob("", "recorded: folder of a stored run whose lengths, prompts and rewards are used")
+    prompts: str = knob(
+        "drawn",
+        "prompts and rewards of the emulated engine: drawn like the responses, or those of [task] and [reward]",
+        choices=("drawn", "task"),
+    )
 
 
 class RandomWorkload:
     """A workload with lengths drawn from a distribution."""
 
-    def __init__(self, settings: WorkloadSettings) -> None:
-        self._settings = settings
+    def __init__(self, config: WorkloadConfig, members: int, max_tokens: int, seed: int) -> None:
+        """members: of a group. max_tokens: at which responses are cut."""
+        self._config, self._members, self._max_tokens, self._seed = config, members, max_tokens, seed
         self._block = lru_cache(maxsize=64)(self._draw_block)
         self._turns = lru_cache(maxsize=8192)(self._draw_turns)
 
-    def __reduce__(self) -> tuple[type[RandomWorkload], tuple[WorkloadSettings]]:
+    def __reduce__(self) -> tuple[type[RandomWorkload], tuple[WorkloadConfig, int, int, int]]:
         """Pickle as the settings: workers draw for themselves."""
-        return RandomWorkload, (self._settings,)
+        return RandomWorkload, (self._config, self._members, self._max_tokens, self._seed)
 
     def prompt_tokens(self, group: int) -> int:
-        return self._settings.prompt_tokens
+        return self._config.prompt_tokens
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
         return self._turns(group, member)
@@ -87,7 +112,7 @@ class RandomWorkload:
         block = self._block(group // BLOCK)
         row = group % BLOCK
         total = int(block["lengths"][row, member])
-        if self._settings.kind != "agentic":
+        if self._config.kind != "agentic":
             return (Turn(total),)
         return self._split(total, block["seeds"][row, member])
 
@@ -95,9 +120,9 @@ class RandomWorkload:
         return float(self._block(group // BLOCK)["rewards"][group % BLOCK, member])
 
     def _draw_block(self, number: int) -> dict[str, npt.NDArray[Any]]:
-        s = self._settings
-        rng = generator(s.seed, Stream.WORKLOAD, number)
-        shape = (BLOCK, s.members)
+        s = self._config
+        rng = generator(self._seed, Stream.WORKLOAD, number)
+        shape = (BLOCK, self._members)
         alike, own = rng.standard_normal((BLOCK, 1)), rng.standard_normal(shape)
         z = np.sqrt(s.group_correlation) * alike + np.sqrt(1 - s.group_correlation) * own
         match s.kind:
@@ -113,17 +138,17 @@ class RandomWorkload:
                 raise ValueError(f"unknown workload {s.kind!r}")
         with_signal = rng.random((BLOCK, 1)) < s.signal_share
         # Half of a group is rewarded, in random order: whether there is a signal must not depend on who finishes first.
-        halves = rng.permuted(np.broadcast_to(np.arange(s.members) % 2, shape), axis=1)
+        halves = rng.permuted(np.broadcast_to(np.arange(self._members) % 2, shape), axis=1)
         rewards = np.where(with_signal, halves, 0)
         return {
-            "lengths": np.clip(np.rint(lengths), 1, s.max_tokens).astype(np.int64),
+            "lengths": np.clip(np.rint(lengths), 1, self._max_tokens).astype(np.int64),
             "rewards": rewards,
             "seeds": rng.integers(0, 2**31, shape),
         }
 
     def _split(self, total: int, seed: int) -> tuple[Turn, ...]:
         """Split `total` sampled tokens into turns, with a tool call after each but the last."""
-        s = self._settings
+        s = self._config
         rng = np.random.default_rng(int(seed))
         wanted = round(s.turns) if s.fixed_turns else 1 + int(rng.poisson(s.turns - 1))
         count = min(wanted, int(MOST_TURNS * s.turns), total)
@@ -139,7 +164,7 @@ class RandomWorkload:
 
     def _latencies(self, z: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Seconds of tool calls, from standard normal numbers."""
-        s = self._settings
+        s = self._config
         match s.tool_latency:
             case "lognormal":
                 return s.tool_s * np.exp(s.tool_spread * z)

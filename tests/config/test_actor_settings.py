@@ -8,7 +8,6 @@ import pytest
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.actor_settings import engine_settings, trainer_settings
-from staleflow.pipeline.config.factories import cost_model
 from staleflow.tasks.engines.engine_settings import (
     ENGINES,
     EmulatedSettings,
@@ -72,4 +71,4 @@ def test_emulated_instances_are_as_slow_as_simulated_ones() -> None:
         settings = engine_settings(config, index, ())
         assert isinstance(settings, EmulatedSettings)
         costs.append(settings.cost)
-    assert costs == [cost_model(config).times(3.0), *[cost_model(config)] * 3]
+    assert costs == [config.rollout.cost.times(3.0), *[config.rollout.cost] * 3]

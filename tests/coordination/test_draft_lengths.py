@@ -15,7 +15,7 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel, DraftingCosts, Numbers, tokens_per_step
 
 A, B = InstanceId("a"), InstanceId("b")
-COST = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0)
+COST = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0)
 """Steps of up to eight tokens take 8 s, of more 1 s each."""
 
 
@@ -111,7 +111,7 @@ def test_drafts_that_are_not_sampled_are_given_up_and_tried_again_in_time() -> N
 
 
 def test_drafts_that_are_sampled_are_drafted_longer() -> None:
-    cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0)
+    cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0)
     drafts, fleet = DraftLengths(cost, 8), fleet_of(a=4)
     ((_, first),) = drafts.due(fleet)
     assert first < 8
@@ -122,7 +122,7 @@ def test_drafts_that_are_sampled_are_drafted_longer() -> None:
 
 
 def test_where_verifying_is_known_to_be_dear_it_is_tried_on_fewer() -> None:
-    cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0)
+    cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0)
     dear, cheap = (DraftLengths(dataclasses.replace(cost, verify_share=verified), 4) for verified in (4.0, 0.0))
     lengths = [dict(drafts.due(fleet_of(a=2))).get(0, 0) for drafts in (dear, DraftLengths(cost, 4), cheap)]
     assert lengths == sorted(lengths)
@@ -139,8 +139,8 @@ def test_where_verifying_is_known_to_be_dear_it_is_tried_on_fewer() -> None:
 
 def test_what_a_step_of_more_tokens_costs_is_learned_without_drafts() -> None:
     """The cost model says that verifying is for nothing; full instances show that each token costs as much as all."""
-    wrong = CostModel(k1=0.0, k2=8.0, k3=0.0, k4=0.0, b=0.0)
-    right = CostModel(k1=0.0, k2=0.0, k3=8.0, k4=0.0, b=0.0)
+    wrong = CostModel(k1=0.0, k2=8.0, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
+    right = CostModel(k1=0.0, k2=0.0, k3=8.0, k4=0.0, b=0.0, prefill=0.0)
     drafts, fleet = DraftLengths(wrong, 4), fleet_of(a=2)
     assert drafts.due(fleet) == [(0, 4)]
     for running in (1, 2, 4, 8, 16):

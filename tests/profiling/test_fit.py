@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from staleflow.cli.profile import command
-from staleflow.pipeline.config import factories, knob_tree, loading
+from staleflow.pipeline.config import knob_tree, loading
 from staleflow.pipeline.coordination.commands import FetchPrompts, Pull, Score, Train
 from staleflow.pipeline.coordination.events import (
     GroupsArrived,
@@ -46,10 +46,10 @@ from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.base import EngineLoad, Failed, Request
 
 PUBLISHED = {
-    "7B": CostModel(k1=3.35e-08, k2=0.0064, b=0.0027, k3=0.0001231, k4=0.0028),
-    "32B": CostModel(k1=6.3e-08, k2=0.0250194, b=0.0183826, k3=0.0002446, k4=2e-10),
-    "no floor": CostModel(k1=2e-7, k2=0.0, b=0.003, k3=0.00012, k4=0.0),
-    "all floor": CostModel(k1=1e-7, k2=0.02, b=0.0, k3=0.0, k4=0.0),
+    "7B": CostModel(k1=3.35e-08, k2=0.0064, b=0.0027, k3=0.0001231, k4=0.0028, prefill=0.0),
+    "32B": CostModel(k1=6.3e-08, k2=0.0250194, b=0.0183826, k3=0.0002446, k4=2e-10, prefill=0.0),
+    "no floor": CostModel(k1=2e-7, k2=0.0, b=0.003, k3=0.00012, k4=0.0, prefill=0.0),
+    "all floor": CostModel(k1=1e-7, k2=0.02, b=0.0, k3=0.0, k4=0.0, prefill=0.0),
 }
 
 
@@ -210,7 +210,7 @@ def test_profile_writes_a_file_that_a_job_can_use(tmp_path: Path) -> None:
     assert value["acceptance_rate"] is None
     assert value["range"]["running"] == [1, 8]
     config = loading.load(path, (f"profile={out}",))
-    used = factories.cost_model(config)
+    used = config.rollout.cost
     assert dataclasses.asdict(used) == value["coefficients"]
     assert loading.from_tree(tomllib.loads(knob_tree.to_toml(config))) == config  # and needs the file no more
     assert used.step_s(8, 800) > 0
@@ -230,10 +230,7 @@ def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) ->
     assert [p["running"] for p in value["drafted_points"]] == [1, 2, 4]
     assert [p["drafted"] for p in value["drafted_points"]] == pytest.approx([3.0] * 3, rel=0.3)
     assert f"verified {value['coefficients']['verify_share']:.4g} of k3" in result.output
-    assert (
-        factories.cost_model(loading.load(path, (f"profile={out}",))).verify_share
-        == value["coefficients"]["verify_share"]
-    )
+    assert loading.load(path, (f"profile={out}",)).rollout.cost.verify_share == value["coefficients"]["verify_share"]
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
@@ -289,7 +286,7 @@ def test_a_finished_run_is_a_profile_too_with_its_latencies(tmp_path: Path) -> N
     assert "train_s" in result.output
     job.write_text('[rollout.engine]\nname = "emulated"\n[simulation]\ntrain_s = 1.0\nmessage_s = 0.25\n')
     config = loading.load(job, (f"profile={out}",))
-    assert factories.cost_model(config) == refit.model
+    assert config.rollout.cost == refit.model
     seconds = config.simulation
     assert (
         seconds.fetch_prompts_s,

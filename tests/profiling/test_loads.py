@@ -75,7 +75,7 @@ def test_a_run_foretells_its_own_rate(tmp_path: Path, overrides: tuple[str, ...]
 def test_the_fit_recovers_the_cost_model(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05")
     profile = profile_run(run)
-    true, found = factories.cost_model(load_job(run)), profile.fit.model
+    true, found = load_job(run).rollout.cost, profile.fit.model
     for running in (1, 8, 32):
         kv_tokens = 250.0 * running
         assert found.step_s(running, kv_tokens) == pytest.approx(true.step_s(running, kv_tokens), rel=0.1)
@@ -89,7 +89,7 @@ def test_drafts_are_told_apart_from_the_steps_that_verify_them(tmp_path: Path, m
         tmp_path, "steps=16", drafting, "workload.acceptance_rate=0.75", "rollout.cost.verify_share=0.6"
     )
     profile = profile_run(run)
-    true, found = factories.cost_model(load_job(run)), profile.fit.model
+    true, found = load_job(run).rollout.cost, profile.fit.model
     for computed in (48, 96, 144):  # as its steps did
         kv_tokens = 80.0 * computed
         assert found.step_s(computed, kv_tokens) == pytest.approx(true.step_s(computed, kv_tokens), rel=0.1)
@@ -109,7 +109,7 @@ def test_what_became_of_drafts_is_known_from_responses_where_instances_report_no
     drafting = "rollout.engine.speculation={num_speculative_tokens=4, disable_above=64}"
     run = stored_simulation(tmp_path, "steps=6", drafting, "workload.acceptance_rate=0.75")
     config = load_job(run)
-    watch = TimeTracker(factories.cost_model(config), config.oversampled_group_size, first_length=4)
+    watch = TimeTracker(config.rollout.cost, config.oversampled_group_size, first_length=4)
     for entry in journal.read(run / "events.jsonl"):
         event = entry.event
         watch.observe(
@@ -128,7 +128,7 @@ def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_
     drafts.add(taken, 0)  # told meanwhile to draft none
     assert drafts.acceptance is not None
     assert tokens_per_step(2, drafts.acceptance) == pytest.approx(1.3)
-    model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verify_share=0.8)
+    model = CostModel(k1=0.0, k2=0.0, k3=1.0, k4=0.0, b=0.0, verify_share=0.8, prefill=0.0)
     assert drafts.cost(model).verify_share == pytest.approx(0.8 / 2)  # one a step, where there might have been two
     assert DraftsUsed().acceptance is None
     assert DraftsUsed().cost(model) == model
@@ -137,14 +137,14 @@ def test_requests_without_a_draft_make_the_acceptance_lower_and_a_drafted_token_
 def test_the_fit_tells_prefill_from_decoding_where_contexts_are_prefilled_again(tmp_path: Path) -> None:
     """With equal loads and short prompts they cannot be told apart, and need not be."""
     run = stored_simulation(tmp_path, "steps=10", "simulation.message_s=0.05", "rollout.on_pull=interrupt")
-    true, found = factories.cost_model(load_job(run)), profile_run(run).fit.model
+    true, found = load_job(run).rollout.cost, profile_run(run).fit.model
     assert found.prefill == pytest.approx(true.prefill, rel=0.4)
 
 
 def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=6")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
-    watch = TimeTracker(factories.cost_model(config), config.oversampled_group_size)
+    watch = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     for entry in entries:
         watch.observe(entry.now, entry.event, entry.commands)
     whole = total(watch.loads)
@@ -162,8 +162,8 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
 def test_what_was_in_flight_before_a_resume_is_forgotten(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=4")
     config, entries = load_job(run), list(journal.read(run / "events.jsonl"))
-    alone = TimeTracker(factories.cost_model(config), config.oversampled_group_size)
-    twice = TimeTracker(factories.cost_model(config), config.oversampled_group_size)
+    alone = TimeTracker(config.rollout.cost, config.oversampled_group_size)
+    twice = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     for entry in entries[: len(entries) // 2]:
         twice.observe(entry.now, entry.event, entry.commands)
     before, begin_s = len(twice.loads), 1000.0

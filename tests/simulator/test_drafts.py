@@ -109,7 +109,7 @@ def test_what_is_under_way_counts_as_done_by_now() -> None:
 
 
 def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
-    cost = CostModel(k1=0.0, k2=0.004, k3=0.0, k4=0.0, b=0.0)
+    cost = CostModel(k1=0.0, k2=0.004, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
     instance = SimulatedBatch(
         cost, kv_capacity=10**6, max_running=8, drafting=DraftSettings(most_running=8, acceptance=1.0)
     )
@@ -123,7 +123,7 @@ def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
     assert ended.drafts.counts() == {"drafted_tokens": 40, "accepted_tokens": 40}
 
 
-COST_OF_JOB = factories.cost_model(job())
+COST_OF_JOB = job().rollout.cost
 DECIDED = {
     "rollout__engine__speculation__num_speculative_tokens": 6,
     "workload__median": 200.0,

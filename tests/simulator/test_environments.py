@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.pipeline.config import actor_settings, factories
+from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Route, StepEnvironment
 from staleflow.pipeline.coordination.events import EnvironmentFailed, EnvironmentStepped, Event
@@ -45,7 +45,7 @@ def test_an_episode_takes_its_turns_and_its_answers_one_after_the_other() -> Non
     alone = {"steps": 1, "batch__groups_per_step": 1, "batch__group_size": 1, "rollout__instances": 1,
              "training__advantage": "reinforce_plus_plus"}  # fmt: skip
     config = agents(**alone, staleness__eta=0, simulation__reward_s=0.25)
-    workload, cost = actor_settings.make_workload(config), factories.cost_model(config)
+    workload, cost = actor_settings.make_workload(config), config.rollout.cost
     heard: list[tuple[float, Event, list[Command]]] = []
     trace = SimulatedRun(config, workload, observe=lambda *one: heard.append(one), validate_each=True).run()
     turns = workload.turns(0, 0)

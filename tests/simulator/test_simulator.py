@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from staleflow.cli.simulate import command, parse_sweeps
 from staleflow.pipeline.api.simulating import SimulatedVariant, sweep_rows
-from staleflow.pipeline.config import actor_settings, factories, knob_tree, loading
+from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Discard, Route, Score, StepEnvironment, Train
 from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted
@@ -219,7 +219,7 @@ def test_synchronous_time_is_rollout_plus_training() -> None:
         simulation__pull_s=0.0, rollout__cost__prefill=0.0,
     )  # fmt: skip
     trace = run(config)
-    cost = factories.cost_model(config)
+    cost = config.rollout.cost
     # 18 trajectories, at most 16 at once: two rounds.
     rollout_s = cost.decode_s(16, 16 * 20, 100) + cost.decode_s(2, 2 * 20, 100)
     expected = [(i + 1) * (rollout_s + 0.01 + 0.5) for i in range(4)]

@@ -37,7 +37,7 @@ from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersio
 from staleflow.tasks.emulation.cost_model import CostModel
 from tests.support.entries import entry
 
-COST = CostModel(k1=1e-5, k2=0.005, k3=0.0005, k4=0.001, b=0.002)
+COST = CostModel(k1=1e-5, k2=0.005, k3=0.0005, k4=0.001, b=0.002, prefill=0.0)
 
 
 @dataclass
@@ -61,7 +61,7 @@ SMALL = Candidate(kv_tokens=10)
 
 def test_cost_is_the_published_formula() -> None:
     # StaleFlow's fit for a 14B model: 0.1165 us x 1e6 tokens + max(12.3 ms, 4.9 + 0.244 x 64 ms) + 1.97 ms
-    cost = CostModel(k1=1.165e-07, k2=0.012303, b=0.0049075, k3=0.0002441, k4=0.0019663689)
+    cost = CostModel(k1=1.165e-07, k2=0.012303, b=0.0049075, k3=0.0002441, k4=0.0019663689, prefill=0.0)
     assert cost.step_s(64, 1_000_000) == pytest.approx(0.1165 + 0.0205299 + 0.0019663689)
     assert cost.throughput(64, 1_000_000) == pytest.approx(64 / 0.1389962689)
     assert cost.throughput(0, 0) == 0.0

@@ -42,14 +42,12 @@ group_size = 2
 [rollout]
 instances = 2
 max_new_tokens = 100
+cost_tolerance = 1e9
 
 [rollout.engine]
 name = "emulated"
 max_running = 4
 kv_tokens = 2000
-
-[rollout.cost]
-tolerance = 1e9
 
 [deadlines]
 start_s = 50

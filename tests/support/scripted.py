@@ -37,19 +37,14 @@ from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trainer import PublishedStep, Trainer
 from staleflow.tasks.actors.trainer_rank import LONGEST_S, TrainerRank
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadSettings
+from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
 from staleflow.tasks.engines.base import EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.emulated_engine import emulated_ids, word_logprobs
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import BatchMessage
 from staleflow.tasks.training.rank import Rank, rank_name
 
-PROMPTS = RandomWorkload(
-    WorkloadSettings(
-        kind="lognormal", prompt_tokens=6, median=10, sigma=0, long_share=0, long_ratio=1, exponent=1, turns=1,
-        tool_s=0, tool_tokens=0, group_correlation=0, signal_share=1, members=2, max_tokens=100, seed=0,
-    )
-)  # fmt: skip
+PROMPTS = RandomWorkload(WorkloadConfig(prompt_tokens=6), members=2, max_tokens=100, seed=0)
 """Prompts of six tokens; nothing else of it is used."""
 
 

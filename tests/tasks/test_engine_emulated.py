@@ -19,7 +19,7 @@ from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion,
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.tasks.emulation.batch_simulator import DraftSettings
 from staleflow.tasks.emulation.cost_model import CostModel
-from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadSettings
+from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
 from staleflow.tasks.engines.base import Engine
 from staleflow.tasks.engines.emulated_engine import Clock, EmulatedEngine, weights, word_logprobs
 from staleflow.tasks.engines.engine_settings import EmulatedSettings
@@ -42,9 +42,8 @@ def workload(**changes: Any) -> RandomWorkload:
     values: dict[str, Any] = {
         "kind": "lognormal", "prompt_tokens": 4, "median": 30.0, "sigma": 0.6, "long_share": 0.1, "long_ratio": 4.0,
         "exponent": 1.5, "turns": 3.0, "tool_s": 1.0, "tool_tokens": 5, "group_correlation": 0.0, "signal_share": 1.0,
-        "members": 4, "max_tokens": 100, "seed": 0,
     }  # fmt: skip
-    return RandomWorkload(WorkloadSettings(**(values | changes)))
+    return RandomWorkload(WorkloadConfig(**(values | changes)), members=4, max_tokens=100, seed=0)
 
 
 def settings(**changes: Any) -> EmulatedSettings:
