@@ -136,7 +136,7 @@ def convert(run: str, out: str, as_json: bool) -> None:
     """Write a copy of a run that the version before this one wrote, as this version reads it. The run is not changed.
 
     The copy has the run's store with all its branches, its job files, journals, spool and resume points: it can be
-    audited, replayed, trained on and resumed as the run could.
+    audited, replayed, trained on and resumed as the run could be.
     """
     from staleflow.pipeline.stored_runs.conversion import convert_run
 
@@ -144,9 +144,5 @@ def convert(run: str, out: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(done), indent=2))
     else:
-        store = done.store
-        size = f"{store.rows} trajectories, {store.branches} branches, {store.snapshots} snapshots" if store else ""
-        click.echo(
-            f"{done.out}: {size or 'its store is as it was'}; {done.jobs} job files, {done.entries} journal entries"
-        )
+        click.echo(f"{done.out}: {done.jobs} job files, {done.entries} journal entries")
         click.echo(f"see: staleflow store audit {done.out}")

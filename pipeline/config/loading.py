@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.cross_checks import check_across
-from staleflow.pipeline.config.job_conversion import MOVED, RENAMED
+from staleflow.pipeline.config.job_conversion import RENAMED
 from staleflow.pipeline.config.knob_tree import apply_override, merged
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
@@ -55,7 +55,7 @@ def _depth(override: str) -> int:
 
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
-    for old, new in (MOVED | RENAMED).items():
+    for old, new in RENAMED.items():
         *tables, name = old.split(".")
         if name in reduce(_table, tables, tree):
             raise ConfigError(f"{where}: unknown key {old}; did you mean {new}?")

@@ -19,12 +19,9 @@ from staleflow.pipeline.recovery.resumption import parts
 from staleflow.pipeline.recovery.run_folder import LOCK, lock_folder, require_run
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import claim_folder, publish, remove
-from staleflow.stores.trajectories.store_conversion import ConvertedStore, convert_store, needs_conversion
 
-NOT_COPIED = (LOCK, ".store.lock", "store")
-"""What is in a run's folder and belongs to its place, besides the store, which is converted."""
-
-
+NOT_COPIED = (LOCK, ".store.lock")
+"""What is in a run's folder and belongs to its place."""
 LEVEL = 6
 """Of the compression of a closed part of a journal."""
 
@@ -34,8 +31,6 @@ class ConvertedRun:
     """A converted copy of a run."""
 
     out: str
-    store: ConvertedStore | None
-    """None if the store was of this version, and is copied as it is."""
     jobs: int
     """The number of job files, one for each start."""
     entries: int
@@ -45,19 +40,18 @@ class ConvertedRun:
 def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
     """Write a converted copy of a run to the folder `out`. The run itself is not changed.
 
-    The copy has the run's store with all branches, its job files and journals; spool, resume points and checkpoints are
-    the same. A store in a bucket is copied into the folder if it needs conversion, else the copy names the same place.
+    Converted are its job files and journals; store, spool, resume points and checkpoints are the same. If its store is
+    in a bucket, the copy names the same place.
 
     Raises:
         ConfigError: There is nothing to convert, `out` exists or the run is live.
-        StoreError: The store cannot be read or written.
+        StoreError: The store cannot be read.
     """
     require_run(run_dir)
     if not (run_dir / "store").exists():
         raise ConfigError(f"{run_dir}: the run has no store; start it again with `staleflow run`")
-    converts_store = needs_conversion(run_dir / "store")
     earlier_job = any(is_earlier_job(loading.read_tree(job)) for job in run_dir.glob("config*.toml"))
-    if not (converts_store or earlier_job or _has_earlier_journal(run_dir)):
+    if not (earlier_job or _has_earlier_journal(run_dir)):
         raise ConfigError(f"{run_dir}: already of this version; nothing to convert")
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another place, or remove it")
@@ -72,20 +66,12 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
             for job in jobs:
                 _convert_job_file(job)
             entries = sum(_convert_journal_file(file) for file in list(_journal_files(part)))
-            keeps_bound = loading.load(part / "config.toml").eta is not None
-            store = None
-            if converts_store:
-                store = convert_store(run_dir / "store", part / "store", keeps_bound=keeps_bound)
-            elif (run_dir / "store").is_dir():
-                shutil.copytree(run_dir / "store", part / "store")
-            else:
-                shutil.copy2(run_dir / "store", part / "store", follow_symlinks=False)
             publish(part, out)
     except OSError as error:
         if isinstance(error, StaleflowError):
             raise
         raise StoreError(f"{out}: cannot be written: {error}; choose another place with --out") from error
-    return ConvertedRun(out=str(out), store=store, jobs=len(jobs), entries=entries)
+    return ConvertedRun(out=str(out), jobs=len(jobs), entries=entries)
 
 
 def _journal_files(run_dir: Path) -> Iterator[Path]:

@@ -36,8 +36,6 @@ from staleflow.stores.trajectory import EndedTrajectory, Fate, TrajectoryId
 
 FORMAT = "columns"
 """The layout of stores, in their attributes. A new column does not change it."""
-EARLIER_FORMATS = (1, 2, 3, 4)
-"""Layouts of earlier versions, with rows packed in matrices: `staleflow store convert` converts them."""
 PLACES = ("offset", "prompt_tokens", "response_tokens")
 """Columns that say where the tokens of a row are."""
 NUM_ROWS = "rows/trajectory"
@@ -424,10 +422,7 @@ class StoreReader:
 
 
 def check_format(format: object, where: str) -> None:
-    """Raise ConfigError if a store is not of the layout that is read here. found: in its attributes."""
-    if format in EARLIER_FORMATS:
-        run = str(Path(where).parent)
-        raise ConfigError(f"{where}: written by an earlier version; `staleflow store convert {run}` converts it")
+    """Raise ConfigError if a store is not of the layout that is read here. format: in its attributes."""
     if format != FORMAT:
         raise ConfigError(f"{where}: store format {format!r}, this version reads {FORMAT!r}")
 

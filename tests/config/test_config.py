@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from staleflow.cli.config import command as config_command
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, model_files, schema
-from staleflow.pipeline.config.job_conversion import MOVED
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.strategies.routing import Random, ThroughputOptimal
 from staleflow.stores.errors import ConfigError
@@ -50,12 +49,6 @@ def test_whatever_keys_and_texts_a_job_has_it_is_read_back_as_it_was(options: di
     config = RunConfig(task=replace(RunConfig().task, options=options, answer_pattern=pattern))
     read = tomllib.loads(knob_tree.to_toml(config))["task"]
     assert (read["options"], read["answer_pattern"]) == (options, pattern)
-
-
-@pytest.mark.parametrize(("old", "new"), MOVED.items())
-def test_a_key_that_has_moved_says_where_it_is_now(tmp_path: Path, old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=rf"unknown key {old}; did you mean {new}\?$"):
-        load(tmp_path, GOOD, f"{old}=1")
 
 
 def test_a_rule_is_chosen_and_set_by_overrides_in_any_order(tmp_path: Path) -> None:

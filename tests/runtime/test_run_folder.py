@@ -404,7 +404,7 @@ def test_store_ls_names_a_run_without_a_store(light: Path) -> None:
 def test_a_run_folder_of_an_earlier_version_names_the_command_that_converts_it(light: Path) -> None:
     config = begun(light)
     path = config.run_dir / "config.toml"
-    path.write_text('[rollout]\nrouting = "deadline"\npace_slack = 0.0\n')
+    path.write_text("[rollout]\npace_slack = 0.0\n")
     with pytest.raises(ConfigError, match=r"config.toml: written by an earlier version; `staleflow store convert /.*`"):
         load_job(config.run_dir)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import dask
@@ -14,7 +15,6 @@ from staleflow.pipeline.stored_runs.auditing import audit_within, planned
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
-from tests.earlier import asking
 from tests.stores.plain_audit import plain_audit
 from tests.stores.test_stores import edit, set_int
 
@@ -35,9 +35,10 @@ def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None
         planned(100, 2, 10)
 
 
-def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_find_what_one_finds(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auditing, "SEVERAL_TOKENS", 0)
-    path = asking.converted("finished", tmp_path) / "store"
+    path = tmp_path / "store"
+    shutil.copytree(stored / "store", path)
     assert audit_within(VersionedStore.open(path), 1024, 2) == plain_audit(VersionedStore.open(path))
     edit(path, lambda root: set_int(root, 9, "v_traj", 3))
     edit(path, lambda root: set_int(root, 2, "step", 3))
@@ -46,28 +47,25 @@ def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pyte
     assert not report.clean
 
 
-def test_a_scheduler_in_dasks_configuration_is_left_alone(tmp_path: Path) -> None:
+def test_a_scheduler_in_dasks_configuration_is_left_alone(stored: Path) -> None:
     """An audit waited for the workers of a busy cluster, or failed where none answers, only because one was named."""
-    run = asking.converted("finished", tmp_path)
     with dask.config.set({"scheduler-address": "tcp://127.0.0.1:9"}):
-        assert command("store", "audit", run).returncode == 0
-        told = command("store", "audit", run, "--scheduler", "tcp://127.0.0.1:9")
+        assert command("store", "audit", stored).returncode == 0
+        told = command("store", "audit", stored, "--scheduler", "tcp://127.0.0.1:9")
         assert told.returncode == 2
         assert "no scheduler at tcp://127.0.0.1:9" in told.stderr
 
 
-def test_weights_that_no_instance_proved_are_not_said_to_be_verified(tmp_path: Path) -> None:
-    run = asking.converted("finished", tmp_path)
-    assert audit_within(VersionedStore.open(run / "store"), 1024, 2).weights.verified > 0
-    assert re.search(r"weights of instances: \d+ pulls verified, 0 not", command("store", "audit", run).stdout)
-    first = VersionedStore.open(run / "store", at_step=0)  # when instances had nothing but the base model
+def test_weights_that_no_instance_proved_are_not_said_to_be_verified(stored: Path) -> None:
+    assert audit_within(VersionedStore.open(stored / "store"), 1024, 2).weights.verified > 0
+    assert re.search(r"weights of instances: \d+ pulls verified, 0 not", command("store", "audit", stored).stdout)
+    first = VersionedStore.open(stored / "store", at_step=0)  # when instances had nothing but the base model
     assert audit_within(first, 1024, 2).weights.verified == 0
 
 
-def test_the_command_refuses_a_limit_that_is_too_low_in_one_line(tmp_path: Path) -> None:
-    run = asking.converted("killed", tmp_path)
-    told = command("store", "audit", run, "--memory", 64)
+def test_the_command_refuses_a_limit_that_is_too_low_in_one_line(stored: Path) -> None:
+    told = command("store", "audit", stored, "--memory", 64)
     assert (told.returncode, told.stderr) == (2, "staleflow: --memory 64: an audit takes at least 216 MiB\n")
-    told = command("store", "audit", run, "--memory", 300, "--json")
+    told = command("store", "audit", stored, "--memory", 300, "--json")
     assert told.returncode == 0
     assert json.loads(told.stdout)["clean"]

@@ -1,167 +1,140 @@
-"""Runs of the version before, converted: the same audit, replay and training as that version recorded of them.
+"""Runs with the names of commit 9e20fc41 in their jobs and journals, converted: read, audited and replayed as before.
 
-tests/earlier has the runs and what was recorded; tests/earlier/make.py made them.
+tests/config/previous_jobs and tests/coordination/test_journal_conversion.py have what that commit wrote.
 """
 
 from __future__ import annotations
 
-import functools
+import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from staleflow.pipeline.config import job_conversion, loading
 from staleflow.pipeline.config.job_conversion import RENAMED
+from staleflow.pipeline.coordination import journal, journal_conversion
 from staleflow.pipeline.recovery.run_folder import lock_folder
-from staleflow.stores.auditing import snapshot_audit
-from staleflow.stores.errors import ConfigError
-from staleflow.stores.trajectories.columns import COLUMNS
-from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
-from tests.earlier import asking
-from tests.support import forking
+from tests.support.simulated_store import stored_simulation
 
-JOB_FILES = "config explain"
-"""The answer about job files, whose keys change with every version."""
-
-
-@pytest.fixture(scope="module", params=asking.NAMES)
-def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """(name, folder of the converted run) of each run. Tests only read it."""
-    return request.param, asking.converted(request.param, tmp_path_factory.mktemp(request.param))
+TYPES, FIELDS = (
+    {new: old for old, new in names.items()} for names in (journal_conversion.TYPES, journal_conversion.FIELDS)
+)
 
 
-@functools.cache
-def recorded(name: str) -> dict[str, Any]:
-    answers: dict[str, Any] = json.loads((asking.HERE / f"{name}.json").read_text())
-    return answers
+def with_earlier_names(value: Any) -> Any:
+    """A journal's entry as that commit wrote it."""
+    if isinstance(value, list):
+        return [with_earlier_names(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    renamed = {FIELDS.get(key, key): with_earlier_names(item) for key, item in value.items()}
+    for key in ("type", "cause"):
+        if isinstance(text := value.get(key), str):
+            kind, mark, number = text.partition("#")
+            renamed[key] = f"{TYPES.get(kind, kind)}{mark}{number}"
+    return renamed
 
 
-def assert_same(now: Any, before: Any, where: str) -> None:
-    """What was recorded is said now. New keys are no difference. Fractions may differ by a machine's rounding."""
-    if isinstance(before, dict):
-        assert isinstance(now, dict), where
-        assert not before.keys() - now.keys(), where
-        for key, value in before.items():
-            assert_same(now[key], value, f"{where} > {key}")
-    elif isinstance(before, list):
-        assert isinstance(now, list) and len(now) == len(before), where
-        for i, value in enumerate(before):
-            assert_same(now[i], value, f"{where} > {i}")
-    elif isinstance(before, float):
-        assert now == pytest.approx(before, rel=1e-6, abs=1e-9), where
-    else:
-        assert now == before, where
+def make_earlier(run: Path) -> None:
+    """Rewrite a run of this version as that commit would have stored it. Its last line is cut off, as a kill leaves
+    it."""
+    job = run / "config.toml"
+    text = job.read_text()
+    for old, new in RENAMED.items():
+        if old.rpartition(".")[0] == new.rpartition(".")[0]:
+            (old_name, name) = (f"\n{key.rpartition('.')[2]} = " for key in (old, new))
+            assert text.count(name) <= 1 or old_name == name, new
+            text = text.replace(name, old_name)
+    job.write_text(
+        re.sub(r"\ncost_tolerance = (.*)\n(?s:(.*))\[rollout.cost\]", r"\n\2[rollout.cost]\ntolerance = \1", text)
+    )
+    events = run / "events.jsonl"
+    lines = [json.dumps(with_earlier_names(json.loads(line))) for line in events.read_text().splitlines()]
+    events.write_text("\n".join(lines) + '\n{"now":')
 
 
-def test_audit_replay_and_rows_are_as_recorded(converted: tuple[str, Path]) -> None:
-    name, run = converted
-    before = recorded(name)
-    for question, answer in asking.ask(run).items():
-        if question != JOB_FILES:
-            assert_same(answer, before[question], f"{name}: {question}")
-    assert before["store audit"]["clean"]
-    assert before["replay"]["difference"] == ""
-    assert list(snapshot_audit.audit_history(run / "store")) == []
-
-
-@pytest.mark.parametrize("name", ["finished", "agent"])
-def test_training_offline_ends_with_the_same_weights(name: str, tmp_path: Path) -> None:
-    run = asking.converted(name, tmp_path)
-    now, before = asking.trained_offline(run), recorded(name)["train-offline"]
-    assert before["same_steps"] == before["steps"]
-    # Other processors round otherwise, and then the weights are not those of the run either.
-    if now["same_steps"] == now["steps"]:
-        assert now["weights"] == before["weights"]
-    assert [now[key] for key in ("steps", "rows", "errors")] == [before[key] for key in ("steps", "rows", "errors")]
-
-
-def test_branches_are_converted_too(tmp_path: Path) -> None:
-    run = asking.converted("finished", tmp_path)
-    before = recorded("finished")
-    assert_same(json.loads(asking.answer("store", "diff", run, "main", "odd", "--json")), before["store diff"], "diff")
-    assert before["store diff"]["changed"] > 0
-    assert_same(asking.exported(run, "odd"), before["store export"], "export")
-    main, odd, last = (VersionedStore.open(run / "store", branch=name) for name in ("main", "odd", "last"))
-    assert odd.lineage["parent"] == last.lineage["parent"] == main.snapshot
-    rows = list(last.ended())
-    logprobs = [last.rescored(row.trajectory.id) for row in rows]
-    assert all(new is not None and np.abs(new - row.trajectory.logprobs).max(initial=0) < 2
-               for new, row in zip(logprobs, rows, strict=True))  # fmt: skip
-    assert any(new is not None and new.any() for new in logprobs)
-
-
-def test_undone_steps_stay_readable(tmp_path: Path) -> None:
-    run = asking.converted("resumed", tmp_path)
-    store = VersionedStore.open(run / "store")
-    (undone,) = store.branches()
-    assert undone.startswith("undone-")
-    other = VersionedStore.open(run / "store", branch=undone)
-    assert undone == f"undone-{other.snapshot}"
-    assert [record.kind for record in other.steps()] == ["step"] * 4
-
-
-def test_each_step_is_read_as_it_was_committed(tmp_path: Path) -> None:
-    run = asking.converted("finished", tmp_path)
-    whole = VersionedStore.open(run / "store").table()["trajectory"].tolist()
-    for step in range(4):
-        early = VersionedStore.open(run / "store", at_step=step)
-        assert early.summary().num_steps == step + 1
-        assert early.table()["trajectory"].tolist() == whole[: early.summary().num_rows]
-
-
-def test_a_column_that_is_newer_than_the_store_reads_its_fill_value(tmp_path: Path) -> None:
-    run = asking.converted("credits", tmp_path)
-    (column,) = [c for c in COLUMNS if c.name == "dataset_row"]
-    store = VersionedStore.open(run / "store")
-    assert column.array not in store.array_lengths()
-    assert set(store.columns()["dataset_row"].tolist()) == {column.fill}
-
-
-def test_a_killed_run_is_resumed_with_what_was_in_flight(tmp_path: Path) -> None:
-    run = asking.converted("killed", tmp_path)
-    trained = sum(record["kind"] == "step" for record in recorded("killed")["store show"])
-    words = ["resume", str(run), "--set", f"steps={trained + 2}", "--set", "rollout.instances=1", "--json"]
-    done = forking.run(
-        [sys.executable, "-m", "staleflow.cli.main", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200,
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A simulated run of this version with drafts and environments, so that most names occur in its journal."""
+    return stored_simulation(
+        tmp_path, "name=run", "steps=6", "task.multi_turn=yes", "workload.kind=agentic",
+        "rollout.engine.speculation.num_speculative_tokens=4", "rollout.cost_tolerance=0.5",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    answers = asking.ask(run)
-    assert answers["store audit"]["clean"]
-    assert answers["store audit"]["num_steps"] == trained + 2
-    assert answers["replay"]["difference"] == ""
-    (resumed,) = [record for record in VersionedStore.open(run / "store").steps() if record.kind == "resume"]
-    assert resumed.metrics["taken_up"] > 0
 
 
-OTHER_COMMANDS = [
-    ["store", "show", "RUN"], ["store", "audit", "RUN"], ["store", "export", "RUN", "--to", "jsonl"],
-    ["store", "diff", "RUN", "main", "odd"], ["store", "rescore", "RUN", "--reward", "task", "--branch", "b"],
-    ["store", "recompute-logprobs", "RUN", "--model", "x"], ["train-offline", "RUN"], ["simulate", "--from", "RUN"],
-    ["resume", "RUN", "--set", "steps=9"],
-]  # fmt: skip
+def files(folder: Path) -> dict[str, bytes]:
+    """The contents of a run's files, but of its locks."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.startswith(".")
+    }
 
 
-@pytest.mark.parametrize("words", OTHER_COMMANDS, ids=lambda words: " ".join(words[:2]))
-def test_every_other_command_names_the_conversion(words: list[str], tmp_path: Path) -> None:
-    run = asking.unpack("finished", tmp_path)
-    done = command(*(str(run) if word == "RUN" else word for word in words))
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert f"written by an earlier version; `staleflow store convert {run}` converts it" in line
+def answers(run: Path) -> list[Any]:
+    """The answers of the commands that read a run."""
+    done = [
+        command("store", "audit", run, "--json"),
+        command("replay", run, "--json"),
+        command("store", "show", run, "--json"),
+        command("store", "show", run, "--longest", 5, "--json"),
+    ]
+    assert all(each.stdout for each in done), done
+    return [json.loads(each.stdout.replace(str(run), "RUN")) for each in done]
 
 
-def test_what_cannot_be_converted_is_refused_in_one_line(tmp_path: Path) -> None:
-    run = asking.unpack("credits", tmp_path)
+def test_a_converted_run_is_read_and_replayed_as_before(run: Path, tmp_path: Path) -> None:
+    config, before = loading.load(run / "config.toml"), answers(run)
+    entries = list(journal.read(run / "events.jsonl"))
+    make_earlier(run)
+    stored = files(run)
+    for question in (["resume"], ["replay"], ["simulate", "--from"]):
+        refused = command(*question, run)
+        assert refused.returncode == 2
+        assert f"`staleflow store convert {run}` converts it" in refused.stderr
+    converted = command("store", "convert", run, "--out", tmp_path / "out", "--json")
+    assert converted.returncode == 0, converted.stderr
+    assert json.loads(converted.stdout) == {"out": str(tmp_path / "out"), "jobs": 1, "entries": len(entries)}
+    assert files(run) == stored, "the run is not changed"
+    copy = files(tmp_path / "out")
+    assert copy.keys() == stored.keys()
+    assert {name for name in copy if copy[name] != stored[name]} == {"config.toml", "events.jsonl"}
+    shutil.rmtree(run)
+    (tmp_path / "out").rename(run)
+    assert loading.load(run / "config.toml") == config
+    read = journal.read(run / "events.jsonl")
+    assert (list(read), read.torn_line) == (entries, len(entries) + 1)
+    now = answers(run)
+    assert now[1].pop("torn") and not before[1].pop("torn")
+    assert now == before
+    assert before[1]["difference"] == ""
+
+
+def test_closed_parts_of_a_journal_stay_compressed(run: Path, tmp_path: Path) -> None:
+    config = loading.load(run / "config.toml")
+    entries = list(journal.read(run / "events.jsonl"))
+    make_earlier(run)
+    events = run / "events.jsonl"
+    closed, _, torn = events.read_bytes().rpartition(b"\n")
+    (run / "events.jsonl.0001.gz").write_bytes(gzip.compress(closed + b"\n"))
+    events.write_bytes(json.dumps({journal.PART: 2}).encode() + b"\n" + torn)
+    assert command("store", "convert", run).returncode == 0
+    copy = run.with_name("run-converted")
+    assert (copy / "events.jsonl.0001.gz").is_file()
+    assert list(journal.read(copy / "events.jsonl")) == entries
+    assert loading.load(copy / "config.toml") == config
+
+
+def test_what_cannot_be_converted_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def refused(*words: object) -> str:
@@ -170,6 +143,8 @@ def test_what_cannot_be_converted_is_refused_in_one_line(tmp_path: Path) -> None
         (line,) = done.stderr.splitlines()
         return line
 
+    assert "already of this version; nothing to convert" in refused(run, "--out", out)
+    make_earlier(run)
     with lock_folder(run):
         words = [sys.executable, "-m", "staleflow.cli.main", "store", "convert", str(run)]
         done = subprocess.run(words, capture_output=True, text=True)  # another process
@@ -178,64 +153,28 @@ def test_what_cannot_be_converted_is_refused_in_one_line(tmp_path: Path) -> None
     out.mkdir()
     assert "already exists; choose another place" in refused(run, "--out", out)
     assert "no such run" in refused(tmp_path / "none")
-    out.rmdir()
-    asking.answer("store", "convert", run, "--out", out)
-    assert "already of this version; nothing to convert" in refused(out, "--out", tmp_path / "again")
+    shutil.rmtree(run / "store")
+    assert "the run has no store" in refused(run)
 
 
-def test_a_conversion_that_is_killed_leaves_the_run_as_it_was(tmp_path: Path) -> None:
-    run = asking.unpack("credits", tmp_path)
-    before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
+def test_a_conversion_that_is_killed_leaves_the_run_as_it_was(run: Path, tmp_path: Path) -> None:
+    make_earlier(run)
+    before = files(run)
     script = (
-        "import os, signal, sys\n"
-        "from staleflow.stores.trajectories import store_conversion\n"
-        "append, count = store_conversion._append, iter(range(9))\n"
-        "def killed(*args):\n"
-        "    if next(count) == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    append(*args)\n"
-        "store_conversion._append = killed\n"
+        "import os, signal\n"
+        "from staleflow.pipeline.stored_runs import conversion\n"
+        "conversion.convert_entry = lambda entry: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from tests.commands import command\n"
         f"command('store', 'convert', {str(run)!r}, '--out', {str(tmp_path / 'out')!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], check=False)
+    done = subprocess.run([sys.executable, "-c", script], check=False, env=os.environ)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    after = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".running"}
-    assert after == {path: data for path, data in before.items() if path.name != ".running"}
-    asking.answer("store", "convert", run, "--out", tmp_path / "out")
-    assert VersionedStore.open(tmp_path / "out" / "store").summary().num_steps == 4
-    with pytest.raises(ConfigError):
-        VersionedStore.open(run / "store")
+    assert files(run) == before
+    assert command("store", "convert", run, "--out", tmp_path / "out").returncode == 0
+    assert [path.name for path in tmp_path.glob(".*")] == [], "nothing is left of the first conversion"
 
 
-def test_a_run_whose_store_is_of_this_version_gets_a_job_with_the_new_keys(tmp_path: Path) -> None:
-    """As commit 9e20fc41 wrote it: the same store, a job whose keys were renamed since."""
-    run = asking.converted("credits", tmp_path)
-    job = run / "config.toml"
-    converted = job.read_text()
-    for old, new in RENAMED.items():
-        (old_name, name) = (f"\n{key.rpartition('.')[2]} = " for key in (old, new))
-        assert converted.count(name) <= 1 or old_name == name, new
-        job.write_text(job.read_text().replace(name, old_name))
-    assert job.read_text() != converted
-    refused = command("store", "audit", run)
-    assert f"`staleflow store convert {run}` converts it" in refused.stderr or refused.returncode == 0
-    asking.answer("store", "convert", run, "--out", tmp_path / "out")
-    assert tomllib.loads((tmp_path / "out" / "config.toml").read_text()) == tomllib.loads(converted)
-    before = recorded("credits")
-    shutil.rmtree(run)
-    answers = asking.ask((tmp_path / "out").rename(run))
-    for question in ("store audit", "store show", "replay"):
-        assert_same(answers[question], before[question], question)
-
-
-def test_a_converted_run_that_kept_no_bound_is_not_said_to_hold_one(tmp_path: Path) -> None:
-    """The version before wrote the number of steps as its bound, which any trajectory keeps."""
-    run = asking.unpack("credits", tmp_path)
-    job = run / "config.toml"
-    assert 'admission = "credits"' in job.read_text()
-    job.write_text(job.read_text().replace('admission = "credits"', 'admission = "backlog"'))
-    assert command("store", "convert", run, "--out", tmp_path / "converted").returncode == 0
-    audited = command("store", "audit", tmp_path / "converted")
-    assert audited.returncode == 0
-    assert "bound         not verified: the run keeps no bound" in audited.stdout
+def test_a_setting_that_is_no_more_is_left_out() -> None:
+    job = {"rollout": {"pace_slack": 0.5}, "evaluation": {"fill": False}, "environment": {"isolation": "thread"}}
+    assert job_conversion.convert_job(job) == {"rollout": {}, "evaluation": {}, "environment": {"isolation": "auto"}}
