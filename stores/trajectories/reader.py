@@ -178,6 +178,7 @@ class StoreReader:
     # -- trajectories --------------------------------------------------------------------------------------------
 
     def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
+        """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
         root = self._read_root()
         if step is None:
             at = np.arange(num_rows(root))

@@ -1,4 +1,4 @@
-"""The contract of a trajectory store, and the values it keeps. Pure; two implementations, one conformance suite."""
+"""The values that a trajectory store keeps. Pure."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.context_branches import ContextBranch
 from staleflow.stores.serialization import Codec
-from staleflow.stores.trajectory import EndedTrajectory, Trajectory, TrajectoryId
+from staleflow.stores.trajectory import Trajectory
 from staleflow.stores.weights.weight_report import WeightCheck
 
 
@@ -105,28 +104,6 @@ class StepRecord:
     def _checked(self) -> list[tuple[str, int]]:
         """The instances and versions that `weight_checks` is about; its numbers may be NaN, which equals nothing."""
         return [(str(check.instance), int(check.version)) for check in self.weight_checks]
-
-
-class TrajectoryStore(Protocol):
-    """An append-only store. One owner commits; anyone may read."""
-
-    @property
-    def header(self) -> RunHeader: ...
-
-    def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
-        """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
-        The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored."""
-        ...
-
-    def steps(self, first: int = 0) -> list[StepRecord]:
-        """The commits from number `first` on, oldest first; as in slices, a negative one counts from the end."""
-        ...
-
-    def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
-        """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
-        ...
-
-    def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None: ...
 
 
 def id_ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:

@@ -67,7 +67,8 @@ COMMIT_CHUNK = 1024
 
 
 class VersionedStore(StoreReader):
-    """The contract is in records.py. Opened with `create`, `open` (the committer) or `open` with `at_step`."""
+    """An append-only store: one owner commits, anyone may read. Opened with `create`, `open` (the committer) or `open`
+    with `at_step`."""
 
     def __init__(self, repository: Any, *, at_snapshot: str | None, where: str, branch: str = MAIN) -> None:
         # The snapshot that the next commit must find: there is one committer, and it knows its last commit.
@@ -162,8 +163,9 @@ class VersionedStore(StoreReader):
     # -- writing -------------------------------------------------------------------------------------------------
 
     def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
-        """As of TrajectoryStore. Raises StoreUnavailable if the bucket fails: then the same commit may be asked for
-        again, and is not applied twice."""
+        """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
+        The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored. Raises
+        StoreUnavailable if the bucket fails: then the same commit may be asked for again, and is not applied twice."""
         if not self._commits:
             raise StoreError(f"{self._where}: {self._branch} was opened read-only")
         ids = [e.trajectory.id for e in ended]

@@ -17,7 +17,6 @@ from staleflow.pipeline.config import actor_settings
 from staleflow.pipeline.coordination import decision_log, forecast
 from staleflow.pipeline.coordination.events import DecodeStats, InstanceLost, InstanceReported, PullFinished
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -36,6 +35,7 @@ from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.coordination.test_coordinator import A, Bench
 from tests.support import virtual_time
 from tests.support.bodies import Body
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted import World, server_class
 
 TRAJECTORIES = 10_000

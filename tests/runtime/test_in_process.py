@@ -10,7 +10,6 @@ import pytest
 
 from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.processes.worker_protocol import Workers
-from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.tasks.actors.parameter_server import ParameterServer
 from staleflow.tasks.actors.reward_worker import RewardWorker
@@ -20,6 +19,7 @@ from staleflow.tasks.actors.trainer_rank import TrainerRank
 from staleflow.tasks.engines.base import Engine
 from tests.support import virtual_time
 from tests.support.in_process import InProcessWorkers
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted import (
     PlayedParameterServer,
     PlayedTrainer,

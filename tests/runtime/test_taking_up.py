@@ -15,11 +15,11 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.events import InstanceReported, RunResumed
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime.instance_link import POLL_S
-from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectory import AbortReason, Fate, PolicyVersion
 from tests.support.bodies import Body, Run
 from tests.support.driver_runs import MOVES
 from tests.support.in_process import Fault
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted import World
 
 BASE = ("steps=7", "staleness.eta=2", "rollout.max_new_tokens=400", "rollout.delivery_interval_s=0.5")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from staleflow.stores.errors import StoreError
-from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, TrajectoryStore
+from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord
 from staleflow.stores.trajectory import (
     AbortReason,
     EndedTrajectory,
@@ -26,6 +26,7 @@ from staleflow.stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
+from tests.support.memory_store import TrajectoryStore
 
 HEADER = RunHeader(run="test", eta=1, groups_per_step=2, group_size=2, members_started=2)
 

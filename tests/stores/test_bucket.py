@@ -17,12 +17,12 @@ from benchmarks.soaking.bucket import BUCKET, FailingProxy, served
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.s3_url import parsed
-from staleflow.stores.trajectories.records import TrajectoryStore
 from staleflow.stores.trajectories.repository import check_bucket
 from staleflow.stores.trajectories.storage import bucket_storage
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
+from tests.support.memory_store import TrajectoryStore
 
 
 @pytest.fixture(scope="module")

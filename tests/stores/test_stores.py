@@ -22,13 +22,11 @@ from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.columns import COLUMNS
 from staleflow.stores.trajectories.layout import COMMIT_AT
-from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.records import (
     LedgerState,
     RunHeader,
     StepRecord,
-    TrajectoryStore,
     batch_fingerprint,
     id_ranges,
 )
@@ -36,6 +34,7 @@ from staleflow.stores.trajectories.versioned import TOKEN_FILE, VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, Fate, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.stores.store_conformance import HEADER, TrajectoryStoreTests, ended, record
+from tests.support.memory_store import MemoryStore, TrajectoryStore
 
 
 class TestMemoryStore(TrajectoryStoreTests):

@@ -21,12 +21,12 @@ from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
 from staleflow.pipeline.runtime.run_report import RunReport
-from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import EnvSpan, Fate, Segment, Trajectory
 from staleflow.tasks.engines.emulated_engine import emulated_ids
 from tests.support import virtual_time
 from tests.support.in_process import Fault, InProcessWorkers
+from tests.support.memory_store import MemoryStore
 from tests.support.scripted import World, response
 
 JOB = """

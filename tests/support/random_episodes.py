@@ -27,7 +27,6 @@ import hypothesis.strategies as st
 import numpy as np
 
 from staleflow.stores.staleness.ledger_entries import Ending
-from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import RunHeader
 from staleflow.stores.trajectory import (
     AbortReason,
@@ -52,6 +51,7 @@ from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.advantage import DrGrpo, Overlong
+from tests.support.memory_store import MemoryStore
 from tests.support.watched_engine import WatchedEngine, WatchedSettings
 
 MAX_TOKENS, TURN_TOKENS, MOST_PROMPT = 60, 14, 40

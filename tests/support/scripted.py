@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from staleflow.stores.errors import ProtocolViolation, StoreError, StoreUnavailable
-from staleflow.stores.trajectories.memory_store import MemoryStore
 from staleflow.stores.trajectories.records import RunHeader, StepRecord
 from staleflow.stores.trajectory import EndedTrajectory, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.stores.weights.resume_points import ResumePoints
@@ -43,6 +42,7 @@ from staleflow.tasks.engines.emulated_engine import emulated_ids, word_logprobs
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import BatchMessage
 from staleflow.tasks.training.rank import Rank, rank_name
+from tests.support.memory_store import MemoryStore
 
 PROMPTS = RandomWorkload(WorkloadConfig(prompt_tokens=6), members=2, max_tokens=100, seed=0)
 """Prompts of six tokens; nothing else of it is used."""

@@ -1,17 +1,40 @@
-"""A trajectory store of lists in memory: the reference that the Zarr store is tested against."""
+"""What a trajectory store promises, and one of lists in memory: the reference that the Zarr store is tested against."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.records import RunHeader, StepRecord
 from staleflow.stores.trajectory import EndedTrajectory, Fate, TrajectoryId
 
 
+class TrajectoryStore(Protocol):
+    """An append-only store. One owner commits; anyone may read."""
+
+    @property
+    def header(self) -> RunHeader: ...
+
+    def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+        """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
+        The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored."""
+        ...
+
+    def steps(self, first: int = 0) -> list[StepRecord]:
+        """The commits from number `first` on, oldest first; as in slices, a negative one counts from the end."""
+        ...
+
+    def ended(self, step: int | None = None) -> Iterable[Ended]:
+        """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
+        ...
+
+    def get(self, trajectory: TrajectoryId) -> Ended | None: ...
+
+
 class MemoryStore:
-    """See stores/trajectories/records.py for the contract."""
+    """A TrajectoryStore for one process; nothing is written."""
 
     def __init__(self, header: RunHeader) -> None:
         self.header = header
