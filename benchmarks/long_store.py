@@ -39,6 +39,7 @@ from staleflow.stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
+from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 
 GROUPS, SIZE, TOKENS, PROMPT = 64, 8, 480, 33
 """512 responses a step, of 240 to 720 tokens, with their prompts: 263 million tokens in 1,000 steps."""
@@ -103,13 +104,21 @@ def make_store(config: RunConfig) -> tuple[float, float]:
             ),
             metrics={f"metric_{i}": float(i) for i in range(60)} | {"reward": 0.5},
             weight_fingerprint=f"w{step + 1}",
-            loaded_fingerprints={f"rollout-{i}": (step, f"w{step}") for i in range(8 if step else 0)},
+            weight_checks=tuple(_check(i, step) for i in range(8 if step else 0)),
             batch_fingerprint=batch_fingerprint((e.trajectory, e.advantage) for e in batch),
         )  # fmt: skip
         begin = time.process_time()
         store.commit(record, rows)
         seconds.append(time.process_time() - begin)
     return float(np.median(seconds[:10])), float(np.median(seconds[-10:]))
+
+
+def _check(instance: int, version: int) -> WeightCheck:
+    """A pull of an instance whose weights are those published."""
+    return WeightCheck(
+        instance=InstanceId(f"rollout-{instance}"), version=PolicyVersion(version), fingerprint=f"w{version}",
+        weights=WeightReport(verified=1), drift=0.0, limit=1.0,
+    )  # fmt: skip
 
 
 def make_journal(config: RunConfig) -> None:

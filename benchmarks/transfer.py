@@ -154,14 +154,13 @@ def hashing(num_bytes: int) -> None:
     """Print what hashing a model of so many bytes costs."""
     import torch
 
-    from staleflow.stores.weights.weight_hash import fingerprint, matches
+    from staleflow.stores.weights.weight_hash import fingerprint
 
     # One tensor in four is large, as embeddings are.
     sizes = [num_bytes // 4, *[num_bytes // 256] * 192]
     tensors = {f"layer.{i}": torch.empty(size, dtype=torch.uint8).random_() for i, size in enumerate(sizes)}
     total = sum(sizes)
     works: dict[str, Callable[[], object]] = {
-        "blake2b, one thread (earlier versions)": lambda: matches(tensors, "0" * 32),
         "sha256-tree, one thread": lambda: fingerprint(tensors, 1),
         "sha256-tree, two threads": lambda: fingerprint(tensors, 2),
     }

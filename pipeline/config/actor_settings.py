@@ -169,9 +169,7 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     )
 
 
-def prompt_settings(
-    config: RunConfig, context: int = 2**31, *, held_out: int | None, longest: int | None
-) -> PromptSettings:
+def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int, longest: int | None) -> PromptSettings:
     """Settings of the prompt stream. context: tokens the model can attend to; unlimited for prompts already stored.
     held_out, longest: as in the store's RunHeader."""
     from staleflow.tasks.sources.prompts import PromptSettings

@@ -17,7 +17,7 @@ class RunResumed:
     num_ended: tuple[tuple[str, int], ...]
     """Trajectories of the run so far, by "fate:reason"."""
     groups: tuple[GroupInFlight, ...] = ()
-    """In this order they fit: `plan_resume` has seen to it. None in a run of an earlier version."""
+    """In this order they fit: `plan_resume` has seen to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

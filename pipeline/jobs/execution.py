@@ -189,9 +189,7 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     prints = source_fingerprints.compute(config)
     if resume:
         resumption.reached(config)
-        then = source_fingerprints.read(config.run_dir)
-        prints = prints.like(then)
-        return config, prints, source_fingerprints.changes(then, prints)
+        return config, prints, source_fingerprints.changes(source_fingerprints.read(config.run_dir), prints)
     config, code = user_files.with_code(config, user_files.kept_keys(config))
     config = user_files.with_code_in(config, config.run_dir / "code", code)
     source_fingerprints.write(prepare_run_dir(config, code), prints)

@@ -2,8 +2,7 @@
 its driver after a loss; its summary counts all of them.
 
 starts.json in the run's folder holds one entry per start, oldest first. It is written at each training step and each
-loss, so what a killed driver leaves is complete up to its last step. Runs of earlier versions have none: then only what
-is known is counted.
+loss, so what a killed driver leaves is complete up to its last step.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ class Starts:
 
 
 def read(run_dir: Path) -> list[Start]:
-    """The starts of a run, oldest first; empty for a run of an earlier version. Raises StoreError."""
+    """The starts of a run, oldest first; empty before its first. Raises StoreError."""
     path = run_dir / FILE
     try:
         entries = json.loads(path.read_text()) if path.is_file() else []
@@ -108,8 +107,6 @@ def with_all_starts(outcomes: RunReport, run_dir: Path) -> RunReport:
     """The outcomes of a run's last start, with losses, alarms, commands and seconds of all its starts. Raises
     StoreError."""
     starts = read(run_dir)
-    if not starts:
-        return outcomes
     return replace(
         outcomes,
         losses=[loss for start in starts for loss in start.losses],

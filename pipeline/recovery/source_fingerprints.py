@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,18 +41,13 @@ class Fingerprints:
     data: Facts
     template: Facts
     sets: dict[str, dict[str, Facts]] = field(default_factory=dict)
-    """Of each set in [evaluation.sets] its reward and its data; none in folders of earlier versions."""
+    """Of each set in [evaluation.sets] its reward and its data."""
 
     def digests(self, name: str = HELD_OUT) -> dict[str, str]:
         """One short hash each of reward, data and template, as recorded in an evaluation. name: of its set."""
         run = {"reward": self.reward, "data": self.data, "template": self.template}
         parts = run | self.sets.get(name, {})
         return {part: _hash(json.dumps(facts, sort_keys=True).encode()) for part, facts in parts.items()}
-
-    def like(self, then: Fingerprints | None) -> Fingerprints:
-        """These as a run goes on to record them that began with others: an earlier version took those of its evaluation
-        sets for its own."""
-        return self if then is None or then.sets else replace(self, sets={})
 
 
 def compute(config: RunConfig) -> Fingerprints:
@@ -97,7 +92,7 @@ def write(run_dir: Path, fingerprints: Fingerprints) -> None:
 
 
 def read(run_dir: Path) -> Fingerprints | None:
-    """Read the fingerprints of the run's start; None in folders of earlier versions. Raises StoreError."""
+    """Read the fingerprints of the run's start; None if they were removed. Raises StoreError."""
     path, remedy = run_dir / FILE, "remove it to resume without comparing"
     try:
         return Fingerprints(**json.loads(path.read_text())) if path.is_file() else None

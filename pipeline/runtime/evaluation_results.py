@@ -39,10 +39,9 @@ class Evaluation:
     sampled_stderr: float | None = None
     """Standard error of the mean, over prompts; None for fewer than two."""
     greedy_stderr: float | None = None
-    sampled_failed: int | None = None
-    """Responses that could not be scored. None in records of earlier versions, where they count as 0 in the mean and
-    num_prompts may include duplicates."""
-    greedy_failed: int | None = None
+    sampled_failed: int = 0
+    """Responses that could not be scored."""
+    greedy_failed: int = 0
     failure: str = ""
     """Error of the first response that could not be scored."""
     reward: str = ""
@@ -56,7 +55,7 @@ class Evaluation:
     samples: int = 1
     """Responses that were sampled per prompt, besides the greedy one."""
     tokens: int = 0
-    """Tokens that were sampled for it; 0 in records of earlier versions, which did not count them."""
+    """Tokens that were sampled for it."""
     seconds: float = 0.0
     """From its request to its last score."""
 
@@ -98,8 +97,8 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `asdict`; also reads records of earlier versions."""
-        return cls(**{**value, "changed": tuple(value.get("changed", ()))})
+        """The inverse of `asdict`."""
+        return cls(**{**value, "changed": tuple(value["changed"])})
 
     @property
     def line(self) -> str:
@@ -118,8 +117,6 @@ class Evaluation:
     def basis(self) -> str:
         """What the means are based on, for display."""
         sampled, greedy = self.sampled_failed, self.greedy_failed
-        if sampled is None or greedy is None:
-            return f"{self.num_prompts} prompts, counting duplicates, and failed rewards as 0"
         if greedy == NOT_ASKED:
             greedy = sampled
         failed = f", {sampled} not scored" if sampled else ""
@@ -156,8 +153,6 @@ def not_comparable(evaluations: Sequence[Evaluation]) -> list[str]:
         reasons = [f"different {difference}" for a, b, difference in pairs if a and b and a != b]
         if earlier.num_prompts != later.num_prompts:
             reasons.append(f"{earlier.num_prompts} and {later.num_prompts} prompts")
-        if (earlier.sampled_failed is None) != (later.sampled_failed is None):
-            reasons.append("different counting: an earlier version counted duplicates, and failed rewards as 0")
         if reasons:
             lines.append(
                 f"{earlier.name} rewards at versions {earlier.version} and {later.version} cannot be compared: "
@@ -189,7 +184,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
         return [Evaluation.from_json(e) for e in parsed]
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, KeyError) as error:
         raise StoreError(f"{path}: is no list of a run's evaluations; {remedy}") from error
 
 

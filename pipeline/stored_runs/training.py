@@ -44,7 +44,7 @@ from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_file
 from staleflow.stores.weights.resume_points import ResumePoints
-from staleflow.stores.weights.weight_hash import matches
+from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ class _Training:
             "train_s": time.monotonic() - begin,
         }
         recorded = self._published.get(schedule, "")
-        same = self._plan.exact and self.policy.published(lambda weights: matches(weights, recorded))
+        same = self._plan.exact and self.policy.published(lambda weights: fingerprint(weights) == recorded)
         self._prints.append(same)
         self.history.append(metrics)
         with (self._part / "history.jsonl").open("a") as file:
@@ -403,7 +403,7 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     apart = store.header.held_out
     if not version and (line := fewer_prompts(count, len(tasks), config.task.eval_source or config.task.source)):
         report({"say": line})
-    if apart is None or apart < count:
+    if apart < count:
         rows = np.concatenate(list(chosen_rows(store, plan.where).values()))
         trained = {prompts.task(int(g)).prompt for g in np.unique(store.columns()["group"][rows])}
         kept = [task for task in tasks if task.prompt not in trained]

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.trajectories.records import StepRecord
-from staleflow.stores.weights.weight_hash import comparable
 
 CHECK = "fingerprints"
-BY_FINGERPRINT = "its fingerprint cannot be compared"
-"""Reason of a pull whose weights, or their publication, have no fingerprint, or one of another scheme."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +113,6 @@ def counted(records: Iterable[StepRecord], published: Mapping[int, str]) -> Weig
             parts["verified"] += check.weights.verified
             parts["contradicted"] += check.weights.contradicted
             reasons.update(check.weights.not_verified)
-        for version, loaded in record.loaded_fingerprints.values():
-            expected = published.get(version)
-            outcome = "not verified"
-            if loaded and expected is not None and comparable(loaded, expected):
-                outcome = "verified" if loaded == expected else "contradicted"
-            pulls[outcome] += 1
-            parts[outcome] += 1
-            reasons[BY_FINGERPRINT] += outcome == "not verified"
     return WeightCounts(
         verified=pulls["verified"],
         not_verified=pulls["not verified"],
@@ -144,9 +133,3 @@ def contradictions(record: StepRecord, published: Mapping[int, str]) -> Iterator
             why = check.refused or f"it had {check.fingerprint}, {expected} was published; {check.weights.line}"
             out = "was taken out of service" if check.refused else "was wrong and served on"
             yield Finding(check=CHECK, where=where, message=f"{check.instance} {out} at version {check.version}: {why}")
-    for instance, (version, loaded) in record.loaded_fingerprints.items():
-        expected = published.get(version, loaded)
-        # A run that earlier versions began and this one resumed has fingerprints of two schemes.
-        if comparable(loaded, expected) and loaded != expected:
-            message = f"{instance} held weights other than those published as version {version}"
-            yield Finding(check=CHECK, where=where, message=message)

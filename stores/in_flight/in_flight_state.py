@@ -27,7 +27,6 @@ from typing import NamedTuple
 import numpy as np
 
 from staleflow.stores.in_flight.spool_entries import (
-    UNKNOWN,
     AnswerGiven,
     BatchTaken,
     Entry,
@@ -121,7 +120,7 @@ class InFlightState:
     def apply(self, entry: Entry) -> bool:
         """Take in an entry. False if it changes nothing, as what is late, repeated, or about what has ended does."""
         t = self.live.get(entry.trajectory) if isinstance(entry, OfEpisode) else None
-        if isinstance(entry, OfEpisode) and t is not None and entry.attempt not in (UNKNOWN, self.attempt(t.id)):
+        if isinstance(entry, OfEpisode) and t is not None and entry.attempt != self.attempt(t.id):
             if entry.attempt < self.attempt(t.id):
                 return False
             self._begin_again(t, entry.attempt, self.route_number(t.id))

@@ -2,8 +2,7 @@
 
 As bytes, an entry is a JSON list with its arrays behind it. `FlightResumed` is the only one about a whole run.
 
-What is said of an episode says in which attempt: how often it had begun again by then. Entries of earlier versions do
-not, which is `UNKNOWN`.
+What is said of an episode says in which attempt: how often it had begun again by then.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from staleflow.stores.trajectory import (
     Segment,
     TrajectoryId,
 )
-
-UNKNOWN = -1
-"""Attempt of an entry that does not say it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +58,7 @@ class TokensDelivered:
     segments: tuple[Segment, ...]
     finish: FinishReason
     at_s: float
-    attempt: int = UNKNOWN
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +73,7 @@ class AnswerGiven:
     seconds: float
     """Time that the environment took."""
     at_s: float
-    attempt: int = UNKNOWN
+    attempt: int = 0
     turn_tokens: int = 0
     """Limit on the turn that follows; 0 if the environment set none."""
     after: int | None = None
@@ -97,7 +93,7 @@ class EpisodeRestarted:
     """Tokens that it had, which are lost."""
     route_number: int
     """Of its latest routing; what is sampled from now on has a higher one."""
-    attempt: int = UNKNOWN
+    attempt: int = 0
     """The attempt that failed."""
 
 
@@ -111,7 +107,7 @@ class RewardDelivered:
     parts: Mapping[str, float]
     error: str
     at_s: float
-    attempt: int = UNKNOWN
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +240,7 @@ def _tokens(
     finish: str,
     at_s: float,
     parts: list[Any],
-    attempt: int = UNKNOWN,
+    attempt: int,
 ) -> TokensDelivered:
     segments = []
     for version, instance, count in parts:
@@ -277,7 +273,7 @@ def _given(
     count: int,
     seconds: float,
     at_s: float,
-    attempt: int = UNKNOWN,
+    attempt: int,
     turn_tokens: int = 0,
     after: int | None = None,
     auxiliary: bool = False,
@@ -319,10 +315,10 @@ _DECODERS: dict[str, Any] = {
     ),
     "tokens": _tokens,
     "given": _given,
-    "restarted": lambda data, at, trajectory, tokens, route_number, attempt=UNKNOWN: EpisodeRestarted(
+    "restarted": lambda data, at, trajectory, tokens, route_number, attempt: EpisodeRestarted(
         trajectory=TrajectoryId(trajectory), tokens=tokens, route_number=route_number, attempt=attempt
     ),
-    "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s, attempt=UNKNOWN: RewardDelivered(
+    "reward": lambda data, at, trajectory, tokens, reward, parts, error, at_s, attempt: RewardDelivered(
         trajectory=TrajectoryId(trajectory),
         tokens=tokens,
         reward=reward,

@@ -22,13 +22,12 @@ class RunHeader:
 
     run: str
     eta: int | None
-    """The staleness bound; None if the admission rule keeps none. Earlier versions wrote the number of steps then."""
+    """The staleness bound; None if the admission rule keeps none."""
     groups_per_step: int
     group_size: int
     members_started: int
-    held_out: int | None = None
-    """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id. None in stores
-    of earlier versions, which did not exclude them."""
+    held_out: int = 0
+    """Number of held-out prompts, never drawn for training: needed to tell a group's prompt from its id."""
     url: str = ""
     """Where in a bucket the store's data are; empty if they are in its folder."""
     job: str = ""
@@ -82,8 +81,6 @@ class StepRecord:
     """By name; docs/metrics.md has their units and meanings."""
     weight_fingerprint: str = ""
     """Fingerprint of the version this step published."""
-    loaded_fingerprints: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By instance: the version it serves and the fingerprint of its weights; of runs that have no weight_checks."""
     batch_fingerprint: str = ""
     """Hash of the tokens, logprobs, versions and advantages the trainer received, in its order."""
     num_rows: int = 0

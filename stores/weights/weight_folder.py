@@ -28,7 +28,7 @@ from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_delta, weight_file
 from staleflow.stores.weights.partial_file import PIECE_BYTES, PartialFile
 from staleflow.stores.weights.weight_delta import DeltaTarget
-from staleflow.stores.weights.weight_hash import Array, Tensors, TensorStream, matches
+from staleflow.stores.weights.weight_hash import Array, Tensors, TensorStream, fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +191,7 @@ class WeightFolder:
             shutil.copyfile(self.path(base), part)
             for before in range(base, version):
                 weight_delta.apply(part, self.delta_path(PolicyVersion(before + 1)), PolicyVersion(before))
-            if not matches(weight_file.stored(part), recorded):
+            if fingerprint(weight_file.stored(part)) != recorded:
                 raise StoreError(f"version {version}, made of version {base} and what has changed, is another one")
 
     def read_chunk(self, path: Path, offset: int, size: int) -> bytes:

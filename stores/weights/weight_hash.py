@@ -116,20 +116,6 @@ def fingerprint(
     return f"{SCHEME}:{whole.hexdigest()}"
 
 
-def matches(weights: Weights, recorded: str) -> bool:
-    """Whether weights have a recorded fingerprint. False for a fingerprint of another scheme."""
-    return _scheme(recorded) == SCHEME and fingerprint(weights) == recorded
-
-
-def comparable(left: str, right: str) -> bool:
-    """Whether two fingerprints are of one scheme, so that unequal ones mean unequal weights."""
-    return _scheme(left) == _scheme(right)
-
-
-def _scheme(recorded: str) -> str:
-    return recorded.rpartition(":")[0]
-
-
 def _header(name: str, tensor: AnyTensor) -> bytes:
     kind = f"torch.{tensor.dtype}" if isinstance(tensor, np.ndarray) else tensor.dtype
     return f"{name}:{tuple(tensor.shape)}:{kind};".encode()

@@ -20,7 +20,7 @@ from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.stores.weights.weight_folder import WeightFolder
-from staleflow.stores.weights.weight_hash import matches
+from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.trainer_rank import DistributedPolicy
 from staleflow.tasks.engines import engine_handover
@@ -109,7 +109,7 @@ class Trainer:
             await self._in_thread(self._policy.load_state, self._points.path(version))
         result: PublishedStep = await self._in_thread(self._publish, version, {})
         if recorded not in ("", result.fingerprint):
-            same = await self._in_thread(self._policy.published, lambda weights: matches(weights, recorded))
+            same = await self._in_thread(self._policy.published, lambda weights: fingerprint(weights) == recorded)
             result = replace(result, as_recorded=same)
         return result
 

@@ -53,8 +53,8 @@ class PromptSettings:
     """Tokens that the model can attend to."""
     kv_tokens: int
     """Tokens that an engine's cache can hold."""
-    held_out: int | None
-    """Number of held-out prompts excluded from training; None for a store of an earlier version: none excluded."""
+    held_out: int
+    """Number of held-out prompts excluded from training."""
     longest: int | None = None
     """Tokens beyond which a prompt is replaced by another; None: it is refused. For an existing store it must be the
     value in its header."""
@@ -143,9 +143,8 @@ class TokenizedPrompts:
         if settings.system and not settings.chat:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
-        source = settings.source.build()
         self._at_once = settings.source.concurrency
-        self._source: TaskSource = source if settings.held_out is None else source.excluding_held_out(settings.held_out)
+        self._source: TaskSource = settings.source.build().excluding_held_out(settings.held_out)
         if excluding_held_out := frozenset(
             p
             for eval_set in settings.sets

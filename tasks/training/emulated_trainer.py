@@ -75,14 +75,9 @@ class EmulatedPolicy:
         """Do nothing: it is written."""
 
     def load_state(self, path: Path) -> None:
-        """Restore what `begin_save` wrote, also that of earlier versions, which torch did. Raises StoreError."""
+        """Restore what `begin_save` wrote. Raises StoreError."""
         with resume_points.loading(path), _file(path).open("rb") as file, np.load(file) as state:
-            if "version" in state:
-                self._version = int(state["version"])
-            else:
-                import torch
-
-                self._version = int(torch.load(path, weights_only=True)["version"])
+            self._version = int(state["version"])
 
     def close(self) -> None:
         """Do nothing: there is no group to leave."""

@@ -31,13 +31,18 @@ from tests.cli.malformed_inputs import (
     flipped,
     furnish,
     gone,
+    place,
     replaced,
     reward,
     small_vocabulary,
     text,
     without_steps,
 )
+from tests.conftest import JOB as RUN
+from tests.support.tiny_models import make_tiny_model
 
+RUN_SETTINGS = ("--set", "task.eval_prompts=0", "--set", "batch.extra_members=1")
+"""Of the stored run, besides those of its job; as the fixture `stored` has them."""
 WITHIN_S = 10.0
 """Seconds an answer may take."""
 MINE = "--set reward.function=mine.py:f"
@@ -272,12 +277,12 @@ STORES = (
          prepare=(lambda f: shutil.rmtree(f / "runs/finished/store"), empty_folder("runs/finished/store"))),
     Case(name="store: a broken manifest", command="store audit runs/finished", says=("runs/finished/store",), code=1,
          prepare=(flipped("runs/finished/store/manifests/*"),), lines=60),
-    Case(name="store: a broken snapshot", command="store audit runs/finished --full", says=("runs/finished/store",),
+    Case(name="store: a broken snapshot", command="store audit runs/finished --full", says=("cannot be",),
          code=1, prepare=(flipped("runs/finished/store/snapshots/*"),), lines=60),
     Case(name="store: a broken chunk", command="store audit runs/finished", says=("damaged", "BROKEN", "not checked"),
          code=1, prepare=(flipped("runs/finished/store/chunks/*"),), lines=60),
     Case(name="store: an unknown step", command="store show runs/finished --at-step 99",
-         says=("no commit of step 99", "steps 0 to 3")),
+         says=("no commit of step 99", "steps 0 to 2")),
     Case(name="store: an unknown trajectory", command="store show runs/finished --trajectory 99999",
          says=("no stored trajectory 99999",)),
     Case(name="store: an unknown branch", command="store show runs/finished --branch none --best 1",
@@ -318,7 +323,7 @@ STORES = (
          command="store recompute-logprobs runs/finished --model small",
          says=("small", "model.safetensors", "vocab_size = 3"),
          prepare=(small_vocabulary, lambda f: shutil.copy(f / "model/model.safetensors", f / "small"))),
-    Case(name="logprobs: of an emulated run", command="store recompute-logprobs runs/credits --model model",
+    Case(name="logprobs: of an emulated run", command="store recompute-logprobs runs/emulated --model model",
          says=("emulated",)),
     Case(name="offline: a key that is fixed", command="train-offline runs/finished --set steps=3", says=("steps",)),
     Case(name="offline: nothing selected", command="train-offline runs/finished --where 'reward > 5'",
@@ -344,15 +349,15 @@ JOURNALS = (
 )  # fmt: skip
 
 RESUMES = (
-    Case(name="resume: finished", command="resume runs/finished", says=("all 4 steps are trained", "set steps=N")),
+    Case(name="resume: finished", command="resume runs/finished", says=("all 3 steps are trained", "set steps=N")),
     Case(name="resume: no job file", command="resume runs/finished", says=("runs/finished", "no such run"),
          prepare=(gone(CONFIG),)),
     Case(name="resume: a broken job file", command="resume runs/finished", says=("config.toml: not valid TOML",),
-         prepare=(replaced(CONFIG, "eta = 2", "eta = = 2"),)),
+         prepare=(replaced(CONFIG, "\neta = 1", "\neta = = 1"),)),
     Case(name="resume: a key that is fixed", command="resume runs/finished --set staleness.eta=3",
          says=("staleness.eta=3: cannot be changed", "steps")),
     Case(name="resume: another bound", command="resume runs/finished --set steps=9", says=("staleness.eta = 3",),
-         prepare=(replaced(CONFIG, "eta = 2", "eta = 3"),)),
+         prepare=(replaced(CONFIG, "\neta = 1", "\neta = 3"),)),
     Case(name="resume: the model is gone", command="resume runs/finished --set steps=9", says=("no such folder",),
          prepare=(gone("model"),)),
     Case(name="resume: no resume point", command="resume runs/finished --set steps=9",
@@ -503,9 +508,20 @@ def faults(case: Case, code: int, out: str, err: str, elapsed_s: float = 0.0) ->
     return result
 
 
-def prepare(case: Case, folder: Path) -> None:
-    """Furnish a folder and prepare it for a case."""
-    furnish(folder)
+def furnished(folder: Path) -> Path:
+    """Make the folder that each case begins with a copy of, in `folder`: this trains a tiny model for three steps."""
+    make_tiny_model(folder / "model")
+    (folder / "job.toml").write_text(RUN.format(runs=folder / "runs", steps=3, model=folder / "model"))
+    words = [sys.executable, "-m", "staleflow.cli.main", "run", str(folder / "job.toml"), *RUN_SETTINGS]
+    subprocess.run(words, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    furnish(folder / "furnished", folder / "model", folder / "runs/job")
+    return folder / "furnished"
+
+
+def prepare(case: Case, folder: Path, start: Path) -> None:
+    """Copy the folder `start`, and prepare the copy for a case."""
+    shutil.copytree(start, folder)
+    place(folder, start)
     for step in case.prepare:
         step(folder)
 
@@ -538,17 +554,20 @@ def main(words: list[str]) -> int:
     """Run the cases whose names contain one of the words, all without words. Returns the number of those that fail."""
     failed, longest = 0, 0.0
     chosen = [case for case in CASES if not words or any(word in case.name for word in words)]
-    for number, case in enumerate(chosen, 1):
-        with tempfile.TemporaryDirectory(prefix="malformed-") as name:
-            prepare(case, Path(name))
-            code, out, err, elapsed_s = run_alone(case, Path(name))
-        result = faults(case, code, out, err, elapsed_s)
-        failed, longest = failed + bool(result), max(longest, elapsed_s)
-        received = [line for line in (err if code else out + err).splitlines() if line.strip()]
-        print(f"{number:3} {'ok  ' if not result else 'FAIL'} {elapsed_s:5.1f} s  {code:3}  {case.name}", flush=True)
-        print(f"        {received[-1][:220] if received else '(nothing)'}", flush=True)
-        for fault in result:
-            print(f"      ! {fault}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="malformed-") as made:
+        start = furnished(Path(made))
+        for number, case in enumerate(chosen, 1):
+            folder = Path(made) / str(number)
+            prepare(case, folder, start)
+            code, out, err, elapsed_s = run_alone(case, folder)
+            shutil.rmtree(folder)
+            result = faults(case, code, out, err, elapsed_s)
+            failed, longest = failed + bool(result), max(longest, elapsed_s)
+            received = [line for line in (err if code else out + err).splitlines() if line.strip()]
+            print(f"{number:3} {'ok  ' if not result else 'FAIL'} {elapsed_s:5.1f} s  {code:3}  {case.name}", flush=True)
+            print(f"        {received[-1][:220] if received else '(nothing)'}", flush=True)
+            for fault in result:
+                print(f"      ! {fault}", flush=True)
     print(f"{len(chosen)} cases, {failed} failed, longest {longest:.1f} s")
     return failed
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.earlier import asking
+from tests.support.simulated_store import stored_simulation
 
 JOB = """
 name = "mine"
@@ -59,13 +58,14 @@ class Case:
     lines: int = 1
 
 
-def furnish(folder: Path) -> None:
-    """Make a folder with a valid job.toml and its data.jsonl, a model, rewards.py, and the stored run runs/finished."""
-    for name in ("finished", "credits"):  # of an embedded engine, and of an emulated one
-        with tempfile.TemporaryDirectory() as unpacked:
-            run = asking.converted(name, Path(unpacked))
-            shutil.copytree(run.parent.parent, folder, dirs_exist_ok=True)
-            place(folder, Path(unpacked))
+def furnish(folder: Path, model: Path, run: Path) -> None:
+    """Make a folder with a valid job.toml and its data.jsonl, model, and the stored runs runs/finished, which is `run`,
+    of this model, and runs/emulated, which has none."""
+    shutil.copytree(model, folder / "model")
+    shutil.copytree(run, folder / "runs/finished")
+    for job in (folder / "runs/finished").glob("config*.toml"):
+        job.write_text(job.read_text().replace(str(model), str(folder / "model")))
+    stored_simulation(folder / "runs", "name=emulated")
     (folder / "job.toml").write_text(JOB)
     (folder / "data.jsonl").write_text(ROWS)
 
@@ -159,7 +159,7 @@ def without_steps(folder: Path) -> None:
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     shutil.copytree(folder / "runs/finished", folder / "runs/early", ignore=shutil.ignore_patterns("store", "resume"))
-    header = RunHeader(run="early", eta=2, groups_per_step=3, group_size=4, members_started=5, held_out=8)
+    header = RunHeader(run="early", eta=1, groups_per_step=4, group_size=4, members_started=5)
     VersionedStore.create(folder / "runs/early/store", header)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.repository import repository_at
 from staleflow.stores.trajectories.versioned import VersionedStore
-from tests.earlier import asking
 from tests.support.terminal import Terminal, terminal
 
 EMULATED = """
@@ -105,8 +105,9 @@ def slow(answer, record):
 """
 
 
-def test_reprocessing_ends_and_leaves_no_branch(tmp_path: Path) -> None:
-    run = asking.converted("finished", tmp_path)
+def test_reprocessing_ends_and_leaves_no_branch(stored: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(stored, run)
     (tmp_path / "slow.py").write_text(SLOW.format(begun=tmp_path / "begun"))
     words = ("store", "rescore", run, "--reward", f"{tmp_path}/slow.py:slow", "--branch", "slow")
     with terminal(*words, cwd=tmp_path) as shown:

@@ -6,33 +6,29 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.cli import malformed
-from tests.cli.malformed_inputs import Case, furnish, place
+from tests.cli.malformed_inputs import Case, furnish
 from tests.commands import command
 
 HERE = [case for case in malformed.CASES if not case.alone]
 
 
 @pytest.fixture(scope="session")
-def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def furnished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, stored: Path) -> Path:
     """A folder as each case begins with; copied, never changed."""
-    folder = tmp_path_factory.mktemp("furnished")
-    furnish(folder)
+    folder = tmp_path_factory.mktemp("malformed") / "furnished"
+    furnish(folder, tiny_model, stored)
     return folder
 
 
 @pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
 def test_the_answer_is_one_line_that_helps(case: Case, furnished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
-    shutil.copytree(furnished, folder)
-    place(folder, furnished)
-    for prepare in case.prepare:
-        prepare(folder)
+    malformed.prepare(case, folder, furnished)
     with contextlib.chdir(folder):
         answer = command(*shlex.split(case.command))
     assert malformed.faults(case, answer.returncode, answer.stdout, answer.stderr) == []

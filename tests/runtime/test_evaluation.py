@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -29,8 +28,6 @@ from staleflow.pipeline.runtime.evaluation_results import (
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.metrics import with_rate
-from staleflow.stores.trajectories.records import LedgerState, StepRecord
-from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
@@ -38,9 +35,6 @@ from staleflow.tasks.engines.base import Failed, SampledTokens
 from staleflow.tasks.engines.generate import answers
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 from staleflow.tasks.sources.reward_process import ScoredResponse
-
-EARLIER = {"version": 0, "num_prompts": 200, "sampled": 0.338, "greedy": 0.3}
-"""As earlier versions wrote it."""
 
 
 class Here:
@@ -131,22 +125,6 @@ def test_what_failed_is_left_out_and_prompts_count_once(job: Path, tmp_path: Pat
     assert fewer_prompts(5, 5, "jsonl:x") == ""
 
 
-def test_a_store_of_an_earlier_version_keeps_its_prompts(job: Path, tmp_path: Path) -> None:
-    """Its ids stand for the prompts that were drawn when nobody looked which are held out."""
-    prompts = ["1+1=", *(f"{i}+{i}=" for i in range(2, 20)), "1+1="]
-    config = job_on([{"prompt": p, "answer": "0"} for p in prompts], job, tmp_path)
-    first = {}
-    for held_out in (None, config.task.eval_prompts):
-        store = tmp_path / f"store-{held_out}"
-        header = dataclasses.replace(actor_settings.run_header(config), held_out=held_out)
-        ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
-        VersionedStore.create(store, header).commit(StepRecord(kind="resume", step=0, ledger=ledger), [])
-        server = TrajectoryServer(actor_settings.server_settings(config, store, 128, resumed=True), 0.0)
-        first[held_out] = server._prompts.task(0).prompt
-        asyncio.run(server.close())
-    assert first == {None: "1+1=", config.task.eval_prompts: "2+2="}
-
-
 def score(reward: float, error: str = "") -> ScoredResponse:
     return ScoredResponse(reward=reward, error=error)
 
@@ -167,9 +145,8 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
         ),
         0.0,
     )  # fmt: skip
-    outcomes = RunReport(
-        steps=[with_rate(step, None)], evaluations=[none, Evaluation.from_json(EARLIER)], notes=["one"]
-    )
+    fewer = Evaluation.of(0, [score(1)], [score(1)], {})
+    outcomes = RunReport(steps=[with_rate(step, None)], evaluations=[none, fewer], notes=["one"])
     summary = json.loads(json.dumps(report.write_report(config, outcomes, config.run_dir)))
     assert summary["evaluations"][0]["sampled"] is None
     assert summary["notes"] == ["one"]
@@ -180,18 +157,15 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
     assert "cannot be compared" in shown
 
 
-def test_what_earlier_versions_wrote_is_read_and_says_so(tmp_path: Path) -> None:
-    (tmp_path / "evaluations.json").write_text(json.dumps([EARLIER]))
-    (old,) = read_evaluations(tmp_path)
-    assert (old.sampled, old.sampled_failed, old.reward) == (0.338, None, "")
-    assert "(200 prompts, counting duplicates, and failed rewards as 0)" in old.line
-    new = Evaluation.of(5, [score(1)] * 200, [score(1)] * 200, {"reward": "a"}, ["changed"])
-    write_evaluations(tmp_path, [old, new])
-    assert read_evaluations(tmp_path) == [old, new]
-    (line,) = not_comparable([old, new])
-    assert "an earlier version counted duplicates, and failed rewards as 0" in line
+def test_evaluations_are_read_as_they_were_written(tmp_path: Path) -> None:
+    written = Evaluation.of(5, [score(1)] * 200, [score(1)] * 200, {"reward": "a"}, ["changed"])
+    write_evaluations(tmp_path, [written])
+    assert read_evaluations(tmp_path) == [written]
     (tmp_path / "evaluations.json").write_text('[{"version"')
     with pytest.raises(StoreError, match=r"evaluations\.json: cannot be read"):
+        read_evaluations(tmp_path)
+    (tmp_path / "evaluations.json").write_text('[{"version": 5}]')
+    with pytest.raises(StoreError, match=r"evaluations\.json: is no list of a run's evaluations"):
         read_evaluations(tmp_path)
 
 

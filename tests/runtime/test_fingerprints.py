@@ -103,20 +103,6 @@ def test_an_evaluation_set_has_those_of_its_own_reward_and_data(job: Path, sourc
     ]
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_what_it_recorded_of_its_sets(job: Path, sources: Path) -> None:
-    """Those of the run itself: its rewards before and after would not compare otherwise."""
-    sets = (f'evaluation.sets.other={{reward="{sources}/mine.py:score"}}',)
-    now = source_fingerprints.compute(loading.load(job, (*_sets(sources), *sets)))
-    source_fingerprints.write(sources, now)
-    recorded = json.loads((sources / source_fingerprints.FILE).read_text())
-    del recorded["sets"]
-    (sources / source_fingerprints.FILE).write_text(json.dumps(recorded))
-    then = source_fingerprints.read(sources)
-    assert source_fingerprints.changes(then, now) == []
-    assert now.like(then).digests("other") == now.digests()
-    assert now.like(now).digests("other") == now.like(None).digests("other") == now.digests("other")
-
-
 def test_packages_and_a_chat_template_count(job: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = loading.load(job)
     source_fingerprints.write(sources, source_fingerprints.compute(config))

@@ -13,7 +13,6 @@ from staleflow.stores.errors import StoreError
 from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import RunHeader, StepRecord, batch_fingerprint
 from staleflow.stores.trajectory import EndedTrajectory, Fate, Trajectory, outcome_key
-from staleflow.stores.weights.weight_hash import comparable
 
 
 def plain_audit(store: StoreReader) -> AuditReport:
@@ -268,8 +267,11 @@ def _fingerprints(records: list[StepRecord], rows: list[EndedTrajectory]) -> Ite
                 yield Finding(check="fingerprints", where=f"trajectory {row.trajectory.id}", message=message)
     for record in records:
         where = f"{record.kind} {record.step}"
-        for instance, (version, held) in record.loaded_fingerprints.items():
-            expected = published.get(version)
-            if expected is not None and comparable(held, expected) and held != expected:
-                message = f"{instance} held weights other than those published as version {version}"
+        for check in record.weight_checks:
+            expected = published.get(check.version, check.fingerprint)
+            wrong = check.weights.contradicted > 0 or check.fingerprint != expected
+            if check.refused or wrong:
+                why = check.refused or f"it had {check.fingerprint}, {expected} was published; {check.weights.line}"
+                out = "was taken out of service" if check.refused else "was wrong and served on"
+                message = f"{check.instance} {out} at version {check.version}: {why}"
                 yield Finding(check="fingerprints", where=where, message=message)

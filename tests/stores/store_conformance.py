@@ -26,6 +26,7 @@ from staleflow.stores.trajectory import (
     Trajectory,
     TrajectoryId,
 )
+from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.support.memory_store import TrajectoryStore
 
 HEADER = RunHeader(run="test", eta=1, groups_per_step=2, group_size=2, members_started=2)
@@ -69,6 +70,14 @@ def ended(rng: np.random.Generator, i: int, step: int, fate: Fate = Fate.CONSUME
     return EndedTrajectory(trajectory=trajectory, fate=fate, reason=reason, step=step, **(values | changes))
 
 
+def verified(instance: str, version: int, fingerprint: str) -> WeightCheck:
+    """A pull of an instance whose weights are those published under a fingerprint."""
+    return WeightCheck(
+        instance=InstanceId(instance), version=PolicyVersion(version), fingerprint=fingerprint,
+        weights=WeightReport(verified=1), drift=0.0, limit=1.0,
+    )  # fmt: skip
+
+
 def record(step: int, kind: str = "step") -> StepRecord:
     return StepRecord(
         kind=kind,
@@ -82,7 +91,7 @@ def record(step: int, kind: str = "step") -> StepRecord:
         ),
         metrics={"reward": 0.5},
         weight_fingerprint=f"w{step}",
-        loaded_fingerprints={"rollout-0": (step, f"w{step - 1}")},
+        weight_checks=(verified("rollout-0", step, f"w{step - 1}"),),
         batch_fingerprint="b",
     )
 
@@ -154,7 +163,7 @@ class TrajectoryStoreTests:
         first, last = store.steps()
         assert first.ledger == record(0).ledger
         assert first.metrics == {"reward": 0.5}
-        assert first.loaded_fingerprints == {"rollout-0": (0, "w-1")}
+        assert first.weight_checks == (verified("rollout-0", 0, "w-1"),)
         assert first.num_rows == 4
         assert first.num_tokens == sum(len(r.trajectory.prompt_tokens) + r.trajectory.num_tokens for r in rows)
         assert (last.kind, last.num_rows, last.num_tokens) == ("end", 0, 0)

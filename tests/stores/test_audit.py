@@ -31,7 +31,7 @@ from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRe
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, PolicyVersion, outcome_key
 from tests.stores.plain_audit import conservation_of, plain_audit
-from tests.stores.store_conformance import ended
+from tests.stores.store_conformance import ended, verified
 from tests.support.examples import num_examples
 
 INTEGERS = [column.array for column in COLUMNS if np.dtype(column.dtype).kind in "ib"]
@@ -83,7 +83,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
                 kind="step", step=step,
                 ledger=LedgerState(num_started=started, num_ended=dict(counts), live=id_ranges(live),
                                    next_step=step + 1, version=step),
-                weight_fingerprint=f"w{step + 1}", loaded_fingerprints={"a": (step, f"w{step}")} if step else {},
+                weight_fingerprint=f"w{step + 1}", weight_checks=(verified("a", step, f"w{step}"),) if step else (),
                 batch_fingerprint=batch_fingerprint((e.trajectory, e.advantage) for e in batch),
             ),
             rows,

@@ -26,7 +26,6 @@ STEP = StepRecord(
     ),
     metrics={"reward": 0.625, "loss": -0.0125, "staleness_max": 2.0},
     weight_fingerprint="ab",
-    loaded_fingerprints={"rollout-0": (PolicyVersion(7), "cd")},
     batch_fingerprint="ef",
     num_rows=16,
     num_tokens=480,
@@ -35,12 +34,12 @@ END = StepRecord(kind="end", step=8, ledger=LedgerState(num_started=0, num_ended
 WRITTEN = {
     '{"kind":"step","step":7,"ledger":{"num_started":96,"num_ended":{"consumed:none":64,"aborted:run_ended":3},'
     '"live":[[70,72],[90,96]],"next_step":8,"version":7},"metrics":{"reward":0.625,"loss":-0.0125,"staleness_max":2.0},'
-    '"weight_fingerprint":"ab","loaded_fingerprints":{"rollout-0":[7,"cd"]},"batch_fingerprint":"ef","num_rows":16,'
+    '"weight_fingerprint":"ab","batch_fingerprint":"ef","num_rows":16,'
     '"num_tokens":480}': STEP,
     '{"kind":"end","step":8,"ledger":{"num_started":0,"num_ended":{},"live":[],"next_step":8,"version":8},"metrics":{},'
-    '"weight_fingerprint":"","loaded_fingerprints":{},"batch_fingerprint":"","num_rows":0,"num_tokens":0}': END,
+    '"weight_fingerprint":"","batch_fingerprint":"","num_rows":0,"num_tokens":0}': END,
 }
-"""Step records as the versions before the codec wrote them."""
+"""Step records as the store keeps them, but for their weight checks."""
 
 
 def test_the_worked_example() -> None:

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.stores.in_flight.spool_entries import (
-    UNKNOWN,
     AnswerGiven,
     Entry,
     EpisodeRestarted,
@@ -41,7 +40,6 @@ def sampled(
     versions: list[int],
     finish: FinishReason = FinishReason.STOP,
     episode: int = 0,
-    attempt: int = UNKNOWN,
 ) -> TokensDelivered:
     """Tokens at first, first + 1, ... under these versions; each tells its episode and place."""
     segments, at = [], first
@@ -59,21 +57,16 @@ def sampled(
         segments=tuple(segments),
         finish=finish,
         at_s=3.0,
-        attempt=attempt,
+        attempt=episode,
     )
 
 
-def answer(first: int, count: int = 2, *, episode: int = 0, attempt: int = UNKNOWN) -> AnswerGiven:
+def answer(first: int, count: int = 2, *, episode: int = 0) -> AnswerGiven:
     tokens = np.asarray([1000 * episode + first + i for i in range(count)], np.int32)
-    return AnswerGiven(trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0, attempt=attempt)
+    return AnswerGiven(trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0, attempt=episode)
 
 
-def episode_of(entry: AnswerGiven) -> int:
-    """-1 of one without tokens."""
-    return int(entry.tokens[0]) // 1000 if len(entry.tokens) else -1
-
-
-def restarted(tokens: int, route_number: int, attempt: int = UNKNOWN) -> EpisodeRestarted:
+def restarted(tokens: int, route_number: int, attempt: int = 0) -> EpisodeRestarted:
     return EpisodeRestarted(trajectory=ID, tokens=tokens, route_number=route_number, attempt=attempt)
 
 
@@ -157,10 +150,10 @@ def test_a_restart_takes_all_whatever_of_the_episode_is_known() -> None:
 
 
 def test_where_a_restart_is_missing_no_two_attempts_are_joined() -> None:
-    first = (*BEGIN, sampled(1, 0, [0, 0, 0], attempt=0))
+    first = (*BEGIN, sampled(1, 0, [0, 0, 0]))
     for later in (
-        sampled(2, 3, [0], episode=1, attempt=1),
-        answer(3, episode=1, attempt=1),
+        sampled(2, 3, [0], episode=1),
+        answer(3, episode=1),
         replace(reward(0, 3), attempt=1),
         restarted(3, 2, attempt=1),
     ):
@@ -169,10 +162,10 @@ def test_where_a_restart_is_missing_no_two_attempts_are_joined() -> None:
         t = state.live[ID]
         assert (t.spans, t.finish, t.id in state.scored) == ((), FinishReason.UNFINISHED, False)
         assert state.attempt(ID) == (2 if isinstance(later, EpisodeRestarted) else 1)
-    state = flight(*first, replace(reward(0, 3), attempt=0), sampled(2, 0, [1, 1], episode=1, attempt=1))
+    state = flight(*first, replace(reward(0, 3), attempt=0), sampled(2, 0, [1, 1], episode=1))
     t = state.live[ID]
     assert (t.response_tokens.tolist(), t.reward, ID in state.scored) == ([1000, 1001], 0.0, False)
-    assert not state.apply(answer(2, attempt=0)), "it is of the attempt before"
+    assert not state.apply(answer(2)), "it is of the attempt before"
 
 
 @pytest.mark.parametrize(
@@ -220,12 +213,12 @@ class Episode:
                 continue
             if ended:
                 count, ended = rng.randint(0, 3), False
-                entry = answer(len(truth), count, episode=episode, attempt=episode)
+                entry = answer(len(truth), count, episode=episode)
             else:
                 count, ended = rng.randint(1, 4), rng.random() < 0.5
                 finish = FinishReason.STOP if ended else FinishReason.UNFINISHED
                 versions = [rng.randint(0, 2) for _ in range(count)]
-                entry = sampled(route_number, len(truth), versions, finish, episode, episode)
+                entry = sampled(route_number, len(truth), versions, finish, episode)
             truth = [*truth, *(1000 * episode + len(truth) + i for i in range(count))]
             made.entries.append((entry, truth))
             if rng.random() < 0.2:
@@ -234,31 +227,27 @@ class Episode:
         return made
 
 
-@given(st.integers(0, 2**32), st.sampled_from(["repeated", "missing"]), st.booleans())
+@given(st.integers(0, 2**32), st.sampled_from(["repeated", "missing"]))
 @settings(deadline=None)
-def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int, kind: str, told: bool) -> None:
-    """Of an episode always its beginning, never parts of two; the whole of it, if entries are only repeated. told:
-    whether entries say their attempt, as those of earlier versions do not; then restarts may be missing too, and what
-    is held may be the attempt before, until something of the new one comes."""
+def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int, kind: str) -> None:
+    """Of an episode always its beginning, never parts of two; the whole of it, if entries are only repeated. Restarts
+    may be missing too: then what is held may be the attempt before, until something of the new one comes."""
     rng = random.Random(seed)
     whole = Episode.random(rng).entries
-    if not told:
-        whole = [(replace(e, attempt=UNKNOWN) if isinstance(e, OfEpisode) else e, truth) for e, truth in whole]
     state = flight()
     for number, (entry, truth) in enumerate(whole):
-        if kind == "missing" and rng.random() < 0.2 and (told or not isinstance(entry, EpisodeRestarted)):
+        if kind == "missing" and rng.random() < 0.2:
             continue
         state.apply(decode(encode(entry)))
         if kind == "repeated":
             for _ in range(rng.randint(0, 3)):
                 again = rng.choice(whole[: number + 1])[0]
-                if told or not isinstance(again, AnswerGiven) or episode_of(again) == (truth[:1] or [0])[0] // 1000:
-                    state.apply(again)
+                state.apply(again)
         if ID not in state.live:
             continue
         t = state.live[ID]
         held = t.response_tokens.tolist()
-        if told and kind == "missing" and not isinstance(entry, OfEpisode):
+        if kind == "missing" and not isinstance(entry, OfEpisode):
             assert any(held == earlier[: len(held)] for _, earlier in whole[: number + 1])
         else:
             assert held == truth[: len(held)]

@@ -379,13 +379,6 @@ def test_an_emulated_run_loads_no_torch_and_its_weights_have_the_fingerprint_the
     assert ran.stdout.strip() == fingerprint({"emulated": torch.tensor([0.0])})
 
 
-def test_a_resume_point_of_an_earlier_version_of_emulated_training_is_gone_on_from(tmp_path: Path) -> None:
-    policy = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0).build(1)
-    torch.save({"version": 7}, tmp_path / "v00000007.pt")
-    policy.load_state(tmp_path / "v00000007.pt")
-    assert policy.published(fingerprint) == fingerprint({"emulated": torch.tensor([7.0])})
-
-
 def test_a_resumed_version_is_compared_with_the_fingerprint_that_was_recorded(tmp_path: Path) -> None:
     async def whole() -> list[bool]:
         actor = trainer(tmp_path, Weights())
