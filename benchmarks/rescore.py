@@ -7,7 +7,6 @@ twice. The plain loop reads the store row after row and calls the same reward fu
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import shutil
 import tempfile
@@ -70,13 +69,12 @@ def make_store(config: RunConfig, count: int) -> None:
 def plain_loop(config: RunConfig, function: str) -> tuple[float, float]:
     """Seconds to read, decode and score everything on one core: all in all, and without importing what that needs."""
     imported = time.perf_counter()
-    scoring = dataclasses.replace(actor_settings.scoring_settings(config), function=function)
-    reward = make_reward(scoring.function, scoring.source.build())
+    reward = make_reward(function, actor_settings.source_settings(config).build())
     prompts = actor_settings.prompt_settings(config, held_out=config.held_out, longest=None).build()
     begin = time.perf_counter()
     for row in VersionedStore.open(config.run_dir / "store").ended():
         text = prompts.text(row.trajectory.response_tokens.tolist())
-        reward(extract_answer(scoring.answer_pattern, text), prompts.task(int(row.trajectory.group)).record)
+        reward(extract_answer(config.task.answer_pattern, text), prompts.task(int(row.trajectory.group)).record)
     end = time.perf_counter()
     return end - imported, end - begin
 

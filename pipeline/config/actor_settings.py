@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,8 @@ from staleflow.stores.trajectory import EndedTrajectory, EnvSpan, Fate
 from staleflow.tasks.emulation.workload import RandomWorkload, RecordedWorkload, Turn, Workload
 from staleflow.tasks.engines.engine_settings import ENGINES, EngineSettings
 from staleflow.tasks.settings.seeds import engine_seed
-from staleflow.tasks.settings.source_kinds import is_agent, is_environment, kind_of
+from staleflow.tasks.settings.source_kinds import is_agent, is_environment
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.training.advantage import Overlong
 
 if TYPE_CHECKING:
@@ -57,14 +57,11 @@ def source_settings(config: RunConfig) -> SourceSettings:
 
     task = config.task
     if not config.has_texts:
-        return SourceSettings(source="emulated", options={}, seed=config.seed)
+        return SourceSettings(task=TaskConfig(source="emulated"), seed=config.seed)
     return SourceSettings(
-        source=task.source,
-        options=_with_tokenizer(task.source, task.options, config.model.path),
+        task=task,
         seed=config.seed,
-        columns=task.columns,
-        evaluation=task.eval_source,
-        evaluation_options=_with_tokenizer(task.eval_source, task.eval_options, config.model.path),
+        tokenizer=config.model.path,
         limits=config.environment,
         endpoint=EndpointSettings(
             config=config.endpoint,
@@ -73,12 +70,6 @@ def source_settings(config: RunConfig) -> SourceSettings:
             vocabulary=vocabulary_of(config.model.path) if is_agent(task.source) else 0,
         ),
     )
-
-
-def _with_tokenizer(source: str, options: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Options of a source, with the model's tokenizer if its kind renders by it."""
-    kind = kind_of(source)
-    return {"tokenizer": folder, **options} if kind is not None and kind.gets_tokenizer else dict(options)
 
 
 def environment_settings(config: RunConfig, *, replaces: bool = False) -> EpisodeSettings | EmulatedHostSettings:
@@ -117,9 +108,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
                 f"environment.tools: task.source = {config.task.source!r} is an environment of many turns, which "
                 "brings its own tools; remove environment.tools"
             )
-        return EpisodeSettings(
-            source=source_settings(config), limits=config.environment, scoring=scoring_settings(config)
-        )
+        return EpisodeSettings(source=source_settings(config), scoring=scoring_settings(config))
     if not plays:
         raise ConfigError(
             f"task.multi_turn = 'yes': task.source = {config.task.source!r} is no environment of many turns, and "
@@ -130,7 +119,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
             f"{config.reward.named}: task.source = {config.task.source!r} rewards its episodes itself; set "
             'reward.function = "task", and return the reward from the environment'
         )
-    return EpisodeSettings(source=source_settings(config), limits=config.environment)
+    return EpisodeSettings(source=source_settings(config))
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
@@ -138,10 +127,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
 
     return ScoringSettings(
         source=source_settings(config),
-        function=config.reward.function,
-        parts=dict(config.reward.parts),
-        answer_pattern=config.task.answer_pattern,
-        timeout_s=config.reward.timeout_s,
+        reward=config.reward,
         sets=tuple(evaluation_set for evaluation_set in evaluation_sets(config) if not evaluation_set.main),
     )
 
@@ -153,17 +139,14 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     return tuple(
         EvaluationSet(
             name=name,
-            source=settings.source if name != HELD_OUT and config.has_texts else "",
-            options=dict(settings.options),
+            config=dataclasses.replace(
+                settings,
+                source=settings.source if name != HELD_OUT and config.has_texts else "",
+                max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
+            ),
             columns=config.task.columns,
             seed=config.seed,
             main=name == HELD_OUT,
-            reward=settings.reward,
-            prompts=settings.prompts,
-            samples=settings.samples,
-            greedy=settings.greedy,
-            temperature=settings.temperature or None,
-            max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
         )
         for name, settings in config.evaluation_sets.items()
     )
@@ -174,18 +157,15 @@ def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int, l
     held_out, longest: as in the store's RunHeader."""
     from staleflow.tasks.sources.prompts import PromptSettings
 
-    system = config.task.system
+    source, system = source_settings(config), config.task.system
     if "{tools}" in system and config.environment.tools:
         from staleflow.tasks.episodes.tools import described
 
         system = system.replace("{tools}", described(config.environment))
+        source = dataclasses.replace(source, task=dataclasses.replace(source.task, system=system))
     return PromptSettings(
         tokenizer=config.model.path,
-        source=source_settings(config),
-        template=config.task.template,
-        chat=config.task.chat,
-        system=system,
-        observation=config.environment.template,
+        source=source,
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,

@@ -6,34 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.tasks.settings.knobs import knob
-from staleflow.tasks.settings.reward_functions import reward_names
+from staleflow.tasks.settings.task_config import EvaluationSetConfig
 
 HELD_OUT = "held-out"
 """Name of the set that task.eval_prompts and task.eval_source describe."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSetConfig:
-    """One set of prompts that the model is evaluated on."""
-
-    source: str = knob("", "where its prompts come from, named as in task.source; empty: as task.eval_prompts")
-    options: dict[str, Any] = knob({}, "arguments of its source, such as split")
-    reward: str = knob(
-        "task",
-        "what scores it: task (the verifier of its source), math_verify, path/to/file.py:name, or module:name",
-        choices=reward_names(),
-        user_code=True,
-    )
-    prompts: int = knob(100, "prompts, the first of its source; duplicates are left out", low=1)
-    samples: int = knob(1, "responses sampled per prompt", low=0, high=1000)
-    greedy: bool = knob(True, "whether each prompt is answered greedily too, once")
-    temperature: float = knob(0.0, "sampling temperature of the samples; 0: rollout.temperature", low=0, high=10)
-    max_new_tokens: int = knob(0, "most tokens in a response; 0: rollout.max_new_tokens, and never more", low=0)
-
-    @property
-    def responses_per_prompt(self) -> int:
-        """samples + 1 if greedy."""
-        return self.samples + self.greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

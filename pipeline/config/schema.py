@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from staleflow.pipeline.config.emulation import SimulationConfig
-from staleflow.pipeline.config.evaluation_settings import EvaluationConfig, EvaluationSetConfig, held_out_set
+from staleflow.pipeline.config.evaluation_settings import EvaluationConfig, held_out_set
 from staleflow.pipeline.config.knob_tree import Explained, explained
 from staleflow.pipeline.strategies.admission import ADMISSION, Admission
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS, Filtering, StragglerRule
@@ -24,13 +24,11 @@ from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.emulation.workload import WorkloadConfig
 from staleflow.tasks.engines.engine_settings import ENGINES, SAMPLING_REFUSED, EngineSettings
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
-from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import choice
-from staleflow.tasks.settings.reward_functions import reward_names
-from staleflow.tasks.settings.reward_part import RewardPart
-from staleflow.tasks.settings.source_kinds import all_forms, is_environment, kind_of
+from staleflow.tasks.settings.source_kinds import is_environment, kind_of
+from staleflow.tasks.settings.task_config import EvaluationSetConfig, RewardConfig, TaskConfig
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 
@@ -41,69 +39,6 @@ class ModelConfig:
     path: str = knob("", "folder of a Hugging Face causal LM with its tokenizer, or a hub name")
     dtype: str = knob("float32", "data type of the weights in trainer and engines", choices=("float32", "bfloat16"))
     device: str = knob("auto", "device that models run on; auto: CUDA if available", choices=("auto", "cpu", "cuda"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskConfig:
-    """Source of prompts, and how they are presented to the model."""
-
-    source: str = knob(
-        "reasoning_gym:chain_sum",
-        f"{all_forms()}, or your own class or coroutine, path/to/file.py:NAME",
-    )
-    options: dict[str, Any] = knob(
-        {}, "arguments of the source, such as min_terms of a reasoning-gym dataset, or split of one of `datasets`"
-    )
-    multi_turn: str = knob(
-        "auto",
-        "whether an environment replies to each turn of the model, so that a trajectory may have many; auto: as "
-        "task.source does. Of an emulated run: yes, if the workload's tools run outside of the instances",
-        choices=("auto", "yes", "no"),
-    )
-    columns: Columns = Columns()
-    template: str = knob("{prompt}", "text around each prompt, or around its last message; must contain {prompt}")
-    chat: bool = knob(
-        False, "render prompts by the tokenizer's chat template: a text as a user's message, or a list of messages"
-    )
-    system: str = knob("", "system message of prompts that have none of their own; needs chat")
-    answer_pattern: str = knob(
-        "", "regular expression whose first group is the answer in a response; empty: the whole response"
-    )
-    skip_long: bool = knob(
-        False, "replace prompts too long for the model's context or the KV cache by others, counted; else the run stops"
-    )
-    eval_prompts: int = knob(200, "held-out prompts of the evaluations before and after training; 0: none", low=0)
-    eval_source: str = knob(
-        "", "where these prompts come from, named as in task.source; empty: held out of task.source, the last tenth"
-    )
-    eval_options: dict[str, Any] = knob({}, "arguments of eval_source, such as split")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardConfig:
-    """How responses are scored."""
-
-    function: str = knob(
-        "task",
-        "task (the verifier of task.source), math_verify, path/to/file.py:name, or module:name",
-        choices=reward_names(),
-        user_code=True,
-    )
-    parts: dict[str, RewardPart] = knob(
-        {}, "in place of function: functions by name, each with a weight; the reward is their weighted sum"
-    )
-    workers: int = knob(1, "reward worker processes", low=1, high=1024)
-    timeout_s: float = knob(
-        10.0, "seconds allowed to score one response; after that its process is killed and an error recorded", above=0
-    )
-    max_error_share: float = knob(
-        0.5, "share of a batch whose scoring may fail; beyond it the run stops", low=0, high=1
-    )
-
-    @property
-    def named(self) -> str:
-        """The functions, as the job file names them."""
-        return f"reward.parts = {', '.join(self.parts)}" if self.parts else f"reward.function = {self.function!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

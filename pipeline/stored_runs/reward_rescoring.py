@@ -37,6 +37,7 @@ from staleflow.stores.trajectory import Fate, IntArray, Trajectory
 if TYPE_CHECKING:
     from staleflow.tasks.sources.prompts import Prompts, PromptSettings
     from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
+    from staleflow.tasks.sources.task_sources import SourceSettings
 
 
 MAY_CHANGE = ("reward.", "task.answer_pattern=")
@@ -260,11 +261,16 @@ def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
         def here(named: str) -> str:
             return f"{folder}/{named}" if named.rpartition(":")[0] in code else named
 
-        source = scoring.source
-        source = dataclasses.replace(source, source=here(source.source), evaluation=here(source.evaluation))
-        parts = {name: dataclasses.replace(part, function=here(part.function)) for name, part in scoring.parts.items()}
-        scoring = dataclasses.replace(scoring, function=here(scoring.function), parts=parts, source=source)
-        prompts = dataclasses.replace(prompts, source=source)
+        def there(source: SourceSettings) -> SourceSettings:
+            task = source.task
+            task = dataclasses.replace(task, source=here(task.source), eval_source=here(task.eval_source))
+            return dataclasses.replace(source, task=task)
+
+        reward = scoring.reward
+        parts = {name: dataclasses.replace(part, function=here(part.function)) for name, part in reward.parts.items()}
+        reward = dataclasses.replace(reward, function=here(reward.function), parts=parts)
+        scoring = dataclasses.replace(scoring, reward=reward, source=there(scoring.source))
+        prompts = dataclasses.replace(prompts, source=there(prompts.source))
     return prompts.build(), scoring
 
 

@@ -45,7 +45,7 @@ class EvaluationTrajectories:
         """Return the token limit of a response for each group that belongs to an evaluation."""
         evaluated = {group for group in groups if is_evaluation(group)}
         items = await self._tasks.evaluated(evaluated) if evaluated else {}
-        return {group: item.of.max_new_tokens for group, item in items.items()}
+        return {group: item.of.config.max_new_tokens for group, item in items.items()}
 
     def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
         """Return the state of each group's response."""

@@ -32,7 +32,7 @@ class EvaluationSampling(NamedTuple):
     @classmethod
     def of(cls, item: EvaluationItem) -> EvaluationSampling:
         """Make the sampling settings of an evaluation item."""
-        return cls(item.greedy, item.of.temperature, item.of.max_new_tokens)
+        return cls(item.greedy, item.of.config.temperature or None, item.of.config.max_new_tokens)
 
 
 class EvaluatedResponse(NamedTuple):

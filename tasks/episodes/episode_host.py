@@ -48,11 +48,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSettings:
-    """Settings of an environment host; see TaskConfig and EnvironmentConfig. scoring: of tasks of a single turn, whose
-    answers are scored; None for environments, which reward their episodes themselves."""
+    """Settings of an environment host. scoring: of tasks of a single turn, whose answers are scored; None for
+    environments, which reward their episodes themselves."""
 
     source: SourceSettings
-    limits: EnvironmentConfig
     scoring: ScoringSettings | None = None
 
     @property
@@ -104,10 +103,10 @@ class EpisodeHost:
 
     def __init__(self, settings: EpisodeSettings) -> None:
         self._settings = settings
-        self._limits = settings.limits
+        self._limits = settings.source.limits
         self._hosted: dict[EpisodeKey, HostedEpisode] = {}
         self._ended: dict[EpisodeKey, tuple[tuple[str, ...], HostedStepResult]] = {}
-        self._slots = asyncio.Semaphore(settings.limits.concurrency)
+        self._slots = asyncio.Semaphore(self._limits.concurrency)
         self._kinds: dict[bool, EpisodeMaker] = {}
         self._making = threading.Lock()
         self._closing: set[asyncio.Task[None]] = set()
@@ -120,10 +119,10 @@ class EpisodeHost:
             kind = await asyncio.to_thread(self._kind, False)
             await check_tools(kind.tools, self._limits)
             return
-        for held_out in (False, True) if self._settings.source.evaluation else (False,):
+        for held_out in (False, True) if self._settings.source.task.eval_source else (False,):
             source = self._settings.source
             where = f"{'task.eval_source' if held_out else 'task.source'} = " + repr(
-                source.evaluation if held_out else source.source
+                source.task.eval_source if held_out else source.task.source
             )
             kind = await asyncio.to_thread(self._kind, held_out)
             seed = task_seed(source.seed, 0, held_out=held_out)
@@ -382,7 +381,7 @@ class EpisodeHost:
     def _kind(self, held_out: bool) -> EpisodeMaker:
         """Return the maker of training or held-out episodes. Raises ConfigError."""
         scoring = self._settings.scoring
-        other = held_out and scoring is None and bool(self._settings.source.evaluation)
+        other = held_out and scoring is None and bool(self._settings.source.task.eval_source)
         with self._making:
             if other not in self._kinds:
                 self._kinds[other] = (
@@ -403,13 +402,14 @@ def environment_maker(settings: EpisodeSettings, other: bool, endpoint: Endpoint
     endpoint: of agents. Raises ConfigError."""
     source = settings.source
     key = "task.eval_source" if other else "task.source"
-    named, options = (source.evaluation, source.evaluation_options) if other else (source.source, source.options)
+    task = source.task
+    named, options = (task.eval_source, source.eval_options) if other else (task.source, source.options)
     if is_agent(named):
         return agent_episodes(settings, named, options, key, endpoint)
     traits = traits_of(named, key)
-    if settings.limits.isolation == "process" or traits.blocking:
+    if source.limits.isolation == "process" or traits.blocking:
         server = ForkServer(
-            ForkSettings(source=named, options=dict(options), key=key, memory_mib=settings.limits.memory_mib)
+            ForkSettings(source=named, options=dict(options), key=key, memory_mib=source.limits.memory_mib)
         )
         server.start()
         return EpisodeMaker(
@@ -427,7 +427,7 @@ def agent_episodes(
     """Make the maker of an agent's episodes. Coroutines run on the host's loop, all else in a process each, unless the
     job says otherwise. Raises ConfigError."""
     agent: LoadedAgent = open_source(SourceType.AGENT, named, options, f"{key} = {named!r}")
-    limits = settings.limits
+    limits = settings.source.limits
     if not (limits.isolation == "process" or agent.blocking):
         return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)
     forks = ForkServer(ForkSettings(source=named, options=dict(options), key=key, memory_mib=limits.memory_mib))

@@ -72,7 +72,7 @@ class EvaluationItems:
         return items[(-1 - group) % len(items)]
 
     def _of(self, eval_set: EvaluationSet) -> list[EvaluationItem]:
-        numbers = [*range(eval_set.samples), *([GREEDY] if eval_set.greedy else [])]
+        numbers = [*range(eval_set.config.samples), *([GREEDY] if eval_set.config.greedy else [])]
         return [
             EvaluationItem(of=eval_set, prompt=number, sample=sample, tokens=self._prompts.encode(task), record=record)
             for number, task in enumerate(self._tasks(eval_set))
@@ -81,9 +81,9 @@ class EvaluationItems:
         ]
 
     def _tasks(self, eval_set: EvaluationSet) -> list[Task]:
-        if not eval_set.source:
-            return self._prompts.held_out(eval_set.prompts)
-        return distinct_held_out(eval_set.build(), eval_set.prompts)
+        if not eval_set.config.source:
+            return self._prompts.held_out(eval_set.config.prompts)
+        return distinct_held_out(eval_set.build(), eval_set.config.prompts)
 
 
 def group_of(evaluation: int, item: int, num_items: int) -> GroupId:

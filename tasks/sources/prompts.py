@@ -43,11 +43,6 @@ class PromptSettings:
     tokenizer: str
     """Folder or hub name of the model."""
     source: SourceSettings
-    template: str
-    chat: bool
-    system: str
-    observation: str = "{observation}"
-    """Put around what an environment says, without a chat template; see EnvironmentConfig.template."""
     max_new_tokens: int
     context: int
     """Tokens that the model can attend to."""
@@ -140,7 +135,10 @@ class TokenizedPrompts:
 
     def __init__(self, settings: PromptSettings, texts: ChatTokenizer | None = None) -> None:
         """texts: the model's tokenizer, if it is loaded already."""
-        if settings.system and not settings.chat:
+        self._task = settings.source.task
+        self._observation = settings.source.limits.template
+        """Put around what an environment says, without a chat template."""
+        if self._task.system and not self._task.chat:
             raise ConfigError("task.system: only a chat template has a place for it; set task.chat = true")
         self._settings = settings
         self._at_once = settings.source.concurrency
@@ -148,8 +146,8 @@ class TokenizedPrompts:
         if excluding_held_out := frozenset(
             p
             for eval_set in settings.sets
-            if eval_set.source
-            for p in held_out_prompts(eval_set.build(), eval_set.prompts)
+            if eval_set.config.source
+            for p in held_out_prompts(eval_set.build(), eval_set.config.prompts)
         ):
             self._source = FilteredSource(self._source, lambda task: task.prompt not in excluding_held_out, EVALUATED)
         if settings.longest is not None:
@@ -161,9 +159,8 @@ class TokenizedPrompts:
     def bridge(self) -> Bridge:
         """Encodes what stands between two turns of an episode."""
         if self._bridge is None:
-            settings = self._settings
             self._bridge = make_bridge(
-                self._texts, settings.tokenizer, chat=settings.chat, template=settings.observation
+                self._texts, self._settings.tokenizer, chat=self._task.chat, template=self._observation
             )
         return self._bridge
 
@@ -182,14 +179,14 @@ class TokenizedPrompts:
 
     def _ids(self, task: Task) -> tuple[int, ...]:
         directions, prompt = split_params(task.prompt)
-        template = self._settings.template
+        template = self._task.template
         if directions.token_ids is not None:
             return directions.token_ids
-        if self._settings.chat:
+        if self._task.chat:
             *before, last = (Message("user", prompt),) if isinstance(prompt, str) else prompt
             messages = [*before, last._replace(content=template.format(prompt=last.content))]
-            if self._settings.system and messages[0].role != "system":
-                messages.insert(0, Message("system", self._settings.system))
+            if self._task.system and messages[0].role != "system":
+                messages.insert(0, Message("system", self._task.system))
             return self._texts.chat_ids(messages, directions.tools)
         if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].role == "user":
             prompt = prompt[0].content
@@ -205,9 +202,9 @@ class TokenizedPrompts:
     def may_be_too_long(self, task: Task) -> bool:
         """Whether a prompt could exceed its room, by its length alone: a token has at least one byte."""
         room = self._room if self._settings.longest is None else self._settings.longest
-        if self._settings.chat or not isinstance(task.prompt, str):
+        if self._task.chat or not isinstance(task.prompt, str):
             return True
-        return len(task.prompt.encode()) + len(self._settings.template.encode()) > room
+        return len(task.prompt.encode()) + len(self._task.template.encode()) > room
 
     @property
     def _room(self) -> int:
@@ -248,12 +245,10 @@ class TokenizedPrompts:
         if directions.token_ids is not None:
             return list(directions.token_ids)
         shown_messages = [m for m in shown if isinstance(m, Message)]
-        if self._settings.chat:
-            if self._settings.system and shown_messages[0].role != "system":
-                shown_messages.insert(0, Message("system", self._settings.system))
+        if self._task.chat:
+            if self._task.system and shown_messages[0].role != "system":
+                shown_messages.insert(0, Message("system", self._task.system))
             return list(self._texts.chat_ids(shown_messages, directions.tools))
         around = {"assistant": "{observation}"}
-        texts = (
-            around.get(m.role, self._settings.observation).replace("{observation}", m.content) for m in shown_messages
-        )
+        texts = (around.get(m.role, self._observation).replace("{observation}", m.content) for m in shown_messages)
         return list(self._texts.ids("".join(texts)))

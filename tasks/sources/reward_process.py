@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -24,7 +24,7 @@ from staleflow.stores.printable import printable
 from staleflow.tasks.environments.pickled_messages import packed, read_message
 from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.reward_values import InvalidReward, described, parse_reward
-from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.settings.task_config import RewardConfig
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.task_sources import EvaluationRecord, SourceSettings, extract_answer, make_reward
 
@@ -39,13 +39,10 @@ writing them never blocks, so the writer always gets to read."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSettings:
-    """Settings of the reward that the scoring process builds; see TaskConfig and RewardConfig."""
+    """Settings of the reward that the scoring process builds."""
 
     source: SourceSettings
-    function: str
-    parts: Mapping[str, RewardPart] = field(default_factory=dict)
-    answer_pattern: str
-    timeout_s: float
+    reward: RewardConfig
     sets: Sequence[EvaluationSet] = ()
     """Evaluation sets with a reward of their own."""
 
@@ -119,13 +116,13 @@ class Scorer:
                     process.stdin.write(messages[sent])
                     sent += 1
                 process.stdin.flush()
-                number, reward, parts, problem = _read(process.stdout, self._settings.timeout_s)
+                number, reward, parts, problem = _read(process.stdout, self._settings.reward.timeout_s)
                 if number == first + len(scores):
                     scores.append(ScoredResponse(reward=reward, parts=parts, error=problem))
                     continue
                 error = "the reward process answered another request; does it fork and return in both processes?"
             except TimeoutError as late:
-                error = str(late) or f"the reward took longer than {self._settings.timeout_s:g} s"
+                error = str(late) or f"the reward took longer than {self._settings.reward.timeout_s:g} s"
             except (EOFError, OSError) as died:
                 error = f"the reward process died: {died or 'no message'}"
             self._refuse_if_closed()
@@ -199,10 +196,13 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     settings: ScoringSettings = _read(requests, None)
     try:
         source = settings.source.build()
-        rewards = {"": make_reward(settings.function, source, settings.parts)}
+        pattern = settings.source.task.answer_pattern
+        rewards = {"": make_reward(settings.reward.function, source, settings.reward.parts)}
         for eval_set in settings.sets:
-            of = eval_set.build() if eval_set.source else source
-            rewards[eval_set.name] = make_reward(eval_set.reward, of, key=f"evaluation.sets.{eval_set.name}.reward")
+            of = eval_set.build() if eval_set.config.source else source
+            rewards[eval_set.name] = make_reward(
+                eval_set.config.reward, of, key=f"evaluation.sets.{eval_set.name}.reward"
+            )
     except ConfigError as error:
         _write(answers, str(error))
         return
@@ -214,7 +214,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             return
         try:
             reward_of = rewards[record.of if isinstance(record, EvaluationRecord) else ""]
-            reward, parts = parse_reward(reward_of(extract_answer(settings.answer_pattern, response), record))
+            reward, parts = parse_reward(reward_of(extract_answer(pattern, response), record))
             problem = ""
         except InvalidReward as refused:
             reward, parts, problem = 0.0, {}, str(refused)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,11 +27,10 @@ from staleflow.tasks.rendering.task_source import (
 )
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
-from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.reward_functions import load_reward, reward_fault
-from staleflow.tasks.settings.reward_part import RewardPart
 from staleflow.tasks.settings.source_kinds import SourceType, all_forms, is_agent, is_environment, kind_of, open_source
+from staleflow.tasks.settings.task_config import Columns, RewardPart, TaskConfig
 from staleflow.tasks.sources.dataset_rows import RowSource, Use
 from staleflow.tasks.sources.reasoning_gym_tasks import DRAWING
 
@@ -156,13 +155,10 @@ class SplitSource:
 class SourceSettings:
     """Settings of a task source; see TaskConfig."""
 
-    source: str
-    options: Mapping[str, Any]
+    task: TaskConfig
     seed: int
-    columns: Columns = Columns()
-    evaluation: str = ""
-    """Source of the held-out prompts; empty: this source's own."""
-    evaluation_options: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str = ""
+    """Folder of the model's tokenizer, for sources that render by it."""
     limits: EnvironmentConfig = EnvironmentConfig()
     """Of environments of many turns."""
     endpoint: EndpointSettings = EndpointSettings()
@@ -171,24 +167,40 @@ class SourceSettings:
     @property
     def is_agent_source(self) -> bool:
         """Whether prompts may have limits of their own for their first turns, as an agent's requests have."""
-        return is_agent(self.source)
+        return is_agent(self.task.source)
 
     @property
     def concurrency(self) -> int:
         """Number of tasks that are drawn side by side: drawing tasks of environments mostly waits for resets. Raises
         ConfigError."""
-        plays = self.source != "emulated" and is_environment(self.source, "task.source")
+        plays = self.task.source != "emulated" and is_environment(self.task.source, "task.source")
         return self.limits.concurrency if plays else 1
 
     def build(self) -> TaskSource:
         """Create the source. Raises ConfigError."""
-        if not self.evaluation:
-            return self._made(self.source, self.options, Use.BOTH)
-        training = self._made(self.source, self.options, Use.TRAINING)
-        return SplitSource(training, self._made(self.evaluation, self.evaluation_options, Use.EVALUATION))
+        task = self.task
+        if not task.eval_source:
+            return self._made(task.source, self.options, Use.BOTH)
+        training = self._made(task.source, self.options, Use.TRAINING)
+        return SplitSource(training, self._made(task.eval_source, self.eval_options, Use.EVALUATION))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of its source."""
+        return self._with_tokenizer(self.task.source, self.task.options)
+
+    @property
+    def eval_options(self) -> dict[str, Any]:
+        """Arguments of the source of its evaluation prompts."""
+        return self._with_tokenizer(self.task.eval_source, self.task.eval_options)
+
+    def _with_tokenizer(self, source: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a source, with the model's tokenizer if its kind renders by it."""
+        kind = kind_of(source)
+        return {"tokenizer": self.tokenizer, **options} if kind is not None and kind.gets_tokenizer else dict(options)
 
     def _made(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
-        return make_source(source, options, self.seed, self.columns, use, self.limits, self.endpoint)
+        return make_source(source, options, self.seed, self.task.columns, use, self.limits, self.endpoint)
 
 
 def make_source(

@@ -36,6 +36,7 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.settings import user_code
+from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources import reward_process
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
@@ -104,8 +105,10 @@ def scorers(rewards: Path) -> Iterator[Callable[[str], Scorer]]:
     made: list[Scorer] = []
 
     def make(name: str, timeout_s: float = 1.0) -> Scorer:
-        source = SourceSettings(source="emulated", options={}, seed=0)
-        settings = ScoringSettings(source=source, function=f"{rewards}:{name}", answer_pattern="", timeout_s=timeout_s)
+        source = SourceSettings(task=TaskConfig(source="emulated"), seed=0)
+        settings = ScoringSettings(
+            source=source, reward=RewardConfig(function=f"{rewards}:{name}", timeout_s=timeout_s)
+        )
         made.append(Scorer(settings))
         return made[-1]
 

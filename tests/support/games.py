@@ -11,6 +11,7 @@ from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.task_source import Task
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
 
 GAMES = '''
@@ -242,7 +243,7 @@ async def own(session, task):
 def settings(named: str, options: dict[str, Any] | None = None, **limits: Any) -> EpisodeSettings:
     config = EnvironmentConfig(**limits)
     return EpisodeSettings(
-        source=SourceSettings(source=named, options=options or {}, seed=3, limits=config), limits=config
+        source=SourceSettings(task=TaskConfig(source=named, options=options or {}), seed=3, limits=config)
     )
 
 

@@ -23,6 +23,7 @@ from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Task
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.settings.source_kinds import SourceType, open_source
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.tasks.chat_models import chat_tokenizer
 from tests.tasks.test_agent_clients import capturing, free_port, serving
@@ -30,7 +31,9 @@ from tests.tasks.test_agent_clients import capturing, free_port, serving
 
 def settings(source: str, options: dict[str, Any], **limits: Any) -> EpisodeSettings:
     config = EnvironmentConfig(**{"step_timeout_s": 60.0, "max_turns": 3, **limits})
-    return EpisodeSettings(source=SourceSettings(source=source, options=options, seed=3, limits=config), limits=config)
+    return EpisodeSettings(
+        source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, limits=config)
+    )
 
 
 def running(work: Coroutine[Any, Any, None]) -> None:

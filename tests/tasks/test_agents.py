@@ -23,6 +23,7 @@ from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.rendering.turn_params import params_of, split_params
 from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
 
 AGENTS = '''
@@ -179,8 +180,9 @@ def settings(
     config = EnvironmentConfig(**limits)
     endpoint = EndpointSettings(config=EndpointConfig(changed_past=changed_past))
     return EpisodeSettings(
-        source=SourceSettings(source=source, options=options or {}, seed=3, limits=config, endpoint=endpoint),
-        limits=config,
+        source=SourceSettings(
+            task=TaskConfig(source=source, options=options or {}), seed=3, limits=config, endpoint=endpoint
+        )
     )
 
 

@@ -217,7 +217,7 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
     job.write_text(f'[model]\npath = "x"\n[task]\nsource = "{games}:Guess"\n[environment]\nmax_turns = 5\n')
     config = loading.load(job)
     made = actor_settings.episode_settings(config)
-    assert made.limits.max_turns == 5
+    assert made.source.limits.max_turns == 5
     assert made.source.build().task(0).prompt == "Guess a number from 1 to 8."
     assert user_files.located(config).acts
     assert not user_files.located(loading.load(job, ["task.source=reasoning_gym:chain_sum"])).acts
@@ -290,7 +290,7 @@ def test_a_coroutine_may_return_a_reward_when_its_episode_is_cut(games: Path) ->
 
 def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
     made = settings(f"{games}:Guess")
-    source = replace(made.source, evaluation=f"{games}:AsyncMoody")
+    source = replace(made.source, task=replace(made.source.task, eval_source=f"{games}:AsyncMoody"))
     made = replace(made, source=source)
     built = source.build()
     train, held_out = built.task(0), built.task(0, held_out=True)

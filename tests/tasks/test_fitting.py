@@ -12,6 +12,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, tokenizer_texts
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.filtered_source import FilteredSource
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
@@ -26,8 +27,9 @@ def settings(tiny_model: Path, tmp_path: Path) -> PromptSettings:
     rows = [{"prompt": f"{i} + 1 =" + " 1 +" * (60 if i in LONG else 0), "answer": str(i + 1)} for i in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return PromptSettings(
-        tokenizer=str(tiny_model), source=SourceSettings(source=f"jsonl:{tmp_path / 'rows.jsonl'}", options={}, seed=0),
-        template="{prompt}", chat=False, system="", max_new_tokens=64, context=128, kv_tokens=512, held_out=3,
+        tokenizer=str(tiny_model),
+        source=SourceSettings(task=TaskConfig(source=f"jsonl:{tmp_path / 'rows.jsonl'}"), seed=0),
+        max_new_tokens=64, context=128, kv_tokens=512, held_out=3,
     )  # fmt: skip
 
 

@@ -15,13 +15,16 @@ from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.task_source import Task
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings
 
 LIMITS = EnvironmentConfig(step_timeout_s=60)
 
 
 def settings(source: str, **options: Any) -> EpisodeSettings:
-    return EpisodeSettings(source=SourceSettings(source=source, options=options, seed=3, limits=LIMITS), limits=LIMITS)
+    return EpisodeSettings(
+        source=SourceSettings(task=TaskConfig(source=source, options=options), seed=3, limits=LIMITS)
+    )
 
 
 def played(

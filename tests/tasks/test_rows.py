@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
-from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.task_config import Columns, TaskConfig
 from staleflow.tasks.sources.dataset_rows import Use
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
@@ -133,16 +134,15 @@ def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
 def test_evaluation_prompts_come_from_their_own_source_whole(write: Write, tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     evaluation = write(tmp_path / "test", [ROWS[4], {**ROWS[0], "question": "new"}, ROWS[4]])
-    settings = SourceSettings(
-        source=write(tmp_path, ROWS), options={}, seed=0, columns=COLUMNS, evaluation=evaluation
-    )  # fmt: skip
+    task = TaskConfig(source=write(tmp_path, ROWS), columns=COLUMNS, eval_source=evaluation)
+    settings = SourceSettings(task=task, seed=0)
     source = settings.build()
     assert prompts(source, 21) == [*(f"{i} + {i}" for i in range(20)), "0 + 0"]
     assert [t.prompt for t in distinct_held_out(source, 200)] == ["4 + 4", "new"]
     excluding_held_out = source.excluding_held_out(1)
     assert prompts(excluding_held_out, 20) == [*(f"{i} + {i}" for i in range(20) if i != 4), "0 + 0"]
     assert excluding_held_out.held_out_notice.endswith("are not trained on: they repeat prompts of task.eval_source")
-    same = SourceSettings(source=evaluation, options={}, seed=0, columns=COLUMNS, evaluation=evaluation).build()
+    same = SourceSettings(task=replace(task, source=evaluation), seed=0).build()
     with pytest.raises(ConfigError, match=r"each of the 3 training rows has the prompt of task\.eval_source"):
         same.excluding_held_out(0)
 
@@ -151,7 +151,8 @@ def test_generated_prompts_keep_apart_from_an_evaluation_set_which_has_its_own_v
     options = {"min_terms": 2, "max_terms": 2, "max_digits": 1}
     first = make_source("reasoning_gym:chain_sum", options, 4).task(0)
     evaluation = as_jsonl(tmp_path, [{"prompt": first.prompt, "answer": "seven"}])
-    settings = SourceSettings(source="reasoning_gym:chain_sum", options=options, seed=4, evaluation=evaluation)
+    task_config = TaskConfig(source="reasoning_gym:chain_sum", options=options, eval_source=evaluation)
+    settings = SourceSettings(task=task_config, seed=4)
     source = settings.build().excluding_held_out(50)
     assert first.prompt not in prompts(source, 50)
     assert source.held_out_notice.endswith("of 50 prompts drawn for training were held out, and replaced")

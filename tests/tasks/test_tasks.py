@@ -20,7 +20,7 @@ from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_folder import WeightFolder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
-from staleflow.tasks.settings.reward_part import RewardPart
+from staleflow.tasks.settings.task_config import RewardConfig, RewardPart, TaskConfig
 from staleflow.tasks.sources import reward_process
 from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
@@ -93,14 +93,14 @@ def scorer(
     return Scorer(
         ScoringSettings(
             source=SourceSettings(
-                source="reasoning_gym:chain_sum" if rows is None else f"jsonl:{rows}",
-                options=OPTIONS if rows is None else {},
+                task=TaskConfig(
+                    source="reasoning_gym:chain_sum" if rows is None else f"jsonl:{rows}",
+                    options=OPTIONS if rows is None else {},
+                    answer_pattern=pattern,
+                ),
                 seed=1,
             ),
-            function=function,
-            parts=dict(parts),
-            answer_pattern=pattern,
-            timeout_s=timeout_s,
+            reward=RewardConfig(function=function, parts=dict(parts), timeout_s=timeout_s),
         )
     )
 
@@ -265,10 +265,8 @@ def test_a_users_own_environment(tmp_path: Path) -> None:
     assert task.prompt == "9+9="
     assert source.task(4, held_out=True).prompt == "1000009+1000009="
     settings = ScoringSettings(
-        source=SourceSettings(source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}, seed=2),
-        function="task",
-        answer_pattern="",
-        timeout_s=10,
+        source=SourceSettings(task=TaskConfig(source=f"{tmp_path}/mine.py:Doubles", options={"first": 3}), seed=2),
+        reward=RewardConfig(),
     )
     scorer = Scorer(settings)
     try:

@@ -14,6 +14,7 @@ from staleflow.tasks.environments.environment_config import EnvironmentConfig
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.episodes.tools import ToolEpisode, tools_of
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.task_sources import SourceSettings, extract_answer
 
 PAGE = Path("docs/environments.md").read_text()
@@ -28,12 +29,12 @@ def blocks(heading: str, language: str) -> list[str]:
 @pytest.mark.parametrize(("name", "heading"), [("Guess", "A class with reset and step"), ("guess", "A coroutine")])
 def test_the_environments_of_the_page_are_played(name: str, heading: str, tmp_path: Path) -> None:
     (tmp_path / "games.py").write_text("\n\n".join(blocks(heading, "python")))
-    source = SourceSettings(source=f"{tmp_path}/games.py:{name}", options={}, seed=0)
+    source = SourceSettings(task=TaskConfig(source=f"{tmp_path}/games.py:{name}"), seed=0)
     task = source.build().task(0)
     assert task.prompt == "Guess my number, from 1 to 20."
 
     async def work() -> list[HostedStepResult]:
-        episodes = EpisodeHost(EpisodeSettings(source=source, limits=EnvironmentConfig()))
+        episodes = EpisodeHost(EpisodeSettings(source=source))
         await episodes.check()
         low, high, turns, found = 1, 20, [], []
         while not found or not found[-1].ended:

@@ -15,6 +15,7 @@ from staleflow.tasks.environments.child_programs import ChildPrograms
 from staleflow.tasks.environments.terminal_output import LONGEST_LINE, RelayedOutput
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.rendering.reward_values import LONGEST_NAME, MOST_PARTS, InvalidReward, parse_reward
+from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.tasks.test_agents import acted, running, settings
@@ -85,8 +86,8 @@ def test_what_a_reward_function_prints_raises_and_names_is_shown_without_control
 ) -> None:
     rows = code.with_name("rows.jsonl")
     rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n{"prompt": "1 + 2", "answer": "3"}\n')
-    source = SourceSettings(source=f"jsonl:{rows}", options={}, seed=1)
-    scorer = Scorer(ScoringSettings(source=source, function=f"{code}:score", answer_pattern="", timeout_s=60.0))
+    source = SourceSettings(task=TaskConfig(source=f"jsonl:{rows}"), seed=1)
+    scorer = Scorer(ScoringSettings(source=source, reward=RewardConfig(function=f"{code}:score", timeout_s=60.0)))
     record = source.build().task(0).record
     named, raised = scorer.score([("good", record), ("raise", record)])
     scorer.close()

@@ -29,6 +29,7 @@ from staleflow.tasks.actors.server_messages import ObservationItem, payload
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.rendering.turn_params import TurnParams, role_of, split_params
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
 from staleflow.tasks.sources.task_sources import SourceSettings
 from tests.stores.test_in_flight import drawn, flight, resumed, routed
@@ -78,8 +79,9 @@ def prompts(folder: Path, name: str = "smollm2", template: str = "", *, chat: bo
     tokenizer = chat_tokenizer(name)
     tokenizer.chat_template = template or tokenizer.chat_template
     settings = PromptSettings(
-        tokenizer=name, source=SourceSettings(source=f"jsonl:{folder / 'rows.jsonl'}", options={}, seed=0),
-        template="{prompt}", chat=chat, system="", max_new_tokens=10, context=10_000, kv_tokens=10_000, held_out=0,
+        tokenizer=name,
+        source=SourceSettings(task=TaskConfig(source=f"jsonl:{folder / 'rows.jsonl'}", chat=chat), seed=0),
+        max_new_tokens=10, context=10_000, kv_tokens=10_000, held_out=0,
     )  # fmt: skip
     return TokenizedPrompts(settings, ChatTokenizer(tokenizer))
 
