@@ -43,7 +43,8 @@ from tornado.ioloop import IOLoop
 
 from staleflow.pipeline.cluster import run_pages
 from staleflow.pipeline.cluster.downsampling import SMOOTH, columns
-from staleflow.pipeline.cluster.job_registry import Job, JobRegistry
+from staleflow.pipeline.cluster.job_registry import JobRegistry
+from staleflow.pipeline.cluster.submitted_job import Job
 from staleflow.stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind, axis
 
 REFRESH_MS = 500

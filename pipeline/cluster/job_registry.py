@@ -13,23 +13,21 @@ scheduler's memory; what must outlive the scheduler is in the run folder.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import pickle
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from distributed import SchedulerPlugin
 
+from staleflow.pipeline.cluster import worker_restarts
 from staleflow.pipeline.cluster.gang import ROLLOUT, Gang, Needs, WorkerGpus
-from staleflow.pipeline.cluster.job_queue import REPORT_S, RETURN_S, JobQueue, place_of
+from staleflow.pipeline.cluster.job_queue import REPORT_S, JobQueue, place_of
+from staleflow.pipeline.cluster.submitted_job import Job, Plain
 from staleflow.pipeline.config.local_gpus import read_devices
 from staleflow.pipeline.placement.devices import Device
-from staleflow.tasks.engines.engine_handover import require_orphan
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +37,6 @@ OPERATION = "staleflow"
 """Name of the scheduler's remote procedure that calls the board."""
 JOBS_KEPT = 200
 """Number of jobs above which the oldest ended ones are dropped."""
-LINES_KEPT = 10_000
-"""Latest log lines kept per job."""
 ENDED = ("done", "stopped", "failed")
 NOWHERE = "tcp://0.0.0.0:1"
 """The address that the driver of a waiting job is restricted to: no worker has it."""
@@ -48,8 +44,6 @@ FIRE_AND_FORGET = "fire-and-forget"
 """The client in whose name Dask keeps tasks that no client waits for."""
 GONE = "the process that ran it is gone"
 UNSENT = "the process that submitted it was gone before it had sent it"
-END_S = 2.0
-"""Seconds a worker may take to end; one that is stopped never does, and is killed by its nanny after four more."""
 LEASE_S = 60.0
 """Seconds without a sign of life of a job's driver after which it counts as lost. Its client sends one every five from
 the event loop that all of a driver's work is on; Dask itself waits five minutes."""
@@ -57,51 +51,6 @@ LEASE_LOOK_S = 5.0
 """Seconds between two looks at that."""
 SERVE_S = 1.0
 """Seconds between two looks whether a waiting job can start, beside those at whatever may allow it."""
-
-Plain = dict[str, Any]
-"""Values that msgpack carries: numbers, strings, and lists and dicts of them."""
-
-
-@dataclass(slots=True)
-class Job:
-    """One submitted job. state: waiting, running, done, stopped or failed."""
-
-    id: str
-    name: str
-    run_dir: str
-    steps: int
-    submitted_at: float
-    state: str = "waiting"
-    why: str = ""
-    """Reason why a job waits, stopped or failed."""
-    stop: str = ""
-    """Reason of a request to stop; empty if there is none."""
-    leaving: list[str] = field(default_factory=list)
-    """Workers that it is asked to give up, and has not heard of."""
-    status: Plain = field(default_factory=dict)
-    history: dict[int, Plain] = field(default_factory=dict)
-    """Metrics of each training step."""
-    reported_at: float = 0.0
-    client: str = ""
-    """Dask's id of the client whose end is the end of the job's driver, or of whoever submits the job; empty while
-    there is none."""
-    needs: Needs | None = None
-    """What a submitted job needs. It waits in the queue from the moment its task is there."""
-    wait_s: float = 0.0
-    place: str = ""
-    """The worker that the driver of a submitted job is to run on; empty while it waits."""
-    num_lines: int = 0
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
-
-    def say(self, line: str) -> None:
-        """Append a line to the log."""
-        self.lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
-        self.num_lines += 1
-
-    def plain(self) -> Plain:
-        """The job as plain values, with the metrics of its last step instead of its history."""
-        names = ("id", "name", "run_dir", "steps", "submitted_at", "state", "why", "stop", "status", "reported_at")
-        return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}
 
 
 class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
@@ -238,7 +187,9 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             else:
                 self._wait_again(job)
                 engines = [address for address in left if gang[address] == (ROLLOUT,)]
-            self._begin(self._restart([address for address in left if address not in engines]))
+            self._begin(
+                worker_restarts.restart(self._scheduler, [address for address in left if address not in engines])
+            )
             self._begin(self._keep(engines))
         self._serve()
 
@@ -256,7 +207,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 if job.client not in ended:
                     ended.add(job.client)
                     job.say(f"its driver on {job.place} has not been heard of for {LEASE_S:g} s; it is started again")
-                    self._begin(self._restart([job.place]))
+                    self._begin(worker_restarts.restart(self._scheduler, [job.place]))
 
     def silent_drivers(self, now: float, awake_since: float) -> list[Job]:
         """Submitted jobs whose driver counts as lost, where a nanny can end it: else it might go on beside the next.
@@ -279,43 +230,13 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     async def _keep(self, addresses: Sequence[str]) -> None:
         """Keep workers on which an engine is and which answer; restart the others."""
-        kept = await asyncio.gather(*(self._has_engine(address) for address in addresses))
+        kept = await asyncio.gather(*(worker_restarts.has_engine(self._scheduler, address) for address in addresses))
         for address, has_engine in zip(addresses, kept, strict=True):
             if has_engine:
                 self.job_queue.keep(address, time.monotonic())
         dead = [address for address, has_engine in zip(addresses, kept, strict=True) if not has_engine]
         self._serve()
-        await self._restart(dead)
-
-    async def _has_engine(self, address: str) -> bool:
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(END_S):
-                answer = await self._scheduler.rpc(address).run(function=pickle.dumps(require_orphan))
-                return bool(answer["status"] == "OK")
-        return False
-
-    async def _restart(self, addresses: Sequence[str]) -> None:
-        if not addresses:
-            return
-        # Those with a nanny end at once: closed in order, they would go on with what is under way for four seconds.
-        workers = self._scheduler.workers
-        await asyncio.gather(*(self._end_process(a) for a in addresses if a in workers and workers[a].nanny))
-        # Workers without a nanny are shut down; only whoever started them can start them again.
-        with contextlib.suppress(Exception):
-            await self._scheduler.restart_workers(
-                list(addresses), timeout=RETURN_S, wait_for_workers=False, on_error="return",
-                stimulus_id="staleflow-restart",
-            )  # fmt: skip
-
-    async def _end_process(self, address: str) -> None:
-        """End a worker's process, which its nanny then starts again. Returns once the worker has left, or does not
-        answer."""
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(END_S):
-                with contextlib.suppress(OSError):  # that is how it answers
-                    await self._scheduler.rpc(address).run(function=pickle.dumps(os._exit), args=pickle.dumps((1,)))
-                while address in self._scheduler.workers:
-                    await asyncio.sleep(0.01)
+        await worker_restarts.restart(self._scheduler, dead)
 
     # -- waiting and starting ------------------------------------------------------------------------------------
 
@@ -423,7 +344,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
             if entry.id in expired:
                 self._end(job, "failed", f"waited {entry.wait_s:g} s for workers (deadlines.wait_s): {entry.why}")
         if unwanted := self.job_queue.take_unwanted():
-            self._begin(self._restart(unwanted))
+            self._begin(worker_restarts.restart(self._scheduler, unwanted))
         waiting = [e.id for e in self.job_queue.entries.values() if not e.num_workers]
         self._keep_waiting(waiting)
         if self._timer is None and waiting:

@@ -21,6 +21,7 @@ from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import ensure
+from staleflow.pipeline.cluster.submitted_job import Job
 
 
 def asked() -> set[str]:
@@ -263,9 +264,7 @@ def silent(**changes: Any) -> list[str]:
     """The jobs whose drivers are silent at second 1,000, of one that was last heard of at 900."""
     one = JobRegistry()
     at: dict[str, Any] = {"heard": 900.0, "awake_since": 0.0, "nanny": "tcp://nanny", "state": "running", **changes}
-    one.jobs["a"] = job_registry.Job(
-        "a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", place=at.get("place", "w")
-    )
+    one.jobs["a"] = Job("a", "a", "/runs/a", 1, 0.0, state=at["state"], client="c", place=at.get("place", "w"))
     clients, workers = {"c": SimpleNamespace(last_seen=at["heard"])}, {"w": SimpleNamespace(nanny=at["nanny"])}
     one._scheduler = SimpleNamespace(clients=clients, workers=workers)
     return [job.id for job in one.silent_drivers(1000.0, at["awake_since"])]

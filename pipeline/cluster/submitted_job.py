@@ -1,0 +1,57 @@
+"""A job that was submitted to a cluster, as its registry holds it and clients see it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from staleflow.pipeline.cluster.gang import Needs
+
+LINES_KEPT = 10_000
+"""Latest log lines kept per job."""
+Plain = dict[str, Any]
+"""Values that msgpack carries: numbers, strings, and lists and dicts of them."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One submitted job. state: waiting, running, done, stopped or failed."""
+
+    id: str
+    name: str
+    run_dir: str
+    steps: int
+    submitted_at: float
+    state: str = "waiting"
+    why: str = ""
+    """Reason why a job waits, stopped or failed."""
+    stop: str = ""
+    """Reason of a request to stop; empty if there is none."""
+    leaving: list[str] = field(default_factory=list)
+    """Workers that it is asked to give up, and has not heard of."""
+    status: Plain = field(default_factory=dict)
+    history: dict[int, Plain] = field(default_factory=dict)
+    """Metrics of each training step."""
+    reported_at: float = 0.0
+    client: str = ""
+    """Dask's id of the client whose end is the end of the job's driver, or of whoever submits the job; empty while
+    there is none."""
+    needs: Needs | None = None
+    """What a submitted job needs. It waits in the queue from the moment its task is there."""
+    wait_s: float = 0.0
+    place: str = ""
+    """The worker that the driver of a submitted job is to run on; empty while it waits."""
+    num_lines: int = 0
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LINES_KEPT))
+
+    def say(self, line: str) -> None:
+        """Append a line to the log."""
+        self.lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
+        self.num_lines += 1
+
+    def plain(self) -> Plain:
+        """The job as plain values, with the metrics of its last step instead of its history."""
+        names = ("id", "name", "run_dir", "steps", "submitted_at", "state", "why", "stop", "status", "reported_at")
+        return {name: getattr(self, name) for name in names} | {"last": next(reversed(self.history.values()), {})}
