@@ -1,9 +1,10 @@
-"""Checks of a job file that involve more than one key. A failure is one line that says what to change."""
+"""Rules of a job file that involve more than one key. What breaks one is a line that says what to change."""
 
 from __future__ import annotations
 
 import re
 import string
+from collections.abc import Iterator
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
@@ -20,89 +21,90 @@ SHOWN_TEMPLATE = 200
 
 def check_across(config: RunConfig, where: str) -> None:
     """Raise ConfigError for the first rule that is broken. where: the source, for messages."""
-    if not config.model.path and config.has_texts:
-        raise ConfigError(f"{where}: model.path is missing; name a folder or a hub model")
-    _check_texts(config, where)
-    if not config.name or "/" in config.name or config.name.startswith("."):
-        raise ConfigError(f"{where}: name = {config.name!r} must be a plain folder name")
-    advantage, filtering = config.training.advantage, config.batch.filtering
-    if advantage.compares_members and config.batch.group_size < 2:
-        raise ConfigError(f"{where}: batch.group_size = 1 leaves {advantage.name} nothing to compare; it must be >= 2")
-    if filtering.compares_members and config.batch.group_size < 2:
-        raise ConfigError(
-            f'{where}: batch.filtering = "{filtering.name}" would drop every group of batch.group_size = 1, whose '
-            'rewards are all equal; use "keep_all"'
-        )
-    _check_sizes(config, where)
     try:
+        for line in _broken_rules(config):
+            raise ConfigError(line)
         config.staleness.admission.check(config.staleness.eta)
         config.rollout.engine.check()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _broken_rules(config: RunConfig) -> Iterator[str]:
+    """The rules that a job breaks, a line each: what is wrong and the remedy."""
+    if not config.model.path and config.has_texts:
+        yield "model.path is missing; name a folder or a hub model"
+    yield from _check_texts(config)
+    if not config.name or "/" in config.name or config.name.startswith("."):
+        yield f"name = {config.name!r} must be a plain folder name"
+    advantage, filtering = config.training.advantage, config.batch.filtering
+    if advantage.compares_members and config.batch.group_size < 2:
+        yield f"batch.group_size = 1 leaves {advantage.name} nothing to compare; it must be >= 2"
+    if filtering.compares_members and config.batch.group_size < 2:
+        yield (
+            f'batch.filtering = "{filtering.name}" would drop every group of batch.group_size = 1, whose '
+            'rewards are all equal; use "keep_all"'
+        )
+    yield from _check_sizes(config)
     kl = config.training.kl
     if kl.reference and not kl.coefficient:
-        raise ConfigError(
-            f"{where}: training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
+        yield (
+            f"training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
             "above 0, such as 0.001"
         )
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
-            raise ConfigError(f"{where}: cluster.kind = {kind!r} needs cluster.{key}")
+            yield f"cluster.kind = {kind!r} needs cluster.{key}"
     if config.store:
         try:
             parsed(config.store_url)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: store = {config.store!r} is no place for a store; {HOW}") from error
-    _check_evaluation(config, where)
-    _check_engine(config, where)
-    _check_virtual(config, where)
+        except ConfigError:
+            yield f"store = {config.store!r} is no place for a store; {HOW}"
+    yield from _check_evaluation(config)
+    yield from _check_engine(config)
+    yield from _check_virtual(config)
 
 
-def _check_sizes(config: RunConfig, where: str) -> None:
+def _check_sizes(config: RunConfig) -> Iterator[str]:
     """Check that a step's numbers fit together, and can be meant."""
     if config.training.minibatches > config.batch.groups_per_step * config.batch.group_size:
-        raise ConfigError(
-            f"{where}: training.minibatches = {config.training.minibatches} is more than the "
+        yield (
+            f"training.minibatches = {config.training.minibatches} is more than the "
             f"{config.trajectories_per_step} trajectories of a step"
         )
     if config.training.overlong_tokens > config.rollout.max_new_tokens:
-        raise ConfigError(
-            f"{where}: training.overlong_tokens = {config.training.overlong_tokens} is more than "
+        yield (
+            f"training.overlong_tokens = {config.training.overlong_tokens} is more than "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
         )
     started = config.oversampled_groups * config.oversampled_group_size
     if started > MOST_TRAJECTORIES:
-        raise ConfigError(
-            f"{where}: batch.groups_per_step and batch.group_size make {started} "
+        yield (
+            f"batch.groups_per_step and batch.group_size make {started} "
             f"trajectories a step; it must be at most {MOST_TRAJECTORIES}"
         )
     if config.steps > MOST_STEPS:
-        raise ConfigError(f"{where}: steps = {config.steps} is out of range; it must be at most {MOST_STEPS}")
+        yield f"steps = {config.steps} is out of range; it must be at most {MOST_STEPS}"
     rollout = config.rollout
     if rollout.min_instances > rollout.instances:
-        raise ConfigError(
-            f"{where}: rollout.min_instances = {rollout.min_instances} is more than rollout.instances = "
-            f"{rollout.instances}"
-        )
+        yield (f"rollout.min_instances = {rollout.min_instances} is more than rollout.instances = {rollout.instances}")
     if 0 < rollout.max_instances < rollout.instances:
-        raise ConfigError(
-            f"{where}: rollout.max_instances = {rollout.max_instances} is less than rollout.instances = "
+        yield (
+            f"rollout.max_instances = {rollout.max_instances} is less than rollout.instances = "
             f"{rollout.instances}, with which the run begins"
         )
 
 
-def _check_texts(config: RunConfig, where: str) -> None:
+def _check_texts(config: RunConfig) -> Iterator[str]:
     """Check that the template can be filled, and that the pattern finds an answer."""
     template, pattern = config.task.template, config.task.answer_pattern
     if "{prompt}" not in template:
-        raise ConfigError(f"{where}: task.template must contain {{prompt}}, it is {shown(template)}")
+        yield f"task.template must contain {{prompt}}, it is {shown(template)}"
     if "{observation}" not in config.environment.template:
-        raise ConfigError(
-            f"{where}: environment.template must contain {{observation}}, it is {shown(config.environment.template)}"
-        )
+        yield (f"environment.template must contain {{observation}}, it is {shown(config.environment.template)}")
     if config.environment.tools and config.environment.tool_timeout_s >= config.environment.step_timeout_s:
-        raise ConfigError(
-            f"{where}: environment.tool_timeout_s = {config.environment.tool_timeout_s:g} must be less than "
+        yield (
+            f"environment.tool_timeout_s = {config.environment.tool_timeout_s:g} must be less than "
             f"environment.step_timeout_s = {config.environment.step_timeout_s:g}, which ends the episode"
         )
     doubled = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
@@ -111,103 +113,98 @@ def _check_texts(config: RunConfig, where: str) -> None:
     except ValueError:
         names = ["{"]
     if set(names) != {"prompt"}:
-        raise ConfigError(
-            f"{where}: task.template: only {{prompt}} is replaced; write any other brace twice: "
+        yield (
+            f"task.template: only {{prompt}} is replaced; write any other brace twice: "
             f"{doubled if len(doubled) <= SHOWN_TEMPLATE else shown(doubled)}"
         )
     try:
         groups = re.compile(pattern).groups
     except (re.error, RecursionError, OverflowError) as error:
-        raise ConfigError(f"{where}: task.answer_pattern = {shown(pattern)} does not compile: {error}") from error
+        yield f"task.answer_pattern = {shown(pattern)} does not compile: {error}"
+        return
     if pattern and not groups:
-        raise ConfigError(f"{where}: task.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )")
+        yield f"task.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )"
 
 
-def _check_evaluation(config: RunConfig, where: str) -> None:
+def _check_evaluation(config: RunConfig) -> Iterator[str]:
     """Check what the model is to be evaluated on."""
     most, sets = config.rollout.max_new_tokens, config.evaluation_sets
     if HELD_OUT in config.evaluation.sets:
-        raise ConfigError(f"{where}: evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it")
+        yield f"evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it"
     plays = config.acts and not config.environment.tools
     for name, evaluation_set in config.evaluation.sets.items():
-        key = f"{where}: evaluation.sets.{name}"
+        key = f"evaluation.sets.{name}"
         if not evaluation_set.responses_per_prompt:
-            raise ConfigError(f"{key}: samples = 0 and greedy = false leave nothing to score; set one of them")
+            yield f"{key}: samples = 0 and greedy = false leave nothing to score; set one of them"
         if evaluation_set.max_new_tokens > most:
-            raise ConfigError(
+            yield (
                 f"{key}.max_new_tokens = {evaluation_set.max_new_tokens} is more than rollout.max_new_tokens = "
                 f"{most}, which the engines have room for; lower it"
             )
         if plays and evaluation_set.reward != "task":
-            raise ConfigError(
+            yield (
                 f"{key}.reward = {evaluation_set.reward!r}: environments reward their episodes themselves; remove it, "
                 "and return the reward from the environment"
             )
         if plays and evaluation_set.source:
-            raise ConfigError(
+            yield (
                 f"{key}.source = {evaluation_set.source!r}: environments of a run are those of task.source and "
                 "task.eval_source; leave it empty"
             )
     best = config.evaluation.best_checkpoint_set
     if best and best not in sets:
         known = ", ".join(sets) or "none; set task.eval_prompts or add evaluation.sets.NAME"
-        raise ConfigError(
-            f"{where}: evaluation.best_checkpoint_set = {best!r} is no set that is evaluated; known: {known}"
-        )
+        yield (f"evaluation.best_checkpoint_set = {best!r} is no set that is evaluated; known: {known}")
 
 
-def _check_engine(config: RunConfig, where: str) -> None:
+def _check_engine(config: RunConfig) -> Iterator[str]:
     """Check what the job's engine supports."""
     engine = config.rollout.engine
     if config.rollout.on_pull == "keep" and not engine.keeps:
-        raise ConfigError(
-            f'{where}: rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"'
-        )
+        yield (f'rollout.on_pull = "keep" is not supported by the {engine.name} engine; use "interrupt"')
     speculation = engine.speculation
     if speculation.num_speculative_tokens and config.training.lora.rank:
-        raise ConfigError(
-            f"{where}: rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: "
+        yield (
+            f"rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: "
             "drafts are not verified under adapters (training.lora.rank) yet; use 0"
         )
-    _check_adapters(config, where)
+    yield from _check_adapters(config)
     if engine.kv_tokens < config.rollout.max_new_tokens:
-        raise ConfigError(
-            f"{where}: rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
+        yield (
+            f"rollout.engine.kv_tokens = {engine.kv_tokens} cannot hold one response of "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
         )
 
 
-def _check_adapters(config: RunConfig, where: str) -> None:
+def _check_adapters(config: RunConfig) -> Iterator[str]:
     """Check that adapters are trained where they are served, and the other way round."""
     rank, on_pull = config.training.lora.rank, config.rollout.on_pull
     if rank and on_pull != "adapter":
-        raise ConfigError(
-            f"{where}: training.lora.rank = {rank} makes versions adapters, served side by side; set rollout.on_pull = "
+        yield (
+            f"training.lora.rank = {rank} makes versions adapters, served side by side; set rollout.on_pull = "
             f'"adapter" in place of "{on_pull}"'
         )
     if on_pull == "adapter" and not rank:
-        raise ConfigError(
-            f'{where}: rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank, such as '
+        yield (
+            'rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank, such as '
             'to 32, or use "interrupt"'
         )
     if rank and config.eta is None:
-        raise ConfigError(
-            f'{where}: staleness.admission = "{config.staleness.admission.name}" keeps no bound, so any number of '
+        yield (
+            f'staleness.admission = "{config.staleness.admission.name}" keeps no bound, so any number of '
             "adapters could be needed at once; use another one with training.lora"
         )
     lora = config.training.lora
     if not rank and (lora.targets or lora.alpha != LoraConfig().alpha):
-        raise ConfigError(
-            f"{where}: training.lora.rank = 0 trains no adapter; set it above 0, or remove [training.lora]"
-        )
+        yield ("training.lora.rank = 0 trains no adapter; set it above 0, or remove [training.lora]")
 
 
-def _check_virtual(config: RunConfig, where: str) -> None:
+def _check_virtual(config: RunConfig) -> Iterator[str]:
     """Check the keys of simulated and emulated runs."""
     cost = config.rollout.cost
     if cost.k4 + max(cost.k2, cost.b + cost.k3) <= 0:
-        raise ConfigError(f"{where}: rollout.cost: a decode step of one trajectory takes no time; set k2 or k4 above 0")
+        yield "rollout.cost: a decode step of one trajectory takes no time; set k2 or k4 above 0"
     if config.workload.kind == "recorded" and not config.workload.run:
-        raise ConfigError(f'{where}: workload.kind = "recorded" needs workload.run, the folder of a stored run')
+        yield 'workload.kind = "recorded" needs workload.run, the folder of a stored run'
     if config.simulation.colocated and not config.staleness.admission.alternates:
-        raise ConfigError(f'{where}: simulation.colocated needs staleness.admission = "synchronous"')
+        yield 'simulation.colocated needs staleness.admission = "synchronous"'
