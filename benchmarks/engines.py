@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.actors.actor_calls import remote_methods
-from staleflow.tasks.actors.server_messages import Payload
+from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 from staleflow.tasks.engines.engine_builder import build_engine
@@ -107,10 +107,14 @@ class Prompts:
     def __init__(self, count: int) -> None:
         self._prompts = prompts(count)
 
-    async def payloads(self, routed: Sequence[tuple[TrajectoryId, int]]) -> dict[TrajectoryId, Payload]:
-        return {
-            i: Payload(self._prompts[i % len(self._prompts)], (), FinishReason.UNFINISHED, 0) for i, _epoch in routed
-        }
+    async def requests(self, items: Sequence[RouteItem]) -> list[Request]:
+        return [
+            Request(
+                trajectory=item.trajectory, route_number=item.route_number, version=item.version, max_new_tokens=NEW,
+                tokens=self._prompts[item.trajectory % len(self._prompts)],
+            )
+            for item in items
+        ]  # fmt: skip
 
     async def deliver(self, sampled: Sequence[SampledTokens]) -> dict[int, int]:
         return {s.trajectory: sum(len(segment.tokens) for segment in s.segments) for s in sampled}
@@ -122,7 +126,7 @@ def actor(engine: str, model: str, count: int, running: int) -> float:
     from distributed import Client, LocalCluster
 
     from staleflow.pipeline.processes.local_cluster import worker_environment
-    from staleflow.tasks.actors.rollout_instance import RolloutInstance, RouteItem
+    from staleflow.tasks.actors.rollout_instance import RolloutInstance
 
     async def sample(instance: Any, server: Any, first: int, wanted: int) -> float:
         items = tuple(
@@ -149,7 +153,7 @@ def actor(engine: str, model: str, count: int, running: int) -> float:
             first, second = list(cluster.scheduler_info["workers"])
             server = await client.submit(Prompts, count, actor=True, workers=[first])
             instance = await client.submit(
-                RolloutInstance, settings(engine, model, running), InstanceId("i"), 1, NEW, NEW, 60.0, 10.0,
+                RolloutInstance, settings(engine, model, running), InstanceId("i"), 1, 60.0, 10.0,
                 actor=True, workers=[second],
             )  # fmt: skip
             await sample(instance, server, 10**6, 8)

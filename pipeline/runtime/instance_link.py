@@ -39,7 +39,8 @@ from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.profiling.fit import CostDriftDetector, StepPoint
 from staleflow.pipeline.runtime.actors import SERVER, Actors
 from staleflow.stores.errors import ActorLost
-from staleflow.tasks.actors.rollout_instance import RequestOutcome, RouteItem
+from staleflow.tasks.actors.rollout_instance import RequestOutcome
+from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines.base import EngineLoad
 
 POLL_S = 0.5

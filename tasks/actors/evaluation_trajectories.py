@@ -13,8 +13,9 @@ import numpy as np
 from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool_entries import Entry, EvaluationEnded, GroupDrawn
 from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluation
-from staleflow.tasks.actors.server_messages import EvaluatedResponse, EvaluationSampling
+from staleflow.tasks.actors.server_messages import EvaluatedResponse
 from staleflow.tasks.actors.task_cache import TaskCache
+from staleflow.tasks.sources.evaluation_items import EvaluationItem
 from staleflow.tasks.sources.reward_process import ScoredResponse
 
 
@@ -27,9 +28,9 @@ class EvaluationTrajectories:
 
     async def begin(
         self, routed: Iterable[TrajectoryId], now: float
-    ) -> tuple[dict[TrajectoryId, EvaluationSampling], list[Entry]]:
-        """Add those of `routed` that belong to an evaluation, with their prompts. Returns how each is sampled, and the
-        spool entries to write."""
+    ) -> tuple[dict[TrajectoryId, EvaluationItem], list[Entry]]:
+        """Add those of `routed` that belong to an evaluation, with their prompts. Returns the item that each
+        answers, and the spool entries to write."""
         groups = {i: GroupId(i // self._flight.members) for i in routed if is_evaluation(i)}
         if not groups:
             return {}, []
@@ -39,7 +40,7 @@ class EvaluationTrajectories:
             for group, item in items.items()
         ]
         begun: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]
-        return {i: EvaluationSampling.of(items[group]) for i, group in groups.items()}, begun
+        return {i: items[group] for i, group in groups.items()}, begun
 
     async def max_new_tokens(self, groups: Iterable[GroupId]) -> dict[GroupId, int]:
         """Return the token limit of a response for each group that belongs to an evaluation."""

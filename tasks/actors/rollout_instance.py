@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.errors import ActorLost, ProtocolViolation, WeightsRefused
-from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.trajectory import InstanceId, TrajectoryId, is_evaluation
 from staleflow.stores.weights.weight_report import WeightCheck
 from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.draft_corpus import NewResponses
 from staleflow.tasks.actors.published_weights import PublishedWeights
+from staleflow.tasks.actors.server_messages import RouteItem
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, SampledTokens
 from staleflow.tasks.engines.engine_builder import build_engine
@@ -31,15 +32,6 @@ from staleflow.tasks.engines.engine_settings import EngineSettings
 
 LEARN_S = 1.0
 """Seconds between two requests for other responses to draft from, while the engine drafts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteItem:
-    """A Route command as a rollout instance receives it."""
-
-    trajectory: TrajectoryId
-    route_number: int
-    version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +57,8 @@ class RolloutInstance:
         engine_settings: EngineSettings,
         instance: InstanceId,
         threads: int,
-        max_new_tokens: int,
-        turn_tokens: int,
         call_s: float,
         spool_s: float,
-        has_environments: bool = False,
         drafts: bool = False,
         run: str = "",
         resumed: bool = False,
@@ -77,19 +66,13 @@ class RolloutInstance:
         """Build the engine, or take over the engine of an actor that was lost.
 
         Args:
-            max_new_tokens: token limit of a response.
-            turn_tokens: token limit of one turn.
             spool_s: seconds between two deliveries of running responses' tokens; 0 for none.
-            has_environments: whether environment steps follow turns, so that the engine keeps their KV cache.
             drafts: whether the engine gets other responses from the server, to draft from them.
             run: the run's folder; with it, the engine outlives this actor if that is dropped without being closed.
             resumed: whether such an engine may be here.
         """
         self._instance = instance
-        self._max_new_tokens = max_new_tokens
-        self._turn_tokens = turn_tokens
         self._call_s = call_s
-        self._has_environments = has_environments
         self._drafts = drafts
         self._sent: frozenset[TrajectoryId] = frozenset()
         """Other responses to the prompts of running requests that the engine has."""
@@ -127,51 +110,20 @@ class RolloutInstance:
     async def route(self, server: Any, items: tuple[RouteItem, ...]) -> None:
         """Start sampling trajectories after the tokens that the server has of them. Trajectories that are no longer
         live are skipped; a response that is complete is reported as sampled."""
-        routed = tuple((i.trajectory, i.route_number) for i in items)
-        payloads = await call_actor(server, "payloads", routed, timeout_s=self._call_s, actor_name="server")
+        requests: list[Request | SampledTokens] = await call_actor(
+            server, "requests", items, timeout_s=self._call_s, actor_name="server"
+        )
 
         def submit() -> list[SampledTokens]:
-            requests, whole = [], []
-            for item in items:
-                if item.trajectory not in payloads:
-                    continue
-                prompt, sampled, finish, in_turn, of_turn, evaluated, context, stop = payloads[item.trajectory]
-                serves = self._engine.version
-                if serves < item.version or (evaluated is not None and serves != item.version):
+            serves, pending = self._engine.version, [r for r in requests if isinstance(r, Request)]
+            for request in pending:
+                needed = request.version
+                if needed is None or serves < needed or (is_evaluation(request.trajectory) and serves != needed):
                     raise ProtocolViolation(
-                        f"{self._instance} serves version {serves}, trajectory {item.trajectory} needs {item.version}"
+                        f"{self._instance} serves version {serves}, trajectory {request.trajectory} needs {needed}"
                     )
-                if finish is not FinishReason.UNFINISHED:
-                    ended = SampledTokens(
-                        trajectory=item.trajectory,
-                        route_number=item.route_number,
-                        first=len(sampled),
-                        segments=(),
-                        finish=finish,
-                    )
-                    whole.append(ended)
-                    continue
-                requests.append(
-                    Request(
-                        trajectory=item.trajectory,
-                        route_number=item.route_number,
-                        tokens=(*prompt, *sampled) if context is None else context,
-                        max_new_tokens=min(
-                            (self._max_new_tokens if evaluated is None else evaluated.max_new_tokens) - len(sampled),
-                            min(self._turn_tokens, of_turn or self._turn_tokens) - in_turn,
-                        ),
-                        num_prior=len(sampled),
-                        prompt=None if context is None else prompt,
-                        num_turn_tokens=in_turn,
-                        stop=stop,
-                        greedy=evaluated is not None and evaluated.greedy,
-                        temperature=None if evaluated is None else evaluated.temperature,
-                        keep_kv=self._has_environments,
-                        version=item.version,
-                    )
-                )
-            self._engine.submit(requests)
-            return whole
+            self._engine.submit(pending)
+            return [r for r in requests if isinstance(r, SampledTokens)]
 
         # Added on the event loop, as `next_events` takes them: between two threads one could be lost.
         self._whole += await self._command(submit)

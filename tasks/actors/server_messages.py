@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
-from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.stores.trajectories.records import LedgerState
-from staleflow.stores.trajectory import FinishReason, GroupId, PolicyVersion, Trajectory, TrajectoryId
+from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from staleflow.tasks.rendering.task_source import Message, Record
-from staleflow.tasks.sources.evaluation_items import EvaluationItem
 from staleflow.tasks.sources.reward_process import ScoredResponse
 
 
@@ -22,19 +20,6 @@ class DrawnGroup:
     prompt_tokens: int
 
 
-class EvaluationSampling(NamedTuple):
-    """How an evaluation's response is sampled. temperature: None for the engine's own."""
-
-    greedy: bool
-    temperature: float | None
-    max_new_tokens: int
-
-    @classmethod
-    def of(cls, item: EvaluationItem) -> EvaluationSampling:
-        """Make the sampling settings of an evaluation item."""
-        return cls(item.greedy, item.of.config.temperature or None, item.of.config.max_new_tokens)
-
-
 class EvaluatedResponse(NamedTuple):
     """The state of an evaluation's response. score: None if it has none yet. versions: of its tokens."""
 
@@ -43,32 +28,13 @@ class EvaluatedResponse(NamedTuple):
     score: ScoredResponse | None
 
 
-class Payload(NamedTuple):
-    """The tokens of a live trajectory, and how its next ones are sampled."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteItem:
+    """A Route command as a rollout instance receives it."""
 
-    prompt: tuple[int, ...]
-    sampled: tuple[int, ...]
-    finish: FinishReason
-    """UNFINISHED if sampling goes on after `sampled`; else the turn has ended by itself."""
-    in_turn: int
-    """Number of the last tokens that belong to the current turn."""
-    turn_tokens: int = 0
-    """The token limit of the current turn, if its environment sets one; else 0."""
-    evaluated: EvaluationSampling | None = None
-    """Sampling settings of an evaluation; None for a trajectory that is to be trained on."""
-    context: tuple[int, ...] | None = None
-    """The context of the current turn with its tokens so far, if the conversation branches; None: prompt + sampled."""
-    stop: StopCriteria = NO_STOP
-    """Stop criteria of the current turn that its environment sets."""
-
-
-def payload(
-    t: Trajectory, turn_tokens: int, evaluated: EvaluationSampling | None, stop: StopCriteria = NO_STOP
-) -> Payload:
-    """Make the payload of a live trajectory."""
-    prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
-    context = tuple(t.context.tolist()) if t.branches else None
-    return Payload(prompt, response, t.finish, t.num_turn_tokens, turn_tokens, evaluated, context, stop)
+    trajectory: TrajectoryId
+    route_number: int
+    version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

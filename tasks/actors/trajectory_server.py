@@ -1,4 +1,4 @@
-"""The trajectory server: an actor that holds the payloads of live trajectories and is the store's only committer.
+"""The trajectory server: an actor that holds the tokens of live trajectories and is the store's only committer.
 
 Tokens and texts go directly from worker to worker; the driver and the coordinator see ids,
 lengths and versions. All its state changes on the worker's event loop, so no method needs a lock; commits, prompts and
@@ -52,6 +52,7 @@ from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.actor_calls import remote_methods
 from staleflow.tasks.actors.async_spool import AsyncSpool
 from staleflow.tasks.actors.draft_corpus import MOST_TOKENS, DraftCorpus, NewResponses
+from staleflow.tasks.actors.engine_requests import request_of
 from staleflow.tasks.actors.evaluation_trajectories import EvaluationTrajectories
 from staleflow.tasks.actors.observation_encoder import ObservationEncoder, RenderError, answer_entry, newest_turn
 from staleflow.tasks.actors.server_messages import (
@@ -60,19 +61,18 @@ from staleflow.tasks.actors.server_messages import (
     EvaluatedResponse,
     ObservationItem,
     ObservationReceipt,
-    Payload,
     RecoverableWork,
     RecoveredWork,
     RewardItem,
+    RouteItem,
     ScoringItem,
     TurnItem,
-    payload,
 )
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.step_batches import StepBatches
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.task_cache import TaskCache
-from staleflow.tasks.engines.base import SampledTokens
+from staleflow.tasks.engines.base import Request, SampledTokens
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Record
 from staleflow.tasks.rendering.turn_params import params_of
@@ -220,28 +220,28 @@ class TrajectoryServer:
 
     # -- trajectories --------------------------------------------------------------------------------------------
 
-    async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
-        """Return the payloads of routed trajectories that are still live. routed: (trajectory, route_number) of each
-        routing; deliveries of earlier epochs are ignored from now on."""
-        evaluated, begun = await self._evaluated.begin((member for member, _ in routed), self._now())
+    async def requests(self, items: tuple[RouteItem, ...]) -> list[Request | SampledTokens]:
+        """Return what an engine is to sample of routed trajectories that are still live; of one whose turn has ended, a
+        delivery without tokens. Deliveries of earlier route numbers are ignored from now on."""
+        evaluated, begun = await self._evaluated.begin((item.trajectory for item in items), self._now())
         await self._writing.append(begun)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.source.is_agent_source:
-            live = [self._flight.live[member] for member, _ in routed if member in self._flight.live]
+            live = [self._flight.live[item.trajectory] for item in items if item.trajectory in self._flight.live]
             records = await self._tasks.records(t.group for t in live if not t.has_env_steps)
-        live_routed = tuple((member, route_number) for member, route_number in routed if member in self._flight.live)
-        entry = TrajectoriesRouted(routed=live_routed, at_s=self._now())
+        items = tuple(item for item in items if item.trajectory in self._flight.live)
+        entry = TrajectoriesRouted(routed=tuple((i.trajectory, i.route_number) for i in items), at_s=self._now())
         changed = self._flight.apply(entry)
-        payloads = {}
-        for member, _ in live_routed:
-            t = self._flight.live[member]
-            max_turn_tokens, stop = self._flight.turn_tokens.get(member, 0), self._flight.stops.get(member, NO_STOP)
+        requests = []
+        for item in items:
+            t = self._flight.live[item.trajectory]
+            turn_tokens, stop = self._flight.turn_tokens.get(t.id, 0), self._flight.stops.get(t.id, NO_STOP)
             if not t.has_env_steps and t.group in records:
                 params = params_of(records[t.group])
-                max_turn_tokens, stop = params.max_tokens, params.stop
-            payloads[member] = payload(t, max_turn_tokens, evaluated.get(member), stop)
+                turn_tokens, stop = params.max_tokens, params.stop
+            requests.append(request_of(t, item, self._settings, evaluated.get(t.id), turn_tokens, stop))
         await self._writing.append([entry] if changed else [])
-        return payloads
+        return requests
 
     async def deliver(self, sampled: list[SampledTokens]) -> dict[TrajectoryId, int]:
         """Add sampled tokens. Returns each trajectory's total.

@@ -36,6 +36,7 @@ from tests.coordination.test_coordinator import A, Bench
 from tests.support import virtual_time
 from tests.support.bodies import Body
 from tests.support.memory_store import MemoryStore
+from tests.support.route_items import route_item
 from tests.support.scripted import World, server_class
 
 TRAJECTORIES = 10_000
@@ -146,7 +147,7 @@ def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thous
             first = step * groups
             await server.draw(first, groups)
             ids = [TrajectoryId(i) for i in range(2 * first, 2 * (first + groups))]
-            await server.payloads(tuple((i, 1) for i in ids))
+            await server.requests(tuple(map(route_item, ids)))
             await server.deliver([response_of(i) for i in ids])
             items = await server.scoring_items(tuple(ids))
             await server.record_rewards(

@@ -351,7 +351,7 @@ def test_a_reward_that_sometimes_fails_is_recorded_by_row(body: Body, caplog: py
 # -- the trajectory server or a connection is lost ------------------------------------------------------------------
 
 
-ASKED_BY_OTHERS = ["payloads", "deliver", "scoring_items", "record_rewards", "batch"]
+ASKED_BY_OTHERS = ["requests", "deliver", "scoring_items", "record_rewards", "batch"]
 """Methods of the server that instances, the reward worker and the trainer call."""
 
 
@@ -397,7 +397,7 @@ def test_a_stopped_instance_with_its_hosts_parameter_server_costs_the_others_the
 
 def test_an_instance_that_alone_does_not_reach_the_server_is_replaced(body: Body) -> None:
     """Calls of that instance never arrive: it is the one that is cut off."""
-    slow = [Fault(actor="server", method="payloads", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]
+    slow = [Fault(actor="server", method="requests", nth=n, late_s=9.0) for n in (1, 2, 3, 4)]
     run = body.run("rollout.instances=1", "deadlines.stuck_s=100", faults=slow)
     run.check()
     (loss,) = run.outcomes.losses

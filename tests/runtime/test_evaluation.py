@@ -35,6 +35,7 @@ from staleflow.tasks.engines.base import Failed, SampledTokens
 from staleflow.tasks.engines.generate import answers
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 from staleflow.tasks.sources.reward_process import ScoredResponse
+from tests.support.route_items import route_item
 
 
 class Here:
@@ -65,8 +66,8 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
         try:
             await evaluating.begin(PolicyVersion(0))
             members = [TrajectoryId(g.group * config.oversampled_group_size) for g in requests[0].groups]
-            payloads = await server.payloads(tuple((member, 1) for member in members))
-            messages = {member: answers[payloads[member].prompt] for member in members}
+            requests_of = await server.requests(tuple(map(route_item, members)))
+            messages = {request.trajectory: answers[request.tokens] for request in requests_of}
             await server.deliver([_sampled(member, ids(text)) for member, text in messages.items() if text is not None])
             await reward.score(server, tuple(members))
             failed = tuple(member for member, text in messages.items() if text is None)

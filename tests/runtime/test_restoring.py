@@ -291,7 +291,7 @@ def test_an_error_of_a_ranks_own_ends_the_run(body: Body) -> None:
 LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
 SHAPES = {
     "draw": LONG,
-    "payloads": LONG,
+    "requests": LONG,
     "deliver": (*LONG, *MOVES),
     "scoring_items": LONG,
     "record_rewards": LONG,
@@ -368,7 +368,7 @@ def test_a_server_and_a_trainer_may_be_lost_at_once(body: Body) -> None:
 
 
 def test_a_server_that_is_lost_again_and_again_ends_the_run(body: Body) -> None:
-    run = body.run(faults=[Fault(actor="server", method="payloads", nth=0, dies="before")])
+    run = body.run(faults=[Fault(actor="server", method="requests", nth=0, dies="before")])
     assert str(run.raised()).startswith("server was lost 4 times within an hour, last: server ")
     run.check_kept()
 

@@ -42,8 +42,8 @@ from staleflow.stores.trajectory import (
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.actors.published_weights import PublishedWeights
-from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance, RouteItem
-from staleflow.tasks.actors.server_messages import ObservationItem, RewardItem
+from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance
+from staleflow.tasks.actors.server_messages import ObservationItem, RewardItem, RouteItem
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import Engine, Request
@@ -183,7 +183,7 @@ def server(plan: Plan, folder: Path) -> InMemoryServer:
         commit_s=60.0,
         prompts=prompts, reward="none", group_size=1, members_started=1, advantage=DrGrpo(),
         overlong=Overlong(tokens=0, penalty=0.0, longest=MAX_TOKENS), max_error_share=1.0,
-        store=str(folder / "store"), header=header,
+        store=str(folder / "store"), header=header, turn_tokens=TURN_TOKENS, keeps_kv=True,
     )  # fmt: skip
     return InMemoryServer(settings, 0.0)
 
@@ -243,16 +243,7 @@ class Table:
     async def play(self) -> None:
         self._server = server(self._plan, self._folder)
         self._instances = [
-            RolloutInstance(
-                WatchedSettings(engine=e),
-                InstanceId(f"i{n}"),
-                1,
-                MAX_TOKENS,
-                TURN_TOKENS,
-                30.0,
-                0.0,
-                has_environments=True,
-            )
+            RolloutInstance(WatchedSettings(engine=e), InstanceId(f"i{n}"), 1, 30.0, 0.0)
             for n, e in enumerate(self._engines)
         ]
         self._told = asyncio.Condition()

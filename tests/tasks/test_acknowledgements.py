@@ -36,6 +36,7 @@ from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support import virtual_time
 from tests.support.bodies import Body
+from tests.support.route_items import route_item
 from tests.support.scripted import World, response, server_class
 
 ZERO, ONE = TrajectoryId(0), TrajectoryId(1)
@@ -78,7 +79,7 @@ class Scene:
 
     async def sample(self, *trajectories: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> None:
         """Route trajectories under route number 1, and deliver nine tokens of each."""
-        await self.server.payloads(tuple((t, 1) for t in trajectories))
+        await self.server.requests(tuple(map(route_item, trajectories)))
         await self.server.deliver([sampled(t, finish) for t in trajectories])
 
     async def reward(self, *trajectories: TrajectoryId) -> None:
@@ -135,7 +136,7 @@ async def evaluated(scene: Scene) -> None:
 
 WRITES: dict[str, tuple[Step, Step]] = {
     "draw": (nothing, lambda scene: scene.server.draw(2, 1)),
-    "payloads": (nothing, lambda scene: scene.server.payloads(((ZERO, 1),))),
+    "requests": (nothing, lambda scene: scene.server.requests((route_item(ZERO),))),
     "deliver": (nothing, lambda scene: scene.server.deliver([sampled(ZERO)])),
     "add_observations": (zero_sampled, lambda scene: scene.server.add_observations([SAID])),
     "restart": (zero_sampled, lambda scene: scene.server.restart([(ZERO, 9, 1)])),

@@ -38,12 +38,12 @@ from tests.tasks.engine_conformance import (
 COST = CostModel(k1=0.0, k2=0.004, k3=0.00005, k4=0.001, b=0.002, prefill=0.00001)
 
 
-def workload(**changes: Any) -> RandomWorkload:
+def workload(max_tokens: int = 100, **changes: Any) -> RandomWorkload:
     values: dict[str, Any] = {
         "kind": "lognormal", "prompt_tokens": 4, "median": 30.0, "sigma": 0.6, "long_share": 0.1, "long_ratio": 4.0,
         "exponent": 1.5, "turns": 3.0, "tool_s": 1.0, "tool_tokens": 5, "group_correlation": 0.0, "signal_share": 1.0,
     }  # fmt: skip
-    return RandomWorkload(WorkloadConfig(**(values | changes)), members=4, max_tokens=100, seed=0)
+    return RandomWorkload(WorkloadConfig(**(values | changes)), members=4, max_tokens=max_tokens, seed=0)
 
 
 def settings(**changes: Any) -> EmulatedSettings:

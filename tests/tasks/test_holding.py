@@ -34,7 +34,7 @@ def closed() -> Iterator[None]:
 
 
 def placed(settings: Any, name: str = "rollout-0", run: str = "/runs/x", *, resumed: bool = False) -> RolloutInstance:
-    return RolloutInstance(settings, InstanceId(name), 1, 100, 100, 5.0, 0.0, run=run, resumed=resumed)
+    return RolloutInstance(settings, InstanceId(name), 1, 5.0, 0.0, run=run, resumed=resumed)
 
 
 def engine_of(instance: RolloutInstance) -> EmulatedEngine:

@@ -30,8 +30,8 @@ from staleflow.tasks.actors.draft_corpus import DraftCorpus, NewResponses
 from staleflow.tasks.engines.base import PromptResponses
 from tests.support import virtual_time
 from tests.support.bodies import Body
+from tests.support.route_items import route_item
 from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
-from tests.tasks.test_rollout import item
 
 PROMPT, OTHER = (3, 10, 14), (3, 10, 15)
 NOTHING: frozenset[TrajectoryId] = frozenset()
@@ -182,9 +182,9 @@ def test_a_server_that_is_lost_while_it_is_asked_for_drafts_fails_nothing(tmp_pa
 
         config = Body(tmp_path).config("batch.group_size=2")
         server = Lost(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 0.0, False, True)
+        one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
         await server.draw(0, 1)
-        await one.route(server, (item(0, 1),))
+        await one.route(server, (route_item(0, 1),))
         assert len(await one.next_events(server, 9.0)) == 1
 
     virtual_time.run(scenario())
@@ -197,12 +197,12 @@ def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) 
         settings = actor_settings.server_settings(config, tmp_path / "store", 128)
         server = server_class(world)(replace(settings, drafts=True), 0.0)
         one, two = (
-            VirtualRolloutInstance(made(world), InstanceId(name), 1, 100, 100, 30.0, 0.0, False, drafts)
+            VirtualRolloutInstance(made(world), InstanceId(name), 1, 30.0, 0.0, drafts)
             for made, name, drafts in ((LearningSettings, "one", True), (LearningSettings, "two", False))
         )
         await server.draw(0, 1)
-        await one.route(server, (item(1, 1),))
-        await two.route(server, (item(0, 1),))
+        await one.route(server, (route_item(1, 1),))
+        await two.route(server, (route_item(0, 1),))
         assert await one.next_events(server, 1.5) == []
         assert len(await two.next_events(server, 5.0)) == 1
         assert await one.next_events(server, 0.1) == []

@@ -15,6 +15,7 @@ import torch
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.stores.errors import ActorLost, ProtocolViolation
+from staleflow.stores.in_flight.stop_criteria import NO_STOP
 from staleflow.stores.staleness.ledger_entries import Ending
 from staleflow.stores.trajectories.records import LedgerState, StepRecord
 from staleflow.stores.trajectory import (
@@ -31,45 +32,38 @@ from staleflow.stores.trajectory import (
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.tasks.actors.engine_requests import request_of
 from staleflow.tasks.actors.published_weights import PublishedWeights
-from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance, RouteItem
-from staleflow.tasks.actors.server_messages import Payload, RewardItem, payload
+from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance
+from staleflow.tasks.actors.server_messages import RewardItem
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
-from staleflow.tasks.engines.base import EngineLoad, LoadResult, SampledTokens
+from staleflow.tasks.engines.base import EngineLoad, LoadResult, Request, SampledTokens
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from staleflow.tasks.training.microbatches import RowArrays
 from tests.support import virtual_time
 from tests.support.bodies import Body
-from tests.support.scripted import VirtualEngine, VirtualRolloutInstance, VirtualSettings, World, response, server_class
+from tests.support.route_items import route_item
+from tests.support.scripted import VirtualRolloutInstance, VirtualSettings, World, response, server_class
 from tests.tasks.adapter_conformance import Versions
 from tests.tasks.branching import branching_row
 from tests.tasks.test_engine_transformers import changed_weights
 
 
-def item(trajectory: int, route_number: int, version: int = 0) -> RouteItem:
-    return RouteItem(trajectory=TrajectoryId(trajectory), route_number=route_number, version=PolicyVersion(version))
-
-
-def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_prompt() -> None:
+def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_prompt(tmp_path: Path) -> None:
     """What an engine knows of a prompt is found by the prompt, wherever the context leaves it."""
 
     async def scenario() -> None:
         branching = replace(branching_row().trajectory, finish=FinishReason.UNFINISHED)
-        told, whole = payload(branching, 0, None), payload(replace(branching, spans=branching.spans[:2]), 0, None)
-
-        class Server:
-            async def payloads(self, routed: tuple[tuple[TrajectoryId, int], ...]) -> dict[TrajectoryId, Payload]:
-                return {TrajectoryId(0): told, TrajectoryId(1): whole}
-
-        one = VirtualRolloutInstance(
-            VirtualSettings(World(length=lambda trajectory: 90)), InstanceId("a"), 1, 100, 100, 30.0, 0.0
+        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
+        asked, whole = (
+            request_of(t, route_item(i), settings, None, 0, NO_STOP)
+            for i, t in enumerate((branching, replace(branching, spans=branching.spans[:2])))
         )
-        await one.route(Server(), (item(0, 1), item(1, 1)))
-        assert isinstance(one._engine, VirtualEngine)
-        first, second = (one._engine._requests[TrajectoryId(i)].request for i in range(2))
-        assert first.tokens == told.context != (*told.prompt, *told.sampled)
-        assert second.tokens == (*whole.prompt, *whole.sampled)
-        assert first.prompt_tokens == second.prompt_tokens == told.prompt == whole.prompt
+        assert isinstance(asked, Request) and isinstance(whole, Request)
+        prompt, response = tuple(branching.prompt_tokens), tuple(branching.response_tokens)
+        assert asked.tokens == tuple(branching.context) != (*prompt, *response)
+        assert whole.tokens == (*prompt, *response[: whole.num_prior])
+        assert asked.prompt_tokens == whole.prompt_tokens == prompt
 
     virtual_time.run(scenario())
 
@@ -81,21 +75,21 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
         config = loading.load(job, ("rollout.max_new_tokens=100",))
         server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         one, two = (
-            RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 100, 100, 30.0, 0.0)
+            RolloutInstance(actor_settings.engine_settings(config, i, ()), InstanceId(name), 1, 30.0, 0.0)
             for i, name in enumerate("ab")
         )
         try:
             await server.draw(0, 1)
-            await one.route(server, (item(0, 1), item(1, 1)))
+            await one.route(server, (route_item(0, 1), route_item(1, 1)))
             deadline = time.monotonic() + 120
             while not any(n >= 3 for _, n in (await one.report()).progress):
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.001)
             (outcome,) = await one.interrupt(server, (TrajectoryId(0),))
-            first = (await server.payloads(((TrajectoryId(0), 1),)))[TrajectoryId(0)].sampled
+            first = server._flight.live[TrajectoryId(0)].response_tokens.tolist()
             assert (outcome.trajectory, outcome.route_number, outcome.tokens) == (0, 1, len(first))
             assert 3 <= len(first) < 100
-            await two.route(server, (item(0, 2),))
+            await two.route(server, (route_item(0, 2),))
             ended = []
             while not ended:
                 ended = await two.next_events(server, 5.0)
@@ -104,7 +98,7 @@ def test_interrupted_tokens_are_with_the_server_and_are_continued(job: Path, tmp
             assert [s.instance for s in whole.segments] == ["a", "b"]
             np.testing.assert_array_equal(whole.response_tokens[: len(first)], first)
             with pytest.raises(ProtocolViolation, match="serves version 0, trajectory 2 needs 3"):
-                await two.route(server, (item(2, 1, version=3),))
+                await two.route(server, (route_item(2, 1, version=3),))
         finally:
             await one.close()
             await two.close()
@@ -125,9 +119,7 @@ def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_model:
     async def scenario() -> None:
         config = loading.load(job, ("rollout.max_new_tokens=100",))
         server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = RolloutInstance(
-            actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 100, 100, 30.0, spool_s=0.01
-        )
+        one = RolloutInstance(actor_settings.engine_settings(config, 0, ()), InstanceId("a"), 1, 30.0, spool_s=0.01)
         engine: Any = one._engine
         load, named = engine.load, dict(engine._model.named_parameters())
 
@@ -142,7 +134,7 @@ def test_no_token_of_scrambled_weights_leaves_an_instance(job: Path, tiny_model:
         path, _ = changed_weights(tiny_model, tmp_path)
         try:
             await server.draw(0, 1)
-            await one.route(server, (item(0, 1), item(1, 1)))
+            await one.route(server, (route_item(0, 1), route_item(1, 1)))
             pull = asyncio.ensure_future(one.pull(published_as(1, path), str(path)))
             while not pull.done():
                 await one.next_events(server, 0.05)
@@ -169,12 +161,12 @@ def test_a_trajectory_goes_on_under_its_own_version_where_that_is_served(
         config = loading.load(job, overrides)
         server = TrajectoryServer(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         settings = actor_settings.engine_settings(config, 0, ())
-        one = RolloutInstance(settings, InstanceId("a"), 1, 24, 24, 30.0, 0.0)
+        one = RolloutInstance(settings, InstanceId("a"), 1, 30.0, 0.0)
         try:
             await server.draw(0, 1)
             file = Versions(tiny_model, tmp_path / "published").file(1)
             assert (await one.pull(published_as(1, file), str(file))).outcome == "verified"
-            await one.route(server, (item(0, 2, version=0), item(1, 1, version=1)))
+            await one.route(server, (route_item(0, 2, version=0), route_item(1, 1, version=1)))
             ended = []
             while len(ended) < 2:
                 ended += await one.next_events(server, 5.0)
@@ -195,18 +187,19 @@ def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Pat
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         one, two = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 100, 30.0, 0.0)
-            for name in ("one", "two")
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, 0.0) for name in ("one", "two")
         )
         await server.draw(0, 1)
-        await one.route(server, (item(0, 1), item(1, 1)))
+        await one.route(server, (route_item(0, 1), route_item(1, 1)))
         assert len(await one.next_events(server, 5.0)) == 2
-        await two.route(server, (item(0, 2),))
+        await two.route(server, (route_item(0, 2),))
         answered = await two.next_events(server, 5.0)
         assert answered == [RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)]
         assert await two.next_events(server, 1.0) == []
-        held = (await server.payloads(((TrajectoryId(0), 2),)))[TrajectoryId(0)]
-        assert (len(held.sampled), held.finish) == (9, FinishReason.STOP)
+        (held,) = await server.requests((route_item(0, 2),))
+        assert held == SampledTokens(
+            trajectory=TrajectoryId(0), route_number=2, first=9, segments=(), finish=FinishReason.STOP
+        )
         assert (await two.report()).running == 0
 
     virtual_time.run(scenario())
@@ -220,21 +213,19 @@ def test_what_a_given_up_instance_still_delivers_is_dropped(tmp_path: Path) -> N
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         old, new = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 100, 30.0, 0.0)
-            for name in ("old", "new")
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, 0.0) for name in ("old", "new")
         )
         await server.draw(0, 1)
-        await old.route(server, (item(0, 1),))
+        await old.route(server, (route_item(0, 1),))
         await asyncio.sleep(0.2)
-        await new.route(server, (item(0, 2),))
+        await new.route(server, (route_item(0, 2),))
         assert await old.next_events(server, 5.0) == [
             RequestOutcome(trajectory=TrajectoryId(0), route_number=1, tokens=0)
         ]
         assert await new.next_events(server, 5.0) == [
             RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=9)
         ]
-        held = (await server.payloads(((TrajectoryId(0), 3),)))[TrajectoryId(0)]
-        assert held.sampled == tuple(response(0, 9))
+        assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, 9)
 
     virtual_time.run(scenario())
 
@@ -247,11 +238,11 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
         lost, other = (
-            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 100, 100, 30.0, spool_s)
+            VirtualRolloutInstance(VirtualSettings(world), InstanceId(name), 1, 30.0, spool_s)
             for name, spool_s in (("lost", 1.0), ("other", 0.0))
         )
         await server.draw(0, 1)
-        await lost.route(server, (item(0, 1), item(1, 1)))
+        await lost.route(server, (route_item(0, 1), route_item(1, 1)))
         delivered: dict[int, list[int]] = {0: [], 1: []}
         while asyncio.get_running_loop().time() < 2.7:
             assert await lost.next_events(server, 0.25) == []
@@ -260,9 +251,8 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
         assert len(delivered[0]) == len(delivered[1]) == 2
         assert 20 <= delivered[0][0] < 40 <= delivered[0][1] < 50, "two deliveries of a second's tokens each"
         assert (await lost.report()).delivered == ()
-        await other.route(server, (item(0, 2),))
-        held = (await server.payloads(((TrajectoryId(0), 2),)))[TrajectoryId(0)]
-        assert held.sampled == tuple(response(0, delivered[0][1]))
+        await other.route(server, (route_item(0, 2),))
+        assert server._flight.live[TrajectoryId(0)].response_tokens.tolist() == response(0, delivered[0][1])
         await lost.next_events(server, 1.5)  # it is not dead, only slow
         assert await other.next_events(server, 5.0) == [
             RequestOutcome(trajectory=TrajectoryId(0), route_number=2, tokens=90)
@@ -282,14 +272,14 @@ def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path:
         world = World(length=lambda _: 90)
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 0.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
 
         class Away:
             async def deliver(self, *_: object) -> None:
                 raise OSError("connection closed")
 
         await server.draw(0, 1)
-        await one.route(server, (item(0, 1), item(1, 1)))
+        await one.route(server, (route_item(0, 1), route_item(1, 1)))
         await asyncio.sleep(1.0)
         with pytest.raises(ActorLost, match="server is gone"):
             await one.interrupt(Away(), (TrajectoryId(0), TrajectoryId(1)))
@@ -305,14 +295,14 @@ def test_ended_responses_reach_the_server_even_if_it_was_away(tmp_path: Path) ->
         world = World(length=lambda _: 20)
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        instance = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 0.0)
+        instance = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
 
         class Away:
             async def deliver(self, *_: object) -> None:
                 raise OSError("connection closed")
 
         await server.draw(0, 1)
-        await instance.route(server, (item(0, 1), item(1, 1)))
+        await instance.route(server, (route_item(0, 1), route_item(1, 1)))
         with pytest.raises(ActorLost, match="server is gone"):
             await instance.next_events(Away(), 5.0)
         outcomes = []
@@ -332,9 +322,9 @@ def test_a_response_with_a_logprob_that_is_not_finite_fails_and_is_not_held(tmp_
         world = World(length=lambda _: 20, not_finite=poisoned.__contains__)
         config = Body(tmp_path).config()
         server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 0.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0)
         await server.draw(0, 1)
-        await one.route(server, (item(0, 1), item(1, 1)))
+        await one.route(server, (route_item(0, 1), route_item(1, 1)))
         await asyncio.sleep(0.25)
         await one.flush(server)
         poisoned.add(0)
@@ -362,9 +352,9 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         config = Body(tmp_path).config()
         settings = actor_settings.server_settings(config, tmp_path / "store", 128)
         first = server_class(world)(settings, 0.0)
-        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 100, 100, 30.0, 1.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 1.0)
         await first.draw(0, 4)
-        await one.route(first, tuple(item(i, 1) for i in range(6)))
+        await one.route(first, tuple(route_item(i, 1) for i in range(6)))
         assert len(await one.next_events(first, 5.0)) == 5
         scored = await first.scoring_items(tuple(TrajectoryId(i) for i in range(5)))
         await first.record_rewards([RewardItem(*i[:3], ScoredResponse(reward=float(i.trajectory))) for i in scored])
@@ -440,7 +430,7 @@ def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
             return Busy()
 
     async def scenario() -> None:
-        one = RolloutInstance(Settings(), InstanceId("one"), 1, 100, 100, 30.0, 0.0)
+        one = RolloutInstance(Settings(), InstanceId("one"), 1, 30.0, 0.0)
         report, _ = await asyncio.gather(one.report(), gate.open())
         assert report == load
         await one.close()

@@ -22,6 +22,7 @@ from staleflow.tasks.rendering.task_source import Message, Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support import virtual_time
 from tests.support.bodies import Body
+from tests.support.route_items import route_item
 from tests.support.scripted import World, server_class
 
 ID = TrajectoryId(0)
@@ -89,7 +90,7 @@ class Scene:
     async def turn(self, tokens: int) -> None:
         """Sample a whole turn."""
         self.route_number += 1
-        await self.server.payloads(((ID, self.route_number),))
+        await self.server.requests((route_item(ID, self.route_number),))
         ids, first = np.arange(tokens, dtype=np.int32), self.trajectory.num_tokens
         segment = Segment(
             version=PolicyVersion(0), instance=InstanceId("a"), tokens=ids, logprobs=np.zeros(tokens, np.float32)

@@ -25,7 +25,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.tasks.actors.observation_encoder import ObservationEncoder, ObservationTokens, RenderError, newest_turn
-from staleflow.tasks.actors.server_messages import ObservationItem, payload
+from staleflow.tasks.actors.server_messages import ObservationItem
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message, Task
 from staleflow.tasks.rendering.turn_params import TurnParams, role_of, split_params
@@ -244,8 +244,6 @@ def test_what_is_told_of_a_branch_is_its_own_context(tmp_path: Path) -> None:
     t = branching_row().trajectory
     told = newest_turn(t, "")
     assert (told.prompt_tokens, told.tokens) == ((0, 1, 2, 3, 4, 5, 6, 15), (16, 17))
-    sent = payload(t, 0, None)
-    assert (sent.context, len(sent.sampled), sent.in_turn) == ((0, 1, 2, 3, 4, 5, 6, 15, 16, 17), 15, 2)
 
 
 def test_branches_and_auxiliary_turns_survive_the_spool() -> None:

@@ -1,0 +1,51 @@
+"""What an engine is asked to sample of a live trajectory."""
+
+from __future__ import annotations
+
+from staleflow.stores.in_flight.stop_criteria import StopCriteria
+from staleflow.stores.trajectory import FinishReason, Trajectory
+from staleflow.tasks.actors.server_messages import RouteItem
+from staleflow.tasks.actors.server_settings import ServerSettings
+from staleflow.tasks.engines.base import Request, SampledTokens
+from staleflow.tasks.sources.evaluation_items import EvaluationItem
+
+
+def request_of(
+    t: Trajectory,
+    item: RouteItem,
+    settings: ServerSettings,
+    evaluated: EvaluationItem | None,
+    turn_tokens: int,
+    stop: StopCriteria,
+) -> Request | SampledTokens:
+    """The request for a routed trajectory's next tokens; of one whose turn has ended by itself, a delivery without
+    tokens.
+
+    Args:
+        evaluated: the item of an evaluation that it answers; None if it is to be trained on.
+        turn_tokens: token limit of the current turn, if its environment sets one; else 0.
+        stop: stop criteria of the current turn.
+    """
+    prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
+    if t.finish is not FinishReason.UNFINISHED:
+        return SampledTokens(
+            trajectory=t.id, route_number=item.route_number, first=len(response), segments=(), finish=t.finish
+        )
+    config = None if evaluated is None else evaluated.of.config
+    longest = settings.prompts.max_new_tokens if config is None else config.max_new_tokens
+    return Request(
+        trajectory=t.id,
+        route_number=item.route_number,
+        tokens=tuple(t.context.tolist()) if t.branches else (*prompt, *response),
+        max_new_tokens=min(
+            longest - len(response), min(settings.turn_tokens, turn_tokens or settings.turn_tokens) - t.num_in_turn
+        ),
+        num_prior=len(response),
+        prompt=prompt if t.branches else None,
+        num_in_turn=t.num_in_turn,
+        stop=stop,
+        greedy=evaluated is not None and evaluated.greedy,
+        temperature=None if config is None else config.temperature or None,
+        keep_kv=settings.keeps_kv,
+        version=item.version,
+    )
