@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,11 +56,9 @@ def named_cluster(where: ClusterAddress, *, configured: bool = True) -> Iterator
 
 def quiet_libraries() -> None:
     """Silence the progress and logs of Dask, torch and transformers. Call before they are imported."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
+    from staleflow.pipeline.processes.local_cluster import quiet_process
+
+    quiet_process(threads=1)
 
 
 def announce(line: str) -> None:

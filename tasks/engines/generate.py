@@ -10,42 +10,21 @@ from staleflow.tasks.engines.base import Engine, Request, SampledTokens
 
 
 def answers(
-    engine: Engine,
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    max_new_tokens: int | Sequence[int],
-    greedy: bool,
-    deadline_s: float,
+    engine: Engine, prompts: Sequence[tuple[int, ...]], *, max_new_tokens: int, greedy: bool, deadline_s: float
 ) -> list[tuple[int, ...] | None]:
-    """Token ids of the responses, in the order of the prompts; None where the engine failed. max_new_tokens: of each
-    response, or of all. Raises TimeoutError."""
-    responses = generate_sampled(engine, prompts, max_new_tokens=max_new_tokens, greedy=greedy, deadline_s=deadline_s)
-    return [
-        None if response is None else tuple(int(token) for segment in response.segments for token in segment.tokens)
-        for response in responses
-    ]
-
-
-def generate_sampled(
-    engine: Engine,
-    prompts: Sequence[tuple[int, ...]],
-    *,
-    max_new_tokens: int | Sequence[int],
-    greedy: bool,
-    deadline_s: float,
-) -> list[SampledTokens | None]:
-    """The same with logprobs, and why each response has ended."""
-    most = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    """Token ids of the responses, in the order of the prompts; None where the engine failed. Raises TimeoutError."""
     requests = [
-        Request(trajectory=TrajectoryId(-1 - i), route_number=0, tokens=prompt, max_new_tokens=most[i], greedy=greedy)
-        for i, prompt in enumerate(prompts)
+        Request(trajectory=TrajectoryId(-1 - i), route_number=0, tokens=p, max_new_tokens=max_new_tokens, greedy=greedy)
+        for i, p in enumerate(prompts)
     ]
     engine.submit(requests)
-    done: dict[int, SampledTokens | None] = {}
+    done: dict[int, tuple[int, ...] | None] = {}
     deadline = time.monotonic() + deadline_s
     while len(done) < len(requests):
         if time.monotonic() > deadline:
             raise TimeoutError(f"evaluation: {len(done)} of {len(requests)} responses after {deadline_s:g} s")
         for event in engine.events(0.5):
-            done[-1 - event.trajectory] = event if isinstance(event, SampledTokens) else None
+            segments = event.segments if isinstance(event, SampledTokens) else None
+            tokens = None if segments is None else tuple(int(t) for segment in segments for t in segment.tokens)
+            done[-1 - event.trajectory] = tokens
     return [done[i] for i in range(len(requests))]
