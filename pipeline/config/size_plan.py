@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from staleflow.pipeline.config.factories import cost_model
 from staleflow.pipeline.config.model_files import find_model, local_model, read_architecture
 from staleflow.pipeline.config.run_roles import run_roles, tensor_parallel, uses_gpus
 from staleflow.pipeline.config.schema import RunConfig
@@ -86,7 +85,7 @@ def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
     ranks = (2**power for power in range(11))
     fitting = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
     work = StepWork.of(
-        cost_model(config),
+        config.rollout.cost,
         responses=config.batch.groups_per_step * config.batch.group_size,
         tokens=min(config.workload.median, config.rollout.max_new_tokens),
         prompt_tokens=config.workload.prompt_tokens,

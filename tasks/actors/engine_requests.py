@@ -38,11 +38,11 @@ def request_of(
         route_number=item.route_number,
         tokens=tuple(t.context.tolist()) if t.branches else (*prompt, *response),
         max_new_tokens=min(
-            longest - len(response), min(settings.turn_tokens, turn_tokens or settings.turn_tokens) - t.num_in_turn
+            longest - len(response), min(settings.turn_tokens, turn_tokens or settings.turn_tokens) - t.num_turn_tokens
         ),
         num_prior=len(response),
         prompt=prompt if t.branches else None,
-        num_in_turn=t.num_in_turn,
+        num_turn_tokens=t.num_turn_tokens,
         stop=stop,
         greedy=evaluated is not None and evaluated.greedy,
         temperature=None if config is None else config.temperature or None,

@@ -564,7 +564,8 @@ def main(words: list[str]) -> int:
             result = faults(case, code, out, err, elapsed_s)
             failed, longest = failed + bool(result), max(longest, elapsed_s)
             received = [line for line in (err if code else out + err).splitlines() if line.strip()]
-            print(f"{number:3} {'ok  ' if not result else 'FAIL'} {elapsed_s:5.1f} s  {code:3}  {case.name}", flush=True)
+            outcome = "FAIL" if result else "ok"
+            print(f"{number:3} {outcome:4} {elapsed_s:5.1f} s  {code:3}  {case.name}", flush=True)
             print(f"        {received[-1][:220] if received else '(nothing)'}", flush=True)
             for fault in result:
                 print(f"      ! {fault}", flush=True)

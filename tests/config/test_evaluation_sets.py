@@ -48,7 +48,8 @@ def test_what_cannot_be_evaluated_is_one_line(overrides: tuple[str, ...], messag
 
 def test_episodes_of_many_turns_may_have_less_room_in_a_set() -> None:
     config = job(*PLAYED, "evaluation.sets.a.max_new_tokens=9")
-    assert [evaluation_set.config.max_new_tokens for evaluation_set in actor_settings.evaluation_sets(config)] == [64, 9]
+    sets = actor_settings.evaluation_sets(config)
+    assert [evaluation_set.config.max_new_tokens for evaluation_set in sets] == [64, 9]
 
 
 @pytest.mark.parametrize("source", ["agent:{here}/mine.py:play", "gymnasium:Taxi-v3", "{here}/mine.py:Game"])

@@ -17,7 +17,7 @@ class TrajectoryStore(Protocol):
     @property
     def header(self) -> RunHeader: ...
 
-    def commit(self, record: StepRecord, ended: Sequence[Ended]) -> str:
+    def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
         """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
         The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored."""
         ...
@@ -26,11 +26,11 @@ class TrajectoryStore(Protocol):
         """The commits from number `first` on, oldest first; as in slices, a negative one counts from the end."""
         ...
 
-    def ended(self, step: int | None = None) -> Iterable[Ended]:
+    def ended(self, step: int | None = None) -> Iterable[EndedTrajectory]:
         """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
         ...
 
-    def get(self, trajectory: TrajectoryId) -> Ended | None: ...
+    def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None: ...
 
 
 class MemoryStore:
