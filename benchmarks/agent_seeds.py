@@ -26,6 +26,7 @@ from benchmarks.endpoint import AgentArgs, stored_turns
 from examples.make_agent_model import SYMBOLS, games
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
@@ -141,7 +142,7 @@ def one(folder: Path, name: str, source: str, overrides: tuple[str, ...]) -> dic
         f"model.path={folder}/model", f"runs_dir={folder}/runs", f"name={name}", f"task.source={source}", options,
         "task.chat=true", "cluster.dashboard=false", "environment.step_timeout_s=300", *overrides,
     )  # fmt: skip
-    end = asyncio.run(execute(loading.load(JOB, fixed), lambda *_: None, lambda _: None))
+    end = asyncio.run(execute(loading.load(JOB, fixed), RunListener()))
     store = VersionedStore.open(end.run_dir / "store")
     findings = audit(store).findings
     if findings:

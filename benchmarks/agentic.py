@@ -22,6 +22,7 @@ from typing import Any
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.baselines import Credits, with_admission
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.tasks.emulation.batch_simulator import SimulatedBatch
@@ -137,6 +138,8 @@ JOBS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+RULES = {"credits, alpha 0.5": Credits(alpha=0.5), "credits, alpha 2": Credits(alpha=2.0)}
+"""Admission rules of other systems, which no job can name."""
 ROLLOUT_SHARE = 0.7
 """Share of a synchronous step that is rollout: the paper says more than 70 %."""
 SYSTEMS: dict[str, dict[str, Any]] = {
@@ -147,8 +150,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "bound 2, redundant": {
         "staleness": {"admission": "staleflow", "eta": 2}, "batch": {"extra_groups": 2, "extra_members": 1},
     },
-    "credits, alpha 0.5": {"staleness": {"admission": {"name": "credits", "alpha": 0.5}, "eta": 1}},
-    "credits, alpha 2": {"staleness": {"admission": {"name": "credits", "alpha": 2.0}, "eta": 2}},
+    "credits, alpha 0.5": {"staleness": {"eta": 1}},
+    "credits, alpha 2": {"staleness": {"eta": 2}},
 }  # fmt: skip
 
 
@@ -165,6 +168,8 @@ def asynchronous(name: str, system: str, train_s: float, steps: int, *, quick: b
     """A job under one system, with pulls of 2 s."""
     tables = {"steps": steps, "simulation": {"train_s": train_s, "pull_s": 2.0}}
     config = job(JOBS[name], tables, SYSTEMS[system], SMALL if quick else {})
+    if rule := RULES.get(system):
+        config = with_admission(config, rule)
     m = measure(config, simulated(config))
     dropped = {reason: n for reason, n in m.ended.items() if reason != "consumed" and not reason.endswith("run_ended")}
     return {

@@ -45,6 +45,7 @@ import psutil
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Segment, Trajectory
@@ -196,7 +197,7 @@ def identity(model: str, quick: bool) -> None:
             f"task.options.folder={folder}/told", "task.eval_prompts=0", "cluster.dashboard=false",
             f"steps={2 if quick else 6}", f"batch.groups_per_step={4 if quick else 8}", "name=identity", *more,
         ))  # fmt: skip
-        asyncio.run(execute(config, lambda *_: None, print))
+        asyncio.run(execute(config, RunListener()))
         store = VersionedStore.open(config.run_dir / "store")
         held = {turn for row in store.ended() for turn in stored_turns(row.trajectory)}
         heard = [json.loads(line) for file in (folder / "told").iterdir() for line in file.read_text().splitlines()]

@@ -19,6 +19,7 @@ os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -40,7 +41,7 @@ def one(job: Path, name: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     """A run's summary; one that is there already is not run again."""
     config = loading.load(job, (f"name={name}", "cluster.dashboard=false", *overrides))
     if not (config.run_dir / "summary.json").exists():
-        end = asyncio.run(execute(config, lambda *_: None, lambda _: None))
+        end = asyncio.run(execute(config, RunListener()))
         if end.stopped:  # a run takes a signal as its own; the table has no use for half a run
             raise SystemExit(f"{config.run_dir} was stopped ({end.stopped}); remove it and start again")
     findings = audit(VersionedStore.open(config.run_dir / "store")).findings

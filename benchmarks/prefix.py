@@ -23,6 +23,7 @@ from staleflow.pipeline.processes.dask_workers import connect
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EnvSpan
 from staleflow.tasks.engines.base import EngineLoad
@@ -90,7 +91,7 @@ async def loads(config: RunConfig) -> list[EngineLoad]:
     """Run a job; the load of each of its engines afterwards."""
     cluster = await connect(config)
     actors = Actors(config, cluster, prepare_run_dir(config), inspect_model(config))
-    driver = Driver(config, actors, config.run_dir, lambda *_: None)
+    driver = Driver(config, actors, config.run_dir, RunListener())
     try:
         outcomes = await driver.run()
         if outcomes.losses:

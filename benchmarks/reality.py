@@ -25,6 +25,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.profiling.latencies import latencies
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.simulator.analysis import Measures, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
@@ -53,7 +54,7 @@ SHORT = (*EMULATED, "simulation.reward_s=0.0")
 
 def real(config: RunConfig) -> dict[str, Any]:
     shutil.rmtree(config.run_dir, ignore_errors=True)
-    return asyncio.run(execute(config, lambda *_: None, print)).summary
+    return asyncio.run(execute(config, RunListener())).summary
 
 
 def simulated(config: RunConfig) -> tuple[Measures, Trace]:

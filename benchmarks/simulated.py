@@ -29,7 +29,17 @@ from benchmarks import ablation
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.simulator.analysis import measure
+from staleflow.pipeline.simulator.baselines import (
+    Backlog,
+    Credits,
+    OneStep,
+    OverProvision,
+    PipelineDepth,
+    WindowedFifo,
+    with_admission,
+)
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from staleflow.pipeline.strategies.admission import Admission
 
 MODELS = {
     # Decode-step fits published with StaleFlow (PSRL, Apache-2.0; seconds). prefill: k3, see
@@ -69,7 +79,12 @@ class Row:
     knob: str
     eta: int
     overrides: tuple[str, ...]
-    keeps_bound: bool = True
+    rule: Admission | None = None
+    """Another system's admission rule."""
+
+    @property
+    def keeps_bound(self) -> bool:
+        return self.rule is None or self.rule.keeps_bound
 
 
 LEAST = "rollout.routing=least_requests"
@@ -83,7 +98,7 @@ def short_rows() -> list[Row]:
         Row("synchronous", "", 0, sync),
         *(Row("reservations, least_requests", "", eta, (LEAST,)) for eta in (0, 1, 2, 3)),
         *(Row("staleflow", "", eta, ()) for eta in (0, 1, 2, 3)),
-        Row("credits", "alpha 3", 3, ("staleness.admission=credits", "staleness.admission.alpha=3", LEAST)),
+        Row("credits", "alpha 3", 3, (LEAST,), Credits(alpha=3.0)),
         Row(CUTTING, "", 3, CUT),
     ]
 
@@ -94,27 +109,19 @@ def long_rows(swept: bool) -> list[Row]:
         Row("synchronous", "deadline", 0, ("staleness.admission=synchronous",)),
         Row("synchronous", "redundancy", 0, ("staleness.admission=synchronous", LEAST, "batch.extra_groups=1")),
         Row("synchronous, colocated", "", 0, ("staleness.admission=synchronous", LEAST, "simulation.colocated=true")),
-        Row("one_step", "", 1, ("staleness.admission=one_step", LEAST)),
+        Row("one_step", "", 1, (LEAST,), OneStep()),
     ]
     for alpha in (0.5, 1.0, 2.0) if swept else ():
-        extra: tuple[str, ...] = ("staleness.admission=credits", f"staleness.admission.alpha={alpha}", LEAST)
-        rows.append(Row("credits", f"alpha {alpha:g}", max(1, int(-(-alpha // 1))), extra))
+        rows.append(Row("credits", f"alpha {alpha:g}", max(1, int(-(-alpha // 1))), (LEAST,), Credits(alpha=alpha)))
     for depth in (1.0, 2.0, 3.0, 4.0) if swept else (3.0, 4.0):
-        extra = ("staleness.admission=pipeline_depth", f"staleness.admission.depth={depth}", LEAST)
-        rows.append(Row("pipeline_depth", f"depth {depth:g}", 3, extra))
+        rows.append(Row("pipeline_depth", f"depth {depth:g}", 3, (LEAST,), PipelineDepth(depth=depth)))
     for ahead, share in ((0, 1.0), (1, 0.3), (1, 1.0), (2, 0.3)) if swept else ((1, 1.0), (2, 0.3)):
-        extra = (
-            "staleness.admission=windowed_fifo",
-            f"staleness.admission.ahead={ahead}",
-            f"staleness.admission.window_share={share}",
-            LEAST,
-        )
-        rows.append(Row("windowed_fifo", f"S {ahead}, {share:g}", 3, extra))
+        window = WindowedFifo(ahead=ahead, window_share=share)
+        rows.append(Row("windowed_fifo", f"S {ahead}, {share:g}", 3, (LEAST,), window))
     for excess in (0.5, 1.0, 2.0) if swept else (2.0,):
-        extra = ("staleness.admission=over_provision", f"staleness.admission.excess={excess}", LEAST)
-        rows.append(Row("over_provision", f"{1 + excess:g} batches", 3, extra, keeps_bound=False))
+        rows.append(Row("over_provision", f"{1 + excess:g} batches", 3, (LEAST,), OverProvision(excess=excess)))
     for eta in (1, 2, 3) if swept else (3,):
-        rows.append(Row("backlog", f"eta {eta}", eta, ("staleness.admission=backlog", LEAST), keeps_bound=False))
+        rows.append(Row("backlog", f"eta {eta}", eta, (LEAST,), Backlog(eta=eta)))
     for eta in (1, 2, 3) if swept else ():
         for name in ("random", "round_robin"):
             rows.append(Row(f"reservations, {name}", "", eta, (f"rollout.routing={name}",)))
@@ -149,7 +156,8 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
     for override in row.overrides:
         knob_tree.apply_override(tree, override)
     tree["simulation"]["train_s"] = least_work_s(loading.from_tree(tree)) / TRAINER_SHARE
-    return loading.from_tree(tree)
+    config = loading.from_tree(tree)
+    return config if row.rule is None else with_admission(config, row.rule)
 
 
 def least_work_s(config: RunConfig) -> float:

@@ -27,6 +27,7 @@ import numpy as np
 
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
@@ -150,7 +151,7 @@ def measure(folder: Path, recipe: Recipe, overrides: tuple[str, ...]) -> None:
         f"environment.max_turns={TURNS + 1}", "environment.concurrency=4", "rollout.instances=1",
         "rollout.max_new_tokens=120", "deadlines.stuck_s=900", *overrides,
     ))  # fmt: skip
-    end = asyncio.run(execute(config, lambda *_: None, lambda line: print(line, flush=True)))
+    end = asyncio.run(execute(config, RunListener()))
     store = VersionedStore.open(end.run_dir / "store")
     print(
         "\n| step | episodes | mean reward | turns, mean | branches | not scored | ess |\n|---|---|---|---|---|---|---|"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.summary import step_line
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluating, not_comparable, shown
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.metrics import tokens_per_s
 
@@ -28,7 +30,7 @@ BAR_CELLS = 24
 """Width of a staleness buffer's bar, in characters."""
 
 
-class Display:
+class Display(RunListener):
     """The live view; use as a context manager around a run."""
 
     def __init__(self, config: RunConfig, *, quiet: bool, verbosity: int = 0) -> None:
@@ -38,8 +40,6 @@ class Display:
         self._verbosity = verbosity
         self.console = Console(stderr=True)
         self._live: Live | None = None
-        self._num_printed = 0
-        self._num_evaluated = 0
         self._doing = "starting"
         self._begin = time.monotonic()
 
@@ -56,33 +56,28 @@ class Display:
         if self._live is not None:
             self._live.__exit__(kind, error, trace)
 
-    def announce(self, line: str) -> None:
+    def line(self, text: str) -> None:
         """Print a line above the view."""
         if not self._quiet:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def progress(self, snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
-        """Show the run's progress. `doing` names a phase outside training; empty keeps the last."""
-        if self._quiet:
-            return
-        if doing:
-            self._doing = doing
-            if self._live is None and not self._verbosity:
-                self.console.print(
-                    f"[{time.monotonic() - self._begin:6.1f} s] {doing}", highlight=False, markup=False, soft_wrap=True
-                )
+    def phase(self, doing: str) -> None:
+        self._doing = doing
+        if self._live is None and not self._verbosity:
+            self.line(f"[{time.monotonic() - self._begin:6.1f} s] {doing}")
+
+    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+        self._doing = "training"
+        if self._live is None and not self._verbosity:
+            self.line(step_line(step, self._config.steps, limit))
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        if not self._verbosity:
+            self.line(evaluation.line)
+
+    def status(self, snapshot: Snapshot, report: RunReport) -> None:
         if self._live is not None:
-            self._live.update(self._view(snapshot, outcomes))
-        for evaluation in outcomes.evaluations[max(self._num_evaluated, outcomes.earlier_evaluations) :]:
-            if not self._verbosity:
-                self.announce(evaluation.line)
-        self._num_evaluated = len(outcomes.evaluations)
-        for step in outcomes.steps[max(self._num_printed, outcomes.earlier_steps) :]:
-            self._doing = "training"
-            if self._live is None and not self._verbosity:
-                line = step_line(step, self._config.steps, outcomes.limits.get(int(step["step"]), ""))
-                self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-        self._num_printed = len(outcomes.steps)
+            self._live.update(self._view(snapshot, report))
 
     def _view(self, snapshot: Snapshot, outcomes: RunReport) -> Group:
         config, steps = self._config, outcomes.steps

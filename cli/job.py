@@ -71,8 +71,8 @@ def watch(config: RunConfig, *, quiet: bool, verbose: int, resume: bool) -> tupl
     display = Display(config, quiet=quiet, verbosity=verbose)
 
     async def run() -> RunEnd:
-        with StopRequest() as stop, stopped_by_signals(stop, display.announce, end_at_once):
-            return await execute(config, display.progress, display.announce, resume=resume, stop=stop)
+        with StopRequest() as stop, stopped_by_signals(stop, display.line, end_at_once):
+            return await execute(config, display, resume=resume, stop=stop)
 
     try:
         with display, logging_to(display.console, verbose):

@@ -71,8 +71,8 @@ class RunData:
         return run_folder.load_job(self._path)
 
     @property
-    def eta(self) -> int | None:
-        """The staleness bound, in policy versions; None if the run keeps none."""
+    def eta(self) -> int:
+        """The staleness bound, in policy versions."""
         return self._store().header.eta
 
     @property

@@ -12,7 +12,7 @@ import html
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import execute
 from staleflow.pipeline.jobs.stopping import Interrupted, StopRequest
 from staleflow.pipeline.jobs.summary import step_line
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.metrics import tokens_per_s
@@ -37,6 +38,44 @@ Progress = bool | Callable[[RunStatus], object]
 """Whether to print a line for each step; or a function that is called with the status after each step."""
 
 
+class RunProgress(RunListener):
+    """How far a run is, as its handle shows it. prints: whether to print lines for people. after_step: called after
+    each training step."""
+
+    def __init__(self, steps: int, *, prints: bool, after_step: Callable[[], object]) -> None:
+        self._steps = steps
+        self._prints = prints
+        self._after_step = after_step
+        self.doing = "checking the job"
+        self.waiting = False
+        self.driven = False
+        """Whether the driver has begun."""
+        self.version = 0
+        self.report = RunReport()
+
+    def line(self, text: str) -> None:
+        self.doing, self.waiting = text.removeprefix(WAITING), text.startswith(WAITING)
+        self.print(text)
+
+    def phase(self, doing: str) -> None:
+        self.doing = doing
+
+    def status(self, snapshot: Snapshot, report: RunReport) -> None:
+        self.waiting, self.driven = False, True
+        self.version, self.report = snapshot.version, report
+
+    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+        self.doing = "training"
+        self.print(step_line(step, self._steps, limit))
+        self._after_step()
+
+    def print(self, line: str) -> None:
+        """Print a line, if any are to be printed."""
+        if self._prints:
+            with contextlib.suppress(OSError, ValueError):  # an output that is closed ends no run
+                print(line, flush=True)  # noqa: T201
+
+
 class RunHandle:
     """A run whose driver works in the background of this process.
 
@@ -47,12 +86,13 @@ class RunHandle:
         self._job = job
         self._resume = resume
         self._security = security
-        self._progress = progress
+        self._progress = RunProgress(
+            job.steps,
+            prints=progress is True,
+            after_step=(lambda: progress(self.status())) if callable(progress) else (lambda: None),
+        )
         self._stop = StopRequest()
         self._checked, self._ended = threading.Event(), threading.Event()
-        self._doing, self._outcomes, self._version = "checking the job", RunReport(), 0
-        self._waiting = False
-        self._num_shown = -1
         self._result: RunResult | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._drive, name=f"staleflow {job.name}", daemon=True)
@@ -81,13 +121,13 @@ class RunHandle:
 
     def status(self) -> RunStatus:
         """The run at this moment. Returns at once."""
-        steps = list(self._outcomes.steps)
+        steps = list(self._progress.report.steps)
         last = steps[-1] if steps else {}
         elapsed_s = last.get("elapsed_s", 0.0)
-        left = self._job.steps - self._version
+        left = self._job.steps - self._progress.version
         return RunStatus(
             state=self._state(),
-            step=self._version,
+            step=self._progress.version,
             steps=self._job.steps,
             reward=last.get("reward"),
             staleness=last.get("staleness_mean"),
@@ -161,28 +201,22 @@ class RunHandle:
         try:
             for line in preflight.check_job(self._job):
                 logger.warning(line)
-            self._doing = "starting"
+            self._progress.doing = "starting"
             self._checked.set()
             self._result = asyncio.run(self._execute())
-            self._doing = self._result.stopped
+            self._progress.doing = self._result.stopped
         except BaseException as error:  # noqa: BLE001  raised by `result`
             self._error = error
         finally:
             self._ended.set()
             self._checked.set()
             _running.discard(self)
-            if self._progress is True:
-                self._print(str(self._result if self._result is not None else self._error))
+            self._progress.print(str(self._result if self._result is not None else self._error))
 
     async def _execute(self) -> RunResult:
         with self._stop, self._printing_warnings():
             end = await execute(
-                self._job,
-                self._show,
-                self._announce,
-                resume=self._resume,
-                stop=self._stop,
-                security=self._security,
+                self._job, self._progress, resume=self._resume, stop=self._stop, security=self._security
             )
         return RunResult(run_dir=end.run_dir, stopped=end.stopped, summary=end.summary)
 
@@ -191,38 +225,13 @@ class RunHandle:
         """Meanwhile, print what this run's driver warns of: a run's own log has a handler, so Python prints nothing."""
         driver, log = threading.get_ident(), logging.getLogger("staleflow")
         handler = logging.Handler(logging.WARNING)
-        handler.addFilter(lambda record: record.thread == driver and self._progress is True)
-        handler.emit = lambda record: self._print(f"warning: {printable(record.getMessage())}")  # type: ignore[method-assign]
+        handler.addFilter(lambda record: record.thread == driver)
+        handler.emit = lambda record: self._progress.print(f"warning: {printable(record.getMessage())}")  # type: ignore[method-assign]
         log.addHandler(handler)
         try:
             yield
         finally:
             log.removeHandler(handler)
-
-    def _announce(self, line: str) -> None:
-        """Receive a line for the user, such as what the run waits for."""
-        self._doing, self._waiting = line.removeprefix(WAITING), line.startswith(WAITING)
-        if self._progress is True:
-            self._print(line)
-
-    def _show(self, snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
-        """Receive the driver's state, twice a second and at each step."""
-        self._waiting = False
-        self._doing = doing or self._doing
-        self._version, self._outcomes = snapshot.version, outcomes
-        # Read anew each time: the first states of a resumed run come before the driver knows its stored steps.
-        new = outcomes.steps[max(self._num_shown, outcomes.earlier_steps) :]
-        self._num_shown = len(outcomes.steps)
-        for step in new:
-            self._doing = "training"
-            if self._progress is True:
-                self._print(step_line(step, self._job.steps, outcomes.limits.get(int(step["step"]), "")))
-        if new and callable(self._progress):
-            self._progress(self.status())
-
-    def _print(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # an output that is closed ends no run
-            print(line, flush=True)  # noqa: T201
 
     def _state(self) -> RunState:
         if self._result is not None:
@@ -231,14 +240,14 @@ class RunHandle:
             return "stopped" if isinstance(self._error, Interrupted) else "failed"
         if self._stop.reason:
             return "stopping"
-        if self._waiting:
+        if self._progress.waiting:
             return "waiting"
-        return "running" if self._outcomes.snapshot is not None or self._num_shown >= 0 else "starting"
+        return "running" if self._progress.driven else "starting"
 
     def _message(self) -> str:
         if self._error is not None:
             return str(self._error) or type(self._error).__name__
-        return self._doing if self._result is None else self._result.stopped
+        return self._progress.doing if self._result is None else self._result.stopped
 
 
 _running: weakref.WeakSet[RunHandle] = weakref.WeakSet()

@@ -97,7 +97,7 @@ class RunResult:
                 rows.append((f"{evaluation['name']}, version {evaluation['version']}", f"{mean:.3f}"))
         if summary["staleness_histogram"]:
             counts = ", ".join(f"{lag}: {count}" for lag, count in summary["staleness_histogram"].items())
-            bound = "no bound" if summary["eta"] is None else f"eta {summary['eta']}"
+            bound = f"eta {summary['eta']}"
             rows.append(("staleness", f"{counts} ({bound})"))
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f}"))
         if self.stopped:

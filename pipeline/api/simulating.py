@@ -23,18 +23,15 @@ from staleflow.pipeline.config import actor_settings, knob_tree
 from staleflow.pipeline.processes.local_cluster import without_script
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
 from staleflow.pipeline.simulator.analysis import Measures, explanation, measure
+from staleflow.pipeline.simulator.baselines import other_systems, with_admission
 from staleflow.pipeline.simulator.plots import draw_run
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.pipeline.simulator.trace import Trace
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.files import replace_file, replace_text
 
-BASELINES = (
-    ("synchronous", ("staleness.admission=synchronous", "rollout.synchronization=greedy")),
-    ("one step ahead", ("staleness.admission=one_step", "rollout.synchronization=greedy")),
-    ("credits (ROLL Flash)", ("staleness.admission={{name='credits', alpha={eta}}}", "rollout.synchronization=greedy")),
-    ("backlog (AReaL)", ("staleness.admission=backlog", "rollout.synchronization=greedy")),
-)
+GREEDY = ("rollout.synchronization=greedy",)
+"""What distinguishes baselines from the job besides their admission rule."""
 PICTURE_STEPS = 12
 """Most steps in a picture; with more, pulls would be too thin to see."""
 ELSEWHERE = "choose another folder"
@@ -157,13 +154,18 @@ def variants(
     Raises:
         ConfigError: The job has a mistake.
     """
-    rows = sweep_rows(sweep or {})
-    if baselines:
-        eta = load(overrides).staleness.eta
-        rows += [(label, tuple(change.format(eta=eta) for change in changes)) for label, changes in BASELINES]
-    return [
-        SimulatedVariant(label=label, overrides=changes, job=load((*overrides, *changes))) for label, changes in rows
+    results = [
+        SimulatedVariant(label=label, overrides=changes, job=load((*overrides, *changes)))
+        for label, changes in sweep_rows(sweep or {})
     ]
+    if baselines:
+        job = load((*overrides, *GREEDY))
+        rules = other_systems(job.staleness.eta)
+        results += [
+            SimulatedVariant(label=label, overrides=GREEDY, job=with_admission(job, rule))
+            for label, rule in rules.items()
+        ]
+    return results
 
 
 def sweep_rows(sweep: Mapping[str, Sequence[Any]]) -> list[tuple[str, tuple[str, ...]]]:

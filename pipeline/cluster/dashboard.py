@@ -24,11 +24,8 @@ from bokeh.models import (
     DataTable,
     Div,
     HoverTool,
-    Legend,
-    LegendItem,
     Range1d,
     TableColumn,
-    Whisker,
 )
 from bokeh.plotting import figure
 from distributed.dashboard.components.scheduler import env
@@ -42,10 +39,9 @@ from tornado import web
 from tornado.ioloop import IOLoop
 
 from staleflow.pipeline.cluster import run_pages
-from staleflow.pipeline.cluster.downsampling import SMOOTH, columns
 from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.submitted_job import Job
-from staleflow.stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind, axis
+from staleflow.stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind
 
 REFRESH_MS = 500
 """Milliseconds between refreshes: as often as runs report."""
@@ -57,31 +53,9 @@ ACTS = "#8c6bb1"
 STATE_COLOURS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
-PLOTS = {
-    "reward": {"reward": "#08519c"},
-    "loss": {"loss": "#6a51a3"},
-    "gradient norm": {"grad_norm": "#a63603"},
-    "logprob mismatch": {"mismatch_mean": "#08519c", "mismatch_max": "#d6301f"},
-    "failed rewards": {"reward_errors": "#d6301f"},
-    "staleness": {
-        "staleness_mean": "#08519c", "staleness_max": "#d6301f", "staleness_in_flight": "#807dba",
-        "staleness_in_queue": "#f08a24",
-    },
-    "response length": {"response_mean": "#1b7837", "response_max": "#7fbf7b"},
-    "throughput": {"tokens_per_s": "#08519c"},
-}  # fmt: skip
-"""Plots over steps, by title: metrics and the colours of their lines."""
-METRICS_SHOWN = tuple(name for series in PLOTS.values() for name in series)
-EMPTY_HISTORY = columns([], METRICS_SHOWN)
-HELD_OUT = {"sampled": ("circle", "#d94801"), "greedy": ("diamond", "#1b7837")}
-"""Held-out rewards in the plot of rewards: marker and colour."""
 NARROWEST = 330
 """Least width of a plot, pixels: on a phone they stand one below the other."""
 WIDE = {"flex": f"1 1 {NARROWEST}px"}
-RAW = ("staleness_max",)
-"""Metrics whose raw values are drawn even where there are many lines: the bound is about them."""
-RAW_ALPHA = 0.25
-"""Opacity of raw values behind their smooth line."""
 
 
 def add_to(scheduler: Any, board: JobRegistry) -> None:
@@ -182,17 +156,11 @@ class View:
     def __init__(self, board: JobRegistry, wanted: str) -> None:
         self._board = board
         self._wanted = wanted
-        self._shown = ("", -1)
         self._tokens: tuple[float, Mapping[str, int]] = (0.0, {})
         self._rates: dict[str, float] = {}
         self._head = Div(sizing_mode="stretch_width")
         self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
         self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
-        self._history = ColumnDataSource(dict(EMPTY_HISTORY))
-        self._eta = ColumnDataSource({"step": [], "eta": []})
-        self._held_out = {
-            name: ColumnDataSource({"version": [], "reward": [], "low": [], "high": []}) for name in HELD_OUT
-        }
         self._drops = ColumnDataSource({name: [] for name in ("why", "count")})
         self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
         self._buffers = self._buffer_plot()
@@ -211,12 +179,10 @@ class View:
                 TableColumn(field="what", title="decision", width=360), TableColumn(field="cause", title="cause"),
             ],
         )  # fmt: skip
-        lines = [self._lines(title, series) for title, series in PLOTS.items()]
         wrapped = {"flex-wrap": "wrap"}
         self.root = column(
             self._head,
             row(self._buffers, self._instances, sizing_mode="stretch_width", styles=wrapped),
-            row(*lines, sizing_mode="stretch_width", styles=wrapped),
             row(self._reasons, table, sizing_mode="stretch_width", styles=wrapped),
             sizing_mode="stretch_width",
         )
@@ -257,41 +223,6 @@ class View:
         plot.xaxis.axis_label = "share of max_running, of kv_tokens, of environment.concurrency"
         return plot
 
-    def _lines(self, metric: str, series: Mapping[str, str]) -> Any:
-        plot = figure(
-            title=axis(metric, *series), height=250, toolbar_location=None, sizing_mode="stretch_width",
-            min_width=NARROWEST, tools="xwheel_zoom,xpan,reset", x_axis_label="step", styles=WIDE,
-        )  # fmt: skip
-        plot.xaxis.ticker = whole_numbers()
-        plot.y_range = DataRange1d(range_padding=0.15)
-        entries = []
-        for name, colour in series.items():
-            if name in RAW or len(series) <= 2:
-                plot.line(x="step", y=name, color=colour, line_width=1, line_alpha=RAW_ALPHA, source=self._history)
-            smooth = plot.line(x="step", y=SMOOTH + name, color=colour, line_width=2, source=self._history)
-            entries.append(LegendItem(label=STEP[name].label, renderers=[smooth]))
-        if "staleness_max" in series:
-            eta = plot.line(x="step", y="eta", color="#d6301f", line_width=1, line_dash="dashed", source=self._eta)
-            entries.append(LegendItem(label="eta", renderers=[eta]))
-        if "reward" in series:
-            entries += [self._held_out_marks(plot, name) for name in HELD_OUT]
-        if len(entries) > 1:  # above the plot, where it covers no curve
-            legend = Legend(
-                items=entries, orientation="horizontal", label_text_font_size="10px", padding=0, margin=0, spacing=6,
-                glyph_width=14, border_line_color=None, ncols=3,
-            )  # fmt: skip
-            plot.add_layout(legend, "above")
-        return plot
-
-    def _held_out_marks(self, plot: Any, name: str) -> Any:
-        marker, colour = HELD_OUT[name]
-        source = self._held_out[name]
-        marks = plot.scatter(x="version", y="reward", marker=marker, size=7, color=colour, source=source)
-        errors = Whisker(base="version", lower="low", upper="high", source=source, line_color=colour)
-        errors.upper_head.size = errors.lower_head.size = 6
-        plot.add_layout(errors)
-        return LegendItem(label=f"held out, {name}", renderers=[marks])
-
     # -- what changes --------------------------------------------------------------------------------------------
 
     def update(self) -> None:
@@ -312,30 +243,6 @@ class View:
                 "at": [f"{d[0]:.1f}" for d in decisions], "who": [d[1] for d in decisions],
                 "what": [d[2] for d in decisions], "cause": [d[3] for d in decisions],
             }  # fmt: skip
-        if self._shown != (job.id, len(job.history)):
-            self._shown = (job.id, len(job.history))
-            steps = list(job.history.values())
-            self._history.data = columns(steps, METRICS_SHOWN)
-            self._show_eta(status)
-        self._show_held_out(status)
-
-    def _show_eta(self, status: Mapping[str, Any]) -> None:
-        x = self._history.data["step"]
-        known = status.get("eta") is not None and len(x)
-        self._eta.data = {"step": [x[0], x[-1]], "eta": [status["eta"]] * 2} if known else {"step": [], "eta": []}
-
-    def _show_held_out(self, status: Mapping[str, Any]) -> None:
-        for name, source in self._held_out.items():
-            evaluations = status.get("evaluations", ())  # the first set's, which is the job's own if that is evaluated
-            rows = [r for r in evaluations if r[name] is not None and r.get("name") == evaluations[0].get("name")]
-            errors = [row[f"{name}_stderr"] or 0.0 for row in rows]
-            data = {
-                "version": [row["version"] for row in rows], "reward": [row[name] for row in rows],
-                "low": [row[name] - e for row, e in zip(rows, errors, strict=True)],
-                "high": [row[name] + e for row, e in zip(rows, errors, strict=True)],
-            }  # fmt: skip
-            if dict(source.data) != data:
-                source.data = data
 
     def _show_buffers(self, status: Mapping[str, Any]) -> None:
         slots: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}

@@ -40,7 +40,7 @@ def run_header(config: RunConfig) -> RunHeader:
     """The header of this job's store."""
     return RunHeader(
         run=config.name,
-        eta=config.eta,
+        eta=config.staleness.eta,
         groups_per_step=config.batch.groups_per_step,
         group_size=config.batch.group_size,
         members_started=config.oversampled_group_size,

@@ -24,7 +24,6 @@ def check_across(config: RunConfig, where: str) -> None:
     try:
         for line in _broken_rules(config):
             raise ConfigError(line)
-        config.staleness.admission.check(config.staleness.eta)
         config.rollout.engine.check()
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -188,11 +187,6 @@ def _check_adapters(config: RunConfig) -> Iterator[str]:
         yield (
             'rollout.on_pull = "adapter" needs versions that are adapters; set training.lora.rank, such as '
             'to 32, or use "interrupt"'
-        )
-    if rank and config.eta is None:
-        yield (
-            f'staleness.admission = "{config.staleness.admission.name}" keeps no bound, so any number of '
-            "adapters could be needed at once; use another one with training.lora"
         )
     lora = config.training.lora
     if not rank and (lora.targets or lora.alpha != LoraConfig().alpha):

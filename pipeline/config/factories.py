@@ -97,6 +97,13 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
     )
 
 
+def ledger_eta(config: RunConfig) -> int:
+    """The bound that the ledger keeps: the job's, or, with a simulated rule that keeps none, the number of steps, by
+    which any version is soon enough."""
+    staleness = config.staleness
+    return staleness.eta if staleness.admission.keeps_bound else config.steps
+
+
 def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coordinator:
     """A new coordinator for this job. validate_each: check all invariants after every event."""
     batch, cost = config.batch, config.rollout.cost
@@ -105,7 +112,7 @@ def make_coordinator(config: RunConfig, *, validate_each: bool = False) -> Coord
     costs: StepCosts = drafts.costs if speculation.decided else cost
     strategies = make_strategies(config, costs)
     ledger = StalenessLedger(
-        eta=config.ledger_eta,
+        eta=ledger_eta(config),
         groups_per_step=batch.groups_per_step,
         group_size=batch.group_size,
         groups_started=config.oversampled_groups,

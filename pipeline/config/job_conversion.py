@@ -27,7 +27,10 @@ RENAMED = {
     "simulation.lost_every_s": "simulation.mean_loss_interval_s",
 }
 """Keys that had another name up to that commit, and their names now."""
-REMOVED = ("rollout.pace_slack", "evaluation.fill")
+REMOVED = (
+    "rollout.pace_slack", "evaluation.fill", "staleness.depth", "staleness.ahead", "staleness.window_share",
+    "staleness.alpha", "staleness.excess",
+)  # fmt: skip
 """Keys of settings that are no more."""
 REPLACED = {"environment.isolation": {"thread": "auto"}}
 """Values that are no more, by key, and what takes their place."""
@@ -66,3 +69,11 @@ def _table_of(tree: Any, key: str) -> tuple[dict[str, Any], str]:
     for table in tables:
         tree = tree.get(table) if isinstance(tree, Mapping) else None
     return tree if isinstance(tree, dict) else {}, name
+
+
+def admission_of(tree: Mapping[str, Any]) -> str:
+    """The name of the admission rule of an unchecked job; empty if it has none."""
+    staleness = tree.get("staleness")
+    rule = staleness.get("admission") if isinstance(staleness, Mapping) else None
+    name = rule.get("name") if isinstance(rule, Mapping) else rule
+    return name if isinstance(name, str) else ""

@@ -31,7 +31,6 @@ from staleflow.pipeline.config.model_files import (
     shown_context,
 )
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.strategies.admission import ADMISSION, LateWork
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template
 from staleflow.tasks.settings.knobs import names_user_code, shown
@@ -102,12 +101,6 @@ def refuse_simulated(config: RunConfig) -> None:
     """Refuse in a run what only simulations have. Raises ConfigError."""
     if config.simulation.colocated:
         raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
-    if config.eta is None:
-        bounded = ", ".join(name for name in ADMISSION.names if ADMISSION.find(name).late is not LateWork.TRAIN)
-        raise ConfigError(
-            f'staleness.admission = "{config.staleness.admission.name}" keeps no bound on staleness: in a run use one '
-            f"of {bounded}; use simulate to compare with it"
-        )
 
 
 def check_names(config: RunConfig) -> None:

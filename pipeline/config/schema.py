@@ -72,8 +72,7 @@ class StalenessConfig:
     admission: Admission = choice(
         ADMISSION,
         "staleflow",
-        "which groups may start: staleflow reserves, the others imitate other systems; backlog and over_provision "
-        "keep no bound, and are for simulate only",
+        "which groups may start: staleflow all that can reserve a place, synchronous one batch while nothing trains",
     )
 
 
@@ -241,7 +240,7 @@ class RunConfig:
     def __repr__(self) -> str:
         """One line: all settings are thousands of characters, which `staleflow config explain` prints."""
         model = "no model" if self.emulated else self.model.path
-        return f"<Job {self.name}: {self.steps} steps, eta {self.eta}, {model}, {self.task.source}>"
+        return f"<Job {self.name}: {self.steps} steps, eta {self.staleness.eta}, {model}, {self.task.source}>"
 
     @property
     def run_dir(self) -> Path:
@@ -308,16 +307,6 @@ class RunConfig:
         return tuple(f"reward-{i}" for i in range(self.reward.workers))
 
     @property
-    def eta(self) -> int | None:
-        """The staleness bound that is kept; None with an admission rule that keeps none, which a run refuses."""
-        return self.staleness.eta if self.staleness.admission.keeps_bound else None
-
-    @property
-    def ledger_eta(self) -> int:
-        """eta; with an admission rule that keeps no bound, the number of steps, by which any version is soon enough."""
-        return self.steps if self.eta is None else self.eta
-
-    @property
     def served_versions(self) -> int:
         """Versions that an instance serves side by side: eta + 1 adapters, all that the bound allows to be sampled; 0
         if it holds one set of weights."""
@@ -357,7 +346,6 @@ DERIVED = (
     "trajectories_per_step",
     "oversampled_groups",
     "oversampled_group_size",
-    "eta",
     "max_response_tokens_per_step",
     "max_trajectories_in_flight",
     "concurrency",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
 from staleflow.pipeline.config.preflight import refuse_simulated
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.starts import Starts
 from staleflow.pipeline.jobs.stopping import StopRequest
 from staleflow.pipeline.recovery import source_fingerprints
@@ -24,9 +23,9 @@ from staleflow.pipeline.recovery.run_folder import claimed, prepare_run_dir
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
-from staleflow.pipeline.runtime.evaluation_results import after_resuming, read_evaluations
+from staleflow.pipeline.runtime.evaluation_results import read_evaluations
+from staleflow.pipeline.runtime.run_listener import RunListener, RunListeners
 from staleflow.pipeline.runtime.run_report import RunReport
-from staleflow.stores.trajectory import PolicyVersion
 
 if TYPE_CHECKING:
     from staleflow.pipeline.jobs.reporter import Reporter
@@ -52,8 +51,7 @@ class DriverWorker:
 
 async def execute(
     config: RunConfig,
-    progress: Callable[[Snapshot, RunReport, str], None],
-    announce: Callable[[str], None],
+    listener: RunListener,
     *,
     resume: bool = False,
     locked: bool = False,
@@ -62,8 +60,8 @@ async def execute(
     stop: StopRequest | None = None,
     security: Any = None,
 ) -> RunEnd:
-    """Run a job on the cluster it names, or resume it from its folder. `announce` receives lines for the user, such as
-    the dashboard's address. held: the caller has locked the run folder. job: id of a submitted job, whose task reports
+    """Run a job on the cluster it names, or resume it from its folder. listener: is told what happens. locked: the
+    caller has locked the run folder. job: id of a submitted job, whose task reports
     how it ended. stop: by which the run is stopped. security: Dask's, for the cluster that the job names."""
     refuse_simulated(config)
     facts = inspect_model(config)
@@ -74,16 +72,13 @@ async def execute(
 
         await check_gpus(config, security)
     with contextlib.nullcontext() if locked else claimed(config.run_dir):
-        return await _execute(
-            config, facts, progress, announce, resume=resume, slot=slot, job=job, stop=stop, security=security
-        )
+        return await _execute(config, facts, listener, resume=resume, slot=slot, job=job, stop=stop, security=security)
 
 
 async def _execute(
     config: RunConfig,
     facts: ModelFacts,
-    progress: Callable[[Snapshot, RunReport, str], None],
-    announce: Callable[[str], None],
+    listener: RunListener,
     *,
     resume: bool,
     slot: DriverWorker | None,
@@ -99,27 +94,25 @@ async def _execute(
     run_dir = config.run_dir
     config, prints, changed = _folder_ready(config, resume=resume)
     cluster = await (connect(config, security) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
-    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir, config.eta)
+    reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir)
     cluster.job = reporter.id
     ended = "failed", ""
     try:
         if cluster.dashboard:
-            announce(f"Dask dashboard: {cluster.dashboard}")
+            listener.line(f"Dask dashboard: {cluster.dashboard}")
         own = str(cluster.client.id)
         about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
         refuse_second(await job_registry.ask(cluster.client, "submit", **about, by=own))
-        stopped = await cluster.wait_for_workers(config, announce, "" if slot is None else slot.address)
+        stopped = await cluster.wait_for_workers(config, listener.line, "" if slot is None else slot.address)
         if stopped:
             ended = "stopped", stopped
             summary = summarize(config, RunReport(stopped=stopped), run_dir)  # not written: nothing has changed
             return RunEnd(run_dir=run_dir, summary=summary, stopped=stopped)
         if cluster.picture:
-            announce(f"GPUs: {cluster.picture}")
+            listener.line(f"GPUs: {cluster.picture}")
         actors = Actors(config, cluster, run_dir, facts)
         with reporter.listening():
-            outcomes = await _train(
-                config, actors, cluster, reporter, (progress, announce), (prints, changed), stop, resume=resume
-            )
+            outcomes = await _train(config, actors, cluster, reporter, listener, (prints, changed), stop, resume=resume)
         ended = ("stopped" if outcomes.stopped else "done"), outcomes.stopped
     except BaseException as error:
         ended = ("failed", str(error)) if isinstance(error, Exception) else ("stopped", "interrupted")
@@ -136,7 +129,7 @@ async def _train(
     actors: Actors,
     cluster: DaskWorkers,
     reporter: Reporter,
-    listeners: tuple[Callable[[Snapshot, RunReport, str], None], Callable[[str], None]],
+    listener: RunListener,
     prints: tuple[Fingerprints, list[str]],
     stop: StopRequest | None,
     *,
@@ -146,37 +139,23 @@ async def _train(
     from staleflow.pipeline.jobs.tracking import Tracking
     from staleflow.pipeline.recovery import resumption as resumptions
 
-    run_dir, (progress, announce), (fingerprints, changed) = config.run_dir, listeners, prints
+    run_dir, (fingerprints, changed) = config.run_dir, prints
     resumption = resumptions.prepare(config) if resume else None
-
-    def say(line: str) -> None:
-        reporter.say(line)
-        announce(line)
-
-    def show(snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
-        tracking.steps(outcomes.steps)
-        tracking.evaluations(outcomes.evaluations)
-        starts.note(outcomes)
-        reporter.progress(snapshot, outcomes, doing)
-        progress(snapshot, outcomes, doing)
-
-    version, elapsed_s, num_steps = 0, 0.0, 0
-    if resumption is not None:
-        say(f"resuming from version {resumption.version}")
-        version, elapsed_s, num_steps = resumption.version, resumption.elapsed_s, len(resumption.steps)
+    version, elapsed_s = (0, 0.0) if resumption is None else (resumption.version, resumption.elapsed_s)
     starts = Starts(run_dir, version, elapsed_s)
-    earlier = len(after_resuming(read_evaluations(run_dir), PolicyVersion(version))) if resumption is not None else 0
-    with contextlib.closing(Tracking(config, run_dir, num_steps, earlier)) as tracking:
-        driver = Driver(
-            config, actors, run_dir, show, resumption, announce=say, fingerprints=fingerprints, changed=changed
-        )
+    with contextlib.closing(Tracking(config, run_dir)) as tracking:
+        listeners = RunListeners(tracking, starts, reporter, listener)
+        if resumption is not None:
+            listeners.line(f"resuming from version {resumption.version}")
+            reporter.earlier_steps(resumption.steps)
+        driver = Driver(config, actors, run_dir, listeners, resumption, fingerprints=fingerprints, changed=changed)
         with starts.ending(driver.outcomes):
             outcomes = await _run_driver(driver, reporter.report_until_done(driver, cluster), stop)
     if resumption is not None and not outcomes.steps:  # stopped before the run was taken up again
         outcomes.steps += resumption.steps
         outcomes.evaluations += read_evaluations(run_dir)
     if outcomes.diagnosis is not None:
-        reporter.say(outcomes.diagnosis.line)
+        reporter.line(outcomes.diagnosis.line)
     return outcomes
 
 

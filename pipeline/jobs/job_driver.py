@@ -107,6 +107,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
     """`_run_to_end` with the run folder locked."""
     from staleflow.pipeline.jobs import reporter
     from staleflow.pipeline.jobs.execution import execute
+    from staleflow.pipeline.runtime.run_listener import RunListener
 
     trained, resumes = -1, 0
     while True:
@@ -121,8 +122,7 @@ async def _resume_to_end(config: RunConfig, submission: Submission, slot: Driver
         try:
             end = await execute(
                 config,
-                lambda *_: None,
-                lambda _: None,
+                RunListener(),
                 resume=exists or submission.resume,
                 locked=True,
                 slot=slot,

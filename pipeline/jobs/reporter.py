@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from staleflow.pipeline.processes.dask_workers import DaskWorkers
 from staleflow.pipeline.recovery import job_record
 from staleflow.pipeline.recovery.run_folder import job_id
 from staleflow.pipeline.runtime.driver import Driver
-from staleflow.pipeline.runtime.evaluation_results import by_set, evaluating
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, by_set, evaluating
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.serialization import Codec
@@ -32,73 +33,67 @@ REPORT_S = 0.5
 """Seconds between reports; each answer says whether to stop."""
 DECISIONS = 30
 """Number of latest decisions in a report."""
-EVALUATED = ("name", "version", "sampled", "sampled_stderr", "greedy", "greedy_stderr")
-"""What a report says of each evaluation."""
 CODEC = Codec()
 
 
-class Reporter:
+class Reporter(RunListener):
     """Sends one run's progress and log lines to the board. planned: training steps of the run. run_dir: its folder,
-    which keeps them, too. eta: the bound it keeps; None if it keeps none."""
+    which keeps them, too."""
 
-    def __init__(self, id: str, planned: int, run_dir: Path, eta: int | None = None) -> None:
+    def __init__(self, id: str, planned: int, run_dir: Path) -> None:
         self.id = id
         self._run_dir = run_dir
         self._recorded = ""
         """State and reason in the folder."""
-        self._eta = eta
         self._planned = planned
         self._lines: list[str] = []
         self._status: dict[str, Any] = {}
         self._steps: list[dict[str, float]] = []
-        self._num_steps = 0
-        self._num_evaluations = 0
         self._doing = ""
 
-    def say(self, line: str) -> None:
+    def line(self, text: str) -> None:
         """Append a line to the log."""
-        self._lines.append(f"{time.strftime('%H:%M:%S')}  {line}")
+        self._lines.append(f"{time.strftime('%H:%M:%S')}  {text}")
 
-    def progress(self, snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
-        """Take the driver's state, which it passes on twice a second and at each step."""
-        if doing and doing != self._doing:
+    def phase(self, doing: str) -> None:
+        if doing != self._doing:
             self._doing = doing
             self._log(doing)
-        for evaluation in outcomes.evaluations[max(self._num_evaluations, outcomes.earlier_evaluations) :]:
-            self._log(evaluation.line)
-        self._num_evaluations = len(outcomes.evaluations)
-        for step in outcomes.steps[self._num_steps :]:
-            self._doing = "training"
-            self._steps.append(step)
-            if int(step["step"]) < outcomes.earlier_steps:
-                continue
-            self._log(step_line(step, self._planned, outcomes.limits.get(int(step["step"]), "")))
-        self._num_steps = len(outcomes.steps)
+
+    def earlier_steps(self, steps: Sequence[dict[str, float]]) -> None:
+        """Send the steps of a resumed run that are stored, without lines in the log."""
+        self._steps += steps
+
+    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+        self._doing = "training"
+        self._steps.append(dict(step))
+        self._log(step_line(step, self._planned, limit))
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self._log(evaluation.line)
+
+    def status(self, snapshot: Snapshot, report: RunReport) -> None:
+        under_way = snapshot.num_evaluated > 0
         self._status = {
             **CODEC.encode(snapshot),
-            "doing": self._doing,
-            "losses": list(outcomes.losses),
-            "fleet": outcomes.instances,
-            "environments": [CODEC.encode(host) for host in outcomes.environments],
-            "eta": self._eta,
-            "limit": next(reversed(outcomes.limits.values()), ""),
-            "evaluating": evaluating(snapshot.evaluated_version, snapshot.num_evaluated)
-            if snapshot.num_evaluated
-            else "",
-            "evaluated": [alike[-1].line for alike in by_set(outcomes.evaluations).values()],
-            "evaluations": [{name: getattr(e, name) for name in EVALUATED} for e in outcomes.evaluations],
+            "losses": list(report.losses),
+            "fleet": report.instances,
+            "environments": [CODEC.encode(host) for host in report.environments],
+            "limit": next(reversed(report.limits.values()), ""),
+            "evaluating": evaluating(snapshot.evaluated_version, snapshot.num_evaluated) if under_way else "",
+            "evaluated": [alike[-1].line for alike in by_set(report.evaluations).values()],
         }
 
     def _log(self, line: str) -> None:
         """Append a line to the run's log and to this process's log."""
-        self.say(line)
+        self.line(line)
         logger.info(line)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Meanwhile, append warnings that are logged to the run's log."""
         handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.say(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: self.line(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("staleflow").addHandler(handler)
         try:
             yield
@@ -135,7 +130,7 @@ class Reporter:
         not."""
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
-        status = {**self._status, **(more or {})} if self._status else {}
+        status = {**self._status, "doing": self._doing, **(more or {})} if self._status else {}
         if lines or steps or self._recorded != f"{state} {why}":
             self._recorded = f"{state} {why}"
             changes: dict[str, Any] = {"id": self.id, "steps": self._planned, "state": state, "why": why}

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from staleflow.pipeline.coordination.snapshot import Snapshot
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_file
@@ -45,7 +47,7 @@ class Start:
     """Those of `OF_A_START`, and wall_s: its own seconds; empty if its driver was killed."""
 
 
-class Starts:
+class Starts(RunListener):
     """The starts of a run, while the last one lasts. version: the one it begins with. elapsed_s: seconds of the run
     before. Raises StoreError."""
 
@@ -57,11 +59,11 @@ class Starts:
         self._written = (0, 0)
         self._write()
 
-    def note(self, outcomes: RunReport) -> None:
+    def status(self, snapshot: Snapshot | None, report: RunReport) -> None:
         """Write what is new, if a step has been trained or an actor lost."""
-        self._now.losses, self._now.alarms = list(outcomes.losses), list(outcomes.alarms)
-        self._now.commands = dict(outcomes.commands)
-        reached = len(outcomes.steps), len(outcomes.losses)
+        self._now.losses, self._now.alarms = list(report.losses), list(report.alarms)
+        self._now.commands = dict(report.commands)
+        reached = len(report.steps), len(report.losses)
         if reached != self._written:
             self._written = reached
             self._write()
@@ -85,7 +87,7 @@ class Starts:
             known = {name: outcomes.phases.get(name, 0.0) for name in OF_A_START}
             self._now.phases = known | {"wall_s": outcomes.phases.get("wall_s", 0.0) - self._elapsed_s}
         with contextlib.suppress(StoreError):  # how the run ended is more important
-            self.note(outcomes)
+            self.status(outcomes.snapshot, outcomes)
 
     def _write(self) -> None:
         text = json.dumps([CODEC.encode(start) for start in (*self._earlier, self._now)], indent=1) + "\n"

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from staleflow.pipeline.config.factories import cost_model
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.starts import read, with_all_starts
 from staleflow.pipeline.jobs.what_if import WhatIf, check_by_simulation
@@ -87,7 +88,7 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
         "drafted_tokens": int(sum(s.get("drafted_tokens", 0.0) for s in outcomes.steps)),
         "accepted_tokens": int(sum(s.get("accepted_tokens", 0.0) for s in outcomes.steps)),
         "staleness_histogram": {str(k): staleness[k] for k in sorted(staleness)},
-        "eta": config.eta,
+        "eta": config.staleness.eta,
         "ended": outcomes.snapshot.ended if outcomes.snapshot else {},
         "refusals": outcomes.snapshot.refusals if outcomes.snapshot else {},
         "seconds": {k: round(v, 3) for k, v in phases.items() if k.endswith("_s")},
@@ -107,11 +108,7 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
             "updates_dropped": int(sum(s.get("updates_dropped", 0.0) for s in outcomes.steps)),
         },
         "commands": outcomes.commands,
-        "cost_model": {
-            "measured_over_predicted": outcomes.cost_ratio,
-            "drifted": outcomes.cost_drifted,
-            "refit": asdict(outcomes.cost_refit) if outcomes.cost_refit else None,
-        },
+        "cost_model": _cost_model(config, outcomes),
         "forecast": asdict(outcomes.snapshot.forecast) if outcomes.snapshot else None,
         "losses": outcomes.losses,
         "probe_drift": max((s["probe_drift"] for s in outcomes.steps), default=None),
@@ -119,6 +116,14 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
         "alarms": outcomes.alarms,
         "bias": bias.as_dict() if bias is not None else None,
     }
+
+
+def _cost_model(config: RunConfig, outcomes: RunReport) -> dict[str, Any]:
+    """How many times as long as the strategies' cost model says the run's decode steps took; None if too few were
+    sampled. drifted: whether that is further from one than the job tolerates."""
+    cost = config.rollout.cost
+    ratio = outcomes.profile.fit.ratio_to(cost_model(config)) if outcomes.profile else None
+    return {"measured_over_predicted": ratio, "drifted": ratio is not None and abs(ratio - 1) > cost.tolerance}
 
 
 def diagnosed(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]:

@@ -27,13 +27,14 @@ import os
 import time
 import tomllib
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from staleflow.pipeline.config import knob_tree, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.files import replace_text
 from staleflow.stores.metrics import EVALUATION, OF_EVALUATION, REWARD_PART, STEP
@@ -199,11 +200,11 @@ def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{name}", value
 
 
-class Tracking:
+class Tracking(RunListener):
     """The trackers of one run; each receives every step once. first: steps before it are already
     tracked. evaluations: number of those that are."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, first: int = 0, evaluations: int = 0) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
         job = tomllib.loads(knob_tree.to_toml(config))
         self._trackers: list[Tracker] = [TensorBoard(str(run_dir), job)] if config.tracking.tensorboard else []
         named = config.tracking.tracker
@@ -221,21 +222,14 @@ class Tracking:
                 reason = f"{type(error).__name__}: {user_code.error_text(error)}"
                 raise ConfigError(f"tracking.tracker = {named!r}: cannot be constructed: {reason}") from error
             user_files.require_tracker(self._trackers[-1], named)
-        self._next, self._next_evaluation = first, evaluations
 
-    def steps(self, steps: Sequence[Mapping[str, float]]) -> None:
-        """Track those of the run's steps so far that are not tracked yet."""
-        for metrics in steps[self._next :]:
-            self._next += 1
-            values = {name: value for name, value in metrics.items() if name != "step"}
-            self._each("step", int(metrics["step"]), values)
+    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+        self._each("step", int(step["step"]), {name: value for name, value in step.items() if name != "step"})
 
-    def evaluations(self, results: Sequence[Evaluation]) -> None:
-        """Track those of the run's evaluations so far that are not tracked yet, at the versions they are of."""
-        for result in results[self._next_evaluation :]:
-            self._next_evaluation += 1
-            values = {f"{EVALUATION}{result.name}/{name}": getattr(result, name) for name in OF_EVALUATION}
-            self._each("step", result.version, {name: float(v) for name, v in values.items() if v is not None})
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Track an evaluation, at the version it is of."""
+        values = {f"{EVALUATION}{evaluation.name}/{name}": getattr(evaluation, name) for name in OF_EVALUATION}
+        self._each("step", evaluation.version, {name: float(v) for name, v in values.items() if v is not None})
 
     def close(self) -> None:
         self._each("close")

@@ -82,7 +82,7 @@ class Sizes:
 
 def versions_behind(config: RunConfig) -> int:
     """How many versions a job's work may lie behind: its bound, or that of a rule that does not ask for one."""
-    return config.staleness.admission.versions_behind(config.ledger_eta)
+    return config.staleness.admission.versions_behind(ledger_eta(config))
 
 
 def sizes_of(config: RunConfig, fit: Fit | None = None, drafts: DraftsUsed | None = None) -> Sizes:

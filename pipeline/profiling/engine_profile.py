@@ -201,15 +201,11 @@ def profile_run(run_dir: Path) -> Profile:
     latencies of everything else. Raises ConfigError if the run has not ended or sampled too little, StoreError if its
     summary is damaged."""
     try:
-        refit = json.loads((run_dir / "summary.json").read_text())["cost_model"]["refit"]
+        json.loads((run_dir / "summary.json").read_text())
     except OSError as error:
         raise ConfigError(f"{run_dir}: no finished run: summary.json cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise StoreError(f"{run_dir}: summary.json is damaged: {error}; restore it") from error
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{run_dir}: summary.json is of another version: {error!r}; profile a run of this version"
-        ) from error
     job = run_dir / "config.toml"
     tree = loading.read_tree(job) if job.is_file() else {}
     batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
@@ -226,8 +222,6 @@ def profile_run(run_dir: Path) -> Profile:
     for entry in journal.read(run_dir / "events.jsonl"):
         watch.observe(entry.now, entry.event, entry.commands)
     fit = watch.fit()
-    if fit is None and refit is not None:
-        fit = Fit(**{**refit, "model": CostModel(**{**refit["model"], "verify_share": verify_share})})
     if fit is None:
         raise ConfigError(f"{run_dir}: the run had too few decode steps to fit a cost model; make it longer")
     return Profile(source=str(run_dir), fit=fit, latencies=measured_latencies(watch, fit), drafts=watch.drafts)

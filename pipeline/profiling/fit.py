@@ -9,7 +9,6 @@ limit the influence of steps that were disturbed by something else.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,12 +30,8 @@ HELD_OUT = 4
 """Every fourth point is held out of the fit to validate it."""
 FEWEST = 8
 """Least number of points: about as many to validate the coefficients as there are of these."""
-
-
-MOST_EXCHANGES = 10
-"""Coefficients that are let in, per column, before a fit is taken as it is."""
-LEAST_PROMISE = 1e-10
-"""Share of the times' norm that another coefficient must explain to be let in: less is rounding."""
+SINGULAR = 1e-12
+"""Share of the largest singular value below which one counts as zero: columns then say the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +71,11 @@ class Fit:
     kv_tokens: tuple[float, float]
     delay_s: float = 0.0
     """Seconds that a response takes besides, on its way to the instance and back."""
+
+    def ratio_to(self, model: CostModel) -> float:
+        """How many times as long as `model` says a decode step takes, in the middle of what was measured."""
+        running, kv_tokens = sum(self.running) / 2, sum(self.kv_tokens) / 2
+        return self.model.mean_step_s(running, kv_tokens) / model.mean_step_s(running, kv_tokens)
 
 
 def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
@@ -174,93 +174,29 @@ def _robust(design: Array, seconds: Array) -> list[float]:
 
 
 def _non_negative(design: Array, target: Array) -> Array:
-    """Least squares with coefficients >= 0. Of columns that say the same, as two do if trajectories ran in one number
-    only, any may have the coefficient: the subset that rounding favours."""
+    """Least squares with coefficients >= 0: of all subsets of the columns, which are six at most, the best that has
+    none below 0."""
     # Columns differ by orders of magnitude: KV tokens next to ones.
     norms = np.linalg.norm(design, axis=0)
     useful = np.flatnonzero(norms)
-    unit = design[:, useful] / norms[useful]
-    solution = _active_set(unit, target)
-    tied = np.flatnonzero(np.abs(unit.T @ (target - unit @ solution)) <= LEAST_PROMISE * float(np.linalg.norm(target)))
-    best, best_loss = np.zeros(len(norms)), float(target @ target)
-    for size in range(max(1, int(np.count_nonzero(solution))), len(tied) + 1):
-        for chosen in map(list, itertools.combinations(useful[tied], size)):
-            part = design[:, chosen]
-            scale = np.linalg.norm(part, axis=0)
-            solved, *_ = np.linalg.lstsq(part / scale, target, rcond=None)
-            loss = float(np.square(part / scale @ solved - target).sum())
-            if (solved >= 0).all() and loss < best_loss:
-                best_loss, best = loss, np.zeros(len(norms))
-                best[chosen] = solved / scale
+    q, r = np.linalg.qr(design[:, useful] / norms[useful])  # the same problem in as many rows as columns
+    seen = q.T @ target
+    best, best_loss = np.zeros(len(norms)), float(seen @ seen)
+    for size in range(1, len(useful) + 1):
+        subsets = np.array(list(itertools.combinations(range(len(useful)), size)))
+        columns = np.moveaxis(r[:, subsets], 1, 0)  # [subsets, rows, size]
+        solved = np.linalg.pinv(columns, rcond=SINGULAR) @ seen
+        losses = np.square((columns @ solved[..., None])[..., 0] - seen).sum(axis=-1)
+        losses[(solved < 0).any(axis=-1)] = np.inf
+        if losses.min() < best_loss:
+            least = int(losses.argmin())
+            best, best_loss = np.zeros(len(norms)), float(losses[least])
+            chosen = useful[subsets[least]]
+            best[chosen] = solved[least] / norms[chosen]
     return best
-
-
-def _active_set(unit: Array, target: Array) -> Array:
-    """Least squares with coefficients >= 0 of columns of norm 1 (Lawson and Hanson, Solving Least Squares Problems,
-    chapter 23): the coefficient that promises most is let in, and those that it makes negative are taken out again."""
-    solution = np.zeros(unit.shape[1])
-    chosen: list[int] = []
-    for _ in range(MOST_EXCHANGES * unit.shape[1]):  # rounding could let two columns in and out by turns for ever
-        promise = unit.T @ (target - unit @ solution)
-        promise[chosen] = 0.0
-        if promise.max(initial=0.0) <= LEAST_PROMISE * float(np.linalg.norm(target)):
-            return solution
-        chosen.append(newest := int(promise.argmax()))
-        while True:
-            solved = np.zeros(len(solution))
-            solved[chosen], *_ = np.linalg.lstsq(unit[:, chosen], target, rcond=None)
-            if solved[newest] <= 0:  # rounding alone promised something
-                return solution
-            negative = [i for i in chosen if solved[i] <= 0]
-            if not negative:
-                break
-            share, limiting = min((solution[i] / (solution[i] - solved[i]), i) for i in negative)
-            solution = solution + share * (solved - solution)
-            solution[limiting] = 0.0  # rounding may leave a trace of it, and would let it limit every further step
-            chosen = [i for i in chosen if i not in negative or solution[i] > 0]
-            solution[[i for i in range(len(solution)) if i not in chosen]] = 0.0
-        solution = solved
-    return solution
 
 
 def _huber_loss(residual: Array) -> Array:
     size = np.abs(residual)
     loss: Array = np.where(size <= HUBER, size * size / 2, HUBER * (size - HUBER / 2))
     return loss
-
-
-class CostDriftDetector:
-    """Compares a running job's decode steps with the model in use and detects when they no longer agree."""
-
-    WINDOW = 512
-    """Number of latest steps kept."""
-    ENOUGH = 30
-    """Number of steps below which no comparison is made."""
-
-    def __init__(self, model: CostModel, tolerance: float) -> None:
-        """tolerance: largest relative difference of the median step that counts as agreement."""
-        self._model = model
-        self._tolerance = tolerance
-        self._points: deque[StepPoint] = deque(maxlen=self.WINDOW)
-
-    def observe(self, point: StepPoint) -> None:
-        self._points.append(point)
-
-    @property
-    def ratio(self) -> float | None:
-        """Median of measured over predicted step time; None until there are enough steps."""
-        if len(self._points) < self.ENOUGH:
-            return None
-        return float(np.median([p.step_s / self._model.step_s(p.running, p.kv_tokens) for p in self._points]))
-
-    @property
-    def drifted(self) -> bool:
-        ratio = self.ratio
-        return ratio is not None and not 1 - self._tolerance <= ratio <= 1 + self._tolerance
-
-    def refit(self) -> Fit | None:
-        """Fit a model to the latest steps; None until there are enough. Their times include prefill, which a running
-        engine's statistics do not separate."""
-        if len(self._points) < self.ENOUGH:
-            return None
-        return fit_steps(tuple(self._points), prefill=0.0)

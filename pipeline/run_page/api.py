@@ -56,7 +56,7 @@ class RunApi:
             "steps": config.steps,
             "num_steps": len(stored.steps) if stored else 0,
             "snapshot": stored.store.snapshot if stored else "",
-            "eta": config.eta,
+            "eta": config.staleness.eta,
             "admission": config.staleness.admission.name,
             "model": config.model.path if not config.emulated else "emulated",
             "groups_per_step": config.batch.groups_per_step,

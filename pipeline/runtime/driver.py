@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,8 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.coordination.resume_plan import plan_resume
-from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.processes.background import Background
 from staleflow.pipeline.processes.clock import now_s
-from staleflow.pipeline.profiling.fit import CostDriftDetector
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.run_journal import RunJournal
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints, changes_of
@@ -68,6 +66,7 @@ from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
 from staleflow.pipeline.runtime.evaluation_results import after_resuming, not_comparable, read_evaluations
 from staleflow.pipeline.runtime.measurements import Measurements
 from staleflow.pipeline.runtime.membership import Membership
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.pipeline.runtime.scoring import Scoring
 from staleflow.pipeline.runtime.training_alarms import TrainingWatch
@@ -88,35 +87,33 @@ STARTING_S = 2.0
 
 
 class Driver:
-    """Drives one run. `progress` is called with a snapshot and the last step's metrics about twice a second, `announce`
-    with lines for people. fingerprints: of what rewards and prompts come from. changed: in these, since it began."""
+    """Drives one run. listener: is told what happens. fingerprints: of what rewards and prompts come from. changed: in
+    these, since it began."""
 
     def __init__(
         self,
         config: RunConfig,
         actors: Actors,
         run_dir: Path,
-        progress: Callable[[Snapshot, RunReport, str], None],
+        listener: RunListener,
         resumption: Resumption | None = None,
         *,
-        announce: Callable[[str], None] = lambda _: None,
         fingerprints: Fingerprints | None = None,
         changed: Sequence[str] = (),
     ) -> None:
         self._config = config
-        self._announce = announce
         self._prints = fingerprints
         self._changed = tuple(changed)
         self._actors = actors
         self._run_dir = run_dir
-        self._progress = progress
+        self._listener = listener
         self._resumption = resumption
         self._measurements = Measurements(config, 0.0 if resumption is None else resumption.elapsed_s)
         self._coordinator: Coordinator = factories.make_coordinator(config)
         self._journal = RunJournal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | PublishedStep | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
-        self._commits = CommitQueue(actors, config.deadlines, self._stored, self._say)
+        self._commits = CommitQueue(actors, config.deadlines, self._stored, self._begin_phase)
         actors.on_refused = self._store_refusal
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._acting = EnvironmentHosts(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
@@ -127,17 +124,14 @@ class Driver:
         self.training = False
         """Whether the training loop runs, between the evaluations."""
         self._task: asyncio.Task[Any] | None = None
-        self._cost_watch = CostDriftDetector(config.rollout.cost, config.rollout.cost_tolerance)
         self._membership = Membership(
             config,
             actors,
-            self._cost_watch,
             self._background,
             self._inbox.put_nowait,
             self._coordinator.has_left,
             lambda: self._measurements.elapsed_s,
         )
-        self._drift_said = False
         self._training_watch = TrainingWatch()
         self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """Each instance's latest report: tokens of the responses it samples."""
@@ -165,7 +159,7 @@ class Driver:
         self._task = asyncio.current_task()
         for line in self._changed:
             self._note(line)
-        self._say("starting actors")
+        self._begin_phase("starting actors")
         starting = asyncio.ensure_future(self._tell_starting())
         self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
         try:
@@ -208,7 +202,7 @@ class Driver:
             await asyncio.sleep(STARTING_S)
             if (now := self._actors.starting) != announced:
                 announced = now
-                self._say(f"starting actors: {now}")
+                self._begin_phase(f"starting actors: {now}")
 
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
         """The coordinator's latest decisions: (when, trajectory, what, cause), newest first."""
@@ -229,8 +223,6 @@ class Driver:
         self.outcomes.steps += self._resumption.steps
         evaluations = read_evaluations(self._run_dir)
         self.outcomes.evaluations += after_resuming(evaluations, self._resumption.version)
-        self.outcomes.earlier_steps = len(self.outcomes.steps)
-        self.outcomes.earlier_evaluations = len(self.outcomes.evaluations)
         return await self._take_up()
 
     async def _take_up(self) -> RunResumed:
@@ -433,10 +425,12 @@ class Driver:
     def _stored(self, record: StepRecord, metrics: dict[str, float]) -> None:
         """Note a step that is committed, with its batch's metrics."""
         if record.kind == "step":
-            step = {"step": float(record.step), **record.metrics, **metrics}
-            self.outcomes.steps.append(with_rate(step, next(reversed(self.outcomes.steps), None)))
+            plain = {"step": float(record.step), **record.metrics, **metrics}
+            step = with_rate(plain, next(reversed(self.outcomes.steps), None))
+            self.outcomes.steps.append(step)
             self._log_resume_points()
-            self._say("")
+            self._listener.status(self._coordinator.snapshot(), self.outcomes)
+            self._listener.step_stored(step, self.outcomes.limits.get(record.step, ""))
 
     def _log_resume_points(self) -> None:
         """Log the resume points that have come since the last time; the trainer writes them in its own process."""
@@ -465,17 +459,13 @@ class Driver:
             self.outcomes.instances = self._membership.line
             self.outcomes.environments = self._acting.view
             self._measurements.ticked(snapshot)
-            if self._cost_watch.drifted and not self._drift_said:
-                self._drift_said = True
-                logger.warning(
-                    "decode steps take %.2f times what the cost model says; `staleflow profile` measures it anew",
-                    self._cost_watch.ratio,
-                )
-            self._progress(snapshot, self.outcomes, "")
+            self._listener.status(snapshot, self.outcomes)
 
     async def _conclude(self, command: FinishEvaluation) -> None:
-        await self._evaluating.conclude(command)
-        self._say("")
+        results = await self._evaluating.conclude(command)
+        self._listener.status(self._coordinator.snapshot(), self.outcomes)
+        for result in results:
+            self._listener.evaluated(result)
         for line in not_comparable(self.outcomes.evaluations):
             self._note(line)
 
@@ -496,17 +486,15 @@ class Driver:
         # First: what follows may take a second, which is none of the run's.
         self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
         self.outcomes.snapshot = self._coordinator.snapshot()
-        self.outcomes.cost_ratio = self._cost_watch.ratio
-        self.outcomes.cost_drifted = self._cost_watch.drifted
-        self.outcomes.cost_refit = self._cost_watch.refit()
         self.outcomes.diagnosis = self._measurements.diagnosis
         self.outcomes.profile = self._measurements.profile(str(self._run_dir))
 
-    def _say(self, text: str) -> None:
-        self._progress(self._coordinator.snapshot(), self.outcomes, text)
+    def _begin_phase(self, doing: str) -> None:
+        self._listener.phase(doing)
+        self._listener.status(self._coordinator.snapshot(), self.outcomes)
 
     def _note(self, line: str) -> None:
         """Announce, once, something needed to interpret the run's numbers, and keep it for the summary."""
         if line and line not in self.outcomes.notes:
             self.outcomes.notes.append(line)
-            self._announce(line)
+            self._listener.line(line)

@@ -93,8 +93,9 @@ class EvaluationDriver:
             self._is_due = True
             self._request()
 
-    async def conclude(self, command: FinishEvaluation) -> None:
-        """Sum up an evaluation that has ended, and request the next if one is due."""
+    async def conclude(self, command: FinishEvaluation) -> list[Evaluation]:
+        """Sum up an evaluation that has ended, and request the next if one is due. Returns the results of its sets."""
+        results: list[Evaluation] = []
         if command.abandoned:
             self._is_due = True
             await self.best.evaluated(command.version, ())
@@ -103,10 +104,11 @@ class EvaluationDriver:
                 "version is evaluated in its place"
             )
         else:
-            await self._sum_up(command)
+            results = await self._sum_up(command)
         await self._actors.ask("server", "end_evaluation")
         self._under_way = False
         self._request()
+        return results
 
     def _request(self) -> None:
         if self._under_way or not self._is_due:
@@ -120,7 +122,7 @@ class EvaluationDriver:
         self._number += 1
         self._tell(EvaluationRequested(evaluation=self._number - 1, groups=groups))
 
-    async def _sum_up(self, command: FinishEvaluation) -> None:
+    async def _sum_up(self, command: FinishEvaluation) -> list[Evaluation]:
         groups = [group_of(command.evaluation, i, len(self._items)) for i in range(len(self._items))]
         answered: list[EvaluatedResponse] = await self._actors.ask("server", "evaluated", groups)
         strays = {v for response in answered for v in response.versions} - {command.version}
@@ -143,3 +145,4 @@ class EvaluationDriver:
         write_evaluations(self._run_dir, [*self._results, *results])
         self._results += results
         await self.best.evaluated(command.version, results)
+        return results

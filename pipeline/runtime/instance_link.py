@@ -36,7 +36,6 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
-from staleflow.pipeline.profiling.fit import CostDriftDetector, StepPoint
 from staleflow.pipeline.runtime.actors import SERVER, Actors
 from staleflow.stores.errors import ActorLost
 from staleflow.tasks.actors.rollout_instance import RequestOutcome
@@ -59,7 +58,6 @@ class InstanceLink:
         actors: Actors,
         deadlines: DeadlineConfig,
         time_scale: float,
-        costs: CostDriftDetector,
         tell: Callable[[Event], None],
         *,
         drafts: bool = False,
@@ -70,7 +68,6 @@ class InstanceLink:
         self._actors = actors
         self._deadlines = deadlines
         self._time_scale = time_scale
-        self._costs = costs
         self._tell = tell
         self._drafts = drafts
         self._stillness = StallDetector(deadlines.sample_s)
@@ -160,7 +157,6 @@ class InstanceLink:
             instance.busy_s = load.busy_s - began.busy_s
             instance.tokens_sampled = load.tokens_sampled
             instance.load = load
-            self._compare_cost(load, taken)
             reported_steps = taken if self._drafts else None
             self._tell(
                 InstanceReported(
@@ -179,13 +175,6 @@ class InstanceLink:
             drafted_tokens=load.drafted_tokens - before.drafted_tokens,
             accepted_tokens=load.accepted_tokens - before.accepted_tokens,
         )
-
-    def _compare_cost(self, load: EngineLoad, taken: DecodeStats) -> None:
-        """Compare the decode steps since the last report with the cost model, which knows none with drafts."""
-        busy = taken.seconds > REPORT_S / 2 * self._time_scale
-        if load.running and busy and taken.tokens > 0 and not taken.drafts:
-            step_s = taken.seconds * load.running / taken.tokens
-            self._costs.observe(StepPoint(running=load.running, kv_tokens=load.kv_tokens, step_s=step_s))
 
 
 class StallDetector:

@@ -25,7 +25,6 @@ from staleflow.pipeline.coordination.events import Event, InstanceJoined, Instan
 from staleflow.pipeline.processes.background import Background
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import NoFreeWorker
-from staleflow.pipeline.profiling.fit import CostDriftDetector
 from staleflow.pipeline.runtime.actors import SERVER, Actors
 from staleflow.pipeline.runtime.instance_link import InstanceLink
 from staleflow.stores import errors
@@ -52,7 +51,6 @@ class Membership:
         self,
         config: RunConfig,
         actors: Actors,
-        costs: CostDriftDetector,
         background: Background,
         tell: Callable[[Event | BaseException], None],
         has_left: Callable[[InstanceId], bool],
@@ -60,7 +58,6 @@ class Membership:
     ) -> None:
         self._config = config
         self._actors = actors
-        self._costs = costs
         self._background = background
         self._tell = tell
         self._has_left = has_left
@@ -175,7 +172,7 @@ class Membership:
         config = self._config
         engine = config.rollout.engine
         link = InstanceLink(
-            instance, self._actors, config.deadlines, config.rollout.engine.time_scale, self._costs, self._tell,
+            instance, self._actors, config.deadlines, config.rollout.engine.time_scale, self._tell,
             drafts=engine.speculation.num_speculative_tokens > 0,
         )  # fmt: skip
         for work in link.work():

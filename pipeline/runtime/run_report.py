@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.profiling.diagnosis import Diagnosis
 from staleflow.pipeline.profiling.engine_profile import Profile
-from staleflow.pipeline.profiling.fit import Fit
 from staleflow.pipeline.runtime.environment_hosts import HostView
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
 
@@ -18,9 +17,6 @@ class RunReport:
 
     steps: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
-    earlier_steps: int = 0
-    """Steps, and evaluations, from before the run was resumed: they have been shown already."""
-    earlier_evaluations: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by activity."""
     snapshot: Snapshot | None = None
@@ -28,12 +24,6 @@ class RunReport:
     """Why the run ended early; empty if it did all its steps."""
     commands: dict[str, int] = field(default_factory=dict)
     """Number of the coordinator's commands, by kind."""
-    cost_ratio: float | None = None
-    """Measured decode steps over what the cost model says, median; None if too few were seen."""
-    cost_drifted: bool = False
-    """Whether that is further from one than rollout.cost_tolerance allows."""
-    cost_refit: Fit | None = None
-    """The cost model that fits this run's own decode steps."""
     limits: dict[int, str] = field(default_factory=dict)
     """What limited each step and those just before it, in a few words."""
     diagnosis: Diagnosis | None = None

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from staleflow.pipeline.config import knob_tree, loading
-from staleflow.pipeline.config.job_conversion import convert_job, is_earlier_job
+from staleflow.pipeline.config.job_conversion import admission_of, convert_job, is_earlier_job
 from staleflow.pipeline.coordination.journal import files, open_part
 from staleflow.pipeline.coordination.journal_conversion import convert_entry
 from staleflow.pipeline.recovery.resumption import parts
 from staleflow.pipeline.recovery.run_folder import LOCK, lock_folder, require_run
+from staleflow.pipeline.strategies.admission import SIMULATED
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import claim_folder, publish, remove
 
@@ -44,14 +45,21 @@ def convert_run(run_dir: Path, out: Path) -> ConvertedRun:
     in a bucket, the copy names the same place.
 
     Raises:
-        ConfigError: There is nothing to convert, `out` exists or the run is live.
+        ConfigError: There is nothing to convert, no job can name its admission rule any more, `out` exists or the run
+            is live.
         StoreError: The store cannot be read.
     """
     require_run(run_dir)
     if not (run_dir / "store").exists():
         raise ConfigError(f"{run_dir}: the run has no store; start it again with `staleflow run`")
-    earlier_job = any(is_earlier_job(loading.read_tree(job)) for job in run_dir.glob("config*.toml"))
-    if not (earlier_job or _has_earlier_journal(run_dir)):
+    trees = [loading.read_tree(job) for job in run_dir.glob("config*.toml")]
+    for rule in map(admission_of, trees):
+        if rule in SIMULATED:
+            raise ConfigError(
+                f"{run_dir}: staleness.admission = {rule!r}, which only simulations have now: the run cannot be "
+                "converted; read it with the version that wrote it"
+            )
+    if not (any(map(is_earlier_job, trees)) or _has_earlier_journal(run_dir)):
         raise ConfigError(f"{run_dir}: already of this version; nothing to convert")
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another place, or remove it")

@@ -1,28 +1,22 @@
-"""Admission rules: how much new work may start. Each reproduces one system; all count in groups.
+"""Admission rules: how much new work may start. A job names one of them; each keeps the staleness bound, and a step
+waits for late work. All count in groups.
 
-| rule | in play (reserved and finished, not the batch being trained) | late work | keeps the bound |
-|---|---|---|---|
-| staleflow | as many as can reserve a place | is waited for | yes |
-| synchronous | one batch, while nothing trains | is waited for | yes |
-| one_step | one batch, while the one before trains | is waited for | yes |
-| pipeline_depth | `depth` batches (tinker-cookbook #822) | is waited for | yes |
-| windowed_fifo | (1 + ahead) batches, trained in order but for a window (arXiv 2605.26494) | is waited for | yes |
-| credits | (1 + alpha) batches (ROLL Flash, arXiv 2510.11345) | is dropped | yes |
-| backlog | (eta + 1 + version - next step) batches (AReaL, arXiv 2505.24298) | is trained late | no |
-| over_provision | (1 + excess) batches, started between steps (APRIL, arXiv 2509.18521) | is trained late | no |
+| rule | in play (reserved and finished, not the batch being trained) |
+|---|---|
+| staleflow | as many as can reserve a place |
+| synchronous | one batch, while nothing trains |
+
+Rules of other systems, which only simulations have, are in `pipeline/simulator/baselines.py`.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
 
-from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.tasks.settings.knobs import knob, parameter
 from staleflow.tasks.settings.registry import Registry, RegistryEntry
 
 
@@ -59,9 +53,6 @@ class Admission(RegistryEntry, ABC):
         """How many versions its work may lie behind, at most `bound`."""
         return bound
 
-    def check(self, eta: int) -> None:
-        """Raise ConfigError if its knobs do not fit the bound."""
-
     @abstractmethod
     def room(self, ledger: StalenessLedger) -> int:
         """Number of groups of the published version that may be started now, including those already queued."""
@@ -72,8 +63,18 @@ class Admission(RegistryEntry, ABC):
         one is accepted."""
 
 
-ADMISSION: Registry[Admission] = Registry("admission rule", "staleness.admission", Admission)
-"""A rule may have the parameter `eta`, the bound."""
+SIMULATED = ("one_step", "pipeline_depth", "windowed_fifo", "credits", "backlog", "over_provision")
+"""Rules of other systems, which a job cannot name."""
+ADMISSION: Registry[Admission] = Registry(
+    "admission rule",
+    "staleness.admission",
+    Admission,
+    elsewhere=dict.fromkeys(
+        SIMULATED,
+        "imitates another system, for comparisons in simulations alone; use staleflow in the job, and compare with "
+        "`staleflow simulate JOB --baselines` or benchmarks/simulated.py",
+    ),
+)
 
 
 @ADMISSION.register("staleflow")
@@ -90,7 +91,7 @@ class Reservations(Admission):
         return ledger.refusal(version)
 
 
-class _CappedAdmission(Admission):
+class CappedAdmission(Admission):
     """A cap on the number of groups in play."""
 
     __slots__ = ()
@@ -112,7 +113,7 @@ class _CappedAdmission(Admission):
 
 @ADMISSION.register("synchronous")
 @dataclass(frozen=True, slots=True)
-class Synchronous(_CappedAdmission):
+class Synchronous(CappedAdmission):
     """One batch at a time, sampled entirely from the version it updates: rollout and training take turns."""
 
     alternates = True
@@ -126,121 +127,4 @@ class Synchronous(_CappedAdmission):
     def refusal(self, ledger: StalenessLedger, version: PolicyVersion) -> str | None:
         if version < ledger.next_step:
             return f"synchronous: version {version} is not the one that step {ledger.next_step} starts from"
-        return _CappedAdmission.refusal(self, ledger, version)  # super() does not know a class with slots
-
-
-@ADMISSION.register("one_step")
-@dataclass(frozen=True, slots=True)
-class OneStep(_CappedAdmission):
-    """One batch ahead: while one batch is trained, only the next one is sampled."""
-
-    def versions_behind(self, bound: int) -> int:
-        return 1
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        return ledger.groups_started
-
-
-@ADMISSION.register("pipeline_depth")
-@dataclass(frozen=True, slots=True)
-class PipelineDepth(_CappedAdmission):
-    """Sampling runs at most so many batches ahead of training: staleness is kept by pacing, nothing is dropped."""
-
-    depth: float = knob(1.0, "batches that may be sampled or waiting while one is trained; at most eta + 1", low=1)
-
-    def check(self, eta: int) -> None:
-        if self.depth > eta + 1:
-            raise ConfigError(
-                f"staleness.admission.depth = {self.depth:g} samples further ahead than staleness.eta = {eta} allows "
-                f"to train; it must be at most {eta + 1}"
-            )
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        return math.ceil(self.depth * ledger.groups_started)
-
-
-@ADMISSION.register("windowed_fifo")
-@dataclass(frozen=True, slots=True)
-class WindowedFifo(_CappedAdmission):
-    """Groups are trained in the order they were drawn, except that a step may pass over unfinished ones within a window
-    anchored at the oldest: P groups a step, (S + 1) P in play, the batch being trained included, and a window of
-    window_share of these.
-
-    A group is overtaken by at most W - 1 others, so it lags at most S + ceil((W - 1) / P) steps.
-    """
-
-    ahead: int = knob(1, "S, batches in play beyond the first", low=0)
-    window_share: float = knob(
-        0.3, "share of the groups in play that a step may choose its batch from", above=0, high=1
-    )
-
-    def check(self, eta: int) -> None:
-        # W - 1 is less than window_share x (S + 1) x P, whatever P is.
-        lag = self.ahead + math.ceil(self.window_share * (self.ahead + 1))
-        if lag > eta:
-            raise ConfigError(
-                f"staleness.admission.ahead = {self.ahead} with window_share = {self.window_share:g} lets groups lag "
-                f"{lag} steps, staleness.eta allows {eta}; lower ahead or raise eta"
-            )
-
-    @property
-    def window(self) -> float:
-        return self.window_share * (self.ahead + 1)
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        trained = ledger.next_step - ledger.version  # the batch being trained holds its places until it is published
-        return (self.ahead + 1 - trained) * ledger.groups_started
-
-
-@ADMISSION.register("credits")
-@dataclass(frozen=True, slots=True)
-class Credits(_CappedAdmission):
-    """ROLL Flash: B + ceil(alpha B) credits at the start, B more per step; work too old for its step is dropped.
-
-    ceil(alpha) bounds the version gap and must not exceed eta; a fractional alpha keeps fewer groups of the oldest
-    version.
-    """
-
-    alpha: float = knob(1.0, "batches in play beyond the first; rounded up, the most versions a batch may lag", low=0)
-
-    late = LateWork.DROP
-
-    def check(self, eta: int) -> None:
-        if math.ceil(self.alpha) > eta:
-            raise ConfigError(
-                f"staleness.admission.alpha = {self.alpha:g} lets trajectories lag {math.ceil(self.alpha)} versions, "
-                f"staleness.eta allows {eta}; lower alpha or raise eta"
-            )
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        return ledger.groups_started + math.ceil(self.alpha * ledger.groups_started)
-
-
-@ADMISSION.register("backlog")
-@dataclass(frozen=True, slots=True)
-class Backlog(_CappedAdmission):
-    """AReaL: (eta + version + 1) B minus what was accepted and what is running. Bounds how far ahead work starts, not
-    how old it is when it is trained on."""
-
-    eta: int = parameter()
-
-    late = LateWork.TRAIN
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
-
-
-@ADMISSION.register("over_provision")
-@dataclass(frozen=True, slots=True)
-class OverProvision(_CappedAdmission):
-    """APRIL: more groups than a step needs are sampled side by side, the first to finish are trained, and the others
-    go on in the next round with the tokens they have. New ones start between two steps only."""
-
-    excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
-
-    late = LateWork.TRAIN
-
-    def cap(self, ledger: StalenessLedger) -> int:
-        if ledger.version != ledger.next_step:
-            return 0
-        return math.ceil((1 + self.excess) * ledger.groups_started)
+        return CappedAdmission.refusal(self, ledger, version)  # super() does not know a class with slots

@@ -16,7 +16,7 @@ import numpy as np
 
 from staleflow.stores.auditing import conservation, single_consumption, weight_counts
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.auditing.row_checks import CHECK, RowCheckResult, RowRange, check_rows_at, hash_batches
+from staleflow.stores.auditing.row_checks import RowCheckResult, RowRange, check_rows_at, hash_batches
 from staleflow.stores.auditing.weight_counts import Refusal, WeightCounts
 from staleflow.stores.errors import StoreError, StoreUnavailable
 from staleflow.stores.trajectories.columns import Rows
@@ -57,15 +57,12 @@ class AuditReport:
     """What is wrong; empty if nothing is."""
     unchecked: tuple[str, ...] = ()
     """Checks that a damaged store makes impossible. If there are any, the counts above are not those of the store."""
-    not_verified: tuple[str, ...] = ()
-    """Checks that had nothing to check, such as the bound of a run that keeps none."""
     weights: WeightCounts = field(default_factory=WeightCounts)
     """How often instances' weights were verified, not verified and contradicted."""
 
     @property
     def clean(self) -> bool:
-        """Whether no check found anything wrong; `unchecked`, `not_verified` and `weights` say what could not be
-        checked."""
+        """Whether nothing was found wrong; `unchecked` and `weights` say what could not be checked."""
         return not self.findings
 
     @property
@@ -139,7 +136,6 @@ def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOK
         max_staleness=consumption.max_staleness,
         checks=CHECKS,
         findings=tuple(findings),
-        not_verified=() if store.header.eta is not None else (CHECK,),
         weights=weight_counts.counted(_records(store), published),
     )
 

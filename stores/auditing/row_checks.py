@@ -62,13 +62,13 @@ class RowCheckResult:
     """Why a row, and all after it, could not be read; empty if all could."""
 
 
-def check_rows_at(path: str, snapshot: str, eta: int | None, rows: RowRange) -> RowCheckResult:
+def check_rows_at(path: str, snapshot: str, eta: int, rows: RowRange) -> RowCheckResult:
     """As `check_rows`; a function of plain values, so that it can be sent to a worker."""
     return check_rows(StoreReader.at(Path(path), snapshot), eta, rows)
 
 
-def check_rows(store: StoreReader, eta: int | None, rows: RowRange) -> RowCheckResult:
-    """Check a range of rows. eta: the staleness bound; None if the run keeps none."""
+def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
+    """Check a range of rows. eta: the staleness bound."""
     result = RowCheckResult(first=rows.first)
     digests: dict[int, BatchDigest] = {}
     number = rows.first
@@ -243,7 +243,7 @@ def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], begin: int, text: byt
     return spans if np.array_equal(versions[at : at + len(expected)], expected) else None
 
 
-def _wrong_rows(block: RowBlock, eta: int | None) -> Iterator[Finding]:
+def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     """Check v_traj <= step <= v_traj + eta if consumed, and that no token is older than v_traj or newer than step; and
     that tokens which were not sampled have no version, no logprob and no gradient, and the others a finite logprob."""
     rows, spans = block.rows, block.spans
@@ -254,7 +254,7 @@ def _wrong_rows(block: RowBlock, eta: int | None) -> Iterator[Finding]:
     np.minimum.at(oldest, of, versions)
     np.maximum.at(newest, of, versions)
     older = oldest < v_traj
-    outside = consumed & ((v_traj > step) | (eta is not None and step > v_traj + eta))
+    outside = consumed & ((v_traj > step) | (step > v_traj + eta))
     newer = consumed & (newest > step)
     not_as_sampled = _not_as_sampled(block)
     turns = spans.turns(len(rows))

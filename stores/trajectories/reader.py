@@ -330,9 +330,8 @@ class StoreReader:
 
     def to_xarray(self) -> Any:
         """An xarray.Dataset over dimensions `trajectory` and `token`; token arrays stay on disk until computed."""
-        attributes: dict[str, str | int] = {"run": self.header.run, "snapshot": self.snapshot}
-        if self.header.eta is not None:  # NetCDF has no None
-            attributes["eta"] = self.header.eta
+        header = self.header
+        attributes: dict[str, str | int] = {"run": header.run, "snapshot": self.snapshot, "eta": header.eta}
         return dataframes.to_xarray(self.columns(), self.table(names=PLACES), self._read_root(), attributes)
 
     def rescored(self, trajectory: TrajectoryId) -> npt.NDArray[np.float32] | None:

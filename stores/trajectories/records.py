@@ -21,8 +21,8 @@ class RunHeader:
     """The settings of the run that wrote a store which give its numbers their meaning."""
 
     run: str
-    eta: int | None
-    """The staleness bound; None if the admission rule keeps none."""
+    eta: int
+    """The staleness bound."""
     groups_per_step: int
     group_size: int
     members_started: int
@@ -38,7 +38,7 @@ class RunHeader:
     @property
     def bound(self) -> str:
         """The staleness bound in words."""
-        return "no staleness bound" if self.eta is None else f"staleness bound eta = {self.eta}"
+        return f"staleness bound eta = {self.eta}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,11 +84,8 @@ C = TypeVar("C", bound=type[Any])
 class Registry(Generic[T]):
     """Entries of one kind that a job file may select by name.
 
-    Args:
-        label: Of the kind, for messages.
-        key: In the job file.
-        contract: Base class of every entry; user code must have its members that are abstract or have no value.
-        user_code: The class of entries that user code stands behind; None if it is not allowed.
+    user_code: the class of entries that user code stands behind; None if it is not allowed. elsewhere: by name, what to
+    do instead of naming an entry that no job may select.
     """
 
     def __init__(
@@ -98,11 +95,13 @@ class Registry(Generic[T]):
         contract: type[Any],  # type[T] would refuse an abstract class
         *,
         user_code: type[UserCode] | None = None,
+        elsewhere: Mapping[str, str] | None = None,
     ) -> None:
         self.label = label
         self.key = key
         self.contract = contract
         self.user_code = user_code
+        self.elsewhere = dict(elsewhere or {})
         self._entries: dict[str, type[T]] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -220,6 +219,8 @@ class Choice(Knob):
         registry, user_code = self.registry, self.registry.user_code is not None
         if isinstance(value, str) and (value in registry or (user_code and names_user_code(value))):
             return ""
+        if isinstance(value, str) and value in registry.elsewhere:
+            return f"= {shown(value)} {registry.elsewhere[value]}"
         return unknown_choice(value, registry.names, user_code=user_code)
 
     def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:

@@ -17,7 +17,7 @@ def length(response: str, record: Mapping[str, Any]) -> float:
 
 def identify(run: staleflow.Run) -> list[str]:
     """What a run is."""
-    described: tuple[bool, bool, int | None, str] = (run.live, run.finished, run.eta, run.bound)
+    described: tuple[bool, bool, int, str] = (run.live, run.finished, run.eta, run.bound)
     summary: staleflow.Summary | None = run.summary()
     count = 0 if summary is None else summary.num_steps
     learning_rate: float = run.job.training.learning_rate

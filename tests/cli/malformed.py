@@ -128,7 +128,13 @@ VALUES = (
     _set("a tracker of no file", "tracking.tracker=none.py:T", "tracking.tracker = ", "no such file"),
     _set("one member in a group", "batch.group_size=1", "batch.group_size = 1 leaves grpo nothing to compare"),
     _set("colocated in a run", "simulation.colocated=true", "simulation.colocated"),
-    _set("no bound in a run", "staleness.admission=backlog", "keeps no bound", "staleflow, synchronous", "simulate"),
+    _set(
+        "a simulated rule in a run",
+        "staleness.admission=backlog",
+        "imitates another system",
+        "use staleflow",
+        "--baselines",
+    ),
     _set("an advantage of no file", "training.advantage=none.py:f", "no such file"),
 )
 

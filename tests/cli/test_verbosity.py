@@ -7,8 +7,9 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from staleflow.cli.verbosity import logging_to
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs import execution
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.reporter import Reporter
 from staleflow.pipeline.runtime.evaluation_results import Evaluation
+from staleflow.pipeline.runtime.run_listener import RunListener, RunListeners
 from staleflow.pipeline.runtime.run_report import RunReport
 from tests.commands import command
 
@@ -37,28 +38,18 @@ SUMMARY: dict[str, Any] = {
 }  # fmt: skip
 
 
-async def short_run(
-    config: RunConfig,
-    progress: Callable[[Snapshot, RunReport, str], None],
-    announce: Callable[[str], None],
-    **_: Any,
-) -> RunEnd:
-    """A run as the command sees it, told and logged by the same means, without a cluster."""
-    reporter, outcomes = Reporter("a-job", 2, Path("runs/none")), RunReport()
-    snapshot = make_coordinator(config).snapshot()
-
-    def tell(doing: str) -> None:
-        reporter.progress(snapshot, outcomes, doing)
-        progress(snapshot, outcomes, doing)
-
+async def short_run(config: RunConfig, listener: RunListener, **_: Any) -> RunEnd:
+    """A run as the command sees it, reported and logged by the same means, without a cluster."""
+    reporter = Reporter("a-job", 2, Path("runs/none"))
+    listeners = RunListeners(reporter, listener)
     with reporter.listening():
-        announce("Dask dashboard: nowhere")
-        tell("evaluating version 0")
-        outcomes.evaluations.append(Evaluation(version=0, num_prompts=8, sampled=0.25, greedy=0.5))
+        listener.line("Dask dashboard: nowhere")
+        listeners.phase("evaluating version 0")
+        listeners.status(make_coordinator(config).snapshot(), RunReport())
+        listeners.evaluated(Evaluation(version=0, num_prompts=8, sampled=0.25, greedy=0.5))
         logging.getLogger("staleflow.pipeline.processes.dask_workers").debug("server placed on w")
         for step in range(2):
-            outcomes.steps.append({"step": float(step), **STEP})
-            tell("")
+            listeners.step_stored({"step": float(step), **STEP}, "")
         logging.getLogger("staleflow.pipeline.runtime.actors").warning("rollout-0 is gone; replacing it")
         logging.getLogger("some.library").info("chatter")
     assert any("rollout-0 is gone" in line for line in reporter._lines)
@@ -144,7 +135,8 @@ def test_log_lines_stand_whole_above_a_live_view() -> None:
     with display, logging_to(display.console, 1):
         for step in range(3):
             outcomes.steps.append({"step": float(step), **STEP, "response_tokens": 5.0})
-            display.progress(snapshot, outcomes, "")
+            display.status(snapshot, outcomes)
+            display.step_stored(outcomes.steps[-1], "")
             assert display._live is not None
             display._live.refresh()  # as it does four times a second
             logging.getLogger("staleflow.pipeline.jobs.reporter").info("step %d is done", step)
@@ -154,47 +146,40 @@ def test_log_lines_stand_whole_above_a_live_view() -> None:
     assert [line.partition(": ")[2] for line in received] == [f"step {step} is done" for step in range(3)]
 
 
-def printed(outcomes: RunReport) -> tuple[list[str], list[str]]:
-    """(lines of the view in a pipe, lines of the job's log) after these outcomes."""
+def printed(
+    steps: list[dict[str, float]], limits: Mapping[int, str] = MappingProxyType({})
+) -> tuple[list[str], list[str]]:
+    """(lines of the view in a pipe, lines of the job's log) of these steps. limits: by step."""
     config, written = loading.load(JOB), io.StringIO()
     display, reporter = Display(config, quiet=False), Reporter("a-job", 4, Path("runs/none"))
     display.console = Console(file=written, width=200)
-    snapshot = make_coordinator(config).snapshot()
-    for _ in range(2):
-        display.progress(snapshot, outcomes, "")
-        reporter.progress(snapshot, outcomes, "")
+    for step in steps:
+        RunListeners(display, reporter).step_stored(step, limits.get(int(step["step"]), ""))
     return written.getvalue().splitlines(), [line.partition("  ")[2] for line in reporter._lines]
 
 
-def test_a_resumed_run_does_not_print_earlier_steps_and_evaluations_again() -> None:
-    outcomes = RunReport(steps=[{"step": float(step), **STEP} for step in range(3)], earlier_steps=2)
-    outcomes.evaluations = [Evaluation(version=v, num_prompts=8, sampled=0.25, greedy=0.5) for v in (0, 2)]
-    outcomes.earlier_evaluations = 1
-    for lines in printed(outcomes):
-        assert [line.split("  ")[0] for line in lines if line.startswith("step")] == [lines[-1].split("  ")[0]]
-        assert lines[-1].startswith("step 2/")
-        assert [line.split(":")[0] for line in lines[:-1]] == ["held-out reward at version 2"]
+def test_a_resumed_run_sends_its_earlier_steps_without_lines() -> None:
+    reporter = Reporter("a-job", 4, Path("runs/none"))
+    reporter.earlier_steps([{"step": float(step), **STEP} for step in range(2)])
+    assert ([int(step["step"]) for step in reporter._steps], reporter._lines) == ([0, 1], [])
 
 
 def test_a_step_line_counts_failed_rewards_and_says_what_limits_the_run() -> None:
-    outcomes = RunReport(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "reward_errors": 3.0}])
-    outcomes.limits = {1: "bottleneck: reward (trainer idle 41%)"}
-    for first, second in printed(outcomes):
+    steps = [{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "reward_errors": 3.0}]
+    for first, second in printed(steps, {1: "bottleneck: reward (trainer idle 41%)"}):
         assert "failed" not in first and "limit" not in first
         assert "reward 0.500  rewards failed 3  length" in second
         assert second.endswith("bottleneck: reward (trainer idle 41%)")
 
 
 def test_a_step_line_counts_dropped_updates() -> None:
-    kept, dropped = printed(RunReport(steps=[{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "updates_dropped": 2.0}]))[0]
+    kept, dropped = printed([{"step": 0.0, **STEP}, {"step": 1.0, **STEP, "updates_dropped": 2.0}])[0]
     assert "dropped" not in kept
     assert "grad 0.50  updates dropped 2  train" in dropped
 
 
 def test_a_step_line_counts_branches_of_episodes_of_many_turns() -> None:
     turns = {"turns_mean": 2.0, "tool_s": 0.5, "given_tokens": 9.0}
-    went_on, branched = printed(
-        RunReport(steps=[{"step": 0.0, **STEP, **turns}, {"step": 1.0, **STEP, **turns, "branches": 4.0}])
-    )[0]
+    went_on, branched = printed([{"step": 0.0, **STEP, **turns}, {"step": 1.0, **STEP, **turns, "branches": 4.0}])[0]
     assert "branches" not in went_on
     assert "environment 0.5 s  context forks 4  staleness" in branched

@@ -17,10 +17,13 @@ from distributed import Client, LocalCluster
 
 from staleflow.cli.cluster_jobs import _details
 from staleflow.pipeline.cluster import job_registry
+from staleflow.pipeline.cluster.dashboard import headline, most_telling
+from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes.dask_workers import connect
+from staleflow.stores.metrics import STEP as STEP_METRICS
 from tests.support.browser import in_browser, opened
 from tests.support.stored_runs import Response, StoredRun
 
@@ -192,3 +195,40 @@ def test_a_browser_shows_live_data() -> None:
             await page.get_by_text("no worker has taken its driver yet").wait_for()
 
     with_two_jobs(look)
+
+
+# -- which job the page shows --------------------------------------------------------------------------------------
+
+
+def board_of(*states: str) -> JobRegistry:
+    """A board with a job per state, oldest first."""
+    board = JobRegistry()
+    for i, state in enumerate(states):
+        board.submit(f"job-{i}", "job", f"/runs/job-{i}", 9)
+        board.jobs[f"job-{i}"].state = state
+        if state in ("running", "done"):
+            board.jobs[f"job-{i}"].history[0] = {"step": 0.0}
+    return board
+
+
+@pytest.mark.parametrize(
+    ("states", "chosen"),
+    [
+        (("running", "waiting"), "job-0"),
+        (("running", "running", "done"), "job-1"),
+        (("done", "done", "waiting"), "job-1"),
+        (("waiting", "waiting"), "job-1"),
+    ],
+)
+def test_the_page_opens_on_the_newest_job_that_runs_or_has_steps(states: tuple[str, ...], chosen: str) -> None:
+    job = most_telling(list(board_of(*states).jobs.values()))
+    assert job is not None and job.id == chosen
+    assert most_telling([]) is None
+
+
+def test_the_chosen_job_is_marked() -> None:
+    jobs = list(board_of("done", "running").jobs.values())
+    jobs[1].history[0] |= dict.fromkeys(STEP_METRICS, 1.0)
+    head = headline(jobs[1], jobs)
+    marked = [part for part in head.split("<a ") if "aria-current" in part]
+    assert len(marked) == 1 and "job-1" in marked[0]

@@ -128,12 +128,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("rollout.cost={k2=0, k3=0, k4=0, b=0}", "a decode step of one trajectory takes no time"),
         ("simulation.report_s=0", "out of range; it must be >= 0.01"),
         ("batch.stragglers=retri", "must be one of wait, truncate, not 'retri'"),
-        ("staleness.admission={name='pipeline_depth', depth=3}", "samples further ahead than .*eta = 1 .* at most 2"),
-        ("staleness.admission={name='pipeline_depth', depth=0.5}", "depth = 0.5 is out of range; it must be >= 1"),
-        (
-            "staleness.admission={name='windowed_fifo', ahead=1}",
-            "lets groups lag 2 steps, staleness.eta allows 1; lower",
-        ),
+        ("staleness.admission={name='credits', alpha=2}", "name = 'credits' imitates another system, .* use staleflow"),
         (
             "rollout.engine.options={a=1}",
             "options: a knob of vllm; rollout.engine.name is transformers, which has max_ru",
@@ -193,7 +188,6 @@ ADAPTER = "rollout.on_pull=adapter"
             (ADAPTER, "training.lora.rank=8", "rollout.engine.speculation.num_speculative_tokens=4"),
             "drafts are not verified under adapters",
         ),
-        ((ADAPTER, "training.lora.rank=8", "staleness.admission=backlog"), "any number of adapters could be needed"),
         (
             (ADAPTER, "training.lora.rank=8", "rollout.engine={name='vllm', options={max_loras=1}}"),
             "options.max_loras: it follows from training.lora and staleness.eta; remove it",

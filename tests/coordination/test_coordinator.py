@@ -85,7 +85,7 @@ class Bench:
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002, prefill=0.0)
         values = {"cost": cost, "eta": eta, "rng": np.random.default_rng(0)}
         strategies = StrategySet(
-            admission=ADMISSION.make(entry(ADMISSION, admission, alpha=eta), values),
+            admission=ADMISSION.make(entry(ADMISSION, admission), values),
             routing=ROUTING.make(entry(ROUTING, routing), values),
             synchronization=SYNCHRONIZATION.make(entry(SYNCHRONIZATION, synchronization), values),
             filtering=entry(FILTERING, filtering),

@@ -57,12 +57,9 @@ SHAPES = {
     "redundant": ("batch.extra_members=1", "batch.extra_groups=1", "batch.filtering=no_signal"),
     "status": ("rollout.synchronization=status", "rollout.routing=throughput_optimal", "batch.extra_groups=2"),
     "synchronous": ("staleness.admission=synchronous", "batch.extra_members=2"),
-    "one_step": ("staleness.admission=one_step", "rollout.routing=random"),
-    "credits": ("staleness.admission=credits", "staleness.admission.alpha=1.5", "rollout.routing=round_robin"),
+    "random": ("rollout.routing=random",),
+    "round_robin": ("rollout.routing=round_robin",),
     "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
-    "windowed_fifo": ("staleness.admission=windowed_fifo", "rollout.routing=random"),
-    "pipeline_depth": ("staleness.admission=pipeline_depth", "staleness.admission.depth=1.5"),
-    "over_provision": ("staleness.admission=over_provision", "batch.extra_members=1"),
     "moving": MOVES,
     "agents": ("task.multi_turn=yes", "batch.extra_members=1", "rollout.routing=throughput_optimal"),
     "agents_cut": ("task.multi_turn=yes", "batch.stragglers=truncate", "batch.stragglers.patience=0.1"),
@@ -124,7 +121,7 @@ class TinyBody:
                 self.pending.append(PullFinished(instance=command.instance, version=command.version))
             case Train():
                 for t, v in zip(command.trajectories, command.versions, strict=True):
-                    assert v <= command.step <= v + self.brain.ledger.eta  # all steps, of rules that keep no bound
+                    assert v <= command.step <= v + self.brain.ledger.eta
                     assert self.ended.setdefault(t, Fate.CONSUMED) is Fate.CONSUMED
                 self.pending.append(VersionPublished(version=PolicyVersion(command.step + 1)))
             case Discard():

@@ -21,7 +21,7 @@ PHASES = {
 def test_losses_and_commands_of_all_starts_are_counted(tmp_path: Path) -> None:
     killed = RunReport(losses=["3.0 s: rollout-0 is gone"], alarms=["drift"], commands={"Route": 4, "Pull": 1})
     first = Starts(tmp_path, 0, 0.0)
-    first.note(killed)
+    first.status(None, killed)
     killed.commands["Route"] = 99  # after its last step or loss: not known if its driver is killed
 
     lost = RunReport(commands={"Route": 2}, phases={**PHASES, "wall_s": 12.0})
@@ -68,8 +68,8 @@ def test_a_run_has_none_before_its_first_and_a_damaged_file_is_named(tmp_path: P
 def test_it_is_written_once_a_step_and_not_twice_a_second(tmp_path: Path) -> None:
     starts, outcomes = Starts(tmp_path, 0, 0.0), RunReport()
     outcomes.commands["Route"] = 1
-    starts.note(outcomes)
+    starts.status(None, outcomes)
     assert read(tmp_path) == [Start(0)]
     outcomes.steps.append({"step": 0.0})
-    starts.note(outcomes)
+    starts.status(None, outcomes)
     assert read(tmp_path) == [Start(0, commands={"Route": 1})]

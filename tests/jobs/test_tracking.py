@@ -55,32 +55,27 @@ def scalars(folder: Path) -> list[tuple[int, str, float]]:
 
 def test_a_scalar_says_what_it_is_in_which_unit(job: Path, tmp_path: Path) -> None:
     tracking = Tracking(loading.load(job), tmp_path)
-    tracking.steps([{"step": 0.0, "staleness_max": 1.0, "of_mine": 2.0}])
+    tracking.step_stored({"step": 0.0, "staleness_max": 1.0, "of_mine": 2.0}, "")
     tracking.close()
     messages = {value.tag: value.metadata.summary_description for _, value in values(tmp_path / "tensorboard")}
     assert messages == {"staleness_max": "largest step - v_traj of the batch; at most eta, versions", "of_mine": ""}
 
 
-def test_every_step_is_tracked_once(job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def track(tracking: Tracking, steps: list[dict[str, float]]) -> None:
+    for step in steps:
+        tracking.step_stored(step, "")
+
+
+def test_a_tracker_that_fails_is_not_called_again(job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     config = loading.load(job, (f"tracking.tracker={tmp_path}/mine.py:Mine",))
     tracking = Tracking(config, tmp_path)
-    tracking.steps(STEPS[:1])
-    tracking.steps(STEPS)
-    tracking.steps(STEPS)
     with caplog.at_level(logging.WARNING):
-        tracking.steps([*STEPS, {"step": 2.0, "reward": 1.0}, {"step": 3.0, "reward": 1.0}])
+        track(tracking, [*STEPS, {"step": 2.0, "reward": 1.0}, {"step": 3.0, "reward": 1.0}])
     tracking.close()
     assert (tmp_path / "mine.txt").read_text() == "job 0:0.5 1:0.75 closed"
     assert caplog.messages == ["tracker Mine failed and is not called again: RuntimeError('no network')"]
     assert scalars(tmp_path / "tensorboard") == [(i, "reward", r) for i, r in enumerate((0.5, 0.75, 1.0, 1.0))]
-
-
-def test_a_resumed_run_tracks_what_is_new(job: Path, tmp_path: Path) -> None:
-    tracking = Tracking(loading.load(job), tmp_path, first=1)
-    tracking.steps(STEPS)
-    tracking.close()
-    assert scalars(tmp_path / "tensorboard") == [(1, "reward", 0.75)]
 
 
 def test_a_tracker_that_is_not_there_is_one_line_and_one_that_is_travels(job: Path, tmp_path: Path) -> None:
@@ -189,9 +184,9 @@ def test_a_package_tracks_each_step_once_and_a_resumed_run_goes_on_in_the_same_r
     offline(name, tmp_path, monkeypatch)
     config = loading.load(job, (f"tracking.tracker={name}", "tracking.tensorboard=false"))
     (run_dir := tmp_path / "runs" / "job").mkdir(parents=True)
-    for first, steps in ((0, STEPS), (2, [*STEPS, {"step": 2.0, "reward": 1.0}])):
-        tracking = Tracking(config, run_dir, first)
-        tracking.steps(steps)
+    for steps in (STEPS, [{"step": 2.0, "reward": 1.0}]):
+        tracking = Tracking(config, run_dir)
+        track(tracking, steps)
         tracking.close()
     assert tracked(name, run_dir) == [{0: 0.5, 1: 0.75, 2: 1.0}]
 
@@ -209,7 +204,7 @@ def test_a_package_that_fails_is_one_warning(
     monkeypatch.setattr("staleflow.pipeline.jobs.tracking.PACKAGES", {name: refuse})
     with caplog.at_level(logging.WARNING):
         tracking = Tracking(config, tmp_path)
-        tracking.steps(STEPS)
+        track(tracking, STEPS)
         tracking.close()
     assert caplog.messages == [
         f"tracking.tracker = {name!r}: cannot be reached, the run goes on without it: ConnectionError('no network')"

@@ -77,7 +77,7 @@ PACKAGES = (
     ),
     Package(
         name="strategies",
-        paths=("pipeline/strategies",),
+        paths=("pipeline/strategies", "pipeline/simulator/baselines.py"),
         tests=(
             "tests/strategies", "tests/coordination/test_coordinator.py", "tests/config/test_config.py",
             "tests/config/test_own_code.py", "tests/simulator/test_simulator.py",

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from staleflow.cli.profile import command
 from staleflow.pipeline.config import knob_tree, loading
+from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import FetchPrompts, Pull, Score, Train
 from staleflow.pipeline.coordination.events import (
     GroupsArrived,
@@ -32,18 +33,18 @@ from staleflow.pipeline.coordination.journal import Journal
 from staleflow.pipeline.profiling import fit as fitting
 from staleflow.pipeline.profiling.engine_profile import Grid, measure_prefill, measure_steps, profile_run
 from staleflow.pipeline.profiling.fit import (
-    CostDriftDetector,
     DraftedPoint,
-    Fit,
     StepPoint,
     fit_prefill,
     fit_steps,
     fit_verified,
 )
+from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ActorLost, ConfigError
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.base import EngineLoad, Failed, Request
+from tests.support.simulated_store import stored_simulation
 
 PUBLISHED = {
     "7B": CostModel(k1=3.35e-08, k2=0.0064, b=0.0027, k3=0.0001231, k4=0.0028, prefill=0.0),
@@ -112,25 +113,12 @@ def test_too_few_points_are_refused() -> None:
         fit_steps([StepPoint(running=1, kv_tokens=1.0, step_s=1.0)] * 3)
 
 
-def test_the_watch_says_when_steps_no_longer_agree_and_what_would() -> None:
+def test_a_fit_says_how_many_times_as_long_as_another_model_its_steps_take() -> None:
     model, rng = PUBLISHED["7B"], np.random.default_rng(2)
-    watch = CostDriftDetector(model, tolerance=0.25)
-    for point in points_of(model, rng, 0.02)[:20]:
-        watch.observe(point)
-    early = watch.ratio, watch.refit()
-    assert early == (None, None)
-    for point in points_of(model, rng, 0.02):
-        watch.observe(point)
-    steady = watch.drifted
-    assert not steady
-    for _ in range(20):
-        for p in points_of(model, rng, 0.02):
-            watch.observe(StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=2 * p.step_s))
-    assert watch.drifted
-    assert watch.ratio == pytest.approx(2.0, rel=0.03)
-    refit = watch.refit()
-    assert refit is not None
-    assert refit.model.step_s(64, 64_000) == pytest.approx(2 * model.step_s(64, 64_000), rel=0.05)
+    points = points_of(model, rng, 0.02)
+    twice = [StepPoint(running=p.running, kv_tokens=p.kv_tokens, step_s=2 * p.step_s) for p in points]
+    assert fit_steps(points).ratio_to(model) == pytest.approx(1.0, rel=0.03)
+    assert fit_steps(twice).ratio_to(model) == pytest.approx(2.0, rel=0.03)
 
 
 # -- forecast -------------------------------------------------------------------------------------------
@@ -255,12 +243,11 @@ def test_a_file_that_is_no_profile_is_named(tmp_path: Path) -> None:
         loading.load(job, (f"profile={tmp_path / 'y.json'}",))
 
 
-def finished_run(folder: Path, refit: Fit | None) -> Path:
+def finished_run(folder: Path) -> Path:
     """A run's folder, as far as profile reads it: one step of one trajectory, which took what the numbers below say."""
     folder.mkdir()
     (folder / "config.toml").write_text('name = "ran"\n')
-    summary = {"cost_model": {"refit": dataclasses.asdict(refit) if refit else None}}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "summary.json").write_text("{}")
     book = Journal(folder / "events.jsonl")
     one, two = TrajectoryId(0), TrajectoryId(1)
     book.append(0.0, Tick(), [FetchPrompts(num_groups=1, cause="")])
@@ -278,28 +265,28 @@ def finished_run(folder: Path, refit: Fit | None) -> Path:
     return folder
 
 
-def test_a_finished_run_is_a_profile_too_with_its_latencies(tmp_path: Path) -> None:
-    refit = fit_steps(points_of(PUBLISHED["7B"], np.random.default_rng(0), 0.01), prefill=0.0)
-    run, out, job = finished_run(tmp_path / "ran", refit), tmp_path / "p.json", tmp_path / "job.toml"
+def test_a_finished_run_is_a_profile_too(tmp_path: Path) -> None:
+    run, out = stored_simulation(tmp_path, "steps=10"), tmp_path / "p.json"
     result = CliRunner().invoke(command, [str(run), "--out", str(out)], catch_exceptions=False)
     assert result.exit_code == 0
     assert "train_s" in result.output
-    job.write_text('[rollout.engine]\nname = "emulated"\n[simulation]\ntrain_s = 1.0\nmessage_s = 0.25\n')
-    config = loading.load(job, (f"profile={out}",))
-    assert config.rollout.cost == refit.model
-    seconds = config.simulation
-    assert (
-        seconds.fetch_prompts_s,
-        seconds.reward_s,
-        seconds.train_s,
-        seconds.pull_s,
-        seconds.message_s,
-    ) == pytest.approx((0.5, 0.4, 7.0, 0.2, 0.25))
+    job = loading.load(run / "config.toml")
+    again = loading.load(run / "config.toml", (f"profile={out}", "simulation.train_s=1.0"))
+    assert again.rollout.cost.step_s(8, 2000) == pytest.approx(job.rollout.cost.step_s(8, 2000), rel=0.1)
+
+
+def test_latencies_are_those_between_commands_and_their_events(tmp_path: Path) -> None:
+    watch = TimeTracker(PUBLISHED["7B"], 2)
+    for entry in journal.read(finished_run(tmp_path / "ran") / "events.jsonl"):
+        watch.observe(entry.now, entry.event, entry.commands)
+    means = watch.latencies.means
+    names = ("fetch_prompts_s", "reward_s", "train_s", "pull_s")
+    assert [means[name] for name in names] == pytest.approx([0.5, 0.4, 7.0, 0.2])
 
 
 def test_a_run_that_saw_too_little_or_has_not_ended_is_no_profile(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too few decode steps"):
-        profile_run(finished_run(tmp_path / "short", None))
+        profile_run(finished_run(tmp_path / "short"))
     with pytest.raises(ConfigError, match="no finished run"):
         profile_run(tmp_path)
 
@@ -365,22 +352,3 @@ def test_coefficients_are_those_of_the_best_subset_without_negative_ones(seed: i
     assert np.linalg.norm(design @ best - target) == pytest.approx(np.linalg.norm(design @ expected - target), rel=1e-9)
     if seed % 4:
         np.testing.assert_allclose(best, expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("seed", [3505, 25871, 32325, 48339])
-def test_columns_that_depend_on_each_other_end_the_fit_all_the_same(seed: int) -> None:
-    """Rounding may leave a trace of the coefficient that limits a step, which then limits all further ones."""
-    rng = np.random.default_rng(seed)
-    flat = rng.random(12) < 0.3
-    running = rng.integers(1, 9, 12).astype(float)
-    kv = running * rng.integers(4, 12, 12)
-    weights = 1 / rng.uniform(1, 3, 12)
-    columns = [kv, np.where(flat, 0, running), flat * 1.0, (~flat) * 1.0, running * rng.random(12)]
-    known = np.stack(columns, axis=1) * weights[:, None]
-    design = np.column_stack([known, known[:, 1] * 0.7 + known[:, 2] * 3 + known[:, 3] * 2])
-    target = rng.uniform(0.2, 1, 12)
-    unit = design / np.linalg.norm(design, axis=0)
-    solution = fitting._active_set(unit, target)
-    assert (solution >= 0).all()
-    slope = unit.T @ (target - unit @ solution)
-    assert (slope <= 1e-6).all() and np.abs(slope[solution > 0]).max() <= 1e-6

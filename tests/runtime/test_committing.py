@@ -51,7 +51,7 @@ def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
     run = body.run("steps=5", "deadlines.stuck_s=5", world=quick(7.0))
     run.check()
     assert run.outcomes.losses == []
-    received = [what for _, _, _, what in run.said if what.startswith("committing")]
+    received = [what for _, what in run.phases if what.startswith("committing")]
     assert received[0] == (
         "committing step 0 for 3 s (deadlines.commit_s allows 60); sampling goes on within the staleness bound, "
         "training up to 2 steps ahead"
@@ -83,7 +83,7 @@ def test_a_bucket_that_fails_for_minutes_ends_nothing(body: Body) -> None:
     run = body.run("steps=12", "deadlines.commit_s=400", world=world)
     run.check()
     assert run.outcomes.losses == []
-    reported = [(at_s, what) for at_s, _, _, what in run.said if "the provided token has expired" in what]
+    reported = [(at_s, what) for at_s, what in run.phases if "the provided token has expired" in what]
     assert reported[0][0] < 3.0 + 5.0
     assert "it is tried again (deadlines.commit_s allows 400); sampling goes on" in reported[0][1]
     assert max(float(re.search(r"for (\d+) s", what)[1]) for _, what in reported) >= 297  # type: ignore[index]

@@ -46,8 +46,7 @@ SHAPES = {
     "synchronous": ("staleness.admission=synchronous", "rollout.synchronization=status"),
     "two instances": ("staleness.eta=3", "rollout.routing=throughput_optimal", "reward.workers=2"),
     "redundancy": ("batch.extra_groups=1", "batch.extra_members=1", "rollout.routing=round_robin"),
-    "credits": ("staleness.admission=credits", "staleness.admission.alpha=2", "staleness.eta=2"),
-    "one step": ("staleness.admission=one_step", "rollout.routing=random"),
+    "random routing": ("staleness.eta=2", "rollout.routing=random"),
     "deadline": ("rollout.routing=deadline", "rollout.synchronization=hypothesis", "rollout.migration=largest_gain"),
     "one instance": ("rollout.instances=1", "staleness.eta=0"),
     "many instances": ("rollout.instances=7", "batch.groups_per_step=9", "reward.workers=3"),
@@ -330,6 +329,6 @@ def test_the_start_says_what_it_waits_for(body: Body) -> None:
     late = Fault(actor="rollout-1", method="__init__", late_s=9.0)
     run = body.run("rollout.instances=2", faults=(late,))
     run.check()
-    messages = [what for _, _, _, what in run.said if what.startswith("starting actors")]
+    messages = [what for _, what in run.phases if what.startswith("starting actors")]
     stages = ("", ": 4 of 5 ready, waiting for rollout-1", ": all 5 ready, publishing the first weights")
     assert messages == [f"starting actors{stage}" for stage in stages]

@@ -60,7 +60,7 @@ def check_replaced(run: Run, instance: str, why: str) -> None:
     assert f"{instance}.1" in run.workers.names
     ((_, lost),) = run.events("InstanceLost")
     assert lost.instance == instance
-    assert run.losses_said[-1] == 1
+    assert run.loss_counts[-1] == 1
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -198,8 +198,8 @@ def test_a_lost_instance_that_goes_on_is_no_longer_listened_to(body: Body) -> No
 def test_a_loss_is_shown_while_the_run_goes_on(body: Body) -> None:
     run = body.run("steps=6", faults=[Fault(actor="rollout-0", method="report", nth=2, dies="before")])
     run.check()
-    assert 0 in run.losses_said
-    assert run.losses_said.index(1) < len(run.losses_said) - 3
+    assert 0 in run.loss_counts
+    assert run.loss_counts.index(1) < len(run.loss_counts) - 3
 
 
 def test_tokens_that_a_given_up_instance_delivers_late_are_not_stored_twice(body: Body) -> None:

@@ -202,7 +202,9 @@ def test_a_run_that_goes_on_keeps_the_best_of_what_it_still_has(body: Body, step
     if second.error is not None:
         raise second.error
     second.check_kept()
-    new = versions(second)[second.outcomes.earlier_evaluations :]
+    new = [result.version for result in second.evaluations]
+    assert versions(second)[-len(new) :] == new
+    assert second.steps == list(range(int(resumption.version), second.config.steps)), "each step is reported once"
     assert kept(second) == (latest if 0 < latest <= resumption.version else next(v for v in new if v))
 
 

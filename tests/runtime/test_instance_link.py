@@ -19,11 +19,9 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectorySampled,
 )
-from staleflow.pipeline.profiling.fit import CostDriftDetector
 from staleflow.pipeline.runtime.instance_link import InstanceLink, StallDetector
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
-from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.base import EngineLoad
 from tests.support.bodies import Body, Stage
 from tests.support.driver_runs import IN_RUN
@@ -119,10 +117,9 @@ def linked(body: Body, script: Callable[[Linked], Awaitable[None]], **kwargs: An
         trainer._version = V1
         stage.actors.publish(trainer._publish({}))
         time = asyncio.get_running_loop().time
-        costs = CostDriftDetector(CostModel(k1=0, k2=0, k3=0, k4=1, b=0, prefill=0), 1.0)
         one: Linked
         link = InstanceLink(
-            stage.actors.instances[ONE], stage.actors, stage.config.deadlines, 1.0, costs,
+            stage.actors.instances[ONE], stage.actors, stage.config.deadlines, 1.0,
             lambda event: one.told.append((time(), event)),
         )  # fmt: skip
         tasks = [asyncio.ensure_future(work) for work in link.work()]

@@ -30,7 +30,7 @@ def test_an_actor_that_dies_while_the_run_starts_is_replaced(body: Body, actor: 
     expected = 0 if actor.startswith("parameters") else 1
     assert len(run.outcomes.losses) == expected
     assert all(role in loss for loss in run.outcomes.losses)
-    assert run.losses_said[-1] == expected
+    assert run.loss_counts[-1] == expected
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def instances(run: Run) -> list[str]:
 
 def lines(run: Run) -> list[str]:
     """What the run said of its instances, each once."""
-    return list(dict.fromkeys(line for line in run.instances_said if line))
+    return list(dict.fromkeys(line for line in run.instance_lines if line))
 
 
 # -- joining later -------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_a_run_says_what_it_misses(body: Body) -> None:
     run = body.run(*LONG, world=long_ones(), faults=[dies, late])
     run.check()
     assert lines(run) == ["2 of 2 instances", "1 of 2 instances; waiting for rollout-0"]
-    assert run.instances_said[-1] == "2 of 2 instances"
+    assert run.instance_lines[-1] == "2 of 2 instances"
 
 
 # -- retiring ------------------------------------------------------------------------------------------------------

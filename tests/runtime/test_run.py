@@ -26,6 +26,7 @@ from staleflow.pipeline.recovery.resumption import parts
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import RunStuck, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -41,7 +42,7 @@ def run(job: Path, *overrides: str) -> RunEnd:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(forking.ADDRESS, forking.served())
         patch.setattr(reward_process, "subprocess", forking.SUBPROCESS)
-        return asyncio.run(execute(loading.load(job, overrides), lambda *_: None, lambda _: None))
+        return asyncio.run(execute(loading.load(job, overrides), RunListener()))
 
 
 def check(folder: Path, steps: int) -> VersionedStore:
@@ -108,7 +109,7 @@ async def interfered(
     facts = inspect_model(config)
     cluster = await connect(config)
     run_dir = prepare_run_dir(config)
-    driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, lambda *_: None)
+    driver = Driver(config, Actors(config, cluster, run_dir, facts), run_dir, RunListener())
 
     async def interfering() -> None:
         while not (once_placed in cluster.placed if once_placed else driver.outcomes.steps):

@@ -33,6 +33,7 @@ from staleflow.pipeline.recovery.run_folder import (
     prepare_run_dir,
     require_no_run,
 )
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
 from tests.commands import command
@@ -111,7 +112,7 @@ def test_a_second_run_of_a_name_is_refused_before_it_has_written_anything(light:
         before = contents(folder)
         second = loading.load(light, ("staleness.eta=4",))
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
-            asyncio.run(execute(second, lambda *_: None, lambda _: None))
+            asyncio.run(execute(second, RunListener()))
         assert contents(folder) == before
 
 

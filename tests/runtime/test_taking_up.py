@@ -27,7 +27,6 @@ SHAPES = {
     "plain": BASE,
     "no signal": (*BASE, "batch.filtering=no_signal"),
     "redundancy": (*BASE, "batch.extra_groups=1", "batch.extra_members=1"),
-    "credits": (*BASE, "staleness.admission=credits", "staleness.admission.alpha=2"),
     "synchronous": (*BASE, "staleness.admission=synchronous"),
     "agents": (
         *BASE,

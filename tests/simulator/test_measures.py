@@ -9,6 +9,8 @@ import pytest
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.events import EnvironmentStepped, Event, TrajectoryInterrupted, TrajectorySampled
 from staleflow.pipeline.simulator.analysis import explanation, measure
+from staleflow.pipeline.simulator.baselines import OneStep, with_admission
+from staleflow.pipeline.strategies.admission import Admission, Synchronous
 from tests.simulator.test_environments import agents
 from tests.simulator.test_simulator import job, run
 
@@ -52,9 +54,9 @@ def test_what_lost_instances_sampled_counts() -> None:
     assert measures.sampled_tokens >= sum(step.tokens for step in trace.steps)
 
 
-@pytest.mark.parametrize(("admission", "eta"), [("synchronous", 0), ("one_step", 1)])
-def test_a_rule_that_does_not_ask_for_eta_is_measured_by_its_own(admission: str, eta: int) -> None:
-    own, asked = (job(staleness__admission=admission, staleness__eta=e, steps=24) for e in (eta, 3))
+@pytest.mark.parametrize(("admission", "eta"), [(Synchronous(), 0), (OneStep(), 1)])
+def test_a_rule_that_does_not_ask_for_eta_is_measured_by_its_own(admission: Admission, eta: int) -> None:
+    own, asked = (with_admission(job(staleness__eta=e, steps=24), admission) for e in (eta, 3))
     first, second = (measure(config, run(config)) for config in (own, asked))
     assert (first.finished_s, first.steady_tokens_per_s) == (second.finished_s, second.steady_tokens_per_s)
     assert (first.of_bound, first.bound) == (second.of_bound, second.bound)

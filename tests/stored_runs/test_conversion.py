@@ -178,3 +178,13 @@ def test_a_conversion_that_is_killed_leaves_the_run_as_it_was(run: Path, tmp_pat
 def test_a_setting_that_is_no_more_is_left_out() -> None:
     job = {"rollout": {"pace_slack": 0.5}, "evaluation": {"fill": False}, "environment": {"isolation": "thread"}}
     assert job_conversion.convert_job(job) == {"rollout": {}, "evaluation": {}, "environment": {"isolation": "auto"}}
+
+
+def test_a_run_whose_rule_only_simulations_have_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
+    job = run / "config.toml"
+    job.write_text(job.read_text() + '\n[staleness.admission]\nname = "credits"\n')
+    refused = command("store", "convert", run, "--out", tmp_path / "converted")
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert "staleness.admission = 'credits', which only simulations have now" in line
+    assert "read it with the version that wrote it" in line

@@ -152,7 +152,7 @@ def _bound(header: RunHeader, row: EndedTrajectory) -> Iterable[Finding]:
         yield Finding(check="bound", where=where, message=message)
     if row.fate is not Fate.CONSUMED:
         return
-    if t.v_traj > row.step or (header.eta is not None and row.step > t.v_traj + header.eta):
+    if t.v_traj > row.step or row.step > t.v_traj + header.eta:
         message = f"consumed by step {row.step}, v_traj is {t.v_traj} and eta {header.eta}"
         yield Finding(check="bound", where=where, message=message)
     if len(versions) and int(versions.max()) > row.step:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,11 +15,9 @@ import icechunk
 import numpy as np
 import pytest
 import zarr
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.cli.main import cli
 from staleflow.stores.auditing import conservation
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.auditing.conservation import Conservation
@@ -29,7 +26,7 @@ from staleflow.stores.trajectories.columns import COLUMNS, chosen, empty_rows
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, PolicyVersion, outcome_key
+from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, outcome_key
 from tests.stores.plain_audit import conservation_of, plain_audit
 from tests.stores.store_conformance import ended, verified
 from tests.support.examples import num_examples
@@ -49,8 +46,7 @@ def random_store(folder: Path, rng: random.Random) -> VersionedStore:
     """A store as a faultless run of a few steps writes it, with dropped trajectories and a remainder in flight."""
     numbers = np.random.default_rng(rng.getrandbits(32))
     size, groups, eta = rng.choice((1, 2, 3)), rng.choice((1, 2, 4)), rng.choice((0, 1, 2))
-    bound = None if rng.random() < 0.2 else max(1, eta)
-    header = RunHeader(run="r", eta=bound, groups_per_step=groups, group_size=size, members_started=2)
+    header = RunHeader(run="r", eta=max(1, eta), groups_per_step=groups, group_size=size, members_started=2)
     store = VersionedStore.create(folder, header)
     counts: Counter[str] = Counter()
     live: set[int] = set()
@@ -102,33 +98,6 @@ def with_group(row: EndedTrajectory, group: int) -> EndedTrajectory:
 
 def stored_of(store: VersionedStore) -> set[int]:
     return set(store.table()["trajectory"].tolist())
-
-
-def test_the_bound_of_a_run_that_keeps_none_is_not_verified(tmp_path: Path) -> None:
-    """Its trajectories may be of any age, but of no later version than their step's."""
-    numbers, fingerprints = np.random.default_rng(0), {}
-    header = RunHeader(run="r", eta=None, groups_per_step=1, group_size=1, members_started=1)
-    store = VersionedStore.create(tmp_path / "store", header)
-    for step in range(9):
-        row = ended(numbers, step, step)
-        trajectory = replace(row.trajectory, group=step, v_traj=PolicyVersion(0))
-        row = replace(row, trajectory=trajectory)
-        fingerprints[step] = batch_fingerprint([(trajectory, row.advantage)])
-        store.commit(
-            StepRecord(
-                kind="step", step=step,
-                ledger=LedgerState(num_started=step + 1, num_ended={"consumed:none": step + 1}, live=(),
-                                   next_step=step + 1, version=step),
-                weight_fingerprint=f"w{step + 1}", batch_fingerprint=fingerprints[step],
-            ),
-            [row],
-        )  # fmt: skip
-    report = audit(VersionedStore.open(tmp_path / "store"))
-    assert (report.clean, report.not_verified, report.max_staleness) == (True, ("bound",), 8)
-    (tmp_path / "config.toml").write_text('name = "r"\n')
-    answer = CliRunner().invoke(cli, ["store", "audit", str(tmp_path)])
-    assert re.search(r"largest staleness 8 \(no staleness bound\)$", answer.output, re.MULTILINE), answer.output
-    assert re.search(r"^  bound +not verified: the run keeps no bound$", answer.output, re.MULTILINE)
 
 
 def fits(number: int, dtype: Any) -> bool:

@@ -135,13 +135,7 @@ def test_the_tail_is_that_of_students_t(monkeypatch: pytest.MonkeyPatch, t: floa
 
 
 def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:
-    run = stored_simulation(
-        tmp_path,
-        "steps=16",
-        "staleness.admission=credits",
-        "staleness.admission.alpha=2",
-        "workload.group_correlation=0.9",
-    )
+    run = stored_simulation(tmp_path, "steps=16", "batch.extra_groups=3", "workload.group_correlation=0.9")
     told = json.loads(command("store", "audit", run, "--json").stdout)["bias"]
     (line,) = [one for one in command("store", "audit", run).stdout.splitlines() if "dropped responses" in one]
     assert line.startswith("  not trained on: dropped responses (")

@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.pipeline.strategies.admission import (
-    ADMISSION,
-    Admission,
+from staleflow.pipeline.simulator.baselines import (
     Backlog,
+    Baseline,
     Credits,
     OneStep,
     OverProvision,
     PipelineDepth,
-    Synchronous,
     WindowedFifo,
 )
+from staleflow.pipeline.strategies.admission import Admission, Reservations, Synchronous
 from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import Truncate
 from staleflow.pipeline.strategies.migration import LargestGain, Load, Movable
@@ -33,7 +32,6 @@ from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
 from tests.strategies.test_strategies import Loads, loads
-from tests.support.entries import entry
 
 COST = CostModel(k1=0.25, k2=4.0, k3=1.0, k4=0.5, b=1.0, prefill=0.125)
 """A model in which sums of small whole numbers are exact."""
@@ -255,9 +253,14 @@ def test_an_admission_rule_starts_groups_up_to_its_cap(
         assert (rule.refusal(ledger, ledger.version) is None) is (groups < cap)
 
 
-@pytest.mark.parametrize("name", ADMISSION.names)
-def test_no_rule_starts_more_than_can_reserve_a_place(name: str) -> None:
-    rule = ADMISSION.make(entry(ADMISSION, name, ahead=5, alpha=5.0, depth=5.0, excess=5.0), {"eta": 5})
+WIDE = (
+    Reservations(), Synchronous(), OneStep(), PipelineDepth(depth=5.0), WindowedFifo(ahead=5), Credits(alpha=5.0),
+    Backlog(eta=5), OverProvision(excess=5.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", WIDE, ids=lambda rule: rule.name)
+def test_no_rule_starts_more_than_can_reserve_a_place(rule: Admission) -> None:
     ledger = StalenessLedger(eta=0, groups_per_step=4, group_size=1)
     assert rule.room(ledger) == 4
     for group in range(4):
@@ -279,7 +282,7 @@ def test_a_synchronous_group_starts_from_the_version_of_its_step_alone() -> None
 def test_knobs_that_let_work_lag_beyond_the_bound_are_refused(eta: int, tenths: int, share: int) -> None:
     """A group lags by the batches ahead of it, rounded up; of windowed_fifo, see tinker-cookbook's proof."""
 
-    def accepted(rule: Admission) -> bool:
+    def accepted(rule: Baseline) -> bool:
         try:
             rule.check(eta)
         except ConfigError:

@@ -9,7 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.pipeline.strategies.admission import ADMISSION, Credits, LateWork
+from staleflow.pipeline.config import loading
+from staleflow.pipeline.simulator.baselines import (
+    BASELINES,
+    Backlog,
+    Baseline,
+    Credits,
+    OneStep,
+    PipelineDepth,
+    WindowedFifo,
+    with_admission,
+)
+from staleflow.pipeline.strategies.admission import ADMISSION, SIMULATED, Admission, LateWork, Reservations, Synchronous
 from staleflow.pipeline.strategies.filtering import (
     FILTERING,
     STRAGGLERS,
@@ -35,7 +46,6 @@ from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, EntryState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from staleflow.tasks.emulation.cost_model import CostModel
-from tests.support.entries import entry
 
 COST = CostModel(k1=1e-5, k2=0.005, k3=0.0005, k4=0.001, b=0.002, prefill=0.0)
 
@@ -177,9 +187,8 @@ def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() ->
     assert stay.moves(Load(running=60, kv_tokens=6000), Load(running=0, kv_tokens=0), crowd, limit=60) == []
 
 
-def play(admission: str, *, eta: int, alpha: float = 0.0, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
+def play(rule: Admission, *, eta: int, num_steps: int = 99) -> tuple[StalenessLedger, list[int]]:
     """Three rounds of: start what may start, finish half of it, train if a batch is there. Groups started each time."""
-    rule = ADMISSION.make(entry(ADMISSION, admission, alpha=alpha), {"eta": eta})
     bound = num_steps if rule.late is LateWork.TRAIN else eta
     ledger = StalenessLedger(
         eta=bound, groups_per_step=4, group_size=1, num_steps=num_steps, waits=rule.late is LateWork.WAIT
@@ -209,19 +218,34 @@ def play(admission: str, *, eta: int, alpha: float = 0.0, num_steps: int = 99) -
 
 
 @pytest.mark.parametrize(
-    ("admission", "eta", "alpha", "started"),
+    ("rule", "eta", "started"),
     [
-        ("staleflow", 0, 0, [4, 0, 4]),
-        ("staleflow", 2, 0, [12, 0, 4]),
-        ("synchronous", 2, 0, [4, 0, 4]),
-        ("one_step", 2, 0, [4, 4, 4]),
-        ("credits", 2, 2, [12, 4, 4]),
-        ("credits", 2, 0.5, [6, 4, 4]),
-        ("backlog", 2, 0, [12, 0, 4]),
+        (Reservations(), 0, [4, 0, 4]),
+        (Reservations(), 2, [12, 0, 4]),
+        (Synchronous(), 2, [4, 0, 4]),
+        (OneStep(), 2, [4, 4, 4]),
+        (Credits(alpha=2.0), 2, [12, 4, 4]),
+        (Credits(alpha=0.5), 2, [6, 4, 4]),
+        (Backlog(eta=2), 2, [12, 0, 4]),
     ],
 )
-def test_how_far_ahead_each_admission_starts_work(admission: str, eta: int, alpha: float, started: list[int]) -> None:
-    assert play(admission, eta=eta, alpha=alpha)[1] == started
+def test_how_far_ahead_each_admission_starts_work(rule: Admission, eta: int, started: list[int]) -> None:
+    assert play(rule, eta=eta)[1] == started
+
+
+def test_every_rule_that_a_job_can_name_keeps_the_bound() -> None:
+    """By waiting for late work. Those that drop it or train it late are the simulator's alone, as other systems are."""
+    rules = [ADMISSION.find(name)() for name in ADMISSION.names]
+    assert [(rule.late, rule.window) for rule in rules] == [(Late.WAIT, 0.0)] * len(rules)
+    assert set(SIMULATED) == set(BASELINES.names)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_job_that_names_a_rule_of_another_system_is_refused_with_the_remedy(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loading.from_tree({"staleness": {"admission": name}})
+    assert f"staleness.admission = '{name}' imitates another system" in str(refused.value)
+    assert "use staleflow in the job, and compare with `staleflow simulate JOB --baselines`" in str(refused.value)
 
 
 def finish_alone(ledger: StalenessLedger, group: int) -> tuple[Ending, ...]:
@@ -274,10 +298,7 @@ def test_no_signal_drops_equal_rewards() -> None:
 def test_unknown_names_say_what_there_is() -> None:
     for registry, names in (
         (ROUTING, "random, round_robin, least_requests, throughput_optimal, deadline"),
-        (
-            ADMISSION,
-            "staleflow, synchronous, one_step, pipeline_depth, windowed_fifo, credits, backlog, over_provision",
-        ),
+        (ADMISSION, "staleflow, synchronous"),
         (SYNCHRONIZATION, "greedy, status, hypothesis"),
         (MIGRATION, "none, largest_gain"),
         (FILTERING, "keep_all, no_signal"),
@@ -287,9 +308,17 @@ def test_unknown_names_say_what_there_is() -> None:
             registry.find("x")
 
 
-def test_credits_must_not_let_work_lag_beyond_the_bound() -> None:
-    with pytest.raises(ConfigError, match=r"admission.alpha = 1.5 lets trajectories lag 2 versions, .* allows 1"):
-        Credits(alpha=1.5).check(1)
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (Credits(alpha=1.5), "alpha = 1.5 lets trajectories lag 2 versions, .* allows 1"),
+        (PipelineDepth(depth=3.0), "depth = 3 samples further ahead than .*eta = 1 .* at most 2"),
+        (WindowedFifo(ahead=1), "lets groups lag 2 steps, staleness.eta allows 1; lower"),
+    ],
+)
+def test_rules_of_other_systems_must_not_let_work_lag_beyond_the_bound(rule: Baseline, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        with_admission(loading.from_tree({"model": {"path": "x"}, "staleness": {"eta": 1}}), rule)
 
 
 def test_a_step_is_impatient_once_it_has_waited_long() -> None:

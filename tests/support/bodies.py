@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
+from staleflow.pipeline.runtime.evaluation_results import Evaluation
+from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import EnvSpan, Fate, Segment, Trajectory
@@ -64,8 +66,8 @@ step_timeout_s = 25
 
 
 @dataclass
-class Run:
-    """A run that has ended, with its results."""
+class Run(RunListener):
+    """A run that has ended, with its results, and what its driver told."""
 
     config: RunConfig
     world: World
@@ -74,14 +76,31 @@ class Run:
     actors: Any = None
     error: Exception | None = None
     stopped_at_once: bool = False
-    said: list[tuple[float, Snapshot, RunReport, str]] = field(default_factory=list)
-    """Calls of `progress`: when (on the loop's clock), and with what."""
+    phases: list[tuple[float, str]] = field(default_factory=list)
+    """What it did outside of training, and when it began, on the loop's clock."""
+    steps: list[int] = field(default_factory=list)
+    """Steps that were reported as stored."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    """Evaluations that were reported."""
     ended_s: float = 0.0
     """On the loop's clock, before anything was closed."""
-    instances_said: list[str] = field(default_factory=list)
-    """What was said of the run's instances at each call of `progress`."""
-    losses_said: list[int] = field(default_factory=list)
-    """Number of losses known at each call of `progress`."""
+    instance_lines: list[str] = field(default_factory=list)
+    """The line about the run's instances, at each status."""
+    loss_counts: list[int] = field(default_factory=list)
+    """Number of losses known at each status."""
+
+    def phase(self, doing: str) -> None:
+        self.phases.append((asyncio.get_running_loop().time(), doing))
+
+    def status(self, snapshot: Snapshot, report: RunReport) -> None:
+        self.loss_counts.append(len(report.losses))
+        self.instance_lines.append(report.instances)
+
+    def step_stored(self, step: Mapping[str, float], limit: str) -> None:
+        self.steps.append(int(step["step"]))
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
 
     @property
     def outcomes(self) -> RunReport:
@@ -173,7 +192,7 @@ class Run:
             assert self.config.acts or list(versions) == sorted(versions)
             if row.fate is Fate.CONSUMED:
                 self._check_whole(t)
-                assert 0 <= row.step - t.v_traj <= self.config.ledger_eta
+                assert 0 <= row.step - t.v_traj <= self.config.staleness.eta
                 assert all(t.v_traj <= v <= row.step for v in versions)
 
     def _check_whole(self, t: Trajectory) -> None:
@@ -271,13 +290,8 @@ class Body:
     async def _drive(self, run: Run, meanwhile: Script | None, resumption: Resumption | None) -> None:
         loop = asyncio.get_running_loop()
 
-        def progress(snapshot: Snapshot, outcomes: RunReport, doing: str) -> None:
-            run.said.append((loop.time(), snapshot, outcomes, doing))
-            run.losses_said.append(len(outcomes.losses))
-            run.instances_said.append(outcomes.instances)
-
         run.actors = Actors(run.config, run.workers, run.config.run_dir, FACTS)
-        run.driver = Driver(run.config, run.actors, run.config.run_dir, progress, resumption)
+        run.driver = Driver(run.config, run.actors, run.config.run_dir, run, resumption)
         beside = asyncio.ensure_future(meanwhile(run)) if meanwhile is not None else None
         try:
             await run.driver.run()

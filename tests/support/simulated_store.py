@@ -84,7 +84,6 @@ def stored_simulation(folder: Path, *overrides: str) -> Path:
     book.close()
     summary = {
         "steps": len(trace.steps), "seconds": {"wall_s": trace.finished_s}, "staleness_histogram": {},
-        "cost_model": {"refit": None},
     }  # fmt: skip
     (run_dir / "summary.json").write_text(json.dumps(summary))
     return run_dir

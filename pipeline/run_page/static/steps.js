@@ -155,7 +155,7 @@ function tiles(run, data) {
             : `version ${held[0].version}`,
         )
       : null,
-    tile("largest staleness", `${staleness}`, run.eta === null ? "no bound is kept" : `eta ${run.eta}`),
+    tile("largest staleness", `${staleness}`, `eta ${run.eta}`),
     tile("throughput, last 10 steps", short(mean("tokens_per_s", tail)), "tokens/s trained on"),
     tile(
       "trajectories",
