@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from staleflow.pipeline.config.factories import cost_model
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.starts import read, with_all_starts
 from staleflow.pipeline.jobs.what_if import WhatIf, check_by_simulation
@@ -121,9 +120,9 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
 def _cost_model(config: RunConfig, outcomes: RunReport) -> dict[str, Any]:
     """How many times as long as the strategies' cost model says the run's decode steps took; None if too few were
     sampled. drifted: whether that is further from one than the job tolerates."""
-    cost = config.rollout.cost
-    ratio = outcomes.profile.fit.ratio_to(cost_model(config)) if outcomes.profile else None
-    return {"measured_over_predicted": ratio, "drifted": ratio is not None and abs(ratio - 1) > cost.tolerance}
+    ratio = outcomes.profile.fit.ratio_to(config.rollout.cost) if outcomes.profile else None
+    drifted = ratio is not None and abs(ratio - 1) > config.rollout.cost_tolerance
+    return {"measured_over_predicted": ratio, "drifted": drifted}
 
 
 def diagnosed(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from staleflow.pipeline.config.factories import while_drafting
+from staleflow.pipeline.config.factories import ledger_eta, while_drafting
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.fit import Fit

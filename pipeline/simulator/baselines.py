@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.strategies.admission import Admission, CappedAdmission, Late, Synchronous
+from staleflow.pipeline.strategies.admission import Admission, CappedAdmission, LateWork, Synchronous
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.tasks.settings.knobs import knob, parameter
@@ -119,7 +119,7 @@ class Credits(Baseline):
 
     alpha: float = knob(1.0, "batches in play beyond the first; rounded up, the most versions a batch may lag", low=0)
 
-    late = Late.DROP
+    late = LateWork.DROP
 
     def check(self, eta: int) -> None:
         if math.ceil(self.alpha) > eta:
@@ -140,7 +140,7 @@ class Backlog(Baseline):
 
     eta: int = parameter()
 
-    late = Late.TRAIN
+    late = LateWork.TRAIN
 
     def cap(self, ledger: StalenessLedger) -> int:
         return (self.eta + 1 + ledger.version - ledger.next_step) * ledger.groups_started
@@ -154,7 +154,7 @@ class OverProvision(Baseline):
 
     excess: float = knob(1.0, "groups in play beyond those a step needs, as a share of them", low=0)
 
-    late = Late.TRAIN
+    late = LateWork.TRAIN
 
     def cap(self, ledger: StalenessLedger) -> int:
         if ledger.version != ledger.next_step:

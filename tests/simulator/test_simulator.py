@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from staleflow.cli.simulate import command, parse_sweeps
 from staleflow.pipeline.api.simulating import SimulatedVariant, sweep_rows
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
+from staleflow.pipeline.config.factories import ledger_eta
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.commands import Command, Discard, Route, Score, StepEnvironment, Train
 from staleflow.pipeline.coordination.events import Event, TrajectoryInterrupted

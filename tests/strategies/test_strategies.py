@@ -236,7 +236,7 @@ def test_how_far_ahead_each_admission_starts_work(rule: Admission, eta: int, sta
 def test_every_rule_that_a_job_can_name_keeps_the_bound() -> None:
     """By waiting for late work. Those that drop it or train it late are the simulator's alone, as other systems are."""
     rules = [ADMISSION.find(name)() for name in ADMISSION.names]
-    assert [(rule.late, rule.window) for rule in rules] == [(Late.WAIT, 0.0)] * len(rules)
+    assert [(rule.late, rule.window) for rule in rules] == [(LateWork.WAIT, 0.0)] * len(rules)
     assert set(SIMULATED) == set(BASELINES.names)
 
 
