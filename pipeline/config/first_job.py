@@ -28,10 +28,10 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.settings import user_code
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.knobs import names_user_code
 from staleflow.tasks.settings.reward_functions import reward_fault
 from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of, open_source
-from staleflow.tasks.settings.task_config import Columns
 from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, nearest
 
 JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"

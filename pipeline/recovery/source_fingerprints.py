@@ -22,8 +22,8 @@ from staleflow.pipeline.config.user_files import data_file, split_code
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text
 from staleflow.tasks.settings import extensions, reward_functions
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.source_kinds import SourceType, kind_of
-from staleflow.tasks.settings.task_config import Columns
 
 PARTS = ("reward", "data", "template")
 FILE = "fingerprints.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import error_line
-from staleflow.tasks.settings.task_config import Columns
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.sources.dataset_rows import Rows, RowSource
 
 

@@ -5,17 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.reward_functions import reward_names
 from staleflow.tasks.settings.source_kinds import all_forms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """Columns of a jsonl, parquet or datasets source. `a.b` is field b of column a."""
-
-    prompt: str = knob("prompt", "column of the prompt: a text, or a list of messages with role and content")
-    answer: str = knob("answer", "column of the answer; empty: there is none, and reward.function is your own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from staleflow.tasks.rendering.task_source import (
     prompt_of,
     require_text,
 )
-from staleflow.tasks.settings.task_config import Columns
+from staleflow.tasks.settings.dataset_columns import Columns
 
 HELD_OUT_SHARE = 0.1
 """Maximum share of a data set's rows, at its end, that is held out for evaluation (but at least one row)."""

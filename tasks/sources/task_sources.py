@@ -27,10 +27,11 @@ from staleflow.tasks.rendering.task_source import (
 )
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.choice_names import REWARD_TOKEN
+from staleflow.tasks.settings.dataset_columns import Columns
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.reward_functions import load_reward, reward_fault
 from staleflow.tasks.settings.source_kinds import SourceType, all_forms, is_agent, is_environment, kind_of, open_source
-from staleflow.tasks.settings.task_config import Columns, RewardPart, TaskConfig
+from staleflow.tasks.settings.task_config import RewardPart, TaskConfig
 from staleflow.tasks.sources.dataset_rows import RowSource, Use
 from staleflow.tasks.sources.reasoning_gym_tasks import DRAWING
 

@@ -13,7 +13,8 @@ import pytest
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import TaskSource, distinct_held_out
-from staleflow.tasks.settings.task_config import Columns, TaskConfig
+from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.sources.dataset_rows import Use
 from staleflow.tasks.sources.task_sources import SourceSettings, make_source
 
