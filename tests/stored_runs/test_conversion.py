@@ -182,7 +182,10 @@ def test_a_setting_that_is_no_more_is_left_out() -> None:
 
 def test_a_run_whose_rule_only_simulations_have_is_refused_in_one_line(run: Path, tmp_path: Path) -> None:
     job = run / "config.toml"
-    job.write_text(job.read_text() + '\n[staleness.admission]\nname = "credits"\n')
+    text = job.read_text()
+    changed, times = re.subn(r'(\[staleness\.admission\]\nname = )"\w+"', r'\1"credits"', text)
+    assert times == 1, text
+    job.write_text(changed)
     refused = command("store", "convert", run, "--out", tmp_path / "converted")
     assert refused.returncode == 2
     (line,) = refused.stderr.splitlines()
