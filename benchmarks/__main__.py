@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "long_store": ((),),
     "model_matrix": (("--out", "{folder}"),),
     "training": ((), ("--prompts",), ("--memory",)),
+    "objectives": ((),),
     "learning": (("--set", "runs_dir={folder}"),),
     "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "soak": ((),),
@@ -46,7 +47,9 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""
-NEEDS = {"engines": "vllm", "speculation": "vllm", "agent_seeds": "openai", "taskset": "verifiers"}
+NEEDS = {
+    "engines": "vllm", "speculation": "vllm", "agent_seeds": "openai", "taskset": "verifiers", "objectives": "trl",
+}  # fmt: skip
 """Packages that are not everywhere."""
 
 

@@ -12,6 +12,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.s3_url import HOW, parsed
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.knobs import shown
+from staleflow.tasks.training.loss import UserLoss
 
 MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
 """Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
@@ -50,6 +51,17 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
         yield (
             f"training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
             "above 0, such as 0.001"
+        )
+    if kl.coefficient and kl.place == "advantage" and kl.estimator != "k1":
+        yield (
+            f'training.kl.place = "advantage" with estimator = "{kl.estimator}" would only push sampled tokens down; '
+            'set estimator = "k1"'
+        )
+    loss = config.training.loss
+    if advantage.name == "none" and not kl.coefficient and not isinstance(loss, UserLoss):
+        yield (
+            'training.advantage = "none" leaves nothing to train on; set training.kl.coefficient above 0 and a teacher '
+            "as training.kl.reference, or choose another advantage"
         )
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):

@@ -32,7 +32,7 @@ from staleflow.pipeline.config.model_files import (
 )
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template
+from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template, check_same_tokens
 from staleflow.tasks.settings.knobs import names_user_code, shown
 from staleflow.tasks.settings.source_kinds import is_installed, kind_of
 
@@ -238,12 +238,8 @@ def _check_reference(config: RunConfig, model: Path | None, unchecked: list[str]
     folder = _checked_folder(key, path, unchecked, here=here) if path else None
     if folder is None or model is None:
         return
-    tokens, other = (read_architecture(f, f"{f}").get("vocab_size") for f in (model, folder))
-    if tokens != other:
-        raise ConfigError(
-            f"{key} = {path!r}: its vocabulary has {other} tokens, that of model.path {tokens}; name a model of the "
-            "same tokens, such as a checkpoint"
-        )
+    policy, reference = (FileTokenizer(f).get_vocab() for f in (model, folder))
+    check_same_tokens(f"{key} = {path!r}", policy, reference)
 
 
 def _checked_folder(key: str, path: str, unchecked: list[str], *, here: bool) -> Path | None:

@@ -107,15 +107,15 @@ def tokenizer_texts(model: str) -> ChatTokenizer:
     return ChatTokenizer(load_tokenizer(model))
 
 
-def load_tokenizer(model: str) -> Any:
-    """Load a model's tokenizer. Raises ConfigError if that fails."""
+def load_tokenizer(model: str, key: str = "model.path") -> Any:
+    """Load a model's tokenizer. key: in the job file, for messages. Raises ConfigError if that fails."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path = {model!r}: its tokenizer cannot be loaded: {reason}") from error
+        raise ConfigError(f"{key} = {model!r}: its tokenizer cannot be loaded: {reason}") from error
 
 
 class FileTexts:

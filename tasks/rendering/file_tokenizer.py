@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings.knobs import shown
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -62,6 +63,11 @@ class FileTokenizer:
             token_id = None if name is None else self._fast.token_to_id(name)
         return -1 if token_id is None else int(token_id)
 
+    def get_vocab(self) -> dict[str, int]:
+        """The id of each token, as transformers' tokenizers give it."""
+        vocabulary: dict[str, int] = (self._loaded() if self._fast is None else self._fast).get_vocab()
+        return vocabulary
+
     def __len__(self) -> int:
         """Size of the vocabulary."""
         return len(self._loaded()) if self._fast is None else int(self._fast.get_vocab_size())
@@ -75,6 +81,23 @@ class FileTokenizer:
 
             self._full = load_tokenizer(str(self._folder))
         return self._full
+
+
+def check_same_tokens(subject: str, policy: Mapping[str, int], other: Mapping[str, int]) -> None:
+    """Raise ConfigError unless a model has each token of the policy under the same id. More tokens do no harm.
+
+    Args:
+        subject: The model's key in the job file and its value, for messages.
+        policy: The ids of the policy's tokens.
+        other: Those of the model's.
+    """
+    differing = [(number, token) for token, number in policy.items() if other.get(token) != number]
+    if differing:
+        number, token = min(differing)
+        raise ConfigError(
+            f"{subject}: {len(differing)} of the {len(policy)} tokens of model.path have another id there or none, the "
+            f"first is {number}, {shown(token)}; name a model with the policy's tokenizer, such as a checkpoint"
+        )
 
 
 def chat_template(folder: Path) -> str | None:

@@ -149,6 +149,17 @@ class ReinforcePlusPlusBaseline(Advantage):
         return _whitened(_centred(rewards, valid)[0], valid)
 
 
+@ADVANTAGES.register("none")
+@dataclass(frozen=True, slots=True)
+class NoAdvantage(Advantage):
+    """0 whatever the rewards are: for objectives that need none, such as distillation."""
+
+    compares_members = False
+
+    def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
+        return np.zeros_like(rewards)
+
+
 def _whitened(centred: Rewards, valid: Valid) -> Rewards:
     """Centred rewards over their standard deviation in the batch."""
     result: Rewards = centred / (np.sqrt((centred**2).sum() / max(int(valid.sum()), 1)) + EPS)

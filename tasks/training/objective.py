@@ -57,8 +57,8 @@ class Objective:
     def token_loss(self, tokens: Tokens, reference: Tensor | None, entropy: Tensor | None) -> TokenLoss:
         """The losses of a micro-batch. reference: [N, T] logprobs under the reference model. entropy: [N, T] of each
         token's distribution, nats, with gradient. Both are None unless needed."""
-        if reference is not None and self.kl.place == "reward":
-            tokens = replace(tokens, advantage=self._rewarded(tokens, reference))
+        if reference is not None and self.kl.place != "loss":
+            tokens = replace(tokens, advantage=self._penalized(tokens, reference))
         result = self.loss.token_loss(tokens)
         loss = result.loss
         if reference is not None and self.kl.place == "loss":
@@ -67,11 +67,13 @@ class Objective:
             loss = loss - self.entropy_bonus * entropy
         return replace(result, loss=loss)
 
-    def _rewarded(self, tokens: Tokens, reference: Tensor) -> Tensor:
-        """[N, T] advantages, less the penalties of a token and of all that come after it: those of its action."""
+    def _penalized(self, tokens: Tokens, reference: Tensor) -> Tensor:
+        """[N, T] advantages, less the penalty of each token, and in place "reward" also those of all tokens that come
+        after it: of its action."""
         paid = penalty(self.kl.estimator, self.old(tokens), reference)
-        to_come = paid.flip(1).cumsum(1).flip(1)
-        return tokens.advantage - self.kl.coefficient * to_come
+        if self.kl.place == "reward":
+            paid = paid.flip(1).cumsum(1).flip(1)
+        return tokens.advantage - self.kl.coefficient * paid
 
 
 def with_finite_logprobs(tokens: Tokens) -> Tokens:

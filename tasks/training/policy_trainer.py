@@ -31,6 +31,8 @@ from staleflow.stores.weights import resume_points, weight_folder
 from staleflow.stores.weights.weight_hash import TensorStream, Weights
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.transformers import forward_logprobs, load_model, resolve_device
+from staleflow.tasks.rendering.chat_tokenizer import load_tokenizer
+from staleflow.tasks.rendering.file_tokenizer import check_same_tokens
 from staleflow.tasks.settings.seeds import Stream, generator
 from staleflow.tasks.training import lora
 from staleflow.tasks.training.async_save import copied, in_background
@@ -444,12 +446,15 @@ class PolicyTrainer:
         without its adapter. Raises ConfigError."""
         if self.settings.training.lora.rank and not self.settings.training.kl.reference:
             return self.logprob_model
-        path = self.settings.training.kl.reference or self.settings.model
+        key, path = "training.kl.reference", self.settings.training.kl.reference or self.settings.model
+        if path != self.settings.model:
+            policy, reference = load_tokenizer(self.settings.model), load_tokenizer(path, key)
+            check_same_tokens(f"{key} = {path!r}", policy.get_vocab(), reference.get_vocab())
         model = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
         own, other = self.model.config.vocab_size, model.config.vocab_size
-        if own != other:
+        if other < own:  # more rows than tokens only pad a model's embeddings
             raise ConfigError(
-                f"training.kl.reference = {path!r}: its vocabulary has {other} tokens, the policy's {own}; name a "
-                "model of the same tokens"
+                f"{key} = {path!r}: its embeddings have {other} rows, fewer than the policy's {own}, which may sample "
+                "any of them; name a model with as many"
             )
         return replace(self.logprob_model, model=self.group.sharded(model))

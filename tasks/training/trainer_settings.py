@@ -15,16 +15,17 @@ from staleflow.tasks.training.rank import LONGEST_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlConfig:
-    """A penalty on the distance to a reference model, which the trainer holds besides its own."""
+    """A penalty on the distance to a reference model, or to a teacher, which the trainer holds besides its own."""
 
     coefficient: float = knob(0.0, "weight of the penalty; 0: none, and no reference model", low=0)
     estimator: str = knob("k3", "estimate of the distance, token by token", choices=("k1", "k2", "k3"))
     place: str = knob(
         "loss",
-        "where it counts: loss adds it to each token's, reward subtracts it from the advantage of what led to it",
-        choices=("loss", "reward"),
+        "where it counts: loss adds it to each token's, reward subtracts it from the advantage of what led to it, "
+        "advantage from that of its token alone, as on-policy distillation does",
+        choices=("loss", "reward", "advantage"),
     )
-    reference: str = knob("", "folder of the reference model, such as a checkpoint; empty: model.path")
+    reference: str = knob("", "folder of the reference model, such as a checkpoint or a teacher; empty: model.path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

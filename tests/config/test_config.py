@@ -113,6 +113,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "training.kl.reference=runs/old",
             r"reference = 'runs/old' is not used while training.kl.coefficient = 0; set",
         ),
+        ("training.kl={coefficient=1, place='advantage'}", '"k3" would only push .* down; set estimator = "k1"'),
+        ("training.advantage=none", "leaves nothing to train on; set training.kl.coefficient above 0"),
         ("training.kl.estimator=k4", "must be one of k1, k2, k3, not 'k4'"),
         ("rollout.min_instances=4000", "min_instances = 4000 is more than rollout.instances = "),
         (

@@ -440,6 +440,21 @@ def test_a_stored_run_is_trained_with_another_objective(
         )
 
 
+@pytest.mark.slow  # a run of its own
+def test_distillation_from_a_teacher_is_repeated_bit_for_bit(stored: Path, job: Path, tmp_path: Path) -> None:
+    """Groups of one, whose rewards are stored and train nothing."""
+    from tests.runtime.test_run import run
+
+    (teacher,) = (stored / "checkpoints").iterdir()
+    kl = f"training.kl={{coefficient=1.0, estimator='k1', place='advantage', reference='{teacher}'}}"
+    result = run(job, kl, "training.advantage=none", "batch.group_size=1", "batch.groups_per_step=8", "steps=3")
+    assert command("store", "audit", result.run_dir).returncode == 0
+    plan = training.planned(result.run_dir, tmp_path / "again", ("task.eval_prompts=0",), "main", "", 1)
+    assert training.train(plan, lambda event: None).same_steps == 3
+    history = json.loads((tmp_path / "again" / "offline.json").read_text())["metrics"]
+    assert all(h["kl_reference"] > 0 and h["grad_norm"] > 0 and h["tokens_trained"] > 0 for h in history)
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 

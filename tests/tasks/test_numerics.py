@@ -34,7 +34,7 @@ def naive_advantages(name: str, rewards: list[list[float]], valid: list[list[boo
         counted = [r for r, w in zip(group, ok, strict=True) if w]
         row = []
         for i, r in enumerate(group):
-            if not ok[i]:
+            if not ok[i] or name == "none":
                 row.append(0.0)
                 continue
             mean = sum(counted) / len(counted)
@@ -92,8 +92,8 @@ def test_equal_rewards_give_no_advantage() -> None:
 
 def test_groups_of_one_train_where_the_estimator_needs_no_group() -> None:
     alone = [name for name in ADVANTAGES.names if not ADVANTAGES.find(name).compares_members]
-    assert alone == ["reinforce_plus_plus"]
-    for name in alone:
+    assert alone == ["reinforce_plus_plus", "none"]
+    for name in set(alone) - {"none"}:
         estimate = advantages(name, np.asarray([[1.0], [0.0], [0.0], [5.0]]), np.asarray([[True]] * 3 + [[False]]))
         assert estimate[0, 0] > 0 > estimate[1, 0] == estimate[2, 0]
         assert estimate[3, 0] == 0

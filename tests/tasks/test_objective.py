@@ -15,9 +15,10 @@ import torch
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.weights import weight_file
 from staleflow.tasks.training.lm_head import target_logprobs
-from staleflow.tasks.training.loss import LOSSES, Kimi, Loss, PpoClip, TokenLoss, Tokens
-from staleflow.tasks.training.microbatches import microbatches
+from staleflow.tasks.training.loss import LOSSES, DecoupledPpo, Kimi, Loss, PpoClip, TokenLoss, Tokens
+from staleflow.tasks.training.microbatches import Row, microbatches
 from staleflow.tasks.training.objective import Objective, penalty, with_finite_logprobs
+from staleflow.tasks.training.tiny_model import SYMBOLS, make_tokenizer
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
 from tests.tasks.test_losses import drawn
@@ -146,7 +147,7 @@ def test_what_is_not_proportional_to_the_advantage_trains_every_row_whose_reward
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo"])
-@pytest.mark.parametrize("place", ["loss", "reward"])
+@pytest.mark.parametrize("place", ["loss", "reward", "advantage"])
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
 def test_only_a_penalty_in_the_reward_makes_a_loss_depend_on_other_tokens(
     name: str, place: str, coefficient: float
@@ -288,6 +289,84 @@ def test_given_tokens_and_padding_pay_no_penalty(budget: int, tiny_model: Path) 
         assert any(len(f) == len(e) and f == pytest.approx(e, rel=1e-4, abs=1e-5) for f in results)
 
 
+def test_the_advantage_of_distillation_is_the_teachers_logprob_less_the_students_token_by_token(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Added to that of the reward; the teacher's from plain passes over each row alone, so that logprobs of the token
+    before or after would be found."""
+    data = rows_of_many_turns()
+    one = trainer(tiny_model, kl=teacher_of(tiny_model, tmp_path, 0.5), microbatch_tokens=60)
+    loss = Records()
+    one.objective = replace(one.objective, loss=loss)
+    one.step(0, data)
+    results = [row[kept].tolist() for t in loss.seen for row, kept in zip(t.advantage, t.sampled, strict=True)]
+    expected = []
+    for row in data:
+        ids = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
+        with torch.no_grad():
+            logits = one.reference.model(input_ids=ids[None]).logits[0]
+        teacher = [
+            float(logits[len(row.prompt) + t - 1].log_softmax(-1)[int(token)]) for t, token in enumerate(row.response)
+        ]
+        pairs = [(q, float(p)) for q, p, s in zip(teacher, row.behaviour, row.sampled, strict=True) if s]
+        expected.append([row.advantage + 0.5 * (q - p) for q, p in pairs])
+    assert sorted(map(len, results)) == sorted(map(len, expected))
+    for e in expected:
+        assert any(len(f) == len(e) and f == pytest.approx(e, rel=1e-4, abs=1e-5) for f in results)
+
+
+def test_a_teacher_that_is_the_student_changes_nothing(tiny_model: Path) -> None:
+    """Not even by rounding: both logprobs are of the same pass."""
+    data = [replace(r, advantage=0.0) for r in rows(6)]
+    kl = KlConfig(coefficient=1.0, estimator="k1", place="advantage", reference=str(tiny_model))
+    one = trainer(tiny_model, kl=kl, loss=DecoupledPpo())
+    before = [p.clone() for p in one.model.parameters()]
+    metrics = one.step(0, data)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["kl_reference"]) == (0, 0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+
+
+def test_distillation_lowers_the_distance_to_a_teacher(tiny_model: Path, tmp_path: Path) -> None:
+    """On tokens that the student samples anew before each step, without a reward."""
+    kl = teacher_of(tiny_model, tmp_path, 1.0)
+    one = trainer(tiny_model, kl=kl, loss=DecoupledPpo(), learning_rate=3e-3)
+    distances = []
+    for step in range(12):
+        data = sampled_rows(one.model, 32, 12, seed=step)
+        distances.append(one.step(step, data)["kl_reference"])
+    assert np.mean(distances[-3:]) < 0.5 * np.mean(distances[:3])
+
+
+def teacher_of(tiny_model: Path, folder: Path, coefficient: float) -> KlConfig:
+    """Distillation from a model that has gone far from the tiny one."""
+    other = trainer(tiny_model, seed=3, learning_rate=1e-2)
+    for step in range(4):
+        other.step(step, rows_of_many_turns())
+    other.published(lambda weights: weight_file.write(folder / "weights", weights))
+    other.save(folder / "teacher", folder / "weights")
+    return KlConfig(coefficient=coefficient, estimator="k1", place="advantage", reference=str(folder / "teacher"))
+
+
+def sampled_rows(model: Any, count: int, length: int, seed: int) -> list[Row]:
+    """Responses of a model to one prompt, with its logprobs, all of advantage 0."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, chosen = torch.full((count, 2), 5), list[torch.Tensor]()
+    with torch.no_grad():
+        for _ in range(length):
+            logprobs = model(input_ids=ids).logits[:, -1].log_softmax(-1)
+            token = torch.multinomial(logprobs.exp(), 1, generator=generator)
+            chosen.append(logprobs.gather(1, token))
+            ids = torch.cat([ids, token], 1)
+    behaviour = torch.cat(chosen, 1).numpy()
+    return [
+        Row(
+            prompt=row[:2].astype(np.int32), response=row[2:].astype(np.int32), behaviour=logprobs,
+            sampled=np.ones(length, bool), advantage=0.0, staleness=0,
+        )
+        for row, logprobs in zip(ids.numpy(), behaviour, strict=True)
+    ]  # fmt: skip
+
+
 def test_a_policy_that_is_its_reference_pays_nothing_and_the_reference_stays(tiny_model: Path) -> None:
     data = [replace(r, advantage=0.0) for r in rows(4)]
     one = trainer(tiny_model, kl=KlConfig(coefficient=1.0), loss=PpoClip())
@@ -300,13 +379,23 @@ def test_a_policy_that_is_its_reference_pays_nothing_and_the_reference_stays(tin
     assert all(torch.equal(a, b) for a, b in zip(before, one.reference.model.parameters(), strict=True))
 
 
-def test_a_reference_of_other_tokens_is_one_line(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("difference", ["swapped tokens", "fewer rows"])
+def test_a_reference_of_other_tokens_is_one_line(difference: str, tiny_model: Path, tmp_path: Path) -> None:
+    """Vocabularies of one size, too: what counts is which token has which id. More rows than tokens do no harm."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig.from_pretrained(tiny_model)
-    config.vocab_size += 1
+    config.vocab_size += -1 if difference == "fewer rows" else 64
     LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
-    with pytest.raises(
-        ConfigError, match=r"vocabulary has .* tokens, the policy's .*; name a model of the same tokens"
-    ):
-        trainer(tiny_model, kl=KlConfig(coefficient=0.1, reference=str(tmp_path / "other")))
+    symbols = [*SYMBOLS]
+    make_tokenizer(symbols).save_pretrained(tmp_path / "other")
+    kl = KlConfig(coefficient=0.1, reference=str(tmp_path / "other"))
+    if difference == "fewer rows":
+        with pytest.raises(ConfigError, match=r"its embeddings have .* rows, fewer than the policy's .*; name a model"):
+            trainer(tiny_model, kl=kl)
+        return
+    trainer(tiny_model, kl=kl)
+    symbols[4], symbols[5] = symbols[5], symbols[4]
+    make_tokenizer(symbols).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"2 of the \d+ tokens of model.path .* the first is 4, '0'; name a model"):
+        trainer(tiny_model, kl=kl)

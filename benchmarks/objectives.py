@@ -1,0 +1,190 @@
+"""Losses and gradients of objectives that need no reward, against TRL's own code on random batches.
+
+    pip install --no-deps trl==1.16.0    # in an environment of its own
+    python -m benchmarks.objectives
+
+A model of two layers with random weights, in float32 on one thread, and rows of different lengths. TRL's functions are
+called unmodified, with the settings that a table's line states. Of each batch, the difference of the losses relative
+to TRL's, and the length of the difference of the gradients relative to that of TRL's gradient; exits with 1 if one is
+above 1e-6.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import logging
+
+from staleflow.tasks.training.loss import Kimi
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.policy import TrainerSettings
+from staleflow.tasks.training.policy_trainer import PolicyTrainer
+from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
+
+LIMIT = 1e-6
+VOCABULARY, LONGEST, ROWS = 512, 48, 12
+IGNORED = -100
+"""The label of a token without a loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A loss and its gradient by all parameters, one after another."""
+
+    loss: float
+    gradient: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """Folders of two models of one tokenizer."""
+
+    policy: Path
+    other: Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="3 batches, to see that it works")
+    args = parser.parse_args()
+    batches = 3 if args.quick else args.batches
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    differences: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        models = Models(policy=Path(folder, "policy"), other=Path(folder, "other"))
+        for seed, path in enumerate((models.policy, models.other)):
+            make_model(path, seed)
+        for seed in range(batches):
+            rows = random_rows(seed)
+            for name, (ours, theirs) in {
+                "distillation: IWOPDTrainer, iw_opd_gamma 0, temperature 1": distilled(models, rows),
+            }.items():
+                loss = abs(ours.loss - theirs.loss) / abs(theirs.loss)
+                gradient = float((ours.gradient - theirs.gradient).norm() / theirs.gradient.norm())
+                differences[name].append((loss, gradient))
+    print(f"| objective and TRL's settings, {batches} batches | loss | gradient |\n|---|---|---|")
+    for name, pairs in differences.items():
+        loss, gradient = np.max(pairs, axis=0)
+        print(f"| {name} | {loss:.1e} | {gradient:.1e} |")
+    if np.max(list(differences.values())) > LIMIT:
+        sys.exit(1)
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """Write a Llama with random weights and a tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from staleflow.tasks.training.tiny_model import make_tokenizer
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0, initializer_range=0.06,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(("<pad>", "<eos>", "<unk>", *"0123456789")).save_pretrained(folder)
+
+
+def random_rows(seed: int) -> list[Row]:
+    """Rows of pairs with one prompt each, some of whose tokens come from a tool."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(ROWS // 2):
+        prompt = rng.integers(3, VOCABULARY, int(rng.integers(4, 20))).astype(np.int32)
+        for better in (True, False):
+            length = int(rng.integers(2, LONGEST))
+            rows.append(
+                Row(
+                    prompt=prompt,
+                    response=rng.integers(3, VOCABULARY, length).astype(np.int32),
+                    behaviour=rng.normal(-np.log(VOCABULARY), 0.5, length).astype(np.float32),
+                    sampled=np.arange(length) % 7 != 5,
+                    advantage=1.0 if better else -1.0,
+                    staleness=1,
+                )
+            )
+    return rows
+
+
+def our_result(models: Models, rows: Sequence[Row], **training: Any) -> Result:
+    """The loss and the gradient of a step of this project's trainer."""
+    settings = TrainerSettings(
+        model=str(models.policy), dtype="float32", device="cpu", num_steps=1, temperature=1.0, max_length=LONGEST,
+        seed=0, training=TrainingConfig(
+            learning_rate=1e-12, grad_clip=1e9, microbatch_tokens=200, measured_rows=0, **training
+        ),
+    )  # fmt: skip
+    trainer = PolicyTrainer(settings)
+    loss = trainer.step(0, rows)["loss"]
+    return Result(loss=loss, gradient=gradient_of(trainer.model))
+
+
+def gradient_of(model: Any) -> torch.Tensor:
+    """The gradient of a model's parameters in one vector."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def padded(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[N, L] token ids, attention mask and labels of rows, padded at the right."""
+    longest = max(len(row.prompt) + len(row.response) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    attention, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
+    for i, row in enumerate(rows):
+        prompt, end = len(row.prompt), len(row.prompt) + len(row.response)
+        ids[i, :end] = torch.from_numpy(np.concatenate([row.prompt, row.response]).astype(np.int64))
+        attention[i, :end] = 1
+        labels[i, prompt:end] = ids[i, prompt:end].where(torch.from_numpy(row.sampled), IGNORED)
+    return ids, attention, labels
+
+
+def load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+
+
+def distilled(models: Models, rows: list[Row]) -> tuple[Result, Result]:
+    """On-policy distillation: the plain policy gradient with log q - log mu as each token's advantage."""
+    from trl.experimental.iw_opd import IWOPDTrainer
+
+    rows = [replace(row, advantage=0.0) for row in rows]
+    kl = KlConfig(coefficient=1.0, estimator="k1", place="advantage", reference=str(models.other))
+    ours = our_result(models, rows, loss=Kimi(tau=0.0), kl=kl)
+    ids, attention, labels = padded(rows)
+    student, teacher = load(models.policy), load(models.other)
+    with torch.no_grad():
+        of_teacher = teacher(input_ids=ids, attention_mask=attention).logits[:, :-1].log_softmax(-1)
+    behaviour = torch.zeros(ids.shape)
+    for i, row in enumerate(rows):
+        behaviour[i, len(row.prompt) : len(row.prompt) + len(row.response)] = torch.from_numpy(row.behaviour)
+    # What its loss reads of the trainer.
+    metrics: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    settings = SimpleNamespace(temperature=1.0, iw_opd_gamma=0.0, iw_opd_epsilon=1e-8, model=student, _metrics=metrics)
+    loss = IWOPDTrainer._compute_iw_opd_loss(
+        settings,
+        student_logits=student(input_ids=ids, attention_mask=attention).logits[:, :-1],
+        completion_tokens=ids[:, 1:],
+        labels=labels[:, 1:],
+        teacher_actual_logprobs=of_teacher.gather(2, ids[:, 1:, None])[..., 0],
+        rollout_logprobs=behaviour[:, 1:],
+        num_items_in_batch=sum(row.num_sampled for row in rows),
+    )
+    loss.backward()
+    return ours, Result(loss=float(loss.detach()), gradient=gradient_of(student))
+
+
+if __name__ == "__main__":
+    main()
