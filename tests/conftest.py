@@ -22,7 +22,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "critical")
 
 slow_ok = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile("ci", max_examples=200, deadline=None, suppress_health_check=slow_ok)
+settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_check=slow_ok)
 settings.register_profile("quick", max_examples=10, deadline=None, suppress_health_check=slow_ok)
 settings.register_profile("mutants", max_examples=30, deadline=None, suppress_health_check=slow_ok, derandomize=True)
 settings.register_profile("nightly", max_examples=2000, deadline=None, suppress_health_check=slow_ok)

@@ -278,6 +278,7 @@ def soak(tmp_path: Path, *words: str) -> None:
     assert "no findings" in ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_outlives_the_loss_of_its_trainer_its_server_and_its_driver(tmp_path: Path) -> None:
     soak(

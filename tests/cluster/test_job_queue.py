@@ -446,7 +446,7 @@ class Cluster(RuleBasedStateMachine):
         assert {claim.job for claim in one.claims.values()} <= set(one.entries)
 
 
-Cluster.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+Cluster.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestCluster = Cluster.TestCase
 
 

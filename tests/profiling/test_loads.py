@@ -46,13 +46,20 @@ def rate(config: RunConfig) -> float:
         ("steps=10",),
         ("steps=10", "rollout.on_pull=interrupt", "simulation.message_s=0.05"),
         ("steps=4", "batch.groups_per_step=4", "rollout.instances=1", "rollout.engine.max_running=16"),
-        ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"),
-        ("steps=16", "simulation.straggler_share=0.25", "simulation.straggler_factor=4"),
+        pytest.param(
+            ("steps=10", "rollout.instances=1", "workload.sigma=0.3", "simulation.pull_s=2.0"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("steps=16", "simulation.straggler_share=0.25", "simulation.straggler_factor=4"), marks=pytest.mark.slow
+        ),
         ("steps=16", "rollout.engine.speculation.num_speculative_tokens=4", "workload.acceptance_rate=0.8"),
-        (
-            "steps=10",
-            "rollout.engine.speculation={num_speculative_tokens=3, disable_above=16}",
-            "workload.acceptance_rate=0.6",
+        pytest.param(
+            (
+                "steps=10",
+                "rollout.engine.speculation={num_speculative_tokens=3, disable_above=16}",
+                "workload.acceptance_rate=0.6",
+            ),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["plain", "delays", "short", "full", "slow", "drafts", "drafts with few"],

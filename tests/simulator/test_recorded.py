@@ -13,7 +13,7 @@ from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.support.simulated_store import JOB, stored_simulation
 
 
-@pytest.mark.parametrize("extra", [(), ("batch.extra_members=1",)])
+@pytest.mark.parametrize("extra", [pytest.param((), marks=pytest.mark.slow), ("batch.extra_members=1",)])
 def test_what_a_run_filtered_is_sampled_and_filtered_again(tmp_path: Path, extra: tuple[str, ...]) -> None:
     changes = ("steps=12", "batch.filtering=no_signal", "workload.signal_share=0.4", *extra)
     own = loading.load(JOB, (f"runs_dir={tmp_path}", *changes))

@@ -370,7 +370,7 @@ CUT = {
     lost_every_s=st.sampled_from([0.0, 20.0]),
     environment=st.sampled_from(["auto", "yes"]),
 )
-@settings(max_examples=min(30, num_examples()))
+@settings(max_examples=max(12, num_examples() // 40))
 def test_no_more_responses_are_cut_than_their_share(
     share: float, eta: int, kind: str, seed: int, lost_every_s: float, environment: str
 ) -> None:
@@ -482,7 +482,7 @@ def jobs(draw: st.DrawFn) -> RunConfig:
 
 
 @given(config=jobs())
-@settings(max_examples=60 if num_examples() <= 200 else 1000)
+@settings(max_examples=max(40, num_examples() // 2))
 def test_bound_and_conservation_hold_and_nothing_deadlocks(config: RunConfig) -> None:
     """Under random strategies, redundancy and faults, re-checked by the coordinator after each event and by a witness
     that keeps its own books. That the run ends is the absence of deadlock: it raises RunStuck otherwise."""

@@ -23,7 +23,7 @@ KINDS = [getattr(torch, name) for name in weight_file.TYPES]
 V0, V1 = PolicyVersion(0), PolicyVersion(1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sets(st.integers(0, 200_000), max_size=60) | st.sets(st.integers(0, 300), max_size=200),
     st.sampled_from(weight_delta.GAPS),
@@ -47,7 +47,7 @@ def changed(old: torch.Tensor, share: float, generator: torch.Generator) -> torc
     return torch.where(torch.rand(len(old), generator=generator) < share, new, old)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     kinds=st.lists(st.tuples(st.integers(0, 700), st.sampled_from(KINDS)), min_size=1, max_size=5),
     shares=st.lists(st.sampled_from((0.0, 0.003, 0.05, 0.5, 1.0)), min_size=1, max_size=4),

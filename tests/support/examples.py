@@ -6,6 +6,6 @@ from hypothesis import settings
 
 
 def num_examples() -> int:
-    """Of a test that does not say it: 200, or 2,000 in nightly runs; see tests/conftest.py."""
+    """Of a test that does not say it: 50, or 2,000 in nightly runs; see tests/conftest.py."""
     assert settings.default is not None
     return settings.default.max_examples
