@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines import adapters
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.engines.served_adapters import adapted_layers
@@ -23,11 +24,16 @@ FOLDER = "adapter"
 """Where in a checkpoint the adapter is, for peft's `from_pretrained`; the checkpoint itself is the merged model."""
 
 
+class LayerReadDirectlyError(ConfigError, AttributeError):
+    """The model's code reads the weight of a layer that has an adapter. `hasattr` still answers False."""
+
+
 class TrainedAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
     """A linear layer whose weights are frozen, with its adapter."""
 
-    def __init__(self, base: torch.nn.Linear, config: LoraConfig) -> None:
+    def __init__(self, name: str, base: torch.nn.Linear, config: LoraConfig) -> None:
         super().__init__()
+        self._name = name
         down = torch.nn.Linear(base.in_features, config.rank, bias=False)
         up = torch.nn.Linear(config.rank, base.out_features, bias=False)
         torch.nn.init.kaiming_uniform_(down.weight, a=math.sqrt(5))
@@ -44,6 +50,16 @@ class TrainedAdapter(torch.nn.Module):  # type: ignore[misc]  # torch is not typ
             return output
         return output + self.lora_B["default"](self.lora_A["default"](input)) * self._scaling
 
+    def __getattr__(self, name: str) -> Any:
+        """Attributes as of any module. A layer whose weight is read instead of called would be without its adapter:
+        that is refused (Jamba's dt_proj)."""
+        if name in ("weight", "bias"):
+            raise LayerReadDirectlyError(
+                f"training.lora.targets: the model's code reads {self._name}.{name} itself, which would leave out the "
+                "layer's adapter; name the layers that get one, without this, or train all weights"
+            )
+        return super().__getattr__(name)
+
 
 def inject_adapter(model: Any, config: LoraConfig, seed: int) -> Any:
     """Put an adapter that changes nothing yet into a model, and freeze all else. Equal seeds give equal adapters.
@@ -54,7 +70,7 @@ def inject_adapter(model: Any, config: LoraConfig, seed: int) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for name in names:
-            model.set_submodule(name, TrainedAdapter(model.get_submodule(name), config))
+            model.set_submodule(name, TrainedAdapter(name, model.get_submodule(name), config))
     return model
 
 

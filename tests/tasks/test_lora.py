@@ -150,6 +150,17 @@ def test_layers_that_keep_their_weights_otherwise_are_refused(tiny_model: Path, 
             PolicyTrainer(job.settings)
 
 
+def test_a_layer_whose_weight_the_model_reads_itself_is_refused_and_others_are_trained(tmp_path: Path) -> None:
+    """Jamba computes with `dt_proj.weight`: its adapter would have no effect."""
+    make_family_model("jamba", tmp_path / "model")
+    job = adapted(training(tmp_path / "model", (9, 7), "ppo_clip", "token_mean"))
+    with pytest.raises(ConfigError, match=r"^training.lora.targets: .* reads model.layers.0.mamba.dt_proj.\w+ itself"):
+        PolicyTrainer(job.settings)
+    chosen = replace(job.settings.training, lora=LoraConfig(rank=2, targets=["in_proj", "q_proj"]))
+    trainer = PolicyTrainer(replace(job.settings, training=chosen))
+    assert trainer.step(0, job.batches[0])["grad_norm"] > 0
+
+
 def test_embeddings_are_no_targets(tiny_model: Path) -> None:
     """Their adapters have other names, which no engine reads."""
     job = adapted(training(tiny_model, (), "ppo_clip", "token_mean"), LoraConfig(rank=2, targets=["embed_tokens"]))
