@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
-from staleflow.tasks.training.loss import Kimi
+from staleflow.tasks.training.loss import Kimi, Sft
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.policy import TrainerSettings
 from staleflow.tasks.training.policy_trainer import PolicyTrainer
@@ -69,6 +69,7 @@ def main() -> None:
         for seed in range(batches):
             rows = random_rows(seed)
             for name, (ours, theirs) in {
+                "sft: SFTTrainer, loss_type nll, 3 micro-batches of one step": fine_tuned(models, rows, Path(folder)),
                 "distillation: IWOPDTrainer, iw_opd_gamma 0, temperature 1": distilled(models, rows),
             }.items():
                 loss = abs(ours.loss - theirs.loss) / abs(theirs.loss)
@@ -184,6 +185,38 @@ def distilled(models: Models, rows: list[Row]) -> tuple[Result, Result]:
     )
     loss.backward()
     return ours, Result(loss=float(loss.detach()), gradient=gradient_of(student))
+
+
+def fine_tuned(models: Models, rows: list[Row], folder: Path) -> tuple[Result, Result]:
+    """Supervised fine-tuning: cross-entropy over all tokens of a step."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    ours = our_result(models, rows, loss=Sft())
+    ids, attention, labels = padded(rows)
+    lengths = attention.sum(1).tolist()
+    examples = {
+        "input_ids": [line[:n].tolist() for line, n in zip(ids, lengths, strict=True)],
+        "labels": [line[:n].tolist() for line, n in zip(labels, lengths, strict=True)],
+    }
+    config = SFTConfig(
+        output_dir=str(folder / "sft"), per_device_train_batch_size=ROWS // 3, gradient_accumulation_steps=3,
+        loss_type="nll", max_length=None, bf16=False, use_cpu=True, report_to=[], save_strategy="no",
+        gradient_checkpointing=False, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=load(models.policy), args=config, train_dataset=Dataset.from_dict(examples),
+        processing_class=AutoTokenizer.from_pretrained(models.policy),
+    )  # fmt: skip
+    loss = 0.0
+    batches = list(trainer.get_train_dataloader())
+    count = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+    for batch in batches:
+        part = trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=count)
+        part.backward()
+        loss += float(part.detach())
+    return ours, Result(loss=loss, gradient=gradient_of(trainer.model))
 
 
 if __name__ == "__main__":

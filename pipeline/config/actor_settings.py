@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from staleflow.tasks.episodes.emulated_host import EmulatedHostSettings
     from staleflow.tasks.episodes.episode_host import EpisodeSettings
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
+    from staleflow.tasks.sources.examples import ExampleSettings
     from staleflow.tasks.sources.prompts import PromptSettings
     from staleflow.tasks.sources.reward_process import ScoringSettings
     from staleflow.tasks.sources.task_sources import SourceSettings
@@ -221,6 +222,31 @@ def overlong(config: RunConfig) -> Overlong:
     )
 
 
+def example_settings(config: RunConfig, held_out: int) -> ExampleSettings | None:
+    """Settings of the examples of supervised fine-tuning; None without it. held_out: as in the store's RunHeader."""
+    from staleflow.tasks.sources.examples import ExampleSettings
+
+    sft = config.training.sft
+    if not sft.steps:
+        return None
+    prompts = prompt_settings(config, held_out=held_out, longest=longest_prompt(config, 2**31))
+    if not sft.source:
+        return ExampleSettings(prompts=prompts, count=sft.examples_per_step)
+    # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.
+    none = dataclasses.replace(config.task, source="emulated", eval_source="")
+    return ExampleSettings(
+        prompts=dataclasses.replace(
+            prompts, source=dataclasses.replace(prompts.source, task=none), sets=(), longest=None
+        ),
+        count=sft.examples_per_step,
+        source=sft.source,
+        options=sft.options,
+        seed=config.seed,
+        columns=config.task.columns,
+        apart=None if config.acts else prompts.source,
+    )
+
+
 def trainer_settings(config: RunConfig) -> PolicySettings:
     if config.emulated:
         from staleflow.tasks.training.emulated_trainer import EmulatedTraining
@@ -241,6 +267,7 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
         temperature=config.rollout.temperature,
         max_length=config.rollout.max_new_tokens,
         seed=config.seed,
+        examples=example_settings(config, config.held_out),
     )
 
 

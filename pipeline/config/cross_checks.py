@@ -12,7 +12,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.s3_url import HOW, parsed
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.knobs import shown
-from staleflow.tasks.training.loss import UserLoss
+from staleflow.tasks.training.loss import Sft, UserLoss
 
 MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
 """Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
@@ -46,23 +46,7 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
             'rewards are all equal; use "keep_all"'
         )
     yield from _check_sizes(config)
-    kl = config.training.kl
-    if kl.reference and not kl.coefficient:
-        yield (
-            f"training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
-            "above 0, such as 0.001"
-        )
-    if kl.coefficient and kl.place == "advantage" and kl.estimator != "k1":
-        yield (
-            f'training.kl.place = "advantage" with estimator = "{kl.estimator}" would only push sampled tokens down; '
-            'set estimator = "k1"'
-        )
-    loss = config.training.loss
-    if advantage.name == "none" and not kl.coefficient and not isinstance(loss, UserLoss):
-        yield (
-            'training.advantage = "none" leaves nothing to train on; set training.kl.coefficient above 0 and a teacher '
-            "as training.kl.reference, or choose another advantage"
-        )
+    yield from _check_objective(config)
     for kind, key in (("address", "address"), ("file", "scheduler_file")):
         if config.cluster.kind == kind and not getattr(config.cluster, key):
             yield f"cluster.kind = {kind!r} needs cluster.{key}"
@@ -74,6 +58,37 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
     yield from _check_evaluation(config)
     yield from _check_engine(config)
     yield from _check_virtual(config)
+
+
+def _check_objective(config: RunConfig) -> Iterator[str]:
+    """Check that what the trainer minimises has all that it needs, and that it uses all that is set."""
+    kl = config.training.kl
+    if kl.reference and not kl.coefficient:
+        yield (
+            f"training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
+            "above 0, such as 0.001"
+        )
+    if kl.coefficient and kl.place == "advantage" and kl.estimator != "k1":
+        yield (
+            f'training.kl.place = "advantage" with estimator = "{kl.estimator}" would only push sampled tokens down; '
+            'set estimator = "k1"'
+        )
+    sft = config.training.sft
+    if sft.source and not sft.steps:
+        yield f"training.sft.source = {sft.source!r} is not used while training.sft.steps = 0; set it above 0"
+    if sft.steps and config.acts and not config.environment.tools and not sft.source:
+        yield "training.sft.source is missing: task.source is an environment; name rows with answers"
+    if sft.steps and kl.coefficient and not kl.reference:
+        yield (
+            "training.kl.reference is missing: with training.sft the run begins with another model than model.path; "
+            "name the one to stay near"
+        )
+    loss = config.training.loss
+    if config.training.advantage.name == "none" and not kl.coefficient and not isinstance(loss, Sft | UserLoss):
+        yield (
+            'training.advantage = "none" leaves nothing to train on; set training.kl.coefficient above 0 and a teacher '
+            "as training.kl.reference, or choose another advantage"
+        )
 
 
 def _check_sizes(config: RunConfig) -> Iterator[str]:

@@ -78,6 +78,8 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if not config.has_texts:
         user_files.check(config)
         return []
+    from staleflow.tasks.sources.examples import Examples
+
     unchecked: list[str] = []
     for key, kind, path in user_files.data_files(config):
         if here and (not path.exists() or (kind == "jsonl" and path.is_dir())):
@@ -89,6 +91,9 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if not here and _elsewhere(config, unchecked):
         return unchecked
     task, prompts = _first_prompt(config, folder, unchecked)
+    examples = actor_settings.example_settings(config, config.held_out)
+    if examples is not None and prompts is not None:
+        Examples(examples, prompts).rows(0)
     environments = actor_settings.episode_settings(config) if config.acts else None
     if environments is None or environments.scoring is not None:
         _try_reward(config, task)

@@ -29,13 +29,14 @@ CODE = (
     "rollout.routing.name",
     "training.advantage.name",
     "training.loss.name",
+    "training.sft.source",
 )
 """Keys of a job that may name user code by file."""
 RULES = ("rollout.routing.name", "training.advantage.name", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
 MODELS = ("model.path", "training.kl.reference")
 """Keys that may name a model's folder."""
-SOURCES = ("task.source", "task.eval_source")
+SOURCES = ("task.source", "task.eval_source", "training.sft.source")
 """Keys that may name a data set."""
 
 

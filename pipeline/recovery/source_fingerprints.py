@@ -66,6 +66,10 @@ def compute(config: RunConfig) -> Fingerprints:
     if task.eval_source:
         theirs = _source(task.eval_source, task.eval_options, config.seed)
         source |= {f"evaluation's {key.removeprefix('task.')}": value for key, value in theirs.items()}
+    sft = config.training.sft
+    if sft.steps and sft.source:
+        theirs = _source(sft.source, sft.options, config.seed)
+        source |= {f"examples' {key.removeprefix('task.')}": value for key, value in theirs.items()}
     template = {"task.template": task.template, "task.chat": str(task.chat)}
     if task.system:
         template["task.system"] = task.system

@@ -122,6 +122,8 @@ class Actors:
         """Addresses of processes whose parameter server did not answer: no further one is placed there."""
         self._published: dict[PolicyVersion, PublishedStep] = {}
         self._transfers = WeightTransfers(self, config.deadlines.call_s, config.cluster.delta_versions)
+        self._base_logprobs: tuple[float, ...] = ()
+        """The base model's of the probe; empty without supervised fine-tuning, when version 0 has them."""
         self._trained: dict[PolicyVersion, str] = {}
         self._to_save: Counter[PolicyVersion] = Counter()
         """Checkpoints of each version that are being saved."""
@@ -286,7 +288,7 @@ class Actors:
         if resumption is not None:
             self.drift_limit = resumption.drift_limit or MOST_DRIFT
             return
-        published = self._published[PolicyVersion(0)].probe
+        published = self._base_logprobs or self._published[PolicyVersion(0)].probe
         measured = 0.0
         for instance in list(self.instances.values()) if self._probe else ():
             try:
@@ -473,9 +475,11 @@ class Actors:
         self.publish(result)
 
     async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None:
-        """Have the trainer publish the base model, version 0, or a later version from its resume point. fingerprint:
-        of the version as it was published before; empty if it was not, or nobody knows. Raises StoreError if the point
-        holds other weights."""
+        """Have the trainer publish version 0, the base model after supervised fine-tuning if there is any, or a later
+        version from its resume point. fingerprint: of the version as it was published before; empty if it was not, or
+        nobody knows. Raises StoreError if the point holds other weights."""
+        if not version:
+            await self._fine_tune()
         initial: PublishedStep = await self.ask_once(
             "trainer", "publish_initial", self._probe, version, fingerprint, deadline="start_s"
         )
@@ -486,6 +490,17 @@ class Actors:
             )
         self._trained[version] = initial.fingerprint
         self.publish(initial)
+
+    async def _fine_tune(self) -> None:
+        """Have the trainer do all steps of supervised fine-tuning. The logprobs of the base model, which engines have
+        loaded, are kept to compare them."""
+        num_steps = self._config.training.sft.steps
+        if num_steps and not self._base_logprobs and self._probe:
+            self._base_logprobs = await self.ask_once("trainer", "logprobs", self._probe, deadline="start_s")
+        for step in range(num_steps):
+            metrics = await self.ask_once("trainer", "fine_tune", step, deadline="train_s")
+            if metrics:
+                logger.info("fine-tuning step %d of %d: loss %.4f", step + 1, num_steps, metrics["loss"])
 
     @property
     def bytes_arrived(self) -> int:

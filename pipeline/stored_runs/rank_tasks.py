@@ -48,6 +48,10 @@ class RankZeroPolicy:
         self._tell("step", step, ())
         return self._policy.step(step, rows)
 
+    def fine_tune(self, step: int) -> dict[str, float]:
+        self._tell("fine_tune", step)
+        return self._policy.fine_tune(step)
+
     def published(self, use: Callable[[Weights], T]) -> T:
         self._tell("published", discard)
         return self._policy.published(use)

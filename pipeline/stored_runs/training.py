@@ -248,6 +248,8 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared
         training = _Training(plan, part, policy)
         steps = list(training.steps())
         report({"total": len(steps)})
+        for step in range(0 if training.version else plan.config.training.sft.steps):
+            policy.fine_tune(step)
         if training.version:
             report({"say": f"resuming after {training.version} of {len(steps)} steps"})
         for number in range(training.version, len(steps)):
@@ -296,6 +298,8 @@ def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[RankZeroPolicy | Pol
         num_steps=plan.config.steps * plan.epochs,
         # No driver looks after these ranks. Each loads the model at its own pace.
         collective_s=max(deadlines.silent_s, deadlines.start_s),
+        # As the run drew them: the store's header says how many prompts were held out.
+        examples=actor_settings.example_settings(plan.run_job, store_at(plan.path, plan.snapshot).header.held_out),
     )
     if settings.training.ranks == 1:
         yield PolicyTrainer(settings)

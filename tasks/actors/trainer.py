@@ -90,12 +90,28 @@ class Trainer:
         self._saving: asyncio.Task[None] | None = None
         """The latest resume point, written or being written. Its error is raised once."""
         self._version = PolicyVersion(0)
+        self._fine_tuned = 0
+        """Steps of supervised fine-tuning that are done."""
 
     async def form_group(self, host: str, *others: Any) -> None:
         """Connect with the other ranks, in the order of their numbers. host: this process's address for them."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         args = (self._settings, self._threads, host, others, loop, context)
         self._joined = await self._in_thread(DistributedPolicy, *args)
+
+    async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the logprobs of tokens[1:], nats, under the present weights."""
+        logprobs: tuple[float, ...] = await self._in_thread(self._policy.probe, tokens)
+        return logprobs
+
+    async def fine_tune(self, step: int) -> dict[str, float]:
+        """Do step `step` of supervised fine-tuning, which precedes version 0, and return its metrics; none if it was
+        done before."""
+        if step < self._fine_tuned:
+            return {}
+        metrics: dict[str, float] = await self._in_thread(self._policy.fine_tune, step)
+        self._fine_tuned = step + 1
+        return metrics
 
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
         """Publish the base model as version 0, or a later version from its resume point.

@@ -121,6 +121,10 @@ class DistributedPolicy:
         metrics: dict[str, float] = self._result(self._executor.submit(self._policy.step, step, rows), pending)
         return metrics
 
+    def fine_tune(self, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = self._call_all("fine_tune", step)
+        return metrics
+
     def published(self, use: Callable[[Weights], T]) -> T:
         pending = [self._call_peer(name, "call_policy", "published", discard) for name in self._peers]
         result: T = self._result(self._executor.submit(self._policy.published, use), pending)

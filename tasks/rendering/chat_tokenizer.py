@@ -48,6 +48,15 @@ class ChatTokenizer:
         with self._lock:
             return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    @property
+    def end_id(self) -> int:
+        """The token that ends a response. Raises ConfigError if the tokenizer names none."""
+        with self._lock:
+            end = self._tokenizer.eos_token_id
+        if end is None:
+            raise ConfigError("model.path: its tokenizer names no eos_token, which ends a response")
+        return int(end)
+
     def chat_ids(self, messages: Sequence[Message], tools: str = "") -> tuple[int, ...]:
         """Encode a conversation in the tokenizer's chat template, up to where the assistant's answer begins.
         tools: their definitions as JSON, for the template. Raises ConfigError if the template fails, or leaves them

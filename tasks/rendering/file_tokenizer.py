@@ -63,6 +63,14 @@ class FileTokenizer:
             token_id = None if name is None else self._fast.token_to_id(name)
         return -1 if token_id is None else int(token_id)
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text."""
+        token = _special(self._folder).get("eos_token")
+        fast = self._fast is not None and token is not None
+        end: int | None = self._fast.token_to_id(token) if fast else self._loaded().eos_token_id
+        return end
+
     def get_vocab(self) -> dict[str, int]:
         """The id of each token, as transformers' tokenizers give it."""
         vocabulary: dict[str, int] = (self._loaded() if self._fast is None else self._fast).get_vocab()

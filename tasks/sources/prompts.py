@@ -177,6 +177,10 @@ class TokenizedPrompts:
             )
         return ids
 
+    def encode_response(self, text: str) -> list[int]:
+        """Token ids of a response with its end; the first max_new_tokens of a longer one."""
+        return [*self._texts.ids(text), self._texts.end_id][: self._settings.max_new_tokens]
+
     def _ids(self, task: Task) -> tuple[int, ...]:
         directions, prompt = split_params(task.prompt)
         template = self._task.template

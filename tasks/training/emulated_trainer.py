@@ -56,6 +56,10 @@ class EmulatedPolicy:
         trained = float(sum(r.num_sampled for r in rows if r.has_gradient))
         return {**dict.fromkeys(ZEROS, 0.0), "ratio_mean": 1.0, "ess": 1.0, "tokens_trained": trained}
 
+    def fine_tune(self, step: int) -> dict[str, float]:
+        """Do nothing: there is no model to tune."""
+        return {}
+
     def published(self, use: Callable[[Weights], T]) -> T:
         return use(weights(self._version))
 

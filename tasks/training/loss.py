@@ -336,6 +336,20 @@ class Kimi(Loss):
         return TokenLoss(loss=loss, clipped=tokens.sampled.new_zeros(loss.shape))
 
 
+@LOSSES.register("sft")
+@dataclass(frozen=True, kw_only=True)
+class Sft(Loss):
+    """The cross-entropy of supervised fine-tuning: raises the logprob of each token, whatever its reward and whoever
+    sampled it."""
+
+    needs_proximal = False
+    by_token = True
+    trains_zero_advantage = True
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        return TokenLoss(loss=-tokens.logprobs, clipped=tokens.sampled.new_zeros(tokens.logprobs.shape))
+
+
 @LOSSES.register("sequence_tis")
 @dataclass(frozen=True, kw_only=True)
 class SequenceTis(Clip, Loss):

@@ -24,6 +24,10 @@ class Policy(Protocol):
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
 
+    def fine_tune(self, step: int) -> dict[str, float]:
+        """Do step `step` of supervised fine-tuning. Returns metrics by name."""
+        ...
+
     def published(self, use: Callable[[Weights], T]) -> T:
         """What `use` makes of the weights as engines load them. They may come one by one."""
         ...

@@ -14,9 +14,9 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,13 +39,13 @@ from staleflow.tasks.training.async_save import copied, in_background
 from staleflow.tasks.training.blocks import recompute
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.logprobs import LogprobModel, by_row
-from staleflow.tasks.training.loss import MOST_LOG_RATIO, Tokens
+from staleflow.tasks.training.loss import MOST_LOG_RATIO, Sft, Tokens
 from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
 from staleflow.tasks.training.objective import Objective, with_finite_logprobs
 from staleflow.tasks.training.rank import ALONE, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import RowSample, TokenSums
-from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings
+from staleflow.tasks.training.trainer_settings import ExampleRows, KlConfig, PolicyTrainerSettings, TrainingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,24 @@ def fused(parameters: Iterable[torch.Tensor]) -> bool | None:
     """Whether AdamW updates all of these in one kernel: on a GPU. None leaves the choice to PyTorch, as on CPU, where
     resumed runs repeat a step bit for bit."""
     return all(parameter.is_cuda for parameter in parameters) or None
+
+
+def fine_tuning(training: TrainingConfig) -> TrainingConfig:
+    """The settings of supervised fine-tuning: one update a step with the cross-entropy over the step's tokens. What
+    concerns memory, AdamW and adapters is as in RL."""
+    return replace(
+        training,
+        loss=Sft(),
+        aggregation="token_mean",
+        kl=KlConfig(),
+        entropy_bonus=0.0,
+        epochs=1,
+        minibatches=1,
+        measured_rows=0,
+        learning_rate=training.sft.learning_rate,
+        schedule="constant",
+        warmup_steps=0,
+    )
 
 
 class PolicyTrainer:
@@ -133,6 +151,7 @@ class PolicyTrainer:
         self._rng = generator(settings.seed, Stream.MINIBATCHES)
         self._saving: Future[None] | None = None
         self._unmeasured_told = False
+        self._examples: ExampleRows | None = None
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
@@ -191,6 +210,33 @@ class PolicyTrainer:
             "mismatch_max": mismatch.max,
             "kl_rollout": mismatch.kl,
         }
+
+    def fine_tune(self, step: int) -> dict[str, float]:
+        """Do step `step` of supervised fine-tuning on its examples: a training step with its own settings. After the
+        last one AdamW's moments are gone: they are of another loss."""
+        config = self.settings.training.sft
+        rows: Sequence[Row] = ()
+        if self.group.rank.leads:
+            if self._examples is None and self.settings.examples is not None:
+                self._examples = self.settings.examples.build()
+            assert self._examples is not None, "training.sft without examples"
+            rows = self._examples.rows(step)
+        with self._training_with(fine_tuning(self.settings.training)):
+            metrics = self.step(step, rows)
+        if step + 1 == config.steps:
+            self._examples = None
+            self.optimizer.state.clear()
+        return metrics
+
+    @contextmanager
+    def _training_with(self, training: TrainingConfig) -> Iterator[None]:
+        """Train with other settings in the block."""
+        settings, objective = self.settings, self.objective
+        self.settings, self.objective = replace(settings, training=training), Objective.of(training)
+        try:
+            yield
+        finally:
+            self.settings, self.objective = settings, objective
 
     def published(self, use: Callable[[Weights], T]) -> T:
         """What `use` makes of the weights as engines load them, of those that are trained. They come one by one,
@@ -325,7 +371,7 @@ class PolicyTrainer:
 
     def _under_reference(self, rows: Sequence[Row]) -> ByRow | None:
         """The logprobs under the reference model of all rows that have a gradient."""
-        if self.reference is None:
+        if self.reference is None or not self.objective.needs_reference:
             return None
         chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
         own = self.reference is self.logprob_model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.choice_names import AGGREGATION_NAMES, SCHEDULE_NAMES
@@ -11,6 +13,9 @@ from staleflow.tasks.settings.registry import choice
 from staleflow.tasks.training.advantage import ADVANTAGES, Advantage
 from staleflow.tasks.training.loss import LOSSES, Loss
 from staleflow.tasks.training.rank import LONGEST_S
+
+if TYPE_CHECKING:
+    from staleflow.tasks.training.microbatches import Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,21 @@ class KlConfig:
         choices=("loss", "reward", "advantage"),
     )
     reference: str = knob("", "folder of the reference model, such as a checkpoint or a teacher; empty: model.path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Supervised fine-tuning before the first training step: version 0 is the model after it."""
+
+    steps: int = knob(0, "optimizer updates on examples; 0: none, version 0 is model.path", low=0)
+    examples_per_step: int = knob(
+        32, "examples of each, taken in their order, from the first one again at the end", low=1
+    )
+    source: str = knob("", "where they come from, named as in task.source; empty: prompts and answers of task.source")
+    options: dict[str, Any] = knob({}, "arguments of source, such as split")
+    learning_rate: float = knob(
+        2e-5, "learning rate of AdamW, constant; its moments start anew after it", above=0, high=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +94,7 @@ class TrainingConfig:
         0.0, "weight of the entropy of what each token was drawn from, subtracted from the loss; 0: none", low=0
     )
     kl: KlConfig = KlConfig()
+    sft: SftConfig = SftConfig()
     lora: LoraConfig = LoraConfig()
     measured_rows: int = knob(
         8, "trajectories without a gradient that are computed each step, for its figures only; 0: none", low=0
@@ -84,11 +105,25 @@ class TrainingConfig:
     )
 
 
+class ExampleRows(Protocol):
+    """The examples of supervised fine-tuning."""
+
+    def rows(self, step: int) -> Sequence[Row]:
+        """Those of a step, always the same."""
+        ...
+
+
+class ExampleRowSettings(Protocol):
+    """Settings from which the leading rank makes the examples. Picklable."""
+
+    def build(self) -> ExampleRows: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTrainerSettings:
     """What a trainer of a model is made from; see ModelConfig. training: the job's table. num_steps: length of a
     schedule that decays, unless the table has one. max_length: for constant_length. collective_s: seconds that a rank
-    waits for the others in one operation."""
+    waits for the others in one operation. examples: of training.sft; None without it."""
 
     model: str
     dtype: str
@@ -99,3 +134,4 @@ class PolicyTrainerSettings:
     max_length: int
     seed: int
     collective_s: float = LONGEST_S
+    examples: ExampleRowSettings | None = None

@@ -80,7 +80,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("staleness.etta=2", r"unknown key staleness.etta; did you mean staleness.eta\?"),
         ("nonsense=2", "unknown key nonsense; known here: name"),
         ("eta=2", r"unknown key eta; did you mean staleness.eta\?"),
-        ("rollout.learning_rate=1", r"unknown key rollout.learning_rate; did you mean training.learning_rate\?"),
+        ("rollout.learning_rate=1", "did you mean training.learning_rate or training.sft.learning_rate"),
         ("steps=" + "9" * 40, "steps = 9+ is out of range; it must be at most 9223372036854775807, in 64 bits"),
         ("training.learning_rate=" + "9" * 400, "learning_rate = 9+... .400 characters. is out of range"),
         ("training.learning_rate=" + "9" * 5000, "learning_rate must be a number, not '9+... .5002 characters."),
@@ -113,6 +113,8 @@ def test_derived_numbers(tmp_path: Path) -> None:
             "training.kl.reference=runs/old",
             r"reference = 'runs/old' is not used while training.kl.coefficient = 0; set",
         ),
+        ("training.sft.source=jsonl:mine.jsonl", "is not used while training.sft.steps = 0; set it above 0"),
+        ("training={sft={steps=3}, kl={coefficient=0.1}}", "training.kl.reference is missing: .* another model"),
         ("training.kl={coefficient=1, place='advantage'}", '"k3" would only push .* down; set estimator = "k1"'),
         ("training.advantage=none", "leaves nothing to train on; set training.kl.coefficient above 0"),
         ("training.kl.estimator=k4", "must be one of k1, k2, k3, not 'k4'"),
@@ -296,7 +298,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return results
 
 
-FREE = ("task.options", "task.eval_options", "reward.parts", "evaluation.sets")
+FREE = ("task.options", "task.eval_options", "training.sft.options", "reward.parts", "evaluation.sets")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)

@@ -33,6 +33,26 @@ def test_an_actor_that_dies_while_the_run_starts_is_replaced(body: Body, actor: 
     assert run.loss_counts[-1] == expected
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(
+    ("method", "nth"), [("logprobs", 1), ("fine_tune", 1), ("fine_tune", 3), ("publish_initial", 1), ("train", 1)]
+)
+def test_a_trainer_that_dies_after_fine_tuning_is_tuned_anew(body: Body, method: str, nth: int, moment: Any) -> None:
+    """As long as there is no later version to go on from."""
+    run = body.run(*RANKS, "training.sft.steps=3", faults=[Fault(actor="trainer", method=method, nth=nth, dies=moment)])
+    run.check()
+    assert len(run.outcomes.losses) == 1
+    assert len(run.world.tuned) in (1, 2) and all(tuned == [0, 1, 2] for tuned in run.world.tuned)
+
+
+def test_a_trainer_that_goes_on_from_a_resume_point_is_not_tuned(body: Body) -> None:
+    run = body.run(
+        "steps=4", "training.sft.steps=3", faults=[Fault(actor="trainer", method="train", nth=3, dies="before")]
+    )
+    run.check()
+    assert run.world.tuned == [[0, 1, 2], []]
+
+
 @pytest.mark.parametrize(
     ("actor", "method"), [("trainer", "publish_initial"), ("trainer-1", "join"), ("reward-0", "check")]
 )

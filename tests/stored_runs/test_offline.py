@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
 import math
@@ -453,6 +454,41 @@ def test_distillation_from_a_teacher_is_repeated_bit_for_bit(stored: Path, job: 
     assert training.train(plan, lambda event: None).same_steps == 3
     history = json.loads((tmp_path / "again" / "offline.json").read_text())["metrics"]
     assert all(h["kl_reference"] > 0 and h["grad_norm"] > 0 and h["tokens_trained"] > 0 for h in history)
+
+
+def test_rejection_sampling_is_the_cross_entropy_of_the_chosen_responses(stored: Path, tmp_path: Path) -> None:
+    """Of each stored step over its own chosen tokens, whatever their advantages."""
+    rows = [row for row in rows_of(stored, "reward == 0") if row.staleness >= 0]
+    where, overrides = "reward == 0", ("training.loss=sft", "training.minibatches=1", "task.eval_prompts=0")
+    assert training.train(training.planned(stored, tmp_path / "out", overrides, "main", where, 1), lambda event: None)
+    history = json.loads((tmp_path / "out" / "offline.json").read_text())["metrics"]
+    (step, first), *_ = ((h, [r for r in rows if r.step == h["step"]]) for h in history)
+    assert step["rows"] == len(first) > 0
+    # In the first step the policy is the one that sampled.
+    logprobs = np.concatenate([row.trajectory.logprobs for row in first])
+    assert step["loss"] == pytest.approx(-logprobs.mean(), rel=1e-5)
+    for h in history:
+        assert h["tokens_trained"] == sum(row.trajectory.num_sampled for row in rows if row.step == h["step"])
+
+
+@pytest.mark.slow  # a run of its own
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, tmp_path: Path) -> None:
+    """On examples of a file, with another number of evaluation prompts; without fine-tuning it is another run."""
+    from tests.runtime.test_run import run
+
+    examples = tmp_path / "examples.jsonl"
+    rows = [{"prompt": f"{i} + 1 =", "answer": f"{i}+1={i + 1};so{i + 1}."} for i in range(8)]
+    examples.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    sft = f"training.sft={{steps=4, examples_per_step=6, learning_rate=3e-3, source='jsonl:{examples}'}}"
+    result = run(job, sft, "steps=2", f"training.ranks={ranks}", "training.resume_every=1")
+    assert command("store", "audit", result.run_dir).returncode == 0
+    if ranks > 1:
+        return
+    for changes, same in (("task.eval_prompts=48",), 2), (("training.sft.steps=0", "training.sft.source="), 0):
+        plan = training.planned(result.run_dir, tmp_path / f"again-{same}", changes, "main", "", 1)
+        plan = dataclasses.replace(plan, exact=True)
+        assert training.train(plan, lambda event: None).same_steps == same
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

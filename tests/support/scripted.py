@@ -89,6 +89,8 @@ class World:
     """What engines say of weights that they cannot load; empty if they can."""
     trained: list[tuple[int, str]] = field(default_factory=list)
     """(step, digest of its rows) of each step that a trainer trained, in that order."""
+    tuned: list[list[int]] = field(default_factory=list)
+    """Of each trainer, in their order, the steps of fine-tuning that it did before it first published."""
     chance: str = ""
     """What a step that is trained again ends in other weights by; empty: its kernels are deterministic."""
     drift: float = 0.0
@@ -407,6 +409,7 @@ class PlayedTrainer:
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()
+        self._tuned: list[int] = []
         self._version = PolicyVersion(0)
         self._points, self._point_every = ResumePoints(Path(points)), point_every
         self._thread = ThreadPoolExecutor(1)
@@ -432,7 +435,18 @@ class PlayedTrainer:
         ]
         await asyncio.gather(*requests)
 
+    async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
+        return tuple(word_logprobs(np.asarray(tokens[1:], np.int32)).tolist())
+
+    async def fine_tune(self, step: int) -> dict[str, float]:
+        if step in self._tuned:
+            return {}
+        await self._follow("fine_tune")
+        self._tuned.append(step)
+        return {"loss": 1.0}
+
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
+        self._world.tuned.append(self._tuned)
         self._probe, self._version = probe, version
         await self._follow("published")
         result = self._publish({})

@@ -138,9 +138,13 @@ def decoupled_ppo_loglinear(t: AgentArgs, s: Any) -> list[float]:
     return results
 
 
+def sft(t: AgentArgs, s: Any) -> list[float]:
+    return [-n for n in t.new]
+
+
 SLOW: dict[str, Callable[[AgentArgs, Any], list[float]]] = {
     "ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo, "cispo": cispo, "tis": tis, "dual_clip": dual_clip,
-    "gspo": gspo, "topr": topr, "kimi": kimi, "sequence_tis": sequence_tis, "sequence_mis": sequence_mis,
+    "gspo": gspo, "topr": topr, "kimi": kimi, "sft": sft, "sequence_tis": sequence_tis, "sequence_mis": sequence_mis,
     "icepop": icepop, "decoupled_ppo_loglinear": decoupled_ppo_loglinear,
 }  # fmt: skip
 
@@ -212,7 +216,7 @@ def test_token_losses_equal_the_formulas(name: str, ratio_of: str) -> None:
             outcome = result.loss[i][tokens.sampled[i]].detach().numpy()
             np.testing.assert_allclose(outcome, expected, rtol=1e-9, atol=1e-12)
         clipped += int(result.clipped[tokens.sampled].sum())
-    assert (clipped > 0) is (name != "kimi"), "the random tokens reach what is clipped"
+    assert (clipped > 0) is (name not in ("kimi", "sft")), "the random tokens reach what is clipped"
 
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
@@ -256,7 +260,8 @@ def test_a_loss_by_token_is_the_same_of_a_part_of_a_row(name: str, ratio_of: str
 
 @pytest.mark.parametrize("name", LOSSES.names)
 def test_importance_weights_carry_no_gradient(name: str) -> None:
-    """At equal policies every loss has the policy gradient -A grad log pi; a weight left attached would change it."""
+    """At equal policies every loss has the policy gradient -A grad log pi; a weight left attached would change it. That
+    of supervised fine-tuning has an advantage of 1 always."""
     new = torch.full((1, 3), -1.0, dtype=torch.float64, requires_grad=True)
     whole = torch.ones((1, 3), dtype=torch.bool)
     same = new.detach()
@@ -264,7 +269,7 @@ def test_importance_weights_carry_no_gradient(name: str) -> None:
     tokens = Tokens(logprobs=new, proximal=same, behaviour=same, advantage=advantage, sampled=whole, lags=whole.long())
     entry(LOSSES, name).token_loss(tokens).loss.sum().backward()
     assert new.grad is not None
-    np.testing.assert_allclose(new.grad.numpy(), -2.0 * np.ones((1, 3)))
+    np.testing.assert_allclose(new.grad.numpy(), (-1.0 if name == "sft" else -2.0) * np.ones((1, 3)))
 
 
 @pytest.mark.parametrize("name", LOSSES.names)
@@ -333,7 +338,7 @@ def cut(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
         }[s.ratio_of]
         ratios = [math.prod(now[k] for k in of(j)) for j in tokens]
         return [(t.a <= 0 and r > 1, r) for r in ratios]
-    if name == "kimi":
+    if name in ("kimi", "sft"):
         return [(False, 1.0)] * len(now)
     if name == "decoupled_ppo_loglinear":
         ratios = [now[j] ** (1 - t.lags[j] / (t.lags[j] + 1)) for j in tokens]

@@ -1,0 +1,89 @@
+"""Examples for supervised fine-tuning: prompts encoded as in RL, each followed by its answer and the end of a response.
+
+Example `i` is always the same, so the batch of a step needs no store and no state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.rendering.task_source import Task, TaskSource, draw_tasks, shown_prompt
+from staleflow.tasks.settings.dataset_columns import Columns
+from staleflow.tasks.settings.source_kinds import is_environment
+from staleflow.tasks.sources.dataset_rows import Use
+from staleflow.tasks.sources.prompts import PromptSettings, TokenizedPrompts
+from staleflow.tasks.sources.task_sources import SourceSettings, make_source
+from staleflow.tasks.training.microbatches import Row
+
+KEY = "training.sft.source"
+PROMPTS_KEY = "task.source"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleSettings:
+    """What examples are made from; see SftConfig."""
+
+    prompts: PromptSettings
+    """The run's prompts and how they are encoded; with `source`, only how."""
+    count: int
+    """Examples of a step."""
+    source: str = ""
+    """Where they come from; empty: training prompts of the run."""
+    options: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    columns: Columns = Columns()
+    apart: SourceSettings | None = None
+    """The source of the held-out prompts, which are left out of `source`; None if there are none."""
+
+    def build(self) -> Examples:
+        """Raises ConfigError."""
+        return Examples(self, TokenizedPrompts(self.prompts))
+
+
+class Examples:
+    """The examples of each step, as rows that a trainer takes."""
+
+    def __init__(self, settings: ExampleSettings, prompts: TokenizedPrompts) -> None:
+        """Raises ConfigError."""
+        self._settings, self._prompts = settings, prompts
+        self._where = f"{KEY} = {settings.source!r}" if settings.source else PROMPTS_KEY
+        if settings.source and is_environment(settings.source, KEY):
+            raise ConfigError(f"{self._where}: an environment has no answers to learn; name rows with answers")
+        self._own = self._own_source() if settings.source else None
+
+    def rows(self, step: int) -> list[Row]:
+        """The rows of a step. Raises ConfigError for one without an answer."""
+        count = self._settings.count
+        indices = range(step * count, (step + 1) * count)
+        tasks = self._prompts.tasks(indices) if self._own is None else draw_tasks(self._own, indices)
+        return [self.row(task) for task in tasks]
+
+    def row(self, task: Task) -> Row:
+        """A prompt with its answer. An answer that leaves no room for the end of a response is cut, as a response is at
+        the limit. Raises ConfigError."""
+        answer = task.record.get("answer")
+        if not isinstance(answer, str) or not answer.strip():
+            raise ConfigError(
+                f"{self._where}: an example has no text as its answer: {shown_prompt(task.prompt)}; name rows with "
+                f"answers as {KEY}, and their column as task.columns.answer"
+            )
+        prompt, response = self._prompts.encode(task), self._prompts.encode_response(answer)
+        return Row(
+            prompt=np.asarray(prompt, np.int32),
+            response=np.asarray(response, np.int32),
+            behaviour=np.zeros(len(response), np.float32),
+            sampled=np.ones(len(response), np.bool_),
+            advantage=0.0,
+            staleness=1,  # a fresh row's logprobs are compared with the model's
+        )
+
+    def _own_source(self) -> TaskSource:
+        settings = self._settings
+        source = make_source(settings.source, settings.options, settings.seed, settings.columns, Use.TRAINING, key=KEY)
+        if settings.apart is None:
+            return source
+        return source.excluding_held_out(settings.prompts.held_out, settings.apart.build())
