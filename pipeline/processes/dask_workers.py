@@ -245,7 +245,7 @@ class DaskWorkers:
             await asyncio.sleep(1.0)
         logger.warning("%s does not leave the cluster; nothing of the run is on it any more", leaving.address)
 
-    async def spare(self, role: str) -> bool:
+    async def has_spare_worker(self, role: str) -> bool:
         """Whether a worker could take `role` at once that no other run waits for."""
         if self.shared:
             jobs = await job_registry.ask(self.client, "jobs")

@@ -77,7 +77,7 @@ class Workers(Protocol):
         """Give up a reward worker or environment host that has closed, and let other runs have its process."""
         ...
 
-    async def spare(self, role: str) -> bool:
+    async def has_spare_worker(self, role: str) -> bool:
         """Whether a worker could take `role` at once that nobody else waits for."""
         ...
 

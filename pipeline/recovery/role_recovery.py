@@ -42,13 +42,13 @@ class Roles(Protocol):
     """The actors of one run, as far as restoring goes; see Actors."""
 
     @property
-    def trained(self) -> Mapping[PolicyVersion, str]: ...
+    def trained_fingerprints(self) -> Mapping[PolicyVersion, str]: ...
 
     async def ask(self, name: str, method: str, *args: Any, deadline: Literal["silent_s"]) -> Any: ...
 
     async def ask_once(self, name: str, method: str, *args: Any) -> Any: ...
 
-    def lose(self, name: str, lost: ActorLost, now: float) -> None: ...
+    def record_loss(self, name: str, lost: ActorLost, now: float) -> None: ...
 
     async def place_server(self, begin_s: float, *, resumed: bool) -> PlacedActor: ...
 
@@ -85,7 +85,7 @@ class RoleRecovery:
         """Whether a role is being restored. All that is done for it has deadlines."""
         return bool(self._under_way)
 
-    async def settled(self, name: str) -> None:
+    async def wait_until_settled(self, name: str) -> None:
         """Wait while an actor's role is being restored: it is placed before it has its state. Raises ActorLost if that
         fails."""
         if (task := self._under_way.get(role_of(name))) is not None:
@@ -111,14 +111,14 @@ class RoleRecovery:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def restored(self, lost: ActorLost, asked_s: float) -> None:
+    async def wait_until_restored(self, lost: ActorLost, asked_s: float) -> None:
         """Wait until the actor that a call found lost is there again. asked_s: when the call was made. Raises `lost` if
         it is none that can be restored, and ActorLost if that fails. While the run starts, whoever misses a deadline
         would miss it again."""
         role = role_of(lost.who)
         if role not in ("trainer", "server") or self._elapsed_s is None:
             raise lost
-        if isinstance(lost, ActorSilent) and not self._actors.trained:
+        if isinstance(lost, ActorSilent) and not self._actors.trained_fingerprints:
             raise lost
         if role in self._failed:
             raise self._failed[role]
@@ -142,10 +142,10 @@ class RoleRecovery:
     async def _restore(self, role: str, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
         """Place a role again until it comes back. lost: the actor of it that was lost. Raises ActorLost."""
         while True:
-            point = self._newest_point(max(self._actors.trained, default=PolicyVersion(0)))
+            point = self._newest_point(max(self._actors.trained_fingerprints, default=PolicyVersion(0)))
             if role == "trainer" and point is None:
                 raise lost
-            self._actors.lose(role, lost, elapsed_s())
+            self._actors.record_loss(role, lost, elapsed_s())
             try:
                 if role == "trainer":
                     await self._bring_trainer_back(point or PolicyVersion(0))
@@ -173,16 +173,16 @@ class RoleRecovery:
         start of the run goes on with it."""
         actors = self._actors
         placed = await actors.place_trainer()
-        if not actors.trained:
+        if not actors.trained_fingerprints:
             logger.warning("the trainer starts again, on %s", placed.address)
             return
-        version = max(actors.trained)
+        version = max(actors.trained_fingerprints)
         logger.warning(
             "the trainer is back on %s with version %d from its resume point%s",
             placed.address,
             point,
             f"; it trains steps {point} to {version - 1} again" if point < version else "",
         )
-        await actors.publish_initial(point, actors.trained.get(point, ""))
+        await actors.publish_initial(point, actors.trained_fingerprints.get(point, ""))
         for step in range(point, version):
             await actors.train_again(step)

@@ -1,16 +1,19 @@
-"""The actors of one run: placing them, calling them, handing them weights, replacing the ones that are lost.
+"""The actors of one run: place them, call them, send them weights, replace lost ones.
+
+`Actors` lives in the driver's process, and only the driver's event loop changes it.
 
 Invariants:
-- Every call has a deadline. A lost actor shows as ActorLost, which names the deadline where one was missed.
-- A call that hands on an actor (ActorArg) may take call_s longer: its own call to that one has to fail first, so
-  that who failed is who counts as lost, not who asked. So may a commit: the trajectory server itself gives up after
-  commit_s, and names the cause. What was slow and answers again is lost to nobody.
-- Rollout instances and reward workers are replaced by those who use them: what they held is known elsewhere. The
-  trainer and the trajectory server hold state of their own and are restored (restoring.py); who called one is kept
-  waiting, and its call is made again.
-- None is replaced more than REPLACEMENTS times an hour. An instance's replacement has its own name: late answers
-  of the old one are not taken for the new one's.
-- An instance counts as serving a version only after it has proved to hold the weights that were published under it.
+- Every call has a deadline. A lost actor shows as ActorLost, which names the deadline if one was missed.
+- If a call passes an actor as an argument (ActorArg), its deadline is extended by call_s. The nested call then times
+  out first, and the nested actor, not the caller, is reported lost. The deadline of a commit is extended too: the
+  trajectory server itself gives up after commit_s and names the cause. An actor that was slow but answers again is not
+  treated as lost.
+- Rollout instances, reward workers and environment hosts hold no unique state, so their users replace them. The trainer
+  and trajectory server hold state; they are restored (role_recovery.py), and callers wait and then retry.
+- Each role, and each instance, may be lost MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S; one loss more ends the
+  run. The losses of an instance's replacements count as its own; retirements do not count.
+- A replacement of an instance has a new name, so that late answers of the lost one are not attributed to it.
+- An instance serves a version only after it has proved that it holds the weights published as that version.
 """
 
 from __future__ import annotations
@@ -61,42 +64,40 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-REPLACEMENTS, WITHIN_S = 3, 3600.0
-"""How often one instance or reward worker is replaced within so many seconds before the run stops: more losses are no
-accident. Those of longer ago do not count, since a run of weeks meets four sooner or later."""
-NAMED = 4
-"""Most actors that are named in a line on the start."""
+MAX_REPLACEMENTS, REPLACEMENT_WINDOW_S = 3, 3600.0
+"""Replacements that one instance or role may have within so many seconds; one loss more ends the run, as it is hardly
+an accident. Older losses do not count, since a run of weeks has four sooner or later."""
+MAX_NAMES_SHOWN = 4
+"""Missing actors that the line on the start's progress names at most."""
 PROBE_PROMPTS, PROBE_TOKENS = 8, 64
-"""Held-out prompts that the probe is made of, and its tokens at most: one small prefill after each pull."""
-AGAIN_S = 1.0
-"""Seconds until weights that nobody could hand on are asked for again."""
+"""Number of held-out prompts in the probe, and its maximum length in tokens: one small prefill after each pull."""
+FETCH_RETRY_S = 1.0
+"""Seconds before retrying a weight fetch that no host could serve."""
 MAX_FALSE_LOSSES = 3
-"""How often in a row an actor may say that the trajectory server is lost, which answers, before it counts as lost
-itself: it may be the one that is cut off."""
+"""Consecutive times an actor may report the trajectory server lost, although the driver can reach it, before the actor
+itself counts as lost."""
 SLOW_PULL_S = 5.0
 """Pulls that take longer, in seconds, are logged."""
 CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
-Deadline = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
+DeadlineKnob = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
-
-
 DRIFT_FACTOR = 4.0
-"""Times the engines' difference from the trainer at version 0 that an instance's logprobs may differ later."""
-MOST_DRIFT = 0.5
-"""Nats by which engine and trainer may differ on average at version 0: rounding in 8 bits explains less."""
+"""Allowed drift, as a multiple of the engine-trainer difference measured at version 0."""
+MAX_INITIAL_DRIFT = 0.5
+"""Mean difference, in nats, that engine and trainer may have at version 0: rounding in 8 bits explains less."""
 
 
 def drift_floor(dtype: str) -> float:
-    """Nats that rounding in a type explains on average, whatever version 0 has shown."""
+    """The least drift limit for a dtype, in nats: the mean difference that its rounding explains."""
     return 1e-3 if dtype == "float32" else 2e-2
 
 
 SERVER = ActorArg("server")
 
 
-def unusable(refused: WeightsRefused) -> ConfigError:
-    """The error of a run whose first weights an instance refuses: another instance would refuse them, too."""
+def unusable_engine_error(refused: WeightsRefused) -> ConfigError:
+    """The error that ends a run whose first weights an instance refuses: other instances would refuse them too."""
     return ConfigError(f"rollout.engine cannot be updated by this trainer: {refused}; use another engine or model")
 
 
@@ -108,59 +109,63 @@ class Actors:
         self._workers = workers
         self._run_dir = run_dir
         self._facts = facts
-        self._folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
+        self._weights_folder = str(Path(config.cluster.shared_memory) / f"{FOLDER_PREFIX}{config.name}-{facts.nonce}")
         self._lost_at: dict[str, list[float]] = {}
-        self._long_calls: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)
-        """What the calls that may take long wait for besides, by the actor: its loss."""
-        self._retired: list[int] = []
-        """Indices of the instances that were retired, each time."""
+        self._loss_futures: dict[str, set[asyncio.Future[Any]]] = defaultdict(set)
+        """Per actor, futures set to ActorLost when it is lost, to abort its pending long calls."""
+        self._retired_indices: list[int] = []
+        """Index of each retired instance, once per retirement."""
         self._earlier_starts = 0
         self._resumed = False
         self._trainer_host = ""
-        self._placing_parameters: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._unanswering: set[str] = set()
-        """Addresses of processes whose parameter server did not answer: no further one is placed there."""
+        self._parameter_server_locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._unresponsive_addresses: set[str] = set()
+        """Processes whose parameter server did not answer: no other parameter server is placed there."""
         self._published: dict[PolicyVersion, PublishedStep] = {}
         self._transfers = WeightTransfers(self, config.deadlines.call_s, config.cluster.delta_versions)
         self._base_logprobs: tuple[float, ...] = ()
-        """The base model's of the probe; empty without supervised fine-tuning, when version 0 has them."""
-        self._trained: dict[PolicyVersion, str] = {}
-        self._to_save: Counter[PolicyVersion] = Counter()
-        """Checkpoints of each version that are being saved."""
-        self.restoring = RoleRecovery(
+        """Logprobs of the probe by the base model; empty without supervised fine-tuning, since version 0 has them."""
+        self._trained_fingerprints: dict[PolicyVersion, str] = {}
+        self._num_pending_saves: Counter[PolicyVersion] = Counter()
+        """Checkpoints that are being saved, per version."""
+        self.recovery = RoleRecovery(
             self, run_dir / "resume", config.training.resume_every, trainer_group.others(config)
         )
         self.instances: dict[InstanceId, InstanceHandle] = {}
-        self.losses: list[str] = []
+        self.loss_messages: list[str] = []
         self.alarms: list[str] = []
         """Instances that were taken out of service for their weights or logprobs."""
-        self.notes: list[str] = []
-        """What of the instances' weights is not verified."""
+        self.unverified_notes: list[str] = []
+        """At most one line: which part of the instances' weights is not verified."""
         self.drift_limit = config.rollout.logprob_drift_limit or drift_floor(config.model.dtype)
-        """The most that an instance's logprobs of the probe may differ from the trainer's on average, nats."""
+        """Largest allowed mean difference of an instance's and the trainer's logprobs of the probe, in nats."""
         self._checks: list[WeightCheck] = []
-        """What pulls have shown since they were taken."""
+        """Results of the pulls since the last `take_checks`."""
         self.on_refused: Callable[[], None] = lambda: None
-        """Called when `take_checks` has one of an instance that was taken out of service."""
+        """Called when a pull is refused and its instance is taken out of service."""
         self._probe: tuple[int, ...] = ()
 
     # -- calling -------------------------------------------------------------------------------------------------
 
     def actor(self, name: str) -> Any:
-        """The actor called `name`, to be handed to another as an argument. Raises ActorLost if it is gone."""
+        """The actor `name`, to pass to another actor as an argument. Raises ActorLost if it is not placed."""
         if name not in self._workers.placed:
             raise ActorLost(f"{name} is gone", name)
         return self._workers.placed[name].actor
 
     async def ask(
-        self, name: str, method: str, *args: Any, deadline: Deadline | None = None, within_s: float | None = None
+        self, name: str, method: str, *args: Any, deadline: DeadlineKnob | None = None, within_s: float | None = None
     ) -> Any:
-        """Call an actor, by default within deadlines.call_s. within_s: seconds, where they are not the knob's own; the
-        message names the knob if `deadline` is given too. Raises ActorLost as `call_actor` does, unless who is lost can
-        be restored: then it is asked again. So it is, a few times, if it says that another is lost, which answers."""
+        """Call a method of an actor. If the lost actor can be restored, waits and retries. Also retries up to
+        MAX_FALSE_LOSSES times if the actor reports the server lost although it answers. Otherwise raises ActorLost.
+
+        Args:
+            deadline: The knob that limits the call, by default call_s. Errors name it.
+            within_s: Overrides the knob's value; then errors name the knob only if `deadline` is given.
+        """
         num_doubts = 0
         while True:
-            await self.restoring.settled(name)
+            await self.recovery.wait_until_settled(name)
             asked_s = now_s()
             try:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
@@ -172,10 +177,10 @@ class Actors:
                 if num_doubts <= MAX_FALSE_LOSSES:
                     continue
                 lost = ActorLost(f"{name} does not reach the server, which answers: {lost}", name)
-            await self.restoring.restored(lost, asked_s)
+            await self.recovery.wait_until_restored(lost, asked_s)
 
     async def server_answers(self) -> bool:
-        """Whether the trajectory server answers a short call."""
+        """Call the trajectory server; whether it answers within deadlines.call_s."""
         try:
             await self.ask_once("server", "held_out_notice")
         except ActorLost:
@@ -183,9 +188,9 @@ class Actors:
         return True
 
     async def ask_once(
-        self, name: str, method: str, *args: Any, deadline: Deadline | None = None, within_s: float | None = None
+        self, name: str, method: str, *args: Any, deadline: DeadlineKnob | None = None, within_s: float | None = None
     ) -> Any:
-        """`ask`, but a loss is raised whoever it is."""
+        """Like `ask`, but raises every ActorLost instead of retrying."""
         knob = deadline or "call_s"
         limit = f"deadlines.{knob}" if deadline or within_s is None else ""
         allowed_s: float = getattr(self._config.deadlines, knob) if within_s is None else within_s
@@ -193,45 +198,45 @@ class Actors:
             allowed_s += self._config.deadlines.call_s
         arguments = [self.actor(arg.name) if isinstance(arg, ActorArg) else arg for arg in args]
         request = call_actor(self.actor(name), method, *arguments, timeout_s=allowed_s, actor_name=name, limit=limit)
-        return await (request if knob != "train_s" else self._until_lost(name, request))
+        return await (request if knob != "train_s" else self._result_or_loss(name, request))
 
-    async def _until_lost(self, name: str, request: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a call that may take long. Raises ActorLost as soon as it shows in another way that the actor
-        is lost: its process may have been stopped."""
-        calls = self._long_calls[trainer_group.role_of(name)]
-        lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        answer = asyncio.ensure_future(request)
-        calls.add(lost)
+    async def _result_or_loss(self, name: str, request: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for the result of a long call. Raises ActorLost as soon as the actor's loss is recorded: another,
+        shorter call may notice it first."""
+        futures = self._loss_futures[trainer_group.role_of(name)]
+        loss: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        result = asyncio.ensure_future(request)
+        futures.add(loss)
         try:
-            done, _ = await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
-            return (answer if answer in done else lost).result()
+            done, _ = await asyncio.wait({result, loss}, return_when=asyncio.FIRST_COMPLETED)
+            return (result if result in done else loss).result()
         finally:
-            calls.discard(lost)
-            answer.cancel()
-            await asyncio.gather(answer, return_exceptions=True)
+            futures.discard(loss)
+            result.cancel()
+            await asyncio.gather(result, return_exceptions=True)
 
     # -- placing -------------------------------------------------------------------------------------------------
 
     async def place_all(self, begin_s: float, resumption: Resumption | None = None) -> None:
-        """Place every role, and publish version 0, the base model, or the version that a stored run is resumed from.
-        begin_s: the present moment on the run's clock."""
+        """Place all actors and publish the first version: 0, the base model, or the version that a stored run is
+        resumed from. begin_s: the current time on the run's clock."""
         config, workers = self._config, self._workers
         version = PolicyVersion(0) if resumption is None else resumption.version
         self._earlier_starts = 0 if resumption is None else resumption.earlier_starts
         self._resumed = resumption is not None
-        judge = self.place_environment if config.acts else self.place_reward
+        place_scorer = self.place_environment if config.acts else self.place_reward
 
-        def stored() -> bool:  # also by a server that was lost as soon as it had created it
+        def store_exists() -> bool:  # a server that was lost right after its start may have created it
             return (resumption is not None or "server" in self._lost_at) and (self._run_dir / "store").exists()
 
         await gather_or_cancel(
-            self._start("server", begin_s, lambda: self.place_server(begin_s, resumed=stored())),
+            self._start("server", begin_s, lambda: self.place_server(begin_s, resumed=store_exists())),
             self._start("trainer", begin_s, self.place_trainer),
-            *(self._start(name, begin_s, partial(judge, name)) for name in config.reward_actors),
+            *(self._start(name, begin_s, partial(place_scorer, name)) for name in config.reward_actors),
             *(self._start_instance(i, begin_s) for i in range(config.rollout.instances)),
         )
-        heavy = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
-        await gather_or_cancel(*(self._place_first_parameters(placed) for placed in heavy))
+        weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
+        await gather_or_cancel(*(self._place_first_parameter_server(placed) for placed in weight_holders))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
@@ -242,112 +247,113 @@ class Actors:
         await gather_or_cancel(*(self._pull_first(i, version, begin_s) for i in list(self.instances.values())))
 
     async def _start(self, name: str, begin_s: float, place: Callable[[], Awaitable[T]]) -> T:
-        """Place an actor as the run starts; one whose process is lost meanwhile is placed again. Raises ActorLost if
-        that happens too often, ActorSilent if it misses its deadline and ConfigError if it refuses the first weights,
-        as it would again."""
+        """Place an actor at the start of the run, again if its process is lost meanwhile. Raises ActorLost if it is
+        lost too often; ActorSilent if it misses its deadline and ConfigError if it refuses the first weights, since
+        both would happen again."""
         while True:
             try:
                 return await place()
             except ActorSilent:
                 raise
             except WeightsRefused as refused:
-                raise unusable(refused) from refused
+                raise unusable_engine_error(refused) from refused
             except ActorLost as lost:
                 who = trainer_group.role_of(lost.who)
                 if who.partition(".")[0] != name:
                     raise
-                self.lose(who, lost, begin_s)
+                self.record_loss(who, lost, begin_s)
 
     async def _start_instance(self, index: int, begin_s: float) -> None:
         await self._start(f"rollout-{index}", begin_s, lambda: self.place_instance(index))
 
-    async def _place_first_parameters(self, neighbour: PlacedActor) -> None:
-        """Place a host's parameter server. If its process is lost, whose it is will be found out by its own calls, and
-        the next fetch places another."""
+    async def _place_first_parameter_server(self, neighbour: PlacedActor) -> None:
+        """Place a host's parameter server. If the hosting process dies, its owner's next call reports the loss; the
+        next fetch places a new parameter server."""
         try:
-            await self._place_parameters(neighbour)
+            await self._place_parameter_server(neighbour)
         except ActorLost as lost:
             logger.warning("%s", lost)
 
     async def _publish_first(self, version: PolicyVersion, fingerprint: str) -> None:
-        """`publish_initial`, by another trainer if it is lost meanwhile."""
+        """Like `publish_initial`, but retries with the restored trainer if the trainer is lost."""
         while True:
             asked_s = now_s()
             try:
                 await self.publish_initial(version, fingerprint)
                 return
             except ActorLost as lost:
-                await self.restoring.restored(lost, asked_s)
+                await self.recovery.wait_until_restored(lost, asked_s)
 
     async def _measure_drift(self, resumption: Resumption | None) -> None:
-        """Set the limit of drift by how much engines differ from the trainer in the base model, which they have loaded
-        by their own code; a run that goes on keeps the one that was measured. Raises ConfigError if they differ too
-        much to be told from wrong weights."""
+        """Set the drift limit from how far engine and trainer logprobs differ on the base model. A resumed run keeps
+        its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT, where rounding cannot be distinguished from wrong
+        weights."""
         if self._config.rollout.logprob_drift_limit:
             return
         if resumption is not None:
-            self.drift_limit = resumption.drift_limit or MOST_DRIFT
+            self.drift_limit = resumption.drift_limit or MAX_INITIAL_DRIFT
             return
         published = self._base_logprobs or self._published[PolicyVersion(0)].probe
-        measured = 0.0
+        difference = 0.0
         for instance in list(self.instances.values()) if self._probe else ():
             try:
-                own = await self.ask_once(instance.placed.name, "logprobs", self._probe, deadline="start_s")
+                logprobs = await self.ask_once(instance.placed.name, "logprobs", self._probe, deadline="start_s")
             except ActorLost as lost:  # its pull replaces it
                 logger.warning("%s", lost)
                 continue
-            measured = max(measured, mean_difference(own, published))
-        if not measured <= MOST_DRIFT:
+            difference = max(difference, mean_difference(logprobs, published))
+        if not difference <= MAX_INITIAL_DRIFT:
             raise ConfigError(
                 f"rollout.engine computes another model than the trainer: at version 0 logprobs differ by "
-                f"{measured:.3g} nats on average, {MOST_DRIFT} at most are allowed; use another engine or dtype, or "
-                "set rollout.logprob_drift_limit"
+                f"{difference:.3g} nats on average, {MAX_INITIAL_DRIFT} at most are allowed; use another engine or "
+                "dtype, or set rollout.logprob_drift_limit"
             )
-        self.drift_limit = max(self.drift_limit, DRIFT_FACTOR * measured)
+        self.drift_limit = max(self.drift_limit, DRIFT_FACTOR * difference)
 
     async def _pull_first(self, instance: InstanceHandle, version: PolicyVersion, begin_s: float) -> None:
-        """`pull`, by another instance if it is lost meanwhile. Raises ConfigError if it refuses the weights."""
+        """Like `pull`, but replaces the instance if it is lost. Raises ConfigError if it refuses the weights."""
         try:
             await self.pull(instance, version)
         except ActorSilent:
             raise
         except WeightsRefused as refused:
-            raise unusable(refused) from refused
+            raise unusable_engine_error(refused) from refused
         except ActorLost as lost:
             if lost.who != instance.id:
                 raise
-            self.lose(instance.id, lost, begin_s)
+            self.record_loss(instance.id, lost, begin_s)
             await self._start_instance(instance.index, begin_s)
 
     @property
-    def starting(self) -> str:
-        """How far `place_all` is, for people: which actors it waits for."""
+    def start_progress(self) -> str:
+        """Progress of `place_all` as a line for people: which actors are missing."""
         names = ["server", "trainer", *trainer_group.others(self._config), *self._config.reward_actors]
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
         missing = [name for name in names if name not in self._workers.placed]
         if not missing:
             return f"all {len(names)} ready, publishing the first weights"
         loads = not self._config.emulated and any(n == "trainer" or n.startswith("rollout-") for n in missing)
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        return f"{len(names) - len(missing)} of {len(names)} ready, waiting for {', '.join(missing[:NAMED])}{more}" + (
-            f" (loading {self._config.model.path})" if loads else ""
-        )
+        shown = ", ".join(missing[:MAX_NAMES_SHOWN])
+        more = f" and {len(missing) - MAX_NAMES_SHOWN} more" if len(missing) > MAX_NAMES_SHOWN else ""
+        loading = f" (loading {self._config.model.path})" if loads else ""
+        return f"{len(names) - len(missing)} of {len(names)} ready, waiting for {shown}{more}{loading}"
 
     async def place_reward(self, name: str) -> None:
-        """Place a reward worker and have it load its reward function. Raises ConfigError if that cannot be done."""
+        """Place a reward worker, which loads its reward function. Raises ConfigError if it cannot."""
         settings, call_s = actor_settings.scoring_settings(self._config), self._config.deadlines.call_s
         await self._workers.place(name, "reward", RewardWorker, settings, call_s)
         await self.ask(name, "check", deadline="start_s")
 
     async def place_environment(self, name: str) -> None:
-        """Place an environment host and have it try its environment. Raises ConfigError if that cannot be done."""
+        """Place an environment host, which tries its environment. Raises ConfigError if it cannot."""
         replaces = self._resumed or name in self._lost_at
         settings = actor_settings.environment_settings(self._config, replaces=replaces)
         await self._workers.place(name, "reward", EnvironmentHost, settings, self._config.deadlines.call_s)
         await self.ask(name, "check", deadline="start_s")
 
-    async def move_light(self, name: str) -> None:
-        """Place a reward worker or environment host on a worker that the run shares, and give back its own."""
+    async def move_reward_actor(self, name: str) -> None:
+        """Move a reward worker or environment host to a Dask worker that the run shares with others, and release its
+        own."""
         with contextlib.suppress(Exception):
             await self.ask_once(name, "close", within_s=CLOSE_S)
         if name in self._workers.placed:
@@ -355,22 +361,26 @@ class Actors:
             await self._workers.give_back(name)
         await (self.place_environment(name) if self._config.acts else self.place_reward(name))
 
-    def light_at(self, address: str) -> str:
-        """The reward worker or environment host that is at an address; empty if there is none."""
+    def reward_actor_at(self, address: str) -> str:
+        """Name of the reward worker or environment host at a Dask worker's address; empty if there is none."""
         placed = self._workers.placed.values()
         return next((actor.name for actor in placed if actor.address == address and actor.role == "reward"), "")
 
     async def place_trainer(self) -> PlacedActor:
-        """Place the trainer, which has to `publish_initial` first. Raises as Workers.place does."""
+        """Place the trainer; `publish_initial` must be its first call. Raises as Workers.place does."""
         placed = await trainer_group.place(
-            self._workers, self.ask_once, self._config, self._folder, self._run_dir / "resume"
+            self._workers, self.ask_once, self._config, self._weights_folder, self._run_dir / "resume"
         )
         self._trainer_host = placed.host
         return placed
 
     async def place_server(self, begin_s: float, *, resumed: bool) -> PlacedActor:
-        """Place the trajectory server. begin_s: the present moment on the run's clock. resumed: it has the store, and
-        what it finds in the spool. It is placed again while the store's bucket fails. Raises as Workers.place does."""
+        """Place the trajectory server; retries while the store's bucket fails. Raises as Workers.place does.
+
+        Args:
+            begin_s: The current time on the run's clock.
+            resumed: Whether it opens the existing store and reads the spool, instead of creating a store.
+        """
         settings = actor_settings.server_settings(
             self._config, self._run_dir / "store", self._facts.context, resumed=resumed
         )
@@ -385,9 +395,9 @@ class Actors:
         )
 
     async def place_instance(self, index: int) -> InstanceHandle:
-        """Place instance `index`; under a new name if it replaces one, so that late answers of the old do not match."""
+        """Place instance `index`, under a new name if it replaces another one, and have it pull the newest version."""
         config = self._config
-        attempt = len(self._lost_at.get(f"rollout-{index}", ())) + self._retired.count(index)
+        attempt = len(self._lost_at.get(f"rollout-{index}", ())) + self._retired_indices.count(index)
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
         placed = await self._workers.place(
             name,
@@ -415,23 +425,25 @@ class Actors:
             await self.pull(instance, max(self._published))
         return instance
 
-    async def _place_parameters(self, neighbour: PlacedActor) -> None:
-        """Place a parameter server on the neighbour's host if it has none: beside the trajectory server, if that is
-        there and answers, else beside the neighbour. Its calls are short and asynchronous."""
+    async def _place_parameter_server(self, neighbour: PlacedActor) -> None:
+        """Place a parameter server on the neighbour's host if it has none: in the trajectory server's process if that
+        runs there and answers, else in the neighbour's. It does not slow them down: its calls are short and
+        asynchronous."""
         name = f"parameters-{neighbour.host}"
-        async with self._placing_parameters[neighbour.host]:
+        async with self._parameter_server_locks[neighbour.host]:
             if name in self._workers.placed:
                 return
             server = self._workers.placed.get("server")
-            fit = server is not None and server.host == neighbour.host and server.address not in self._unanswering
-            beside = server if server is not None and fit else neighbour
+            bad = self._unresponsive_addresses
+            server_usable = server is not None and server.host == neighbour.host and server.address not in bad
+            beside = server if server is not None and server_usable else neighbour
             call_s = self._config.deadlines.call_s
-            await self._workers.place_beside(beside, name, "parameters", ParameterServer, self._folder, call_s)
+            await self._workers.place_beside(beside, name, "parameters", ParameterServer, self._weights_folder, call_s)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def publish(self, result: PublishedStep) -> None:
-        """Note a published version; instances can pull it from now on."""
+        """Record a published version; instances can pull it from now on."""
         self._published[result.version] = result
         self._transfers.publish(
             result.version, self._trainer_host, result.num_bytes, result.delta_bytes, result.fingerprint
@@ -440,21 +452,23 @@ class Actors:
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]
     ) -> PublishedStep:
-        """Train a step; `publish` what it returns. A trainer that is lost meanwhile trains it once it is restored."""
+        """Train a step; the caller passes the result to `publish`. If the trainer is lost, its restored one trains
+        it."""
         result: PublishedStep = await self.ask(
             "trainer", "train", SERVER, step, trajectories, versions, deadline="train_s"
         )
-        self._trained[result.version] = result.fingerprint
+        self._trained_fingerprints[result.version] = result.fingerprint
         return result
 
     @property
-    def trained(self) -> Mapping[PolicyVersion, str]:
-        """Fingerprints of the versions that the trainer came to, from the first of this start on."""
-        return self._trained
+    def trained_fingerprints(self) -> Mapping[PolicyVersion, str]:
+        """Fingerprints of the versions that the trainer has produced since this start of the run, the first
+        included."""
+        return self._trained_fingerprints
 
     async def train_again(self, step: int) -> None:
-        """Have a restored trainer train a step on the rows that the server still has, and publish the version. Raises
-        ActorLost if it comes to other weights than before."""
+        """Have a restored trainer repeat a step on the rows that the server still has, and publish the version. Raises
+        ActorLost if the weights differ from the first time."""
         while True:
             asked_s = now_s()
             try:
@@ -465,19 +479,22 @@ class Actors:
             except ActorLost as lost:
                 if lost.who != "server":
                     raise
-                await self.restoring.restored(lost, asked_s)
-        if result.fingerprint != self._trained[result.version]:
+                await self.recovery.wait_until_restored(lost, asked_s)
+        if result.fingerprint != self._trained_fingerprints[result.version]:
             raise ActorLost(
                 f"trainer: step {step}, trained again after a loss, gave other weights ({result.fingerprint}) than "
-                f"were published ({self._trained[result.version]}): its kernels, or the order in which its ranks add "
-                "up, are not the same each time; resume the run, which repeats the step"
+                f"were published ({self._trained_fingerprints[result.version]}): its kernels, or the order in which "
+                "its ranks add up, are not the same each time; resume the run, which repeats the step"
             )
         self.publish(result)
 
     async def publish_initial(self, version: PolicyVersion, fingerprint: str = "") -> None:
         """Have the trainer publish version 0, the base model after supervised fine-tuning if there is any, or a later
-        version from its resume point. fingerprint: of the version as it was published before; empty if it was not, or
-        nobody knows. Raises StoreError if the point holds other weights."""
+        version from its resume point. Raises StoreError if the resume point holds other weights.
+
+        Args:
+            fingerprint: Fingerprint of the version when it was first published; empty if it was not, or is unknown.
+        """
         if not version:
             await self._fine_tune()
         initial: PublishedStep = await self.ask_once(
@@ -488,12 +505,12 @@ class Actors:
                 f"{self._run_dir}/resume: version {version} is {initial.fingerprint}, its step published "
                 f"{fingerprint}; remove the damaged resume point to use an older one"
             )
-        self._trained[version] = initial.fingerprint
+        self._trained_fingerprints[version] = initial.fingerprint
         self.publish(initial)
 
     async def _fine_tune(self) -> None:
-        """Have the trainer do all steps of supervised fine-tuning. The logprobs of the base model, which engines have
-        loaded, are kept to compare them."""
+        """Have the trainer do all steps of supervised fine-tuning. The base model's logprobs are stored first: engines
+        have loaded the base model, and `_measure_drift` compares them."""
         num_steps = self._config.training.sft.steps
         if num_steps and not self._base_logprobs and self._probe:
             self._base_logprobs = await self.ask_once("trainer", "logprobs", self._probe, deadline="start_s")
@@ -504,21 +521,21 @@ class Actors:
 
     @property
     def bytes_arrived(self) -> int:
-        """Bytes of weights that have arrived on hosts so far."""
+        """Bytes of weights that hosts have received so far."""
         return self._transfers.bytes_arrived
 
     @property
     def loading(self) -> bool:
-        """Whether an engine loads weights, which has a deadline."""
+        """Whether an engine is loading weights, which has a deadline."""
         return any(instance.loading for instance in self.instances.values())
 
     async def pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
-        """Load a version on an instance, or the newest if nobody has that one any more, and check that it then holds
-        what was published. Raises WeightsRefused if it holds something else."""
+        """Load a version on an instance and verify that it holds what was published; the newest version if no host has
+        the wanted one any more. Raises WeightsRefused if it holds something else."""
         instance.fetching = version
         try:
             await self._pull(instance, version)
-        except TransferFailed as failed:  # it went with the host of a lost trainer, which came back on another
+        except TransferFailed as failed:  # the only host that had it was that of a lost trainer
             newest = max(self._published)
             logger.warning("%s: %s; it pulls version %d", instance.id, failed, newest)
             instance.fetching = newest
@@ -557,56 +574,57 @@ class Actors:
             self._note_unverified(check)
 
     def _note_unverified(self, check: WeightCheck) -> None:
-        """Say once what of the instances' weights cannot be compared."""
+        """Record and log, once a run, which part of the instances' weights cannot be compared."""
         line = (
             f"weights are not verified: {check.weights.line}; only the logprobs of {max(0, len(self._probe) - 1)} "
             "tokens are compared with the trainer's"
         )
-        if not self.notes:
-            self.notes.append(line)
+        if not self.unverified_notes:
+            self.unverified_notes.append(line)
             logger.warning("%s: %s", check.instance, line)
 
     def take_checks(self) -> tuple[WeightCheck, ...]:
-        """What pulls have shown since the last time."""
+        """Results of the pulls since the last call."""
         checks, self._checks = tuple(self._checks), []
         return checks
 
     async def _fetch(self, placed: PlacedActor, version: PolicyVersion) -> str:
-        """The path of a version on an actor's host, brought there if it is not there. Waits for as long as nobody can
-        hand on the newest: whether those are gone is for their own calls to tell. Raises ActorLost if the actor itself
-        is, TransferFailed if nobody hands on an older one."""
+        """Path of a version's weights on an actor's host, fetched if the host does not have it. Waits while no host can
+        serve the newest version. Raises ActorLost if the actor itself is lost, TransferFailed if no host can serve an
+        older version."""
         name = f"parameters-{placed.host}"
         while True:
             for actor in (await self._trainer(), placed):
-                await self._place_parameters(actor)  # a host's own may be gone with another instance's process
-            server = self._workers.placed[name]
+                await self._place_parameter_server(actor)  # the former one may have ended with another actor's process
+            parameter_server = self._workers.placed[name]
             try:
                 return await self._transfers.fetch(version, placed.host)
             except TransferFailed as failed:
                 if version < max(self._published):
                     raise
                 logger.warning("%s waits for weights: %s", placed.name, failed)
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(FETCH_RETRY_S)
             except ActorLost as lost:
-                if server.address == placed.address:
+                address = parameter_server.address
+                if address == placed.address:
                     raise ActorLost(f"{placed.name}: {lost}", placed.name) from lost
-                if self._workers.placed.get(name) is server:
-                    logger.warning("%s on %s does not answer; %s gets another", name, server.address, placed.host)
+                if self._workers.placed.get(name) is parameter_server:
+                    logger.warning("%s on %s does not answer; %s gets another", name, address, placed.host)
                     self._workers.forget(name)
-                    self._unanswering.add(server.address)
+                    self._unresponsive_addresses.add(address)
 
     async def _trainer(self) -> PlacedActor:
-        """Where the trainer is, once it is there."""
+        """Wait until the trainer is placed, and return its place."""
         while "trainer" not in self._workers.placed:
-            await self.restoring.restored(ActorLost("trainer is gone", "trainer"), now_s())
+            await self.recovery.wait_until_restored(ActorLost("trainer is gone", "trainer"), now_s())
         return self._workers.placed["trainer"]
 
     async def prune(self, wanted: set[PolicyVersion]) -> None:
-        """Remove the versions that no instance uses or fetches and that are not `wanted`. A host where that fails keeps
-        them until the next time: whether its instances are there is for others to find out."""
+        """Remove the weights of versions that no instance uses or fetches, no checkpoint needs, and that are not
+        `wanted`. A host where pruning fails is skipped and retried next time."""
         used = wanted | {i.version for i in self.instances.values()}
         used |= {i.fetching for i in self.instances.values() if i.fetching is not None}
-        used |= {version for version, count in self._to_save.items() if count}
+        used |= {version for version, count in self._num_pending_saves.items() if count}
         self._transfers.keep(used)
         newest = max(self._published)
         for name, placed in list(self._workers.placed.items()):
@@ -614,59 +632,59 @@ class Actors:
                 try:
                     await self.ask(name, "prune", tuple(used), newest)
                 except (ActorLost, ActorFailed) as error:
-                    logger.info("old versions are kept on %s for now: %s", placed.host, error)
+                    logger.info("old versions stay on %s for now: %s", placed.host, error)
 
     async def checkpoint(self, name: str, version: PolicyVersion) -> bool:
-        """Save a version's weights in the run's folder; it is not pruned before. False if they are gone, as those of an
-        older version are with the trainer that published them."""
+        """Save a version's weights as checkpoints/`name`; they are not pruned before. False if they no longer exist:
+        older versions are lost with the trainer that published them."""
         folder = self._run_dir / "checkpoints"
         folder.mkdir(exist_ok=True)
-        self._to_save[version] += 1
+        self._num_pending_saves[version] += 1
         try:
             saved: bool = await self.ask("trainer", "save_checkpoint", str(folder / name), version, deadline="train_s")
         finally:
-            self._to_save[version] -= 1
+            self._num_pending_saves[version] -= 1
         if saved:
             logger.info("checkpoint written to %s", folder / name)
         else:
             logger.warning("%s is not written: version %d went with a lost trainer", folder / name, version)
         return saved
 
-    # -- losing --------------------------------------------------------------------------------------------------
+    # -- losses and closing --------------------------------------------------------------------------------------
 
-    def lose(self, name: str, lost: ActorLost | ActorFailed, now: float) -> None:
-        """Record the loss of an actor at second `now` of the run, and free its place. Raises ActorLost once it was lost
-        too often."""
-        role = name.partition(".")[0]
-        self._lost_at.setdefault(role, []).append(now)
-        recent = [at for at in self._lost_at[role] if now - at < WITHIN_S]
-        self.losses.append(f"{now:.1f} s: {lost}")
+    def record_loss(self, name: str, lost: ActorLost | ActorFailed, now: float) -> None:
+        """Record the loss of an actor at second `now` of the run, and free its place. Raises ActorLost if it and those
+        it replaced were lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
+        slot = name.partition(".")[0]
+        self._lost_at.setdefault(slot, []).append(now)
+        recent = [at for at in self._lost_at[slot] if now - at < REPLACEMENT_WINDOW_S]
+        self.loss_messages.append(f"{now:.1f} s: {lost}")
         logger.warning("%s; replacing it", lost)
         self.instances.pop(InstanceId(name), None)
         for member in trainer_group.members(name, self._workers.placed):
             self._workers.lose(member)
-        for waiting in self._long_calls[name]:
-            if not waiting.done():
-                waiting.set_exception(ActorLost(str(lost), lost.who))
-        if len(recent) > REPLACEMENTS:
-            raise ActorLost(f"{role} was lost {len(recent)} times within an hour, last: {lost}") from lost
+        for future in self._loss_futures[name]:
+            if not future.done():
+                future.set_exception(ActorLost(str(lost), lost.who))
+        if len(recent) > MAX_REPLACEMENTS:
+            raise ActorLost(f"{slot} was lost {len(recent)} times within an hour, last: {lost}") from lost
 
-    async def spare(self) -> bool:
-        """Whether there is a worker for a further instance."""
-        return await self._workers.spare("rollout")
+    async def has_spare_worker(self) -> bool:
+        """Whether a Dask worker is free for one more instance."""
+        return await self._workers.has_spare_worker("rollout")
 
     async def retire(self, instance: InstanceHandle) -> None:
-        """Close an instance that runs nothing, and let its worker leave the cluster. No loss. Never raises."""
+        """Close an idle instance, and let its worker leave the cluster. Does not count as a loss. Never raises."""
         self.instances.pop(instance.id, None)
-        self._retired.append(instance.index)
+        self._retired_indices.append(instance.index)
         with contextlib.suppress(Exception):
             await self.ask_once(instance.placed.name, "close", within_s=CLOSE_S)
         if instance.placed.name in self._workers.placed:
             await self._workers.retire(instance.placed.name)
 
     async def close(self) -> None:
-        """Close all actors, the engines first: they may still use what the others hold. Never raises."""
-        await self.restoring.end()
+        """Close all actors, engines first, since they may still read the others' data. Never raises."""
+        await self.recovery.end()
         order = {"rollout": 0, "trainer": 1, "reward": 2}
         for placed in sorted(self._workers.placed.values(), key=lambda p: order.get(p.role, 3)):
             with contextlib.suppress(Exception, asyncio.CancelledError):

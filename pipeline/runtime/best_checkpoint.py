@@ -1,13 +1,12 @@
-"""The checkpoint of the version that an evaluation has found to be the best so far.
+"""Keep the checkpoint of the version with the best evaluation result so far.
 
-An evaluation ends after the trainer has gone on, so the weights of a version are saved as soon as anything is sampled
-for its evaluation, as checkpoints/evaluated-VERSION. When its figure is known, the folder becomes checkpoints/best if
-it is the best of those after the first version, which is the base model; else it is removed.
+An evaluation ends after later versions have replaced its weights, so a version is saved as soon as sampling for its
+evaluation begins, as checkpoints/evaluated-VERSION. When its mean reward is known, the folder becomes checkpoints/best
+if that is the highest of all versions after version 0, the base model; otherwise it is removed.
 
 Invariants:
-- What is kept, or is compared with, is of a version that the run still has: of one that a resumed run trains again
-  nothing counts.
-- No evaluated-VERSION outlives its evaluation, but through a kill; the next start settles what that has left.
+- Only versions of the current history count: results of versions that a resumed run retrains are ignored.
+- No evaluated-VERSION outlives its evaluation, unless the process is killed; the next start cleans up.
 """
 
 from __future__ import annotations
@@ -28,84 +27,92 @@ from staleflow.stores.trajectory import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
-FILE = "evaluation.json"
-"""In checkpoints/best: its version, set and mean reward."""
-BEST, SAVED, UNDONE = "best", "evaluated-", "best-undone"
-"""Folders of checkpoints/: the best, what is saved until that is known (with the version after it), and the best of a
-version that the run went back behind."""
+RECORD_NAME = "evaluation.json"
+"""In checkpoints/best: its version, evaluation set and mean reward."""
+BEST, EVALUATED_PREFIX, ROLLED_BACK = "best", "evaluated-", "best-undone"
+"""Folders of checkpoints/: the best; the prefix for versions under evaluation; a former best whose version was rolled
+back."""
 
 
-class Figure(NamedTuple):
-    """What a kept version is judged by."""
+class BestScore(NamedTuple):
+    """Version and mean reward of the best checkpoint."""
 
     version: PolicyVersion
     reward: float
 
 
-NOTHING_KEPT = Figure(PolicyVersion(0), -math.inf)
+NO_SCORE = BestScore(PolicyVersion(0), -math.inf)
 
 
 class BestCheckpoint:
-    """One run's. name: of the set that judges; empty: nothing is kept."""
+    """The best checkpoint of one run. evaluation_set: the set that selects it; empty disables."""
 
-    def __init__(self, actors: Actors, run_dir: Path, name: str) -> None:
+    def __init__(self, actors: Actors, run_dir: Path, evaluation_set: str) -> None:
         self._actors = actors
         self._folder = run_dir / "checkpoints"
-        self._name = name
+        self._evaluation_set = evaluation_set
         self._saving: dict[PolicyVersion, asyncio.Task[bool]] = {}
 
-    def settle(self, version: PolicyVersion, results: Sequence[Evaluation]) -> None:
-        """Keep or remove what an earlier start has left. version: that the run begins or goes on with. found: the
-        evaluations that it still has. Before any version is evaluated."""
-        best = self._folder / BEST
-        if self._kept().version > version:
-            logger.info("%s is of version %d, which is trained again; it is %s now", best, self._kept().version, UNDONE)
-            shutil.rmtree(self._folder / UNDONE, ignore_errors=True)
-            best.rename(self._folder / UNDONE)
-        for part in self._folder.glob(f".{SAVED}*"):
-            shutil.rmtree(part, ignore_errors=True)
-        for left in sorted(self._folder.glob(f"{SAVED}*")):
-            number = left.name.removeprefix(SAVED)
-            of = PolicyVersion(int(number)) if number.isdecimal() else None
-            self._settle(left, of, [result for result in results if result.version == of])
+    def recover(self, version: PolicyVersion, evaluations: Sequence[Evaluation]) -> None:
+        """Clean up the folders that an earlier start of the run has left. Call before the first evaluation.
 
-    def sampling(self, version: PolicyVersion) -> None:
-        """Save a version for which something is sampled, in the background; once, however often this is called."""
-        if self._name and version and version not in self._saving:
-            request = self._actors.checkpoint(f"{SAVED}{version:06d}", version)
+        Args:
+            version: The version the run starts from.
+            evaluations: Evaluations that are still in the store.
+        """
+        best, rolled_back = self._folder / BEST, self._folder / ROLLED_BACK
+        if (score := self._best_so_far()).version > version:
+            logger.info("%s is of version %d, which is trained again; it is %s now", best, score.version, ROLLED_BACK)
+            shutil.rmtree(rolled_back, ignore_errors=True)
+            best.rename(rolled_back)
+        for partial in self._folder.glob(f".{EVALUATED_PREFIX}*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        for leftover in sorted(self._folder.glob(f"{EVALUATED_PREFIX}*")):
+            number = leftover.name.removeprefix(EVALUATED_PREFIX)
+            evaluated_version = PolicyVersion(int(number)) if number.isdecimal() else None
+            results = [result for result in evaluations if result.version == evaluated_version]
+            self._keep_or_remove(leftover, evaluated_version, results)
+
+    def start_saving(self, version: PolicyVersion) -> None:
+        """Save a version whose evaluation begins, in the background. Does nothing for version 0, or while the version
+        is being evaluated already."""
+        if self._evaluation_set and version and version not in self._saving:
+            request = self._actors.checkpoint(f"{EVALUATED_PREFIX}{version:06d}", version)
             self._saving[version] = asyncio.ensure_future(request)
 
-    async def evaluated(self, version: PolicyVersion, results: Sequence[Evaluation]) -> None:
-        """Keep or remove what was saved of a version. results: of its evaluation; none if that was given up."""
+    async def finish_evaluation(self, version: PolicyVersion, results: Sequence[Evaluation]) -> None:
+        """Keep or remove the saved version after its evaluation. results: none if the evaluation was given up."""
         if version in self._saving:
             await self._saving[version]
             del self._saving[version]
-            await asyncio.to_thread(self._settle, self._folder / f"{SAVED}{version:06d}", version, results)
+            folder = self._folder / f"{EVALUATED_PREFIX}{version:06d}"
+            await asyncio.to_thread(self._keep_or_remove, folder, version, results)
 
     async def close(self) -> None:
-        """End what is being saved, and remove what was."""
+        """Cancel pending saves and delete their folders."""
         saving, self._saving = self._saving, {}
         for task in saving.values():
             task.cancel()
         await asyncio.gather(*saving.values(), return_exceptions=True)
         for version in saving:
-            await asyncio.to_thread(shutil.rmtree, self._folder / f"{SAVED}{version:06d}", ignore_errors=True)
+            folder = self._folder / f"{EVALUATED_PREFIX}{version:06d}"
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
-    def _settle(self, folder: Path, version: PolicyVersion | None, results: Sequence[Evaluation]) -> None:
-        """Make a folder the best if that is what the version's results say; else remove it."""
-        figure = next((result.figure for result in results if result.name == self._name), None)
-        if figure is None or version is None or not folder.is_dir() or figure <= self._kept().reward:
+    def _keep_or_remove(self, folder: Path, version: PolicyVersion | None, results: Sequence[Evaluation]) -> None:
+        """Make a folder checkpoints/best if its version's results are the best so far; otherwise remove it."""
+        reward = next((result.figure for result in results if result.name == self._evaluation_set), None)
+        if reward is None or version is None or not folder.is_dir() or reward <= self._best_so_far().reward:
             shutil.rmtree(folder, ignore_errors=True)
             return
-        record = {"version": version, "set": self._name, "reward": figure}
-        replace_text(folder / FILE, json.dumps(record) + "\n", "free space or move runs_dir")
+        record = {"version": version, "set": self._evaluation_set, "reward": reward}
+        replace_text(folder / RECORD_NAME, json.dumps(record) + "\n", "free space or move runs_dir")
         shutil.rmtree(self._folder / BEST, ignore_errors=True)
         folder.rename(self._folder / BEST)
 
-    def _kept(self) -> Figure:
-        """Version and figure of the best so far."""
+    def _best_so_far(self) -> BestScore:
+        """Read version and mean reward of checkpoints/best; NO_SCORE if there is none."""
         try:
-            record = json.loads((self._folder / BEST / FILE).read_text())
-            return Figure(PolicyVersion(int(record["version"])), float(record["reward"]))
-        except (OSError, ValueError, KeyError, TypeError):  # none yet, or a folder of somebody else's
-            return NOTHING_KEPT
+            record = json.loads((self._folder / BEST / RECORD_NAME).read_text())
+            return BestScore(PolicyVersion(int(record["version"])), float(record["reward"]))
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or a folder not written by this class
+            return NO_SCORE

@@ -8,9 +8,9 @@ Invariants:
 - Commands to one rollout instance leave in order (see InstanceLink). So do retirements and commits to the trajectory
   server: what a step consumed is queued for commit before its version is announced to the coordinator. A step begins
   only when at most one trained before it is not stored.
-- A lost rollout instance or reward worker is an event, not an exception: it is replaced, and what it held is sampled
-  or scored again. The trainer and the trajectory server are restored (restoring.py), and what they were asked is asked
-  again. A failed commit ends the run with one error.
+- A lost rollout instance or reward worker is an event, not an exception: it is replaced, and its work is sampled or
+  scored again. The trainer and the trajectory server are restored (role_recovery.py), and calls to them are retried.
+  A failed commit ends the run with one error.
 - A stop lets the training step in flight finish; a second stop does not.
 - Whatever happens, `close` leaves no task behind and does not raise.
 """
@@ -138,7 +138,7 @@ class Driver:
         self._num_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = RunReport(
-            losses=actors.losses, alarms=actors.alarms, notes=actors.notes
+            losses=actors.loss_messages, alarms=actors.alarms, notes=actors.unverified_notes
         )  # their lists: shown while the run lasts
         self._evaluating = EvaluationDriver(
             config,
@@ -161,7 +161,7 @@ class Driver:
             self._note(line)
         self._begin_phase("starting actors")
         starting = asyncio.ensure_future(self._tell_starting())
-        self._actors.restoring.begin(lambda: self._measurements.elapsed_s)
+        self._actors.recovery.begin(lambda: self._measurements.elapsed_s)
         try:
             await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
         finally:
@@ -174,7 +174,7 @@ class Driver:
             self._handle(resumed)
         self._background.spawn(self._commits.work(), "commits")
         self._background.spawn(self._tick(), "clock")
-        self._background.spawn(self._actors.restoring.watch(), "watch")
+        self._background.spawn(self._actors.recovery.watch(), "watch")
         self._background.spawn(self._membership.grow(), "growth")
         for work in self._scoring.work():
             self._background.spawn(work, "scoring")
@@ -200,7 +200,7 @@ class Driver:
         announced = ""
         while True:
             await asyncio.sleep(STARTING_S)
-            if (now := self._actors.starting) != announced:
+            if (now := self._actors.start_progress) != announced:
                 announced = now
                 self._begin_phase(f"starting actors: {now}")
 
@@ -254,7 +254,7 @@ class Driver:
 
     def give_back(self, worker: str) -> None:
         """Leave a worker that the run can do without and another job waits for. Idempotent. worker: its address."""
-        name = self._actors.light_at(worker)
+        name = self._actors.reward_actor_at(worker)
         if name and self.training:
             move = self._acting.move(name) if self._config.acts else self._scoring.move(name)
             self._background.spawn(move, "give back")
@@ -308,7 +308,7 @@ class Driver:
         """Whether there is work that has deadlines of its own, or weights have arrived somewhere since this was asked
         last: whoever hands on none is left for another."""
         arrived, self._num_arrived = self._num_arrived, self._actors.bytes_arrived
-        busy = self._commits.full or self._actors.restoring.busy or self._actors.loading
+        busy = self._commits.full or self._actors.recovery.busy or self._actors.loading
         return busy or self._num_arrived > arrived
 
     def _is_progress(self, event: Event) -> bool:
@@ -357,7 +357,7 @@ class Driver:
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)
                 if isinstance(command, Route) and is_evaluation(command.trajectory):
-                    self._evaluating.best.sampling(command.version)
+                    self._evaluating.best.start_saving(command.version)
             case FetchPrompts():
                 self._background.spawn(self._draw(command), "draw")
             case Score():

@@ -158,7 +158,7 @@ class EnvironmentHosts:
         async with host.replacing:
             if host.number != number:
                 return
-            self._actors.lose(host.name, lost, self._elapsed_s())
+            self._actors.record_loss(host.name, lost, self._elapsed_s())
             await self._actors.place_environment(host.name)
             self._ask_again(host)
 
@@ -170,7 +170,7 @@ class EnvironmentHosts:
             return
         async with host.replacing:
             try:
-                await self._actors.move_light(name)
+                await self._actors.move_reward_actor(name)
             except errors.ActorLost as lost:  # its next call finds it gone, and replaces it
                 logger.warning("%s", lost)
                 return

@@ -70,7 +70,7 @@ class EvaluationDriver:
 
     async def begin(self, version: PolicyVersion) -> None:
         """Ask for the prompts, and request what is due at the version that the run begins or goes on with."""
-        await asyncio.to_thread(self.best.settle, version, self._results)
+        await asyncio.to_thread(self.best.recover, version, self._results)
         if not self._sets:
             return
         self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
@@ -98,7 +98,7 @@ class EvaluationDriver:
         results: list[Evaluation] = []
         if command.abandoned:
             self._is_due = True
-            await self.best.evaluated(command.version, ())
+            await self.best.finish_evaluation(command.version, ())
             self._note(
                 f"the evaluation of version {command.version} was given up, as no instance serves it any more; a later "
                 "version is evaluated in its place"
@@ -144,5 +144,5 @@ class EvaluationDriver:
             )  # fmt: skip
         write_evaluations(self._run_dir, [*self._results, *results])
         self._results += results
-        await self.best.evaluated(command.version, results)
+        await self.best.finish_evaluation(command.version, results)
         return results

@@ -87,7 +87,7 @@ class Membership:
             await asyncio.sleep(GROW_S)
             taken = self._missing | self._retiring | {i.index for i in self._actors.instances.values()}
             further = next((i for i in range(rollout.instances, rollout.max_instances) if i not in taken), None)
-            if further is not None and not self._resting and await self._actors.spare():
+            if further is not None and not self._resting and await self._actors.has_spare_worker():
                 self._fill(further)
 
     def retire(self, worker: str) -> str:
@@ -199,7 +199,7 @@ class Membership:
                         if task is not asyncio.current_task():
                             task.cancel()
                     self._tell(InstanceLost(instance=instance.id, why=str(lost)))
-                    self._actors.lose(instance.placed.name, lost, self._elapsed_s())
+                    self._actors.record_loss(instance.placed.name, lost, self._elapsed_s())
                     self._fill(instance.index)
         except Exception as error:  # noqa: BLE001  carried to the main loop, which raises it
             self._tell(error)
@@ -218,7 +218,7 @@ class Membership:
                 up = next((i for i in self._actors.instances.values() if i.index == index), None)
                 if lost.who.partition(".")[0] != f"rollout-{index}" and (up is None or not self._is_lost(up, lost)):
                     raise
-                self._actors.lose(lost.who if up is None else up.id, lost, self._elapsed_s())  # while it came up
+                self._actors.record_loss(lost.who if up is None else up.id, lost, self._elapsed_s())  # while it came up
                 continue
             else:
                 self._join(instance)

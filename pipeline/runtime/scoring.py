@@ -69,7 +69,7 @@ class Scoring:
         self._moving.add(name)
         try:
             async with self._busy[name]:
-                await self._actors.move_light(name)
+                await self._actors.move_reward_actor(name)
         except errors.ActorLost as lost:  # its next batch finds it gone, and replaces it
             logger.warning("%s", lost)
         finally:
@@ -147,7 +147,7 @@ class Scoring:
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 if lost.who != name:
                     raise
-                self._actors.lose(name, lost, self._elapsed_s())
+                self._actors.record_loss(name, lost, self._elapsed_s())
                 await self._actors.place_reward(name)
                 for trajectory in batch:
                     self._queue.put_nowait(trajectory)

@@ -52,7 +52,7 @@ def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another(bod
         beside = stage.workers.placed["parameters-two"].address
         lost, other = sorted(stage.actors.instances.values(), key=lambda i: i.placed.address != beside)
         assert lost.placed.address == beside
-        stage.actors.lose(lost.id, ActorLost(lost.id), 0.0)
+        stage.actors.record_loss(lost.id, ActorLost(lost.id), 0.0)
         assert "parameters-two" not in stage.workers.placed
         await publish(stage, V1)
         await stage.actors.pull(other, V1)
@@ -178,12 +178,12 @@ def test_versions_that_are_served_or_wanted_are_kept_on_every_host(body: Body) -
 def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: Body) -> None:
     async def script(stage: Stage) -> None:
         await publish(stage, V2)
-        stage.actors.lose("rollout-0", ActorLost("rollout-0 is gone"), 12.34)
-        assert stage.actors.losses == ["12.3 s: rollout-0 is gone"]
+        stage.actors.record_loss("rollout-0", ActorLost("rollout-0 is gone"), 12.34)
+        assert stage.actors.loss_messages == ["12.3 s: rollout-0 is gone"]
         assert list(stage.actors.instances) == ["rollout-1"]
         instance = await stage.actors.place_instance(0)
         assert (instance.id, instance.index, instance.version) == ("rollout-0.1", 0, V2)
-        stage.actors.lose("rollout-0.1", ActorLost("again"), 20.0)
+        stage.actors.record_loss("rollout-0.1", ActorLost("again"), 20.0)
         assert (await stage.actors.place_instance(0)).id == "rollout-0.2"
         assert list(stage.actors.instances) == ["rollout-1", "rollout-0.2"]
 
@@ -192,13 +192,13 @@ def test_a_replacement_has_a_name_of_its_own_and_the_newest_version(body: Body) 
 
 def test_the_fourth_loss_of_one_instance_is_too_many_and_others_do_not_count(body: Body) -> None:
     async def script(stage: Stage) -> None:
-        stage.actors.lose("rollout-1", ActorLost("other"), 0.0)
+        stage.actors.record_loss("rollout-1", ActorLost("other"), 0.0)
         for name in ("rollout-0", "rollout-0.1", "rollout-0.2"):
-            stage.actors.lose(name, ActorLost(f"{name} is gone"), 0.0)
+            stage.actors.record_loss(name, ActorLost(f"{name} is gone"), 0.0)
             await stage.actors.place_instance(0)
         with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times within an hour, last: rollout-0.3 is gone"):
-            stage.actors.lose("rollout-0.3", ActorLost("rollout-0.3 is gone"), 0.0)
-        assert len(stage.actors.losses) == 5
+            stage.actors.record_loss("rollout-0.3", ActorLost("rollout-0.3 is gone"), 0.0)
+        assert len(stage.actors.loss_messages) == 5
 
     body.place(script)
 
@@ -209,10 +209,10 @@ def test_losses_of_a_week_ago_do_not_count(body: Body) -> None:
     async def script(stage: Stage) -> None:
         for hour in range(8):
             name = f"rollout-0.{hour}" if hour else "rollout-0"
-            stage.actors.lose(name, ActorLost(f"{name} is gone"), 1300.0 * hour)
+            stage.actors.record_loss(name, ActorLost(f"{name} is gone"), 1300.0 * hour)
             await stage.actors.place_instance(0)
         with pytest.raises(ActorLost, match=r"rollout-0 was lost 4 times within an hour, last: rollout-0.8 is gone"):
-            stage.actors.lose("rollout-0.8", ActorLost("rollout-0.8 is gone"), 1300.0 * 7 + 500)
+            stage.actors.record_loss("rollout-0.8", ActorLost("rollout-0.8 is gone"), 1300.0 * 7 + 500)
 
     body.place(script)
 

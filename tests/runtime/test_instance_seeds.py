@@ -13,7 +13,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.model_facts import ModelFacts
 from staleflow.pipeline.processes.worker_protocol import PlacedActor, Workers
 from staleflow.pipeline.recovery.resumption import Resumption
-from staleflow.pipeline.runtime.actors import REPLACEMENTS, Actors
+from staleflow.pipeline.runtime.actors import MAX_REPLACEMENTS, Actors
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.engines.transformers import TransformersSettings
@@ -61,10 +61,10 @@ def seeds_of(resumption: Resumption | None, tmp_path: Path, instances: int) -> d
         except ActorLost:
             cluster.engines.clear()
         for index in range(instances):
-            for attempt in range(REPLACEMENTS + 1):
+            for attempt in range(MAX_REPLACEMENTS + 1):
                 instance = await actors.place_instance(index)
-                if attempt < REPLACEMENTS:
-                    actors.lose(instance.placed.name, ActorLost("gone"), 0.0)
+                if attempt < MAX_REPLACEMENTS:
+                    actors.record_loss(instance.placed.name, ActorLost("gone"), 0.0)
         return cluster
 
     return {name: settings.seed for name, settings in asyncio.run(scenario()).engines.items()}
@@ -83,7 +83,7 @@ def test_who_joins_and_who_is_lost_is_logged(tmp_path: Path, caplog: pytest.LogC
 
 def test_no_instance_samples_with_the_seed_of_another_nor_again_after_it_was_resumed(tmp_path: Path) -> None:
     fresh = seeds_of(None, tmp_path, 300)
-    assert len(fresh) == 300 * (REPLACEMENTS + 1)
+    assert len(fresh) == 300 * (MAX_REPLACEMENTS + 1)
     again = seeds_of(Resumption(version=PolicyVersion(0), earlier_starts=1), tmp_path, 300)
     later = seeds_of(Resumption(version=PolicyVersion(4), earlier_starts=2), tmp_path, 300)
     assert len({*fresh.values(), *again.values(), *later.values()}) == 3 * len(fresh)

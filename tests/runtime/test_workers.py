@@ -282,12 +282,12 @@ def test_a_retired_worker_leaves_the_cluster_once_the_scheduler_counts_no_actor_
 
 def test_a_worker_is_spare_if_nothing_is_on_it() -> None:
     async def script(placing: DaskWorkers, client: PlayedClient) -> None:
-        assert await placing.spare("rollout")
+        assert await placing.has_spare_worker("rollout")
         await place(placing, "rollout", "trainer")
-        assert not await placing.spare("rollout")
+        assert not await placing.has_spare_worker("rollout")
         client.workers["c"] = {}
-        assert await placing.spare("rollout")
+        assert await placing.has_spare_worker("rollout")
         client.workers = {"a": {"rollout": 1}, "b": {"trainer": 1}, "c": {"server": 1}}
-        assert not await placing.spare("rollout"), "it is for another role"
+        assert not await placing.has_spare_worker("rollout"), "it is for another role"
 
     on(script, ["a", "b"], num_heavy=2)

@@ -163,7 +163,7 @@ class InProcessWorkers:
     async def give_back(self, name: str) -> None:
         self.placed.pop(name).future.die()
 
-    async def spare(self, role: str) -> bool:
+    async def has_spare_worker(self, role: str) -> bool:
         return self.num_spare > 0
 
     async def retire(self, name: str) -> None:
