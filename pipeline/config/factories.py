@@ -44,7 +44,9 @@ def drafting(config: RunConfig) -> DraftSettings:
     """How simulated and emulated instances draft when they begin."""
     speculation = config.rollout.engine.speculation
     return DraftSettings(
-        length=speculation.first_length, most_running=speculation.cap, acceptance=config.workload.acceptance_rate
+        length=speculation.first_length,
+        most_running=speculation.max_running,
+        acceptance=config.workload.acceptance_rate,
     )
 
 
@@ -62,7 +64,7 @@ def while_drafting(
     if speculation.decided:
         length = cost.best_length(running, kv_tokens, speculation.num_speculative_tokens, acceptance)
     else:
-        length = speculation.num_speculative_tokens if running <= speculation.cap else 0
+        length = speculation.num_speculative_tokens if running <= speculation.max_running else 0
     return cost.drafting(length, acceptance)
 
 

@@ -66,12 +66,12 @@ class Speculation:
 
     @property
     def first_length(self) -> int:
-        """Tokens that an instance drafts at most, as long as it was told nothing else."""
+        """Maximum length of a draft until the coordinator sets one, in tokens."""
         return 0 if self.decided else self.num_speculative_tokens
 
     @property
-    def cap(self) -> int:
-        """Requests beyond which an instance drafts nothing, whatever it was told."""
+    def max_running(self) -> int:
+        """Running requests above which an instance drafts nothing, whatever draft length the coordinator has set."""
         return self.disable_above or UNLIMITED
 
 

@@ -79,7 +79,7 @@ class EngineThread(ABC):
             return self._load_statistics()
 
     def drafting(self) -> tuple[TrajectoryId, ...]:
-        return () if self._drafter is None else self._drafter.running
+        return () if self._drafter is None else self._drafter.drafted_trajectories
 
     def add_draft_responses(self, responses: Sequence[PromptResponses]) -> None:
         if self._drafter is not None:

@@ -1,12 +1,16 @@
-"""Drafts for speculative sampling: what is likely to come next, by the texts that are known of the same prompt.
+"""Draft tokens for speculative sampling, from known texts of the same prompt.
 
-Known of a prompt are: itself, the responses to it that run here, those that ended here in any epoch, and what `learn`
-was told of. A draft goes on as those places go on that share the longest end with the response so far; they vote, token
-by token. It ends where it is no longer likely enough to be sampled.
+Known texts of a prompt are the prompt itself, the responses to it that this engine samples or has sampled, in any
+epoch, and those passed to `add_response`. A draft continues with the tokens that followed the longest suffix match;
+several matches vote on each token. It ends where its tokens are no longer likely enough to be sampled.
 
-Invariants: a draft never changes what is sampled, only in how many decode steps: an engine keeps a drafted token only
-where the policy samples it (docs/speculation.md). Memory is bounded. Pure. All but `begin`, `add_response` and
-`running` is called by the thread that decodes.
+Invariants:
+- A draft never changes what is sampled, only in how many decode steps: an engine keeps a drafted token only where the
+  policy samples it (docs/speculation.md).
+- Memory is bounded.
+- All methods except `begin`, `add_response` and `drafted_trajectories` must be called by the decoding thread. Those
+  three are safe in any thread: each is one insertion into, or one copy of, a dict or deque, which CPython does at once,
+  and the decoding thread iterates over copies. Only the decoding thread changes the index.
 """
 
 from __future__ import annotations
@@ -19,58 +23,62 @@ from typing import NamedTuple
 
 from staleflow.stores.trajectory import TrajectoryId
 
-MATCH = 2
-"""Tokens that another place must share with a response's end. Places are found by them."""
+MIN_MATCH = 2
+"""Tokens of a suffix that a match shares at least; matches are looked up by them."""
 LONGEST_MATCH = 16
-"""Tokens beyond which a longer match counts as no better."""
-PLACES = 16
-"""Places that vote at most, the latest ones."""
-LIKELY = 0.3
-"""Least probability that a drafted token and all before it are sampled. To verify one token more should cost less than
-this share of a step's time; where it costs more, there should be no drafts at all (most_running)."""
+"""Tokens up to which a longer match counts as better."""
+MAX_MATCHES = 16
+"""Matches that vote on a token at most, the latest ones."""
+MIN_LIKELIHOOD = 0.3
+"""Least probability that a drafted token and all before it are sampled. Assumes that verifying one more token costs
+less than this fraction of a step; above max_running requests, drafting is off."""
 PRIORS = (0.2, 0.45, 0.5, 0.7, 0.85)
-"""Probability of a drafted token by how its places agree (`_agreement`), as long as nothing is known of it."""
+"""Prior probability that a drafted token is sampled, by the agreement of its matches (`_agreement`)."""
 PRIOR_WEIGHT = 8
-"""DraftOutcomes after which what was observed weighs as much as the prior."""
-REMEMBERED = 1000
-"""DraftOutcomes of a kind at which all so far begin to count half: responses change as the policy learns."""
-MOST_TOKENS = 500_000
-"""Tokens that are known of all prompts together; one takes 12 to 150 bytes, the more the less it repeats others."""
-NOWHERE = -1
+"""Observations that weigh as much as the prior."""
+DECAY_AT = 1000
+"""Counts are halved at this number, so that old observations decay: responses change as the policy learns."""
+MAX_INDEXED_TOKENS = 500_000
+"""Tokens indexed for all prompts together: 12 to 150 bytes per token, more for novel text."""
+NO_PLACE = -1
 _LOW = (1 << 32) - 1
 
 Kind = tuple[int, int]
-"""Drafted tokens of one kind have matches of similar length, and places that agree alike."""
+"""Class of a drafted token: the match's length, as a bit length, and the agreement of the votes."""
 
 
 @dataclass(slots=True)
 class Text:
-    """Tokens of a prompt or of a response. before: by token, the last place before it with the same MATCH tokens."""
+    """Tokens of a prompt or of a response."""
 
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
-    before: array[int] = field(default_factory=lambda: array("q"))
+    previous_match: array[int] = field(default_factory=lambda: array("q"))
+    """previous_match[i]: the previous place with the same last two tokens as token i."""
 
 
 class PromptIndex:
-    """The texts known of one prompt. A place is between two tokens of a text: text.number << 32 | tokens before it."""
+    """Index of the known texts of one prompt. A place is encoded as text.number << 32 | position, where `position`
+    tokens of the text are before it."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.num_tokens = 0
-        self.running = 0
-        """Requests that extend texts of it."""
+        self.num_running = 0
+        """Running requests whose texts are in the index."""
         self._texts: list[Text] = []
-        self._latest: dict[int, int] = {}  # by two tokens, the last place after them
+        self._latest: dict[int, int] = {}
+        """The latest place after two tokens, by these: first << 32 | second."""
         self._responses: dict[TrajectoryId, Text] = {}
         self.extend(self._new(), prompt)
 
     @property
-    def has_ended_ones(self) -> bool:
-        """Whether there is more than what runs and the prompt."""
-        return len(self._texts) > 1 + self.running
+    def has_ended_responses(self) -> bool:
+        """Whether the index holds responses that have ended."""
+        return len(self._texts) > 1 + self.num_running
 
     def response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
-        """The text of a trajectory's response, which is these tokens so far. One that it had before goes on."""
+        """The text of a trajectory's response, updated to these tokens. An earlier text that they continue is
+        extended."""
         text = self._responses.get(trajectory)
         if text is None or text.tokens.tolist() != list(tokens[: len(text.tokens)]):
             text = self._responses[trajectory] = self._new()
@@ -78,83 +86,86 @@ class PromptIndex:
         return text
 
     def add_response(self, trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
-        """Add a response of which nothing runs here, unless as much of it is known."""
-        known = self._responses.get(trajectory)
-        if known is None or len(known.tokens) < len(tokens):
+        """Add a response that no request here samples, unless at least as many tokens of it are indexed."""
+        text = self._responses.get(trajectory)
+        if text is None or len(text.tokens) < len(tokens):
             self.response(trajectory, tokens)
 
     def extend(self, text: Text, tokens: Sequence[int]) -> None:
+        """Append tokens to a text and index them."""
         self.num_tokens += len(tokens)
         for token in tokens:
-            place = NOWHERE
+            place = NO_PLACE
             if text.tokens:
                 pair = text.tokens[-1] << 32 | token
-                place = self._latest.get(pair, NOWHERE)
+                place = self._latest.get(pair, NO_PLACE)
                 self._latest[pair] = text.number << 32 | len(text.tokens) + 1
             text.tokens.append(token)
-            text.before.append(place)
+            text.previous_match.append(place)
 
     def matches(self, text: Text) -> tuple[int, list[tuple[Text, int]]]:
-        """The length of the longest match with a text's end, and the places of such matches: (text, tokens before it).
-        Only places after which a token is known."""
+        """Length of the longest match of a text's suffix, and the matches of that length as (text, position). Only
+        matches that are followed by a token."""
         longest = 0
-        places: list[tuple[Text, int]] = []
-        place = self._latest[text.tokens[-2] << 32 | text.tokens[-1]] if len(text.tokens) >= MATCH else NOWHERE
-        for _ in range(2 * PLACES):
-            if place == NOWHERE:
+        matches: list[tuple[Text, int]] = []
+        place = self._latest[text.tokens[-2] << 32 | text.tokens[-1]] if len(text.tokens) >= MIN_MATCH else NO_PLACE
+        for _ in range(2 * MAX_MATCHES):
+            if place == NO_PLACE:
                 break
             other, position = self._texts[place >> 32], place & _LOW
-            place = other.before[position - 1]
+            place = other.previous_match[position - 1]
             if position == len(other.tokens):
                 continue
-            length = _shared(text.tokens, other.tokens, position)
+            length = _common_suffix_length(text.tokens, other.tokens, position)
             if length > longest:
-                longest, places = length, []
-            if length == longest and len(places) < PLACES:
-                places.append((other, position))
-        return longest, places
+                longest, matches = length, []
+            if length == longest and len(matches) < MAX_MATCHES:
+                matches.append((other, position))
+        return longest, matches
 
     def _new(self) -> Text:
         self._texts.append(Text(len(self._texts)))
         return self._texts[-1]
 
 
-def _shared(tokens: array[int], others: array[int], position: int) -> int:
-    """Tokens that the end of the first and the others before a position share, at most LONGEST_MATCH."""
-    most = min(LONGEST_MATCH, len(tokens), position)
-    for length in range(most):
+def _common_suffix_length(tokens: array[int], others: array[int], position: int) -> int:
+    """Length of the common suffix of `tokens` and others[:position], at most LONGEST_MATCH."""
+    limit = min(LONGEST_MATCH, len(tokens), position)
+    for length in range(limit):
         if tokens[-1 - length] != others[position - 1 - length]:
             return length
-    return most
+    return limit
 
 
 def _agreement(votes: int, places: int) -> int:
-    """How so many of these places agree: an index of PRIORS."""
+    """Agreement class of `votes` out of `places`: an index of PRIORS."""
     if votes < places:
         return 2 if 2 * votes >= places else 0
     return 1 if places == 1 else 3 if places < 4 else 4
 
 
-class DraftOutcomes:
-    """How often drafted tokens of a kind were sampled."""
+class AcceptanceRates:
+    """Observed rates at which drafted tokens were sampled, by kind."""
 
     def __init__(self) -> None:
-        self._seen: Counter[Kind] = Counter()
-        self._sampled: Counter[Kind] = Counter()
+        self._num_drafted: Counter[Kind] = Counter()
+        self._num_sampled: Counter[Kind] = Counter()
 
     def likelihood(self, kind: Kind) -> float:
+        """Estimated probability that a drafted token of a kind is sampled."""
         prior = PRIORS[kind[1]] * PRIOR_WEIGHT
-        return (self._sampled[kind] + prior) / (self._seen[kind] + PRIOR_WEIGHT)
+        return (self._num_sampled[kind] + prior) / (self._num_drafted[kind] + PRIOR_WEIGHT)
 
     def add(self, kind: Kind, *, sampled: bool) -> None:
-        self._seen[kind] += 1
-        self._sampled[kind] += sampled
-        if self._seen[kind] >= REMEMBERED:
-            self._seen[kind] //= 2
-            self._sampled[kind] //= 2
+        """Count one drafted token."""
+        self._num_drafted[kind] += 1
+        self._num_sampled[kind] += sampled
+        if self._num_drafted[kind] >= DECAY_AT:
+            self._num_drafted[kind] //= 2
+            self._num_sampled[kind] //= 2
 
 
-class _Expected(NamedTuple):
+class _Prediction(NamedTuple):
     """A token that may be sampled next."""
 
     token: int
@@ -163,158 +174,178 @@ class _Expected(NamedTuple):
 
 @dataclass(slots=True)
 class _DraftedRequest:
-    """A running request: as it began, and its texts from its first token on. response: what it is sampled after, but
-    for the num_kept first tokens, which are its prompt's."""
+    """A running request. Its text is indexed when its first token arrives.
+
+    num_prompt_tokens: length of the common prefix of context and prompt. response: the context after that prefix.
+    """
 
     trajectory: TrajectoryId
     prompt: tuple[int, ...]
     response: tuple[int, ...]
-    num_kept: int
-    texts: PromptIndex | None = None
+    num_prompt_tokens: int
+    index: PromptIndex | None = None
     text: Text = field(default_factory=lambda: Text(0))
-    expected: list[_Expected] = field(default_factory=list)
+    predictions: list[_Prediction] = field(default_factory=list)
 
 
 class Drafter:
-    """Drafts for the running requests of an engine. length: most tokens of a draft; it may be changed at any time, and
-    with 0 there are none. most_running: no drafts while more requests run. ends: tokens that end a response."""
+    """Drafts tokens for the running requests of one engine.
+
+    Args:
+        max_length: Maximum length of a draft, in tokens; 0 drafts nothing. The attribute may be changed at any time.
+        max_running: No drafts while more requests run.
+        end_token_ids: Tokens that end a response.
+        max_indexed_tokens: Tokens indexed for all prompts together, about.
+    """
 
     def __init__(
-        self, length: int, most_running: int, ends: Collection[int] = (), most_tokens: int = MOST_TOKENS
+        self,
+        max_length: int,
+        max_running: int,
+        end_token_ids: Collection[int] = (),
+        max_indexed_tokens: int = MAX_INDEXED_TOKENS,
     ) -> None:
-        self.most = length
-        self._most_running = most_running
-        self._ends = frozenset(ends)
-        self._most_tokens = most_tokens
-        self._running: dict[str, _DraftedRequest] = {}
-        self._told: deque[tuple[tuple[int, ...], TrajectoryId, tuple[int, ...]]] = deque()
-        """Prompts with responses of other places, not taken in yet."""
-        self.forget_all()
+        self.max_length = max_length
+        self._max_running = max_running
+        self._end_token_ids = frozenset(end_token_ids)
+        self._max_indexed_tokens = max_indexed_tokens
+        self._requests: dict[str, _DraftedRequest] = {}
+        self._pending_responses: deque[tuple[tuple[int, ...], TrajectoryId, tuple[int, ...]]] = deque()
+        """Responses from other engines that are not indexed yet: (prompt, trajectory, tokens)."""
+        self.reset()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known of all prompts."""
-        return sum(texts.num_tokens for texts in self._prompts.values())
+        """Number of indexed tokens of all prompts."""
+        return sum(index.num_tokens for index in self._indices.values())
 
-    def forget_all(self) -> None:
-        """Forget all texts and requests, and how drafts fared."""
-        self._running.clear()
-        self._told.clear()
-        self._prompts: OrderedDict[tuple[int, ...], PromptIndex] = OrderedDict()
-        self._outcomes = DraftOutcomes()
+    def reset(self) -> None:
+        """Forget all texts, requests and acceptance rates."""
+        self._requests.clear()
+        self._pending_responses.clear()
+        self._indices: OrderedDict[tuple[int, ...], PromptIndex] = OrderedDict()
+        self._acceptance = AcceptanceRates()
 
-    def begin(self, key: str, trajectory: TrajectoryId, prompt: Sequence[int], tokens: Sequence[int]) -> None:
-        """A request begins or goes on. prompt: its trajectory's, by which texts are found. tokens: all that it is
-        sampled after; in a branch only the first of them are the prompt's. May be called by any thread."""
-        differs = (i for i, (of_prompt, token) in enumerate(zip(prompt, tokens, strict=False)) if of_prompt != token)
-        kept = next(differs, min(len(prompt), len(tokens)))
-        self._running[key] = _DraftedRequest(trajectory, tuple(prompt), tuple(tokens[kept:]), kept)
+    def begin(self, key: str, trajectory: TrajectoryId, prompt: Sequence[int], context: Sequence[int]) -> None:
+        """Add a request that begins or continues. May be called by any thread.
+
+        Args:
+            prompt: The trajectory's prompt, which selects the texts.
+            context: All tokens that the request is sampled after. In a branch only its first ones are the prompt's.
+        """
+        differs = (i for i, (of_prompt, token) in enumerate(zip(prompt, context, strict=False)) if of_prompt != token)
+        num_prompt_tokens = next(differs, min(len(prompt), len(context)))
+        response = tuple(context[num_prompt_tokens:])
+        self._requests[key] = _DraftedRequest(trajectory, tuple(prompt), response, num_prompt_tokens)
 
     def add_response(self, prompt: Sequence[int], trajectory: TrajectoryId, tokens: Sequence[int]) -> None:
-        """Take in a response to a prompt, sampled elsewhere or long ago. May be called by any thread."""
-        self._told.append((tuple(prompt), trajectory, tuple(tokens)))
+        """Add a response to a prompt that was sampled elsewhere or earlier. May be called by any thread."""
+        self._pending_responses.append((tuple(prompt), trajectory, tuple(tokens)))
 
     @property
-    def running(self) -> tuple[TrajectoryId, ...]:
-        """The trajectories that drafts are made for; none while too many run. May be called by any thread."""
-        running = tuple(request.trajectory for request in tuple(self._running.values()))
-        return running if self.most and len(running) <= self._most_running else ()
+    def drafted_trajectories(self) -> tuple[TrajectoryId, ...]:
+        """Trajectories that drafts are made for; none while too many requests run. May be called by any thread."""
+        trajectories = tuple(request.trajectory for request in tuple(self._requests.values()))
+        return trajectories if self.max_length and len(trajectories) <= self._max_running else ()
 
-    def length(self, key: str) -> int | None:
-        """Tokens known of what a request is sampled after, and of what it sampled; None if it is unknown."""
-        running = self._running.get(key)
-        if running is None:
+    def num_known_tokens(self, key: str) -> int | None:
+        """Number of tokens known of a request's context and of what it has sampled; None if the request is unknown."""
+        request = self._requests.get(key)
+        if request is None:
             return None
-        return running.num_kept + (len(running.response) if running.texts is None else len(running.text.tokens))
+        return request.num_prompt_tokens + len(request.response if request.index is None else request.text.tokens)
 
     def extend(self, key: str, tokens: Sequence[int]) -> None:
-        """Add tokens that a request has sampled. Unknown ones are ignored."""
-        running = self._running.get(key)
-        if running is None:
+        """Add tokens that a request has sampled, and count which predictions were right. Ignores unknown requests."""
+        request = self._requests.get(key)
+        if request is None:
             return
-        texts = self._texts(running)
-        for (expected, kind), token in zip(running.expected, tokens, strict=False):
-            self._outcomes.add(kind, sampled=expected == token)
-            if expected != token:
+        index = self._ensure_index(request)
+        for (predicted, kind), token in zip(request.predictions, tokens, strict=False):
+            self._acceptance.add(kind, sampled=predicted == token)
+            if predicted != token:
                 break
-        running.expected = []
-        texts.extend(running.text, tokens)
+        request.predictions = []
+        index.extend(request.text, tokens)
 
-    def draft(self, key: str, most: int) -> list[int]:
-        """At most so many tokens that a request is likely to sample next; often none."""
-        running = self._running.get(key)
-        if running is None or not self.most or len(self._running) > self._most_running:
+    def draft(self, key: str, limit: int) -> list[int]:
+        """Up to `limit` tokens that a request is likely to sample next; often none."""
+        request = self._requests.get(key)
+        if request is None or not self.max_length or len(self._requests) > self._max_running:
             return []
-        if self._told:
-            self._take_in()
-        match, places = self._texts(running).matches(running.text)
-        expected: list[_Expected] = []
+        if self._pending_responses:
+            self._index_pending()
+        match_length, matches = self._ensure_index(request).matches(request.text)
+        predictions: list[_Prediction] = []
         count, likelihood = 0, 1.0
-        while places and len(expected) < self.most:
-            votes = Counter(text.tokens[position] for text, position in places)
+        while matches and len(predictions) < self.max_length:
+            votes = Counter(text.tokens[position] for text, position in matches)
             token, agreeing = votes.most_common(1)[0]
-            kind = (min(match + len(expected), LONGEST_MATCH).bit_length(), _agreement(agreeing, len(places)))
-            expected.append(_Expected(token, kind))
-            likelihood *= self._outcomes.likelihood(kind)
-            if likelihood < LIKELY:
-                break  # the first that is not drafted is expected all the same: so its kind's outcomes are learned
+            length = min(match_length + len(predictions), LONGEST_MATCH)
+            kind = (length.bit_length(), _agreement(agreeing, len(matches)))
+            predictions.append(_Prediction(token, kind))
+            likelihood *= self._acceptance.likelihood(kind)
+            if likelihood < MIN_LIKELIHOOD:
+                break  # the first token that is not drafted is a prediction too, so that its kind's rate is learned
             count += 1
-            if token in self._ends:
+            if token in self._end_token_ids:
                 break
-            places = [
+            matches = [
                 (text, position + 1)
-                for text, position in places
+                for text, position in matches
                 if text.tokens[position] == token and position + 1 < len(text.tokens)
             ]
-        running.expected = expected
-        return [token for token, _ in expected[: max(0, min(count, most))]]
+        request.predictions = predictions
+        return [token for token, _ in predictions[: max(0, min(count, limit))]]
 
     def end(self, key: str) -> None:
-        """A request has ended or was stopped; what it has sampled stays known. Unknown ones are ignored."""
-        running = self._running.pop(key, None)
-        if running is not None and running.texts is not None:
-            running.texts.running -= 1
+        """Remove a request that has ended or was stopped; its text stays in the index. Ignores unknown requests."""
+        request = self._requests.pop(key, None)
+        if request is not None and request.index is not None:
+            request.index.num_running -= 1
 
-    def _take_in(self) -> None:
-        """Add what was told to the texts of its prompts."""
-        running = {request.trajectory for request in tuple(self._running.values())}
-        while self._told:
-            prompt, trajectory, tokens = self._told.popleft()
+    def _index_pending(self) -> None:
+        """Index the pending responses, except those of trajectories that run here."""
+        running = {request.trajectory for request in tuple(self._requests.values())}
+        while self._pending_responses:
+            prompt, trajectory, tokens = self._pending_responses.popleft()
             if trajectory not in running:
-                self._of(prompt).add_response(trajectory, tokens)
-        self._forget()
+                self._index_for(prompt).add_response(trajectory, tokens)
+        self._evict()
 
-    def _of(self, prompt: tuple[int, ...]) -> PromptIndex:
-        """The texts of a prompt, which is the one that is used last now."""
-        texts = self._prompts.get(prompt)
-        if texts is None:
-            texts = self._prompts[prompt] = PromptIndex(prompt)
-        self._prompts.move_to_end(prompt)
-        return texts
+    def _index_for(self, prompt: tuple[int, ...]) -> PromptIndex:
+        """The index of a prompt, created if it is missing, which becomes the most recently used one."""
+        index = self._indices.get(prompt)
+        if index is None:
+            index = self._indices[prompt] = PromptIndex(prompt)
+        self._indices.move_to_end(prompt)
+        return index
 
-    def _texts(self, running: _DraftedRequest) -> PromptIndex:
-        if running.texts is None:
-            running.texts = self._of(running.prompt)
-            running.text = running.texts.response(running.trajectory, running.response)
-            running.texts.running += 1
-            self._forget()
-        return running.texts
+    def _ensure_index(self, request: _DraftedRequest) -> PromptIndex:
+        """The index that holds a request's text, which is added to it if this is its first token."""
+        if request.index is None:
+            request.index = self._index_for(request.prompt)
+            request.text = request.index.response(request.trajectory, request.response)
+            request.index.num_running += 1
+            self._evict()
+        return request.index
 
-    def _forget(self) -> None:
-        """Forget the prompts that began least recently while too much is known; of one that runs, what has ended."""
-        excess = self.num_tokens - self._most_tokens
-        for prompt, texts in list(self._prompts.items()):
+    def _evict(self) -> None:
+        """Evict least recently used prompts while there are too many tokens; for a prompt with running requests, drop
+        only its ended responses."""
+        excess = self.num_tokens - self._max_indexed_tokens
+        for prompt, index in list(self._indices.items()):
             if excess <= 0:
                 return
-            if not texts.running:
-                del self._prompts[prompt]
-                excess -= texts.num_tokens
-            elif texts.has_ended_ones:
+            if not index.num_running:
+                del self._indices[prompt]
+                excess -= index.num_tokens
+            elif index.has_ended_responses:
                 fresh = PromptIndex(prompt)
-                for request in tuple(self._running.values()):  # another thread may add to them
-                    if request.texts is texts:
+                for request in tuple(self._requests.values()):  # a copy: another thread may add requests
+                    if request.index is index:
                         request.text = fresh.response(request.trajectory, request.text.tokens)
-                        request.texts = fresh
-                        fresh.running += 1
-                self._prompts[prompt] = fresh
-                excess -= texts.num_tokens - fresh.num_tokens
+                        request.index = fresh
+                        fresh.num_running += 1
+                self._indices[prompt] = fresh
+                excess -= index.num_tokens - fresh.num_tokens

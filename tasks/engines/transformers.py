@@ -88,7 +88,7 @@ class TransformersEngine(EngineThread):
 
     def set_draft_length(self, length: int) -> None:
         if self._drafter is not None:
-            self._drafter.most = min(length, self._settings.speculation.num_speculative_tokens)
+            self._drafter.max_length = min(length, self._settings.speculation.num_speculative_tokens)
 
     # -- the engine's thread -------------------------------------------------------------------------------------
 
@@ -183,8 +183,8 @@ class TransformersEngine(EngineThread):
         self._scheduler.clear()
         self._counts = DraftCounts()
         if self._drafter is not None:
-            self._drafter.forget_all()
-            self._drafter.most = self._settings.speculation.first_length
+            self._drafter.reset()
+            self._drafter.max_length = self._settings.speculation.first_length
         if self._adapters is not None:
             self._adapters.clear()
 
@@ -233,7 +233,7 @@ class TransformersEngine(EngineThread):
                 f"rollout.engine.speculation.num_speculative_tokens = {speculation.num_speculative_tokens}: the model "
                 "has layers whose states cannot take back rejected tokens; use 0"
             )
-        return Drafter(speculation.first_length, speculation.cap, self._settings.eos)
+        return Drafter(speculation.first_length, speculation.max_running, self._settings.eos)
 
     def _select_versions(self, rows: Sequence[BatchRow]) -> None:
         """Have the next pass compute each token under its row's version; a probe's under the newest."""

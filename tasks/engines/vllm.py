@@ -267,8 +267,8 @@ class VllmEngine(EngineThread):
         count = len(tokens) if running.stop is None else running.stop.add(tokens)
         # The sampled token's logprob comes first in each row.
         self._requests.extend(running, tokens[:count], output.new_logprobs.logprobs[:count, 0].tolist())
-        if drafted := self._speculation.drafted.get(output.request_id, 0):
-            running.drafted_tokens += drafted
+        if num_drafted := self._speculation.num_drafted_by_request.get(output.request_id, 0):
+            running.drafted_tokens += num_drafted
             running.accepted_tokens += count - 1
 
     # -- the other threads ---------------------------------------------------------------------------------------

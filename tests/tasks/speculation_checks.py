@@ -104,21 +104,21 @@ def drafter_of(source: str, exact: Exact) -> type[Drafter]:
     """A Drafter that always drafts. source: likely, absurd or random tokens, or those of responses."""
 
     class Forced(Drafter):
-        def draft(self, key: str, most: int) -> list[int]:
+        def draft(self, key: str, limit: int) -> list[int]:
             if source == "responses":
-                return super().draft(key, most)
-            running = self._running[key]
-            response = tuple(running.text.tokens) if running.texts else running.response
+                return super().draft(key, limit)
+            running = self._requests[key]
+            response = tuple(running.text.tokens) if running.index else running.response
             drafted: list[int] = []
             if source == "random":
-                return random.choices(range(len(exact.after([()])[0])), k=max(0, min(most, self.most)))
-            for _ in range(min(most, self.most, LENGTH - 1 - len(response))):
+                return random.choices(range(len(exact.after([()])[0])), k=max(0, min(limit, self.max_length)))
+            for _ in range(min(limit, self.max_length, LENGTH - 1 - len(response))):
                 probabilities = exact.after([(*response, *drafted)])[0]
                 drafted.append(int(probabilities.argmax() if source == "likely" else probabilities.argmin()))
             return drafted
 
     if source == "responses":
-        response_drafter.LIKELY = 0.0  # undone by the test that asked for it
+        response_drafter.MIN_LIKELIHOOD = 0.0  # undone by the test that asked for it
     return Forced
 
 

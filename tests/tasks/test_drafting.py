@@ -16,7 +16,7 @@ RESPONSE = (20, 21, 22, 23, 24, 25, 26, 27)
 
 
 def drafter(**changes: int) -> Drafter:
-    return Drafter(**({"length": 4, "most_running": 100} | changes))
+    return Drafter(**({"max_length": 4, "max_running": 100} | changes))
 
 
 def begun(one: Drafter, key: str, response: tuple[int, ...] = (), trajectory: int | None = None) -> None:
@@ -67,7 +67,7 @@ def test_the_longest_match_decides_and_among_equals_the_majority() -> None:
 
 
 def test_a_draft_has_its_length_and_ends_with_the_response() -> None:
-    one = drafter(ends=(26,), length=16)  # type: ignore[arg-type]
+    one = drafter(end_token_ids=(26,), max_length=16)  # type: ignore[arg-type]
     for key in "01234567":
         begun(one, key, RESPONSE)
     begun(one, "8", RESPONSE[:3])
@@ -103,7 +103,7 @@ def test_drafts_that_are_never_sampled_are_given_up_and_come_back_when_they_are(
 
 
 def test_nothing_is_drafted_while_too_many_run() -> None:
-    one = drafter(most_running=2)
+    one = drafter(max_running=2)
     begun(one, "0", RESPONSE)
     begun(one, "1", RESPONSE[:4])
     begun(one, "2")
@@ -117,9 +117,9 @@ def test_a_request_that_goes_on_under_another_key_continues_its_text() -> None:
     begun(one, "0", RESPONSE)
     one.end("0")
     one.begin("7", TrajectoryId(0), PROMPT, (*PROMPT, *RESPONSE))
-    assert one.length("7") == len(PROMPT) + len(RESPONSE)
+    assert one.num_known_tokens("7") == len(PROMPT) + len(RESPONSE)
     one.extend("7", (1, 2))
-    assert one.length("7") == len(PROMPT) + len(RESPONSE) + 2
+    assert one.num_known_tokens("7") == len(PROMPT) + len(RESPONSE) + 2
     assert one.num_tokens == len(PROMPT) + len(RESPONSE) + 2
     one.begin("8", TrajectoryId(0), PROMPT, (*PROMPT, 77))  # its episode began again
     assert one.draft("8", 4) == []
@@ -133,9 +133,9 @@ def test_a_branch_is_drafted_from_the_responses_to_its_prompt(kept: int) -> None
     context = (*PROMPT[:kept], 90, 91, *RESPONSE[:3])  # its past is not what its trajectory sampled
     one.begin("1", TrajectoryId(1), PROMPT, context)
     assert one.draft("1", 4)[:1] == [RESPONSE[3]]
-    assert one.length("1") == len(context)
+    assert one.num_known_tokens("1") == len(context)
     one.extend("1", RESPONSE[3:5])
-    assert one.length("1") == len(context) + 2
+    assert one.num_known_tokens("1") == len(context) + 2
     one.end("1")
     begun(one, "2", (90, 91))
     assert one.draft("2", 4)[:1] == [RESPONSE[0]]
@@ -162,31 +162,31 @@ def test_what_runs_here_is_not_learned_from_elsewhere() -> None:
     begun(one, "0", RESPONSE[:3])
     one.add_response(PROMPT, TrajectoryId(0), RESPONSE)
     assert one.draft("0", 4) == []
-    assert one.length("0") == len(PROMPT) + 3
+    assert one.num_known_tokens("0") == len(PROMPT) + 3
 
 
 def test_what_is_learned_is_bounded_and_forgotten() -> None:
-    one = drafter(most_tokens=100)
+    one = drafter(max_indexed_tokens=100)
     begun(one, "0", RESPONSE[:3])
     for i in range(1, 100):
         one.add_response(PROMPT, TrajectoryId(i), [i * 20 + at for at in range(15)])
         one.draft("0", 4)
         assert one.num_tokens <= 100
-    assert one.length("0") == len(PROMPT) + 3
+    assert one.num_known_tokens("0") == len(PROMPT) + 3
     one.add_response(PROMPT, TrajectoryId(200), RESPONSE)
-    one.forget_all()
+    one.reset()
     begun(one, "1", RESPONSE[:3])
     assert one.draft("1", 4) == []
 
 
 def test_drafts_are_wanted_for_what_runs_unless_too_many_do() -> None:
-    one = drafter(most_running=2)
-    assert one.running == ()
+    one = drafter(max_running=2)
+    assert one.drafted_trajectories == ()
     begun(one, "0")
     begun(one, "1")
-    assert one.running == (0, 1)
+    assert one.drafted_trajectories == (0, 1)
     begun(one, "2")
-    assert one.running == ()
+    assert one.drafted_trajectories == ()
 
 
 def test_unknown_requests_have_no_drafts() -> None:
@@ -194,12 +194,12 @@ def test_unknown_requests_have_no_drafts() -> None:
     one.extend("0", (1,))
     one.end("0")
     assert one.draft("0", 4) == []
-    assert one.length("0") is None
+    assert one.num_known_tokens("0") is None
 
 
 @pytest.mark.parametrize("prompts", [1, 50])
 def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
-    one, rng = drafter(most_tokens=2000), random.Random(1)
+    one, rng = drafter(max_indexed_tokens=2000), random.Random(1)
     begun(one, "0", RESPONSE)
     for i in range(1, 500):
         prompt = (*PROMPT, i % prompts)
@@ -214,7 +214,7 @@ def test_what_is_known_is_bounded_and_what_runs_is_kept(prompts: int) -> None:
 
 def test_a_request_may_begin_in_another_thread_while_something_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of what runs within the loop over it would end the thread that decodes, and the engine with it."""
-    one, response = drafter(most_tokens=60), PromptIndex.response
+    one, response = drafter(max_indexed_tokens=60), PromptIndex.response
 
     def begins_one_meanwhile(texts: PromptIndex, trajectory: TrajectoryId, tokens: Sequence[int]) -> Text:
         one.begin(f"9{trajectory}", TrajectoryId(900 + trajectory), PROMPT, PROMPT)
@@ -240,8 +240,8 @@ def test_drafts_are_the_same_whatever_is_forgotten_elsewhere() -> None:
     for i in range(30, 130):
         end = tuple(rng.randrange(6) for _ in range(5))
         begun(one, str(i), end)
-        match, places = one._running[str(i)].texts.matches(one._running[str(i)].text)  # type: ignore[union-attr]
-        own = [PROMPT, *texts, *(one._running[str(j)].text.tokens.tolist() for j in range(30, i)), end]
+        match, places = one._requests[str(i)].index.matches(one._requests[str(i)].text)  # type: ignore[union-attr]
+        own = [PROMPT, *texts, *(one._requests[str(j)].text.tokens.tolist() for j in range(30, i)), end]
         best = max((shared(end, text[:at]) for text in map(tuple, own) for at in range(2, len(text))), default=0)
         assert match == best if places else match == 0
         assert all(shared(end, tuple(text.tokens[:at])) == match for text, at in places)

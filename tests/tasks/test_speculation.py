@@ -60,7 +60,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Exact], None]:
     """Have engines made from now on draft always, from this source."""
 
     def force(source: str, exact: Exact) -> None:
-        monkeypatch.setattr(response_drafter, "LIKELY", response_drafter.LIKELY)
+        monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", response_drafter.MIN_LIKELIHOOD)
         monkeypatch.setattr(transformers, "Drafter", drafter_of(source, exact))
 
     return force
@@ -167,6 +167,6 @@ class TestSpeculatingTransformersEngine(test_engine_transformers.TestTransformer
 
     @pytest.fixture
     def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TransformersEngine]:
-        monkeypatch.setattr(response_drafter, "LIKELY", 0.0)
+        monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", 0.0)
         with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as one:
             yield one

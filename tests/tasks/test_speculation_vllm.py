@@ -53,7 +53,7 @@ def speculating(
 
 def check_source(model: Path, source: str, monkeypatch: pytest.MonkeyPatch, responses: int) -> None:
     exact = Exact(model, 0.8)
-    monkeypatch.setattr(response_drafter, "LIKELY", response_drafter.LIKELY)
+    monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", response_drafter.MIN_LIKELIHOOD)
     monkeypatch.setattr(vllm_drafting, "Drafter", drafter_of(source, exact))
     with speculating(model, temperature=0.8) as engine:
         load = check_distribution(engine, exact, responses)
@@ -84,7 +84,7 @@ def test_greedy_responses_are_the_same_token_by_token(model: Path, monkeypatch: 
     with speculating(model, length=0) as engine:
         expected = greedy_responses(engine)
     assert len({tuple(tokens) for tokens in expected}) > 1
-    monkeypatch.setattr(response_drafter, "LIKELY", 0.0)
+    monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", 0.0)
     with speculating(model) as engine:
         assert greedy_responses(engine) == expected
         load = engine.load_statistics()
@@ -102,7 +102,7 @@ class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
 
     @pytest.fixture
     def engine(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmEngine]:
-        monkeypatch.setattr(response_drafter, "LIKELY", 0.0)
+        monkeypatch.setattr(response_drafter, "MIN_LIKELIHOOD", 0.0)
         with speculating(tiny_model, eos=(1,), max_running=32, kv_tokens=4096) as one:
             yield one
 
@@ -110,8 +110,8 @@ class TestSpeculatingVllmEngine(test_engine_vllm.TestVllmEngine):
 @pytest.mark.parametrize("source", ["ngram", "suffix"])
 def test_vllms_own_drafts_do_not_change_it_either(model: Path, source: str) -> None:
     """The last test: once numba is loaded, vLLM 0.32 makes no further engine in a process (its dispatcher stumbles)."""
-    if importlib.util.find_spec(vllm_drafting.NEEDED[source][0]) is None:
-        pytest.skip(f"{vllm_drafting.NEEDED[source][1]} is not installed")
+    if importlib.util.find_spec(vllm_drafting.REQUIRED_PACKAGES[source][0]) is None:
+        pytest.skip(f"{vllm_drafting.REQUIRED_PACKAGES[source][1]} is not installed")
     if "numba" in sys.modules:
         pytest.skip("numba is loaded in this process; run this test alone")
     with speculating(model, length=0) as engine:
