@@ -23,11 +23,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from cattrs import Converter, ForbiddenExtraKeysError, transform_error
-from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
 T = TypeVar("T")
 Plain = Any
@@ -38,9 +38,12 @@ SMALL = 2**64
 
 
 class Codec:
-    """Encodes values as plain ones and decodes them. tagged: classes whose values carry their class's name."""
+    """Encodes values as plain ones and decodes them. tagged: classes whose values carry their class's name. sparse:
+    fields of other classes that are omitted while they have their default."""
 
-    def __init__(self, tagged: tuple[type, ...] = ()) -> None:
+    def __init__(
+        self, tagged: tuple[type, ...] = (), sparse: Mapping[type, tuple[str, ...]] = MappingProxyType({})
+    ) -> None:
         self._converter = converter = Converter()
         for plain in (int, float, str, bool):
             converter.register_structure_hook(plain, _exact(plain))
@@ -56,6 +59,9 @@ class Codec:
         # Factories run on demand, so the hooks of a class's fields are made before the hook of the class.
         converter.register_unstructure_hook_factory(lambda kind: kind in tagged, self._with_tag)
         converter.register_structure_hook_factory(lambda kind: kind in tagged, lambda kind: self._by_tag((kind,)))
+        converter.register_unstructure_hook_factory(
+            lambda kind: kind in sparse, lambda kind: self._without(kind, sparse[kind])
+        )
 
     def encode(self, value: Any) -> Plain:
         """Convert a dataclass to plain values."""
@@ -78,6 +84,12 @@ class Codec:
             return read(value, kind)
 
         return structure
+
+    def _without(self, kind: type[Any], names: tuple[str, ...]) -> Callable[[Any], dict[str, Any]]:
+        """Encoder of a class that omits these fields while they have their default."""
+        omitted: Any = {name: override(omit_if_default=True) for name in names}
+        encode: Callable[[Any], dict[str, Any]] = make_dict_unstructure_fn(kind, self._converter, **omitted)
+        return encode
 
     def _with_tag(self, kind: type[Any]) -> Callable[[Any], dict[str, Any]]:
         fields = make_dict_unstructure_fn(kind, self._converter, _cattrs_omit_if_default=True)

@@ -162,6 +162,10 @@ class Trajectory:
     timings: Timings = Timings()
     dataset_row: int = -1
     """The row of the data set, or the index of the generated task, that the prompt came from; -1 if unknown."""
+    source: int = 0
+    """Number of its task source."""
+    task: int = -1
+    """Number of its task in that source; -1: the group's own number."""
 
     @property
     def segments(self) -> tuple[Segment, ...]:

@@ -48,19 +48,21 @@ def run_header(config: RunConfig) -> RunHeader:
         held_out=config.held_out,
         url=config.store_url,
         job=knob_tree.to_toml(config) if config.store else "",
+        sources=tuple(config.task.sources),
     )
 
 
-def source_settings(config: RunConfig) -> SourceSettings:
-    """Settings of the source of prompts and of evaluation prompts."""
+def source_settings(config: RunConfig, task: TaskConfig | None = None) -> SourceSettings:
+    """Settings of a source of prompts and of evaluation prompts. task: the source; by default the job's, of several
+    the first."""
     from staleflow.tasks.settings.endpoint_settings import EndpointSettings
     from staleflow.tasks.sources.task_sources import SourceSettings
 
-    task = config.task
+    task = task or next(iter(config.task.named.values()))
     if not config.has_texts:
         return SourceSettings(task=TaskConfig(source="emulated"), seed=config.seed)
     return SourceSettings(
-        task=task,
+        task=TaskConfig(**{f.name: getattr(task, f.name) for f in dataclasses.fields(TaskConfig)}),
         seed=config.seed,
         tokenizer=config.model.path,
         limits=config.environment,
@@ -124,12 +126,16 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
-    from staleflow.tasks.sources.reward_process import ScoringSettings
+    from staleflow.tasks.sources.reward_process import ScoringSettings, SourceReward
 
     return ScoringSettings(
         source=source_settings(config),
         reward=config.reward,
         sets=tuple(evaluation_set for evaluation_set in evaluation_sets(config) if not evaluation_set.main),
+        sources=tuple(
+            SourceReward(name=name, source=source_settings(config, task), function=task.reward)
+            for name, task in config.task.sources.items()
+        ),
     )
 
 
@@ -137,17 +143,19 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     """What this job evaluates the model on."""
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 
+    own = {name or HELD_OUT: number for number, name in enumerate(config.task.named)}
     return tuple(
         EvaluationSet(
             name=name,
             config=dataclasses.replace(
                 settings,
-                source=settings.source if name != HELD_OUT and config.has_texts else "",
+                source=settings.source if name not in own and config.has_texts else "",
                 max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
             ),
-            columns=config.task.columns,
+            columns=next(iter(config.task.named.values())).columns,
             seed=config.seed,
-            main=name == HELD_OUT,
+            main=name in own,
+            task_source=own.get(name, 0),
         )
         for name, settings in config.evaluation_sets.items()
     )
@@ -156,7 +164,7 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
 def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int, longest: int | None) -> PromptSettings:
     """Settings of the prompt stream. context: tokens the model can attend to; unlimited for prompts already stored.
     held_out, longest: as in the store's RunHeader."""
-    from staleflow.tasks.sources.prompts import PromptSettings
+    from staleflow.tasks.sources.prompts import NamedSource, PromptSettings
 
     source, system = source_settings(config), config.task.system
     if "{tools}" in system and config.environment.tools:
@@ -175,12 +183,22 @@ def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int, l
         sets=evaluation_sets(config),
         workload=None if config.has_texts else make_workload(config),
         drawn_responses=config.emulated and config.has_texts,
+        sources=tuple(
+            NamedSource(
+                name=name,
+                settings=source_settings(config, task),
+                held_out=task.eval_prompts,
+                max_new_tokens=task.max_new_tokens or config.rollout.max_new_tokens,
+            )
+            for name, task in config.task.sources.items()
+            if config.has_texts
+        ),
     )
 
 
 def longest_prompt(config: RunConfig, context: int) -> int | None:
     """Tokens beyond which this job replaces prompts; None if it does not. context: of the model, tokens."""
-    if not config.has_texts or not config.task.skip_long:
+    if not config.has_texts or not any(task.skip_long for task in config.task.named.values()):
         return None
     return min(context, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
 

@@ -12,6 +12,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.s3_url import HOW, parsed
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.knobs import shown
+from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.training.loss import Sft, UserLoss
 
 MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
@@ -34,6 +35,7 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
     """The rules that a job breaks, a line each: what is wrong and the remedy."""
     if not config.model.path and config.has_texts:
         yield "model.path is missing; name a folder or a hub model"
+    yield from _check_sources(config)
     yield from _check_texts(config)
     if not config.name or "/" in config.name or config.name.startswith("."):
         yield f"name = {config.name!r} must be a plain folder name"
@@ -121,11 +123,38 @@ def _check_sizes(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _check_sources(config: RunConfig) -> Iterator[str]:
+    """Check that several sources are stated as such, and fit the rest of the job."""
+    sources = config.task.sources
+    if not sources:
+        return
+    if beside := config.task.beside_sources:
+        yield f"task.{beside[0]} is set beside several sources; set task.sources.NAME.{beside[0]} of each instead"
+    for name, task in sources.items():
+        key = f"task.sources.{name}"
+        if task.max_new_tokens > config.rollout.max_new_tokens:
+            yield (
+                f"{key}.max_new_tokens = {task.max_new_tokens} is more than rollout.max_new_tokens = "
+                f"{config.rollout.max_new_tokens}, which the engines have room for; lower it"
+            )
+        if name in (HELD_OUT, *config.evaluation.sets):
+            yield f"{key}: an evaluation set has this name; rename one"
+    if config.acts:
+        yield (
+            "task.sources: environments of many turns and environment.tools are not supported with several sources; "
+            "use one [task]"
+        )
+    if config.training.sft.steps:
+        yield "training.sft.steps is not supported with several task sources; set it to 0, or use one [task]"
+    for name, evaluation_set in config.evaluation.sets.items():
+        if not evaluation_set.source:
+            yield f"evaluation.sets.{name} needs a source: of several task sources it cannot take the job's own"
+
+
 def _check_texts(config: RunConfig) -> Iterator[str]:
-    """Check that the template can be filled, and that the pattern finds an answer."""
-    template, pattern = config.task.template, config.task.answer_pattern
-    if "{prompt}" not in template:
-        yield f"task.template must contain {{prompt}}, it is {shown(template)}"
+    """Check that templates can be filled, and that patterns find an answer."""
+    for name, task in config.task.named.items():
+        yield from _check_template(task, f"task.sources.{name}" if name else "task")
     if "{observation}" not in config.environment.template:
         yield (f"environment.template must contain {{observation}}, it is {shown(config.environment.template)}")
     if config.environment.tools and config.environment.tool_timeout_s >= config.environment.step_timeout_s:
@@ -133,6 +162,13 @@ def _check_texts(config: RunConfig) -> Iterator[str]:
             f"environment.tool_timeout_s = {config.environment.tool_timeout_s:g} must be less than "
             f"environment.step_timeout_s = {config.environment.step_timeout_s:g}, which ends the episode"
         )
+
+
+def _check_template(task: TaskConfig, key: str) -> Iterator[str]:
+    """Check one source's template and pattern. key: its table."""
+    template, pattern = task.template, task.answer_pattern
+    if "{prompt}" not in template:
+        yield f"{key}.template must contain {{prompt}}, it is {shown(template)}"
     doubled = "{prompt}".join(part.replace("{", "{{").replace("}", "}}") for part in template.split("{prompt}"))
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
@@ -140,16 +176,16 @@ def _check_texts(config: RunConfig) -> Iterator[str]:
         names = ["{"]
     if set(names) != {"prompt"}:
         yield (
-            f"task.template: only {{prompt}} is replaced; write any other brace twice: "
+            f"{key}.template: only {{prompt}} is replaced; write any other brace twice: "
             f"{doubled if len(doubled) <= SHOWN_TEMPLATE else shown(doubled)}"
         )
     try:
         groups = re.compile(pattern).groups
     except (re.error, RecursionError, OverflowError) as error:
-        yield f"task.answer_pattern = {shown(pattern)} does not compile: {error}"
+        yield f"{key}.answer_pattern = {shown(pattern)} does not compile: {error}"
         return
     if pattern and not groups:
-        yield f"task.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )"
+        yield f"{key}.answer_pattern = {shown(pattern)} has no group; put the answer's part in ( )"
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[str]:

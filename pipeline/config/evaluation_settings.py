@@ -40,11 +40,13 @@ class EvaluationConfig:
         )
 
 
-def held_out_set(num_prompts: int, source: str, options: dict[str, Any]) -> dict[str, EvaluationSetConfig]:
+def held_out_set(
+    num_prompts: int, source: str, options: dict[str, Any], name: str = HELD_OUT
+) -> dict[str, EvaluationSetConfig]:
     """The set of task.eval_prompts, by its name; empty if there are none."""
     if not num_prompts:
         return {}
-    return {HELD_OUT: EvaluationSetConfig(source=source, options=options, prompts=num_prompts)}
+    return {name: EvaluationSetConfig(source=source, options=options, prompts=num_prompts)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

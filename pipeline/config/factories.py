@@ -9,12 +9,14 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
 from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.mixture import MixedSource, Mixture
 from staleflow.pipeline.coordination.strategy_set import StrategySet
 from staleflow.pipeline.strategies.admission import ADMISSION, LateWork
 from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS
 from staleflow.pipeline.strategies.migration import MIGRATION
 from staleflow.pipeline.strategies.routing import ROUTING
+from staleflow.pipeline.strategies.samplers import SAMPLERS, InOrder
 from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.tasks.emulation.batch_simulator import DraftSettings
@@ -95,8 +97,24 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         environments=config.acts,
         evaluation_share=config.evaluation.max_slot_share,
         affinity=CacheAffinity(costs) if config.acts and rollout.cache_affinity else None,
+        mixture=_mixture(config),
         adapters=config.served_versions > 0,
     )
+
+
+def _mixture(config: RunConfig) -> Mixture | None:
+    """The job's task sources; None if it has one, whose tasks are drawn in order."""
+    task = config.task
+    if task.sources:
+        sources = [
+            MixedSource(name=name, ratio=source.ratio, sampler=SAMPLERS.make(source.sampler))
+            for name, source in task.sources.items()
+        ]
+    elif isinstance(task.sampler, InOrder):
+        return None
+    else:
+        sources = [MixedSource(name="task", ratio=1.0, sampler=SAMPLERS.make(task.sampler))]
+    return Mixture(sources, config.seed)
 
 
 def ledger_eta(config: RunConfig) -> int:

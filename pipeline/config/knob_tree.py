@@ -12,8 +12,8 @@ from datetime import date, time
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.settings.knobs import PARAMETER, Knob, default_of, spec_of, values
-from staleflow.tasks.settings.registry import Choice, UserCode
+from staleflow.tasks.settings.knobs import PARAMETER, Knob, default_of, keys_of, spec_of, values
+from staleflow.tasks.settings.registry import Choice, RegistryEntry, UserCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,11 @@ def toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # which JSON does not escape
-    if dataclasses.is_dataclass(value):
+    if isinstance(value, UserCode):
+        value = {"name": value.name, **value.knobs}
+    elif isinstance(value, RegistryEntry):
+        value = {"name": value.name, **{name: getattr(value, name) for name in keys_of(type(value))}}
+    elif dataclasses.is_dataclass(value):
         value = values(value)  # an entry of a table of named tables
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }" if value else "{}"

@@ -13,6 +13,7 @@ from staleflow.pipeline.config.cross_checks import check_across
 from staleflow.pipeline.config.job_conversion import RENAMED
 from staleflow.pipeline.config.knob_tree import apply_override, merged
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.config.task_tables import with_named_tasks
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.settings.knobs import build
 
@@ -26,7 +27,8 @@ def read_tree(path: str | Path) -> dict[str, Any]:
     """A job file as nested plain values, unchecked. Raises ConfigError if it is not valid TOML."""
     path = Path(path)
     try:
-        return tomllib.loads(path.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
+        # Some editors begin a file with a byte order mark.
+        return with_named_tasks(tomllib.loads(path.read_text("utf-8-sig")), str(path))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such job file; `staleflow init FOLDER` writes a first one") from None
     except IsADirectoryError:
@@ -37,6 +39,8 @@ def read_tree(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except RecursionError:
         raise ConfigError(f"{path}: not valid TOML: nested too deep") from None
+    except ConfigError:
+        raise
     except ValueError as error:  # TOMLDecodeError, or a number of too many digits
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
 
@@ -59,7 +63,7 @@ def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
         *tables, name = old.split(".")
         if name in reduce(_table, tables, tree):
             raise ConfigError(f"{where}: unknown key {old}; did you mean {new}?")
-    config = build(RunConfig, _with_profile(tree, where), where)
+    config = build(RunConfig, _with_profile(with_named_tasks(tree, where), where), where)
     check_across(config, where)
     return config
 

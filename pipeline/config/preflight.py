@@ -78,8 +78,6 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     if not config.has_texts:
         user_files.check(config)
         return []
-    from staleflow.tasks.sources.examples import Examples
-
     unchecked: list[str] = []
     for key, kind, path in user_files.data_files(config):
         if here and (not path.exists() or (kind == "jsonl" and path.is_dir())):
@@ -90,6 +88,18 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
     user_files.check(config)
     if not here and _elsewhere(config, unchecked):
         return unchecked
+    for name, job in config.by_source.items():
+        try:
+            _try_source(job, folder, unchecked)
+        except ConfigError as error:
+            raise ConfigError(f"task {name!r}: {error}" if name else str(error)) from error
+    return unchecked
+
+
+def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str]) -> None:
+    """Draw the first prompts of a job's one source, and try its reward or environment. Raises ConfigError."""
+    from staleflow.tasks.sources.examples import Examples
+
     task, prompts = _first_prompt(config, folder, unchecked)
     examples = actor_settings.example_settings(config, config.held_out)
     if examples is not None and prompts is not None:
@@ -99,7 +109,6 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         _try_reward(config, task)
     if environments is not None:
         _try_environment(environments, prompts)
-    return unchecked
 
 
 def refuse_simulated(config: RunConfig) -> None:
@@ -229,7 +238,7 @@ def _model(config: RunConfig, unchecked: list[str], *, here: bool) -> Path | Non
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens} leaves no room for a prompt: the model's "
             f"context is {shown_context(read_architecture(folder, subject))}"
         )
-    if config.task.chat and chat_template(folder) == "":
+    if any(task.chat for task in config.task.named.values()) and chat_template(folder) == "":
         raise ConfigError(
             f"task.chat = true: the tokenizer in {folder} has no chat template; add chat_template.jinja there, or set "
             "task.chat = false and write the turns into task.template"

@@ -7,13 +7,14 @@ is an object with the knobs of its own class.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
 from staleflow.pipeline.config.emulation import SimulationConfig
-from staleflow.pipeline.config.evaluation_settings import EvaluationConfig, held_out_set
+from staleflow.pipeline.config.evaluation_settings import HELD_OUT, EvaluationConfig, held_out_set
 from staleflow.pipeline.config.knob_tree import Explained, explained
+from staleflow.pipeline.config.task_tables import MixedTaskConfig, SampledTaskConfig, TaskTableConfig
 from staleflow.pipeline.strategies.admission import ADMISSION, Admission
 from staleflow.pipeline.strategies.filtering import FILTERING, STRAGGLERS, Filtering, StragglerRule
 from staleflow.pipeline.strategies.migration import MIGRATION, Migration
@@ -28,7 +29,7 @@ from staleflow.tasks.settings.endpoint_settings import EndpointConfig
 from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import choice
 from staleflow.tasks.settings.source_kinds import is_environment, kind_of
-from staleflow.tasks.settings.task_config import EvaluationSetConfig, RewardConfig, TaskConfig
+from staleflow.tasks.settings.task_config import EvaluationSetConfig, RewardConfig
 from staleflow.tasks.training.trainer_settings import TrainingConfig
 
 
@@ -222,7 +223,7 @@ class RunConfig:
         "file written by `staleflow profile`; replaces rollout.cost, and parts of simulation if made from a run",
     )
     model: ModelConfig = ModelConfig()
-    task: TaskConfig = TaskConfig()
+    task: TaskTableConfig = TaskTableConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     endpoint: EndpointConfig = EndpointConfig()
@@ -240,7 +241,8 @@ class RunConfig:
     def __repr__(self) -> str:
         """One line: all settings are thousands of characters, which `staleflow config explain` prints."""
         model = "no model" if self.emulated else self.model.path
-        return f"<Job {self.name}: {self.steps} steps, eta {self.staleness.eta}, {model}, {self.task.source}>"
+        sources = ", ".join(task.source for task in self.task.named.values())
+        return f"<Job {self.name}: {self.steps} steps, eta {self.staleness.eta}, {model}, {sources}>"
 
     @property
     def run_dir(self) -> Path:
@@ -272,6 +274,21 @@ class RunConfig:
         return not self.emulated or self.workload.prompts == "task"
 
     @property
+    def by_source(self) -> dict[str, RunConfig]:
+        """The job for each of its task sources alone, by the source's name; of one source itself, under no name."""
+        if not self.task.sources:
+            return {"": self}
+        return {name: self._with_source(task) for name, task in self.task.sources.items()}
+
+    def _with_source(self, task: MixedTaskConfig) -> RunConfig:
+        return replace(
+            self,
+            task=TaskTableConfig(**{f.name: getattr(task, f.name) for f in fields(SampledTaskConfig)}),
+            reward=replace(self.reward, function=task.reward, parts={}) if task.reward else self.reward,
+            rollout=replace(self.rollout, max_new_tokens=task.max_new_tokens or self.rollout.max_new_tokens),
+        )
+
+    @property
     def acts(self) -> bool:
         """Whether an environment answers each turn of the model. With task.multi_turn = auto a user's file that
         task.source names is loaded to know it; one that cannot be loaded here has none."""
@@ -279,19 +296,17 @@ class RunConfig:
             return self.task.multi_turn == "yes"
         if self.environment.tools:
             return True
-        if (kind := kind_of(self.task.source)) is not None:
-            return kind.has_turns
-        try:
-            return is_environment(self.task.source, "task.source")
-        except ConfigError:
-            return False
+        return any(_has_turns(task.source) for task in self.task.named.values())
 
     @property
     def evaluation_sets(self) -> dict[str, EvaluationSetConfig]:
-        """The sets that the model is evaluated on, by name. An emulated run, which has no policy to judge, is evaluated
-        only if [evaluation] says so."""
-        task, evaluates = self.task, not self.emulated or self.evaluation.every > 0
-        own = held_out_set(task.eval_prompts if evaluates else 0, task.eval_source, task.eval_options)
+        """The sets that the model is evaluated on, by name: that of each of several sources has the source's. An
+        emulated run, which has no policy to judge, is evaluated only if [evaluation] says so."""
+        evaluates = not self.emulated or self.evaluation.every > 0
+        own: dict[str, EvaluationSetConfig] = {}
+        for name, task in self.task.named.items():
+            prompts = task.eval_prompts if evaluates else 0
+            own |= held_out_set(prompts, task.eval_source, task.eval_options, name or HELD_OUT)
         return own | self.evaluation.sets
 
     @property
@@ -339,6 +354,16 @@ class RunConfig:
     def concurrency(self) -> int:
         """Most trajectories that all instances together decode at once."""
         return self.rollout.instances * self.rollout.engine.max_running
+
+
+def _has_turns(source: str) -> bool:
+    """Whether an environment of many turns is behind a source; a user's file is loaded to know it."""
+    if (kind := kind_of(source)) is not None:
+        return kind.has_turns
+    try:
+        return is_environment(source, "task.source")
+    except ConfigError:
+        return False
 
 
 DERIVED = (

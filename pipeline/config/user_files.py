@@ -24,6 +24,7 @@ from staleflow.tasks.training.loss import LOSSES
 CODE = (
     "task.source",
     "task.eval_source",
+    "task.sampler.name",
     "reward.function",
     "tracking.tracker",
     "rollout.routing.name",
@@ -32,7 +33,9 @@ CODE = (
     "training.sft.source",
 )
 """Keys of a job that may name user code by file."""
-RULES = ("rollout.routing.name", "training.advantage.name", "training.loss.name")
+OF_SOURCE = ("source", "eval_source", "reward", "sampler.name")
+"""Keys of one of several task sources that may name user code by file."""
+RULES = ("task.sampler.name", "rollout.routing.name", "training.advantage.name", "training.loss.name")
 """Keys whose code a run copies into its folder: replays and resumes use the code it started with."""
 MODELS = ("model.path", "training.kl.reference")
 """Keys that may name a model's folder."""
@@ -40,16 +43,19 @@ SOURCES = ("task.source", "task.eval_source", "training.sft.source")
 """Keys that may name a data set."""
 
 
-def code_keys(reward_parts: Iterable[str], num_tools: int, sets: Iterable[str]) -> tuple[str, ...]:
-    """Keys of a job with these parts of its reward, so many tools and these evaluation sets, that may name user code by
-    file."""
+def code_keys(
+    reward_parts: Iterable[str], num_tools: int, sets: Iterable[str], sources: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """Keys of a job with these parts of its reward, so many tools, these evaluation sets and these task sources, that
+    may name user code by file."""
+    of_sources = (f"task.sources.{name}.{key}" for name in sources for key in OF_SOURCE)
     parts = (f"reward.parts.{name}.function" for name in reward_parts)
     of_sets = (f"evaluation.sets.{name}.{key}" for name in sets for key in ("source", "reward"))
-    return (*CODE, *parts, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *of_sets)
+    return (*CODE, *parts, *(f"{TOOLS_KEY}.{i}" for i in range(num_tools)), *of_sets, *of_sources)
 
 
 def _code_keys(config: RunConfig) -> tuple[str, ...]:
-    return code_keys(config.reward.parts, len(config.environment.tools), config.evaluation.sets)
+    return code_keys(config.reward.parts, len(config.environment.tools), config.evaluation.sets, config.task.sources)
 
 
 def scoring_keys(config: RunConfig) -> tuple[str, ...]:
@@ -60,13 +66,17 @@ def scoring_keys(config: RunConfig) -> tuple[str, ...]:
 def kept_keys(config: RunConfig) -> tuple[str, ...]:
     """Those whose code a run copies into its folder: rules, and what was given as a Python object."""
     return tuple(
-        key for key in _code_keys(config) if key in RULES or session_files.is_temporary(Path(_named(config, key)[0]))
+        key
+        for key in _code_keys(config)
+        if key in RULES or key.endswith(".sampler.name") or session_files.is_temporary(Path(_named(config, key)[0]))
     )
 
 
 def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
     """(key, kind, path) of each data set of the job that is a file or folder."""
-    for key in (*SOURCES, *(f"evaluation.sets.{name}.source" for name in config.evaluation.sets)):
+    of_sets = (f"evaluation.sets.{name}.source" for name in config.evaluation.sets)
+    of_tasks = (f"task.sources.{name}.{key}" for name in config.task.sources for key in ("source", "eval_source"))
+    for key in (*SOURCES, *of_sets, *of_tasks):
         kind, path = data_file(_get(config, key))
         if path is not None:
             yield key, kind, path
@@ -99,7 +109,8 @@ def settled(config: RunConfig) -> RunConfig:
     if config.task.multi_turn != "auto" or not config.has_texts:
         return config
     try:
-        plays = bool(config.environment.tools) or is_environment(config.task.source, "task.source")
+        sources = (task.source for task in config.task.named.values())
+        plays = bool(config.environment.tools) or any(is_environment(source, "task.source") for source in sources)
     except ConfigError:
         return config
     return _set(config, "task.multi_turn", "yes" if plays else "no")

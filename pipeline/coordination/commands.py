@@ -14,6 +14,8 @@ class FetchPrompts:
 
     num_groups: int
     cause: str
+    draws: tuple[tuple[int, int], ...] = ()
+    """(source, task) of each group; empty: of a run's one source the next tasks in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,8 @@ class Coordinator(CoordinatorInspection):
         *,
         validate_each: bool = False,
     ) -> None:
-        super().__init__(CoordinatorState(ledger, side_by_side=strategies.adapters), forecast, DecisionLog())
+        state = CoordinatorState(ledger, strategies.mixture, side_by_side=strategies.adapters)
+        super().__init__(state, forecast, DecisionLog())
         self._drafts = drafts
         self._strategies = strategies
         self._validate_each = validate_each
@@ -157,6 +158,8 @@ class Coordinator(CoordinatorInspection):
     def _on_run_resumed(self, event: RunResumed) -> None:
         parted = ((key.partition(":"), count) for key, count in event.num_ended)
         self._state.resume(event.step, {(Fate(fate), AbortReason(why)): n for (fate, _, why), n in parted})
+        if self._state.mixture is not None:
+            self._state.mixture.restore(event.sources, event.num_groups, event.groups)
         for group in event.groups:
             complete = self._state.restore_group(
                 group, Phase.IN_ENVIRONMENT if self._strategies.environments else Phase.SCORING
@@ -275,6 +278,8 @@ class Coordinator(CoordinatorInspection):
         """Have a complete group wait for the trainer, unless it is not worth training on."""
         members = self.ledger.entries[group].completed
         rewards = [r for m in members if (r := self._state.live[m].reward) is not None]
+        if self._state.mixture is not None:
+            self._state.mixture.score(group, rewards)
         verdict = self._strategies.filtering.verdict(rewards)
         if verdict is not None:
             self._discard(self._state.filter(group, verdict))
@@ -354,8 +359,8 @@ class Coordinator(CoordinatorInspection):
         room = self._strategies.admission.room(self.ledger)
         wanted = room - len(self._state.unreserved_groups) - self._state.groups_requested
         if wanted > 0 and len(self._state.fleet):
-            self._state.draw(wanted)
-            self._commands.append(FetchPrompts(num_groups=wanted, cause=self._history.cause))
+            draws = self._state.draw(wanted)
+            self._commands.append(FetchPrompts(num_groups=wanted, draws=draws, cause=self._history.cause))
 
     def _route(self) -> None:
         """Serve the queue level by level, oldest promises first. A level stops at its first trajectory that finds no

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.trajectories.records import SourceState
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 
 
@@ -18,6 +19,10 @@ class RunResumed:
     """Trajectories of the run so far, by "fate:reason"."""
     groups: tuple[GroupInFlight, ...] = ()
     """In this order they fit: `plan_resume` has seen to it."""
+    num_groups: int = 0
+    """Groups drawn by the time of `sources`."""
+    sources: tuple[SourceState, ...] = ()
+    """Of a mixture: the sources' states at the stored run's last commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,10 @@ class NewGroup:
 
     group: GroupId
     prompt_tokens: int
+    source: int = 0
+    """Number of its task source."""
+    task: int = -1
+    """Number of its task in that source; -1: the group's own number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

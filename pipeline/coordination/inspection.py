@@ -5,6 +5,7 @@ from __future__ import annotations
 from staleflow.pipeline.coordination import invariants
 from staleflow.pipeline.coordination.decision_log import DecisionLog
 from staleflow.pipeline.coordination.forecast import LengthForecast
+from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.snapshot import Snapshot, take_snapshot, waiting_for
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
@@ -23,6 +24,11 @@ class CoordinatorInspection:
     def finished(self) -> bool:
         """All planned steps are trained and published, and no evaluation is under way."""
         return self.ledger.version >= self.ledger.num_steps and self._state.evaluation is None
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """The task sources, if the run has several, or draws tasks otherwise than in order."""
+        return self._state.mixture
 
     @property
     def training(self) -> bool:

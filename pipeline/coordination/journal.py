@@ -27,10 +27,20 @@ from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.serialization import Codec
 from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.trajectories.records import SourceState
 from staleflow.stores.trajectory import AbortReason, Fate
 
 CODEC = Codec(
-    tagged=(*get_args(Event), *get_args(Command), NewGroup, DecodeStats, Ending, GroupInFlight, MemberInFlight)
+    tagged=(
+        *get_args(Event),
+        *get_args(Command),
+        NewGroup,
+        DecodeStats,
+        Ending,
+        GroupInFlight,
+        MemberInFlight,
+        SourceState,
+    )
 )
 ENDED = re.compile(f"({'|'.join(f.value for f in Fate)}):({'|'.join(r.value for r in AbortReason)})")
 """A fate and its reason, as `RunResumed` has them."""

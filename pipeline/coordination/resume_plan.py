@@ -34,7 +34,14 @@ def plan_resume(
         fitted.append(fitting)
         kept = {m.trajectory for m in fitting.members if m.version >= 0}
         restarted += [m.trajectory for m in group.members if m.trajectory not in kept and m != _fresh(m)]
-    return RunResumed(step=stored.next_step, num_ended=num_ended, groups=tuple(fitted)), tuple(sorted(restarted))
+    resumed = RunResumed(
+        step=stored.next_step,
+        num_ended=num_ended,
+        groups=tuple(fitted),
+        num_groups=stored.num_started // trial.members_started if stored.sources else 0,
+        sources=stored.sources,
+    )
+    return resumed, tuple(sorted(restarted))
 
 
 def _order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from staleflow.pipeline.coordination.discarded import DiscardedTrajectory, Train
 from staleflow.pipeline.coordination.evaluations import EvaluationUnderWay, MutableEvaluations
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
+from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
 from staleflow.pipeline.coordination.replan_flags import ReplanFlags
 from staleflow.pipeline.coordination.running_means import Cuts, Measured
@@ -40,7 +41,7 @@ from staleflow.stores.trajectory import (
 class CoordinatorState(ReplanFlags):
     """Trajectories, instances, queued work and the ledger of one run."""
 
-    def __init__(self, ledger: StalenessLedger, *, side_by_side: bool = False) -> None:
+    def __init__(self, ledger: StalenessLedger, mixture: Mixture | None = None, *, side_by_side: bool = False) -> None:
         """side_by_side: see Fleet."""
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
         self._fleet = MutableFleet(side_by_side=side_by_side)
@@ -51,6 +52,7 @@ class CoordinatorState(ReplanFlags):
         self.live: Mapping[TrajectoryId, LiveTrajectory] = MappingProxyType(self._live)
         self.fleet: Fleet = self._fleet
         self.queue: WorkQueue = self._queue
+        self.mixture = mixture
         self._evaluations = MutableEvaluations(self._fleet)
         self.measured = Measured()
         self.cuts = Cuts()
@@ -138,9 +140,10 @@ class CoordinatorState(ReplanFlags):
 
     # -- groups --------------------------------------------------------------------------------------------------
 
-    def draw(self, num_groups: int) -> None:
-        """Count groups as asked for."""
+    def draw(self, num_groups: int) -> tuple[tuple[int, int], ...]:
+        """Count groups as asked for. Returns the (source, task) of each; nothing without a mixture."""
         self._groups_drawn += num_groups
+        return () if self.mixture is None else self.mixture.draw(num_groups)
 
     def add_groups(self, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
         """Queue all members of groups that have arrived; returns their ids."""
@@ -148,6 +151,8 @@ class CoordinatorState(ReplanFlags):
         for new in groups:
             members = self.ledger.start(new.group)
             self._groups_drawn -= 1
+            if self.mixture is not None:
+                self.mixture.arrive(new.group, new.source, new.task)
             self.measured.prompt_tokens.add(new.prompt_tokens)
             self._fresh_groups.add(new.group)
             for member in members:
@@ -198,6 +203,8 @@ class CoordinatorState(ReplanFlags):
         """Hand the next step its batch."""
         consumption = self.ledger.consume(self.ledger.next_step)
         self._training, self._idle_since = True, None
+        if self.mixture is not None:
+            self.mixture.train(consumption.groups)
         self.cuts.step_taken(len(consumption.members))
         versions = tuple(self._live[member].v_traj for member in consumption.members)
         for member in consumption.members:
@@ -474,6 +481,12 @@ class CoordinatorState(ReplanFlags):
     def _end(self, endings: Iterable[Ending]) -> tuple[DiscardedTrajectory, ...]:
         """Take trajectories that the ledger has ended out of everything else."""
         ended: list[DiscardedTrajectory] = []
+        endings = list(endings)
+        if self.mixture is not None:
+            # Backwards: the first ending of a group is that of the member that ended it.
+            self.mixture.end(
+                {e.group: (e.fate, e.reason) for e in reversed(endings) if e.group not in self.ledger.entries}
+            )
         for ending in endings:
             live = self._live.pop(ending.trajectory)
             ended.append(

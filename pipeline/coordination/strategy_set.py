@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import Filtering, StragglerRule
@@ -33,5 +34,7 @@ class StrategySet:
     """Share of the instances' places that an evaluation has while the run trains."""
     affinity: CacheAffinity | None = None
     """None: where a turn was sampled does not matter for the next."""
+    mixture: Mixture | None = None
+    """None: the run has one task source, whose tasks are drawn in order."""
     adapters: bool = False
     """Whether an instance serves versions side by side, and a trajectory goes on under the one it began with."""

@@ -110,7 +110,12 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
     tools = _below(tree, "environment", "tools")
     num_tools = len(tools) if isinstance(tools, list) else 0
-    code = user_files.code_keys(_names(tree, "reward", "parts"), num_tools, _names(tree, "evaluation", "sets"))
+    code = user_files.code_keys(
+        _names(tree, "reward", "parts"),
+        num_tools,
+        _names(tree, "evaluation", "sets"),
+        _names(tree, "task", "sources"),
+    )
     for path in (*PATHS, *code) if known else ():
         *tables, key = path.split(".")
         section = _below(tree, *tables)

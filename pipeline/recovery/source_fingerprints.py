@@ -55,6 +55,8 @@ def compute(config: RunConfig) -> Fingerprints:
     needs it reports the error."""
     if not config.has_texts:
         return Fingerprints(reward={}, data={}, template={})
+    if config.task.sources:
+        return _of_several(config)
     task = config.task
     source = _source(task.source, task.options, config.seed)
     verifier: Facts = {} if config.reward.parts else _function(config.reward.function, task.source, source)
@@ -87,6 +89,18 @@ def compute(config: RunConfig) -> Fingerprints:
         own = _function(evaluation_set.reward, evaluation_set.source or task.source, theirs)
         sets[name] = {"reward": own | pattern, "data": theirs}
     return Fingerprints(reward=verifier | pattern, data=source, template=template, sets=sets)
+
+
+def _of_several(config: RunConfig) -> Fingerprints:
+    """Fingerprints of a job with several task sources: each one's, under its name."""
+    together = Fingerprints(reward={}, data={}, template={})
+    for name, job in config.by_source.items():
+        one = compute(job)
+        for part in PARTS:
+            getattr(together, part).update({f"{name}: {key}": value for key, value in getattr(one, part).items()})
+        together.sets.update(one.sets)
+        together.sets[name] = {"reward": one.reward, "data": one.data}
+    return together
 
 
 def write(run_dir: Path, fingerprints: Fingerprints) -> None:

@@ -342,6 +342,9 @@ class Driver:
             commands = self._coordinator.handle(event, now * self._config.rollout.engine.time_scale)
         self._journal.append(now * self._config.rollout.engine.time_scale, event, commands)
         self._measurements.decided(now, event, commands)
+        if (mixture := self._coordinator.mixture) is not None:
+            for line in mixture.take_notices():
+                self._note(line)
         if isinstance(event, VersionPublished) and (limit := self._measurements.limit) is not None:
             self.outcomes.limits[event.version - 1] = limit.short
         for command in commands:
@@ -376,9 +379,11 @@ class Driver:
 
     async def _draw(self, command: FetchPrompts) -> None:
         async with self._drawing:  # groups start in the order of their numbers
-            drawn = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups)
+            drawn = await self._actors.ask("server", "draw", self._num_drawn, command.num_groups, command.draws)
             self._num_drawn += command.num_groups
-        groups = tuple(NewGroup(group=g.group, prompt_tokens=g.prompt_tokens) for g in drawn)
+        groups = tuple(
+            NewGroup(group=g.group, prompt_tokens=g.prompt_tokens, source=g.source, task=g.task) for g in drawn
+        )
         self._inbox.put_nowait(GroupsArrived(groups=groups))
 
     async def _train(self, command: Train) -> None:
@@ -472,13 +477,15 @@ class Driver:
     # -- summing up ----------------------------------------------------------------------------------------------
 
     def _ledger_state(self) -> LedgerState:
-        ledger = self._coordinator.ledger
+        ledger, mixture = self._coordinator.ledger, self._coordinator.mixture
         return LedgerState(
             num_started=ledger.num_started,
             num_ended={outcome_key(fate, reason): n for (fate, reason), n in ledger.num_ended.items()},
             live=(),
             next_step=ledger.next_step,
             version=ledger.version,
+            sources=() if mixture is None else mixture.states,
+            tasks_in_flight=() if mixture is None else mixture.tasks_in_flight,
         )
 
     def _sum_up(self) -> None:

@@ -74,14 +74,14 @@ class EvaluationDriver:
         if not self._sets:
             return
         self._items = await self._actors.ask("server", "evaluation_items", deadline="train_s")
+        tasks = {name or HELD_OUT: task for name, task in self._config.task.named.items()}
         for name, evaluation_set in self._sets.items():
             num_prompts = len({item.prompt for item in self._items if item.of == name})
-            key = "task.eval_prompts" if name == HELD_OUT else f"evaluation.sets.{name}.prompts"
-            self._note(
-                fewer_prompts(
-                    evaluation_set.prompts, num_prompts, evaluation_set.source or self._config.task.source, key
-                )
-            )
+            key, source = f"evaluation.sets.{name}.prompts", evaluation_set.source
+            if (task := tasks.get(name)) is not None:
+                key = f"task.sources.{name}.eval_prompts" if self._config.task.sources else "task.eval_prompts"
+                source = source or task.source
+            self._note(fewer_prompts(evaluation_set.prompts, num_prompts, source, key))
         due = self._schedule.latest(version)
         have = {result.name for result in self._results if result.version >= due}
         self._is_due = bool(self._items) and not have.issuperset(self._sets)

@@ -251,7 +251,11 @@ class SimulatedRun:
             case FetchPrompts():
                 groups = range(self._next_group, self._next_group + command.num_groups)
                 self._next_group = groups.stop
-                new = tuple(NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g)) for g in groups)
+                draws = command.draws or [(0, -1)] * command.num_groups
+                new = tuple(
+                    NewGroup(group=GroupId(g), prompt_tokens=self._workload.prompt_tokens(g), source=source, task=task)
+                    for g, (source, task) in zip(groups, draws, strict=True)
+                )
                 self._after(self._simulation.fetch_prompts_s, GroupsArrived(groups=new))
             case Score():
                 reward = self._workload.reward(*self._place(command.trajectory))

@@ -174,7 +174,11 @@ def _with_reward(config: RunConfig, reward: str) -> RunConfig:
         if file.endswith(".py"):
             reward = f"{Path(file).resolve()}:{name}"
         config = dataclasses.replace(config, reward=dataclasses.replace(config.reward, function=reward, parts={}))
-    make_reward(config.reward.function, actor_settings.source_settings(config).build(), config.reward.parts)
+    if reward:
+        sources = {name: dataclasses.replace(task, reward=reward) for name, task in config.task.sources.items()}
+        config = dataclasses.replace(config, task=dataclasses.replace(config.task, sources=sources))
+    for job in config.by_source.values():
+        make_reward(job.reward.function, actor_settings.source_settings(job).build(), job.reward.parts)
     texts_of(config)
     return config
 
@@ -239,7 +243,8 @@ def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, A
     def text(tokens: IntArray) -> str:
         return prompts.text(tokens.tolist())
 
-    record = prompts.task(int(trajectory.group)).record
+    number = trajectory.task if trajectory.task >= 0 else int(trajectory.group)
+    record = prompts.tasks([number], trajectory.source)[0].record
     if trajectory.has_env_steps:
         turns = [{"role": m["role"], "content": m["content"]} for m in messages(trajectory, text, text)]
         record = {**record, "turns": turns}

@@ -40,7 +40,7 @@ class ServingPlan:
             engine,
             tokenizer_texts(config.model.path),
             key,
-            chat=config.task.chat,
+            chat=next(iter(config.task.named.values())).chat,
             template=config.environment.template,
             room=min(self.facts.context, config.rollout.engine.kv_tokens),
             max_new_tokens=config.rollout.max_new_tokens,

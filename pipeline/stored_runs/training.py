@@ -392,9 +392,10 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     count = config.task.eval_prompts
     if not count:
         return None
-    if config.acts:
+    if config.acts or config.task.sources:
         if not version:
-            report({"say": "no evaluation: environments are played by runs only"})
+            what = "environments are played" if config.acts else "several task sources are evaluated"
+            report({"say": f"no evaluation: {what} by runs only"})
         return None
     report({"say": f"evaluating {'the base model' if not version else 'the trained policy'}"})
     store = store_at(plan.path, plan.snapshot)

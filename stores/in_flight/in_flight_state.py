@@ -48,7 +48,6 @@ from staleflow.stores.trajectory import (
     EnvSpan,
     FinishReason,
     GroupId,
-    IntArray,
     PolicyVersion,
     Segment,
     Span,
@@ -84,6 +83,10 @@ class GroupInFlight:
     prompt_tokens: int
     members: tuple[MemberInFlight, ...]
     """Those that have not ended; the scored ones first, in the order in which they were scored."""
+    source: int = 0
+    """Number of its task source."""
+    task: int = -1
+    """Number of its task in that source; -1: the group's own number."""
 
 
 class LatestRouting(NamedTuple):
@@ -159,6 +162,25 @@ class InFlightState:
         """The route number of a trajectory's latest routing; 0 if there was none."""
         return self.routings.get(trajectory, LatestRouting(0, 0)).route_number
 
+    def with_tasks(self, ledger: LedgerState, num_counted: int) -> LedgerState:
+        """The ledger's state of a run with several task sources, with the groups in flight. num_counted: trajectories
+        that had been started by the time of its counts."""
+        of_group = {t.group: (t.source, t.task) for t in self.live.values() if not is_evaluation(t.id)}
+        later = [source for group, (source, _) in of_group.items() if group * self.members >= num_counted]
+        return replace(
+            ledger,
+            sources=tuple(
+                replace(state, num_drawn=state.num_drawn + later.count(number))
+                for number, state in enumerate(ledger.sources)
+            ),
+            tasks_in_flight=tuple((int(group), *drawn) for group, drawn in sorted(of_group.items())),
+        )
+
+    def tasks_of(self, groups: Iterable[GroupId]) -> dict[GroupId, tuple[int, int]]:
+        """(source, task) of those of the groups that are in flight."""
+        needed = set(groups)
+        return {t.group: (t.source, t.task) for t in (*self.live.values(), *self.pending_commit()) if t.group in needed}
+
     def accepts(self, trajectory: TrajectoryId, route_number: int) -> bool:
         """Whether a trajectory is live and was not routed anew since `route_number`: what an instance delivers under it
         counts."""
@@ -225,16 +247,18 @@ class InFlightState:
                     by_group.setdefault(GroupId(i // self.members), []).append(TrajectoryId(i))
         return by_group
 
-    def begin(self, members: Iterable[TrajectoryId], prompt_tokens: IntArray, dataset_row: int, at_s: float) -> None:
+    def begin(self, members: Iterable[TrajectoryId], drawn: GroupDrawn) -> None:
         """Add the trajectories of one group, which have nothing but their prompt."""
         for member in members:
             group = GroupId(member // self.members)
             self.live[member] = Trajectory(
                 id=member,
                 group=group,
-                prompt_tokens=prompt_tokens,
-                timings=Timings(arrived_s=at_s),
-                dataset_row=dataset_row,
+                prompt_tokens=drawn.prompt_tokens,
+                timings=Timings(arrived_s=drawn.at_s),
+                dataset_row=drawn.dataset_row,
+                source=drawn.source,
+                task=drawn.task,
             )
 
     def after(self, entry: Entry) -> InFlightState:
@@ -264,6 +288,8 @@ class InFlightState:
             GroupInFlight(
                 group=group,
                 prompt_tokens=len(members[0].prompt_tokens),
+                source=members[0].source,
+                task=members[0].task,
                 members=tuple(
                     self._member_in_numbers(t)
                     for t in sorted(members, key=lambda t: (t.id not in self.scored, t.timings.rewarded_s, t.id))
@@ -292,12 +318,12 @@ class InFlightState:
             member = TrajectoryId(entry.group * self.members)
             if member in self.live:
                 return False
-            self.begin([member], entry.prompt_tokens, entry.dataset_row, entry.at_s)
+            self.begin([member], entry)
             return True
         if entry.group < self.num_drawn:
             return False
         self.num_drawn = entry.group + 1
-        self.begin(self.members_of(entry.group), entry.prompt_tokens, entry.dataset_row, entry.at_s)
+        self.begin(self.members_of(entry.group), entry)
         return True
 
     def _route(self, entry: TrajectoriesRouted) -> bool:
@@ -420,6 +446,8 @@ class InFlightState:
                 prompt_tokens=t.prompt_tokens,
                 timings=Timings(arrived_s=min(t.timings.arrived_s, entry.at_s)),
                 dataset_row=t.dataset_row,
+                source=t.source,
+                task=t.task,
             )
             if t.id in again:
                 kept = fresh

@@ -38,6 +38,10 @@ class GroupDrawn:
     prompt_tokens: IntArray  # [P] token ids
     at_s: float
     dataset_row: int = -1
+    source: int = 0
+    """Number of its task source."""
+    task: int = -1
+    """Number of its task in that source; -1: the group's own number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +172,7 @@ def encode(entry: Entry) -> bytes:
     match entry:
         case GroupDrawn():
             head = ["drawn", entry.group, len(entry.prompt_tokens), entry.at_s, entry.dataset_row]
+            head += [entry.source, entry.task] if entry.task >= 0 else []
             arrays = (entry.prompt_tokens.astype("<i4"),)
         case TrajectoriesRouted():
             head = ["routed", entry.routed, entry.at_s]
@@ -307,8 +312,13 @@ def _retired(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> T
 
 _DECODERS: dict[str, Any] = {
     "evaluated": lambda data, at, at_s: EvaluationEnded(at_s=at_s),
-    "drawn": lambda data, at, group, count, at_s, row=-1: GroupDrawn(
-        group=GroupId(group), prompt_tokens=_ints(data, at, count), at_s=at_s, dataset_row=row
+    "drawn": lambda data, at, group, count, at_s, row=-1, source=0, task=-1: GroupDrawn(
+        group=GroupId(group),
+        prompt_tokens=_ints(data, at, count),
+        at_s=at_s,
+        dataset_row=row,
+        source=source,
+        task=task,
     ),
     "routed": lambda data, at, routed, at_s: TrajectoriesRouted(
         routed=tuple((TrajectoryId(t), route_number) for t, route_number in routed), at_s=at_s

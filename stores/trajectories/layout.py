@@ -146,6 +146,8 @@ def unpack(
             error=extra.get("error", ""),
             timings=Timings(**{name: row[name] for name in TIMES}),
             dataset_row=row["dataset_row"],
+            source=row["source"],
+            task=row["task"],
         ),
         fate=fate,
         reason=reason,

@@ -34,11 +34,33 @@ class RunHeader:
     """The job file, TOML, of a store in a bucket: whoever has only its URL knows the run by it."""
     longest_prompt: int | None = None
     """Tokens of the longest prompt that was drawn; longer ones were replaced by others. None: none was replaced."""
+    sources: tuple[str, ...] = ()
+    """Names of the run's task sources; the number in a row's column `source` is a position here. Empty if it has one
+    source without a name."""
 
     @property
     def bound(self) -> str:
         """The staleness bound in words."""
         return f"staleness bound eta = {self.eta}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceState:
+    """What has become of the groups of one task source by a commit, and what its sampler has learned from them."""
+
+    num_drawn: int = 0
+    """Groups whose prompts have arrived."""
+    num_trained: int = 0
+    num_filtered: int = 0
+    num_aborted: int = 0
+    credit: float = 0.0
+    """Groups by which what is trained of it lags behind its ratio."""
+    usable_share: float = 1.0
+    """Moving average of the share of its groups that are trained on."""
+    num_useless: int = 0
+    """Groups that were filtered or failed since one of it was trained on."""
+    sampler: dict[str, list[float]] = field(default_factory=dict)
+    """State of its sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +77,10 @@ class LedgerState:
     """The training step that would come next."""
     version: int
     """The newest policy version."""
+    sources: tuple[SourceState, ...] = ()
+    """Of each task source; empty if the run has one source, whose prompts are drawn in order."""
+    tasks_in_flight: tuple[tuple[int, int, int], ...] = ()
+    """(group, source, task) of each group in flight, where `sources` is not empty."""
 
     @property
     def num_live(self) -> int:
@@ -165,5 +191,5 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
     return digest.hex
 
 
-CODEC = Codec()
+CODEC = Codec(sparse={RunHeader: ("sources",), LedgerState: ("sources", "tasks_in_flight")})
 """Encodes headers and step records as the stores keep them."""

@@ -32,7 +32,7 @@ def request_of(
             trajectory=t.id, route_number=item.route_number, first=len(response), segments=(), finish=t.finish
         )
     config = None if evaluated is None else evaluated.of.config
-    longest = settings.prompts.max_new_tokens if config is None else config.max_new_tokens
+    longest = settings.prompts.response_tokens(t.source) if config is None else config.max_new_tokens
     return Request(
         trajectory=t.id,
         route_number=item.route_number,

@@ -14,10 +14,12 @@ from staleflow.tasks.sources.reward_process import ScoredResponse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnGroup:
-    """A drawn prompt: its group's id and its length in tokens."""
+    """A drawn prompt: its group's id, its length in tokens, and what it is of, as in GroupDrawn."""
 
     group: GroupId
     prompt_tokens: int
+    source: int = 0
+    task: int = -1
 
 
 class EvaluatedResponse(NamedTuple):

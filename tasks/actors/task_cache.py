@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -28,18 +28,23 @@ class DrawnPrompt(NamedTuple):
 class TaskCache:
     """Draws tasks from their source in a thread of its own, and keeps the records of live groups for the verifier."""
 
-    def __init__(self, prompts: Prompts, sets: Sequence[EvaluationSet]) -> None:
-        self._prompts = prompts
+    def __init__(
+        self,
+        prompts: Prompts,
+        sets: Sequence[EvaluationSet],
+        tasks_of: Callable[[Iterable[GroupId]], Mapping[GroupId, tuple[int, int]]],
+    ) -> None:
+        """tasks_of: (source, task) of groups in flight."""
+        self._prompts, self._tasks_of = prompts, tasks_of
         self._items = EvaluationItems(prompts, sets)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         self._records: dict[GroupId, Record] = {}
 
-    async def draw(self, start: int, num_groups: int) -> list[DrawnPrompt]:
-        """Return the prompts of groups `start`, start + 1, ..."""
+    async def draw(self, start: int, draws: Sequence[tuple[int, int]]) -> list[DrawnPrompt]:
+        """Return the prompts of groups `start`, start + 1, ... draws: (source, task) of each, as in GroupDrawn."""
 
         def encode() -> list[tuple[Record, DrawnPrompt]]:
-            tasks = self._prompts.tasks(range(start, start + num_groups))
-            return [(task.record, self._encoded(task)) for task in tasks]
+            return [(task.record, self._encoded(task)) for task in self._drawn(range(start, start + len(draws)), draws)]
 
         drawn = await self._in_thread(encode)
         self._records |= {GroupId(group): record for group, (record, _) in enumerate(drawn, start)}
@@ -50,7 +55,8 @@ class TaskCache:
         needed = set(groups)
         records = {group: self._records[group] for group in needed if group in self._records}
         if missing := sorted(needed - set(records)):
-            drawn = await self._in_thread(lambda: self._recalled(missing))
+            tasks = self._tasks_of(missing)
+            drawn = await self._in_thread(lambda: self._recalled(missing, tasks))
             self._records |= drawn
             records |= drawn
         return records
@@ -63,9 +69,10 @@ class TaskCache:
         """Return the evaluation item of each group."""
         return await self._in_thread(lambda: {group: self._items.item(group) for group in groups})
 
-    def _recalled(self, groups: Sequence[GroupId]) -> dict[GroupId, Record]:
+    def _recalled(self, groups: Sequence[GroupId], tasks: Mapping[GroupId, tuple[int, int]]) -> dict[GroupId, Record]:
         drawn = [group for group in groups if not is_evaluation(group)]
-        records = {group: task.record for group, task in zip(drawn, self._prompts.tasks(drawn), strict=True)}
+        recalled = self._drawn(drawn, [tasks.get(group, (0, -1)) for group in drawn])
+        records = {group: task.record for group, task in zip(drawn, recalled, strict=True)}
         return records | {group: self._items.item(group).record for group in groups if is_evaluation(group)}
 
     def forget(self, groups: Iterable[GroupId]) -> None:
@@ -82,9 +89,22 @@ class TaskCache:
 
         return await self._in_thread(encode)
 
-    def prompt(self, group: GroupId) -> DrawnPrompt:
-        """Return a group's prompt."""
-        return self._encoded(self._prompts.task(group))
+    def prompt(self, group: GroupId, source: int, task: int) -> DrawnPrompt:
+        """Return a group's prompt. source, task: as in GroupDrawn."""
+        (drawn,) = self._drawn([group], [(source, task)])
+        return self._encoded(drawn)
+
+    def _drawn(self, groups: Sequence[int], draws: Sequence[tuple[int, int]]) -> list[Task]:
+        """The tasks of groups: those of one source are drawn together."""
+        tasks: dict[int, Task] = {}
+        for source in sorted({source for source, _ in draws}):
+            numbers = {
+                group: group if task < 0 else task
+                for group, (of, task) in zip(groups, draws, strict=True)
+                if of == source
+            }
+            tasks |= zip(numbers, self._prompts.tasks(list(numbers.values()), source), strict=True)
+        return [tasks[group] for group in groups]
 
     def _encoded(self, task: Task) -> DrawnPrompt:
         return DrawnPrompt(np.asarray(self._prompts.encode(task), np.int32), task.row)

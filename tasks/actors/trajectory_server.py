@@ -109,7 +109,7 @@ class TrajectoryServer:
         self._spool = Spool(path.with_name("spool"), settings.members_started)
         self._known = DraftCorpus(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
         self._points = ResumePoints(path.with_name("resume"))
-        self._tasks = TaskCache(self._prompts, prompts.sets)
+        self._tasks = TaskCache(self._prompts, prompts.sets, self._flight.tasks_of)
         self._last_record: StepRecord | None = None
         self._storing = StoreThread(self._store, settings.commit_s)
         self._writing = AsyncSpool(self._spool)
@@ -131,8 +131,19 @@ class TrajectoryServer:
         for entry in self._spool.read():
             self._flight.apply(entry)
         self._flight.forget_stored(ledger)
+        stored = {group: (source, task) for group, source, task in ledger.tasks_in_flight}
         for group, members in self._flight.missing(ledger).items():
-            self._flight.begin(members, *self._tasks.prompt(group), self._now())
+            source, task = stored.get(group, (0, -1))
+            prompt = self._tasks.prompt(group, source, task)
+            drawn = GroupDrawn(
+                group=group,
+                prompt_tokens=prompt.tokens,
+                at_s=self._now(),
+                dataset_row=prompt.row,
+                source=source,
+                task=task,
+            )
+            self._flight.begin(members, drawn)
         in_flight = {t.group for t in self._flight.live.values()}
         in_flight |= {t.group for t in self._flight.pending_commit()}
         self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
@@ -167,6 +178,8 @@ class TrajectoryServer:
             num_started=self._flight.num_drawn * self._settings.members_started,
             live=id_ranges(self._flight.live),
         )
+        if self._last_ledger.sources:
+            ledger = self._flight.with_tasks(ledger, self._last_ledger.num_started)
         if ledger != self._last_ledger:
             metrics = {"taken_up": work.responses, "taken_up_tokens": work.tokens, "started_again": work.again}
             record = StepRecord(
@@ -180,16 +193,28 @@ class TrajectoryServer:
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
-    async def draw(self, first: int, num_groups: int) -> list[DrawnGroup]:
-        """Draw the prompts of groups `first`, first + 1, ... Returns their lengths."""
-        prompts = await self._tasks.draw(first, num_groups)
+    async def draw(self, first: int, num_groups: int, draws: tuple[tuple[int, int], ...] = ()) -> list[DrawnGroup]:
+        """Draw the prompts of groups `first`, first + 1, ... Returns their lengths. draws: (source, task) of each;
+        empty: of the one source the tasks with the groups' numbers."""
+        chosen = list(draws or [(0, -1)] * num_groups)
+        prompts = await self._tasks.draw(first, chosen)
         now = self._now()
         drawn = [
-            GroupDrawn(group=GroupId(group), prompt_tokens=prompt.tokens, at_s=now, dataset_row=prompt.row)
-            for group, prompt in enumerate(prompts, first)
+            GroupDrawn(
+                group=GroupId(group),
+                prompt_tokens=prompt.tokens,
+                at_s=now,
+                dataset_row=prompt.row,
+                source=source,
+                task=task,
+            )
+            for group, (prompt, (source, task)) in enumerate(zip(prompts, chosen, strict=True), first)
         ]
         await self._writing.append([entry for entry in drawn if self._flight.apply(entry)])
-        return [DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens)) for entry in drawn]
+        return [
+            DrawnGroup(group=entry.group, prompt_tokens=len(entry.prompt_tokens), source=entry.source, task=entry.task)
+            for entry in drawn
+        ]
 
     async def held_out(self, count: int) -> list[HeldOut]:
         """Return the first `count` held-out prompts without duplicates; fewer if some are equal or the source has

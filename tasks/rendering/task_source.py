@@ -82,6 +82,8 @@ class Task:
     seed: int | None = None
     row: int = -1
     """Its row in the data set, or its index among generated prompts; -1 if its source does not say."""
+    source: int = 0
+    """Number of its source, of a run with several."""
 
     @property
     def identity(self) -> tuple[Prompt, int | None]:

@@ -25,6 +25,7 @@ class Stream(IntEnum):
     SAMPLING = 4
     ENVIRONMENTS = 5
     MEASURED_ROWS = 6
+    TASKS = 7
 
 
 def generator(seed: int, stream: Stream, *part: int) -> np.random.Generator:

@@ -82,7 +82,7 @@ class EvaluationItems:
 
     def _tasks(self, eval_set: EvaluationSet) -> list[Task]:
         if not eval_set.config.source:
-            return self._prompts.held_out(eval_set.config.prompts)
+            return self._prompts.held_out(eval_set.config.prompts, eval_set.task_source)
         return distinct_held_out(eval_set.build(), eval_set.config.prompts)
 
 

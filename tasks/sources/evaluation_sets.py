@@ -24,6 +24,8 @@ class EvaluationSet:
     seed: int = 0
     main: bool = False
     """Whether the run's own reward scores it."""
+    task_source: int = 0
+    """Without a source: the number of the run's task source that its prompts are of."""
 
     def build(self) -> TaskSource:
         """Create its source, which it must name. Raises ConfigError."""

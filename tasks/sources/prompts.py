@@ -14,6 +14,7 @@ from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, NumberTexts,
 from staleflow.tasks.rendering.random_texts import RandomTexts
 from staleflow.tasks.rendering.task_source import (
     Message,
+    Prompt,
     Record,
     Task,
     TaskSource,
@@ -25,7 +26,7 @@ from staleflow.tasks.rendering.task_source import (
 from staleflow.tasks.rendering.turn_params import split_params
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 from staleflow.tasks.sources.filtered_source import EVALUATED, FilteredSource
-from staleflow.tasks.sources.task_sources import SourceSettings
+from staleflow.tasks.sources.task_sources import SourceSettings, labelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,18 @@ class HeldOut:
 
     tokens: tuple[int, ...]
     record: Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSource:
+    """One of several task sources."""
+
+    name: str
+    settings: SourceSettings
+    held_out: int
+    """Number of its held-out prompts excluded from training."""
+    max_new_tokens: int
+    """Most tokens of a response to a prompt of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +72,27 @@ class PromptSettings:
     """What the model is evaluated on. Prompts of these are not trained on."""
     drawn_responses: bool = False
     """Whether responses are an emulated engine's, which stand for random texts."""
+    sources: tuple[NamedSource, ...] = ()
+    """In place of `source`: several."""
+
+    def response_tokens(self, source: int) -> int:
+        """The most tokens of a response to a prompt of a source."""
+        return self.sources[source].max_new_tokens if self.sources else self.max_new_tokens
+
+    def of(self, source: NamedSource) -> PromptSettings:
+        """The settings of one of several sources."""
+        return replace(
+            self,
+            source=source.settings,
+            held_out=source.held_out,
+            max_new_tokens=source.max_new_tokens,
+            longest=self.longest if source.settings.task.skip_long else None,
+            sources=(),
+        )
 
     def build(self) -> Prompts:
+        if self.sources:
+            return MixedPrompts(self)
         if self.drawn_responses:
             return TokenizedPrompts(self, RandomTexts(self.tokenizer))
         return TokenizedPrompts(self) if self.workload is None else EmulatedPrompts(self.workload)
@@ -71,9 +103,9 @@ class Prompts(Protocol):
 
     def task(self, index: int) -> Task: ...
 
-    def tasks(self, indices: Sequence[int]) -> list[Task]: ...
+    def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]: ...
 
-    def held_out(self, count: int) -> list[Task]: ...
+    def held_out(self, count: int, source: int = 0) -> list[Task]: ...
 
     @property
     def held_out_notice(self) -> str: ...
@@ -102,13 +134,13 @@ class EmulatedPrompts:
 
     held_out_notice = ""
 
-    def held_out(self, count: int) -> list[Task]:
+    def held_out(self, count: int, source: int = 0) -> list[Task]:
         return [self.task(i) for i in range(count)]
 
     def task(self, index: int) -> Task:
         return Task(prompt="", record={"prompt": "", "answer": "", "group": index}, row=index)
 
-    def tasks(self, indices: Sequence[int]) -> list[Task]:
+    def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
         return [self.task(i) for i in indices]
 
     def encode(self, task: Task) -> tuple[int, ...]:
@@ -149,11 +181,21 @@ class TokenizedPrompts:
             if eval_set.config.source
             for p in held_out_prompts(eval_set.build(), eval_set.config.prompts)
         ):
-            self._source = FilteredSource(self._source, lambda task: task.prompt not in excluding_held_out, EVALUATED)
+            self.exclude(excluding_held_out)
         if settings.longest is not None:
             self._source = FilteredSource(self._source, self._fits)
         self._texts = texts or tokenizer_texts(settings.tokenizer)
         self._bridge: Bridge | None = None
+
+    @property
+    def held_out_set(self) -> frozenset[Prompt]:
+        """The prompts that are kept apart from training."""
+        return held_out_prompts(self._source, self._settings.held_out)
+
+    def exclude(self, prompts: frozenset[Prompt]) -> None:
+        """Train on none of these prompts."""
+        if prompts:
+            self._source = FilteredSource(self._source, lambda task: task.prompt not in prompts, EVALUATED)
 
     @property
     def bridge(self) -> Bridge:
@@ -219,12 +261,12 @@ class TokenizedPrompts:
         """Training prompt `index`."""
         return self.tasks([index])[0]
 
-    def tasks(self, indices: Sequence[int]) -> list[Task]:
+    def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
         """Training prompts, drawn side by side where drawing one is waiting."""
         tasks = draw_tasks(self._source, indices, concurrency=self._at_once)
         return [t if t.row >= 0 else replace(t, row=index) for t, index in zip(tasks, indices, strict=True)]
 
-    def held_out(self, count: int) -> list[Task]:
+    def held_out(self, count: int, source: int = 0) -> list[Task]:
         """The first `count` held-out prompts without duplicates; may be fewer."""
         return [task for task in distinct_held_out(self._source, count, self._at_once) if self._fits(task)]
 
@@ -256,3 +298,54 @@ class TokenizedPrompts:
         around = {"assistant": "{observation}"}
         texts = (around.get(m.role, self._observation).replace("{observation}", m.content) for m in shown_messages)
         return list(self._texts.ids("".join(texts)))
+
+
+class MixedPrompts:
+    """Prompts of several task sources, each with its own template and limits. What is held out of one source is not
+    trained on in any other."""
+
+    def __init__(self, settings: PromptSettings, texts: ChatTokenizer | None = None) -> None:
+        """texts: the model's tokenizer, if it is loaded already."""
+        if texts is None:
+            texts = RandomTexts(settings.tokenizer) if settings.drawn_responses else tokenizer_texts(settings.tokenizer)
+        self._names = [source.name for source in settings.sources]
+        self.each = [TokenizedPrompts(settings.of(source), texts) for source in settings.sources]
+        held_out = [prompts.held_out_set for prompts in self.each]
+        for number, prompts in enumerate(self.each):
+            prompts.exclude(frozenset().union(*held_out[:number], *held_out[number + 1 :]))
+
+    def task(self, index: int, source: int = 0) -> Task:
+        """Training prompt `index` of a source."""
+        return self.tasks([index], source)[0]
+
+    def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
+        """Training prompts of a source."""
+        return [self._named(task, source) for task in self.each[source].tasks(indices)]
+
+    def held_out(self, count: int, source: int = 0) -> list[Task]:
+        """The first `count` held-out prompts of a source without duplicates; may be fewer."""
+        return [self._named(task, source) for task in self.each[source].held_out(count)]
+
+    def _named(self, task: Task, source: int) -> Task:
+        return replace(task, source=source, record=labelled(self._names[source], task.record))
+
+    @property
+    def held_out_notice(self) -> str:
+        """One line on training prompts found to be held out so far; empty if there were none."""
+        notices = zip(self._names, (prompts.held_out_notice for prompts in self.each), strict=True)
+        return "; ".join(f"task {name}: {notice}" for name, notice in notices if notice)
+
+    def encode(self, task: Task) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises ConfigError if prompt and response exceed the context or the engine's cache."""
+        return self.each[task.source].encode(task)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self.each[0].text(tokens)
+
+    def bridge_tokens(
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
+    ) -> list[int]:
+        return self.each[0].bridge_tokens(before, turn, messages, number)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        return self.each[0].render(messages)

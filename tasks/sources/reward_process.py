@@ -24,9 +24,10 @@ from staleflow.stores.printable import printable
 from staleflow.tasks.environments.pickled_messages import packed, read_message
 from staleflow.tasks.environments.terminal_output import RelayedOutput
 from staleflow.tasks.rendering.reward_values import InvalidReward, described, parse_reward
+from staleflow.tasks.rendering.task_source import Reward
 from staleflow.tasks.settings.task_config import RewardConfig
 from staleflow.tasks.sources.evaluation_sets import EvaluationSet
-from staleflow.tasks.sources.task_sources import EvaluationRecord, SourceSettings, extract_answer, make_reward
+from staleflow.tasks.sources.task_sources import LabelledRecord, SourceSettings, extract_answer, make_reward
 
 START_S = 600.0
 """Seconds the scoring process may take to import what it needs: at a load of 20 on two cores reasoning-gym takes more
@@ -38,6 +39,15 @@ writing them never blocks, so the writer always gets to read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReward:
+    """One of several task sources, and what scores its responses. function: as reward.function; empty: the run's."""
+
+    name: str
+    source: SourceSettings
+    function: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSettings:
     """Settings of the reward that the scoring process builds."""
 
@@ -45,6 +55,8 @@ class ScoringSettings:
     reward: RewardConfig
     sets: Sequence[EvaluationSet] = ()
     """Evaluation sets with a reward of their own."""
+    sources: Sequence[SourceReward] = ()
+    """In place of `source`: several task sources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,14 +207,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """The main loop of the scoring process: settings first, then pairs until the other side closes."""
     settings: ScoringSettings = _read(requests, None)
     try:
-        source = settings.source.build()
-        pattern = settings.source.task.answer_pattern
-        rewards = {"": make_reward(settings.reward.function, source, settings.reward.parts)}
-        for eval_set in settings.sets:
-            of = eval_set.build() if eval_set.config.source else source
-            rewards[eval_set.name] = make_reward(
-                eval_set.config.reward, of, key=f"evaluation.sets.{eval_set.name}.reward"
-            )
+        rewards = _rewards(settings)
     except ConfigError as error:
         _write(answers, str(error))
         return
@@ -213,7 +218,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except EOFError:
             return
         try:
-            reward_of = rewards[record.of if isinstance(record, EvaluationRecord) else ""]
+            reward_of, pattern = rewards[record.of if isinstance(record, LabelledRecord) else ""]
             reward, parts = parse_reward(reward_of(extract_answer(pattern, response), record))
             problem = ""
         except InvalidReward as refused:
@@ -221,6 +226,26 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except (Exception, SystemExit) as raised:  # noqa: BLE001  a user's function may raise anything; it is recorded
             reward, parts, problem = 0.0, {}, described(raised)
         _write(answers, (number, 0.0 if problem else reward, parts, " ".join(printable(problem, 500).split())))
+
+
+def _rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
+    """What scores a response, and the pattern of its answer, by the label of its record. Raises ConfigError."""
+    reward, rewards = settings.reward, {}
+    if not settings.sources:
+        built = settings.source.build()
+        rewards[""] = make_reward(reward.function, built, reward.parts), settings.source.task.answer_pattern
+    for named in settings.sources:
+        of = named.source.build()
+        if named.function:
+            scores = make_reward(named.function, of, key=f"task.sources.{named.name}.reward")
+        else:
+            scores = make_reward(reward.function, of, reward.parts)
+        rewards[named.name] = scores, named.source.task.answer_pattern
+    for eval_set in settings.sets:
+        of = eval_set.build() if eval_set.config.source else built
+        scores = make_reward(eval_set.config.reward, of, key=f"evaluation.sets.{eval_set.name}.reward")
+        rewards[eval_set.name] = scores, settings.source.task.answer_pattern
+    return rewards
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import EnvironmentConfig
@@ -109,18 +109,28 @@ class EmulatedSource:
         return float(answer.split(" ", 1)[0] == str(REWARD_TOKEN + 1))
 
 
-class EvaluationRecord(dict[str, Any]):
-    """A record of a separate source of evaluation prompts, which has its own verifier. of: name of the evaluation set
-    whose reward scores it; empty: the run's own."""
+class LabelledRecord(dict[str, Any]):
+    """A record that says whose reward scores it. of: name of the evaluation set, or of the task source of several;
+    empty: the run's own."""
 
     of = ""
 
     @classmethod
-    def named(cls, name: str, record: Record) -> EvaluationRecord:
-        """The record of an evaluation set."""
+    def named(cls, name: str, record: Record) -> Self:
+        """The record with a label."""
         labelled = cls(record)
         labelled.of = name
         return labelled
+
+
+class EvaluationRecord(LabelledRecord):
+    """A record of a separate source of evaluation prompts, which has its own verifier."""
+
+
+def labelled(name: str, record: Record) -> LabelledRecord:
+    """The record of one of several task sources."""
+    kind = EvaluationRecord if isinstance(record, EvaluationRecord) else LabelledRecord
+    return kind.named(name, record)
 
 
 class SplitSource:

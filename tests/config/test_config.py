@@ -298,7 +298,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return results
 
 
-FREE = ("task.options", "task.eval_options", "training.sft.options", "reward.parts", "evaluation.sets")
+FREE = (
+    "task.options", "task.eval_options", "task.sources", "training.sft.options", "reward.parts", "evaluation.sets",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)

@@ -38,6 +38,13 @@ SHAPES = {
         "simulation.failed_step_share=0.03",
     ),
     "moving": (*BASE, *MOVES),
+    "sources": (
+        *BASE,
+        "batch.filtering=no_signal",
+        "task.sources.a.ratio=2",
+        "task.sources.b.ratio=1",
+        "task.sources.c.sampler=difficulty_window",
+    ),
 }
 
 
@@ -104,6 +111,23 @@ def check_whole(run: Run) -> None:
     assert sorted(row.trajectory.id for row in rows) == list(range(started))
     fates = Counter(row.fate for row in rows)
     assert fates[Fate.CONSUMED] == run.config.steps * run.config.trajectories_per_step
+    if run.config.task.sources:
+        check_sources(run)
+
+
+def check_sources(run: Run) -> None:
+    """The last commit counts of each source what is stored, and of those drawn in order no task was left out."""
+    ledger = run.records[-1].ledger
+    assert ledger.tasks_in_flight == ()
+    rows = {row.trajectory.group: row for row in run.store.ended() if row.reason is not AbortReason.SURPLUS_MEMBER}
+    for number, state in enumerate(ledger.sources):
+        groups = [row for row in rows.values() if row.trajectory.source == number]
+        fates = Counter(row.fate for row in groups)
+        assert (state.num_trained, state.num_filtered) == (fates[Fate.CONSUMED], fates[Fate.FILTERED])
+        assert state.num_drawn == len(groups)
+        if number < 2:
+            assert sorted(row.trajectory.task for row in groups) == list(range(len(groups)))
+    assert len(ledger.sources) == len(run.config.task.sources)
 
 
 def test_finished_and_half_sampled_responses_of_a_killed_run_go_on(body: Body) -> None:
@@ -237,9 +261,10 @@ def test_what_a_stopped_run_gave_up_goes_on_when_it_is_resumed(body: Body) -> No
 
 
 @pytest.mark.parametrize("kept", [None, 0.0, 0.5])
-def test_what_the_spool_has_lost_starts_again(body: Body, kept: float | None) -> None:
+@pytest.mark.parametrize("shape", ["plain", "sources"])
+def test_what_the_spool_has_lost_starts_again(body: Body, shape: str, kept: float | None) -> None:
     """kept: the share of each of its files that is left; None: its folder is gone, too."""
-    first = body.run(*BASE, meanwhile=killed(lambda run: len(run.records) == 2))
+    first = body.run(*SHAPES[shape], meanwhile=killed(lambda run: len(run.records) == 2))
     spool: Path = first.config.run_dir / "spool"
     for part in spool.iterdir():
         data = part.read_bytes()

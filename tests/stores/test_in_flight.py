@@ -233,7 +233,8 @@ def test_what_the_store_holds_is_forgotten_and_what_nobody_knows_is_missing() ->
     less.live.clear()
     less.forget_stored(ledger)
     assert less.missing(ledger) == {1: [3, 4, 5], 3: [9, 10, 11], 4: [12, 13, 14], 5: [15, 16, 17], 6: [18, 19, 20]}
-    less.begin([TrajectoryId(4)], np.zeros(2, np.int32), 7, 9.0)
+    prompt = np.zeros(2, np.int32)
+    less.begin([TrajectoryId(4)], GroupDrawn(group=GroupId(2), prompt_tokens=prompt, at_s=9.0, dataset_row=7))
     assert less.live[TrajectoryId(4)].group == 1
     assert less.stored([TrajectoryId(6), TrajectoryId(3)], None) == {2}
 
@@ -254,7 +255,8 @@ def test_any_entries_that_are_missing_leave_a_state_that_goes_on(seed: int) -> N
     state = flight(*entries)
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
     for members in state.missing(ledger).values():
-        state.begin(members, np.arange(4, dtype=np.int32), -1, 0.0)
+        drawn = GroupDrawn(group=GroupId(0), prompt_tokens=np.arange(4, dtype=np.int32), at_s=0.0)
+        state.begin(members, drawn)
     state.apply(resumed(0))
     assert list(state.live) == list(range(state.num_drawn * MEMBERS))
     for t in state.live.values():

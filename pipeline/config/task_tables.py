@@ -1,0 +1,75 @@
+"""The [task] table of a job, or its [[task]] tables: one source of prompts, or several by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from staleflow.pipeline.strategies.samplers import SAMPLERS, Sampler
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import choice
+from staleflow.tasks.settings.reward_functions import reward_names
+from staleflow.tasks.settings.task_config import TaskConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTaskConfig(TaskConfig):
+    """A source of prompts, and the order in which they are drawn."""
+
+    sampler: Sampler = choice(SAMPLERS, "in_order", "which task of the source is drawn next")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedTaskConfig(SampledTaskConfig):
+    """One of several sources."""
+
+    ratio: float = knob(
+        1.0, "groups of this source that are trained on, relative to those of the other sources", above=0, high=1e6
+    )
+    reward: str = knob(
+        "",
+        "what scores its responses, as reward.function; empty: the job's [reward]",
+        choices=("", *reward_names()),
+        user_code=True,
+    )
+    max_new_tokens: int = knob(0, "most tokens in a response; 0: rollout.max_new_tokens, and never more", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTableConfig(SampledTaskConfig):
+    """Source of prompts, and how they are presented to the model; or several sources."""
+
+    sources: dict[str, MixedTaskConfig] = knob(
+        {}, "several sources by name, in place of all other keys of this table; [[task]] tables with `name` are these"
+    )
+
+    @property
+    def beside_sources(self) -> list[str]:
+        """Keys that are set beside `sources`, which replace them."""
+        default = TaskTableConfig()
+        names = (f.name for f in dataclasses.fields(self) if f.name not in ("sources", "multi_turn"))
+        return [name for name in names if getattr(self, name) != getattr(default, name)]
+
+    @property
+    def named(self) -> dict[str, SampledTaskConfig]:
+        """The sources by name; a single one under the empty name."""
+        return {**self.sources} if self.sources else {"": self}
+
+
+def with_named_tasks(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A job's unchecked tree, in which [[task]] tables are entries of task.sources. Raises ConfigError."""
+    tables = tree.get("task")
+    if not isinstance(tables, list):
+        return dict(tree)
+    sources: dict[str, Any] = {}
+    for number, table in enumerate(tables, 1):
+        name = table.get("name") if isinstance(table, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f'{where}: [[task]] number {number} needs a name, such as name = "sums"')
+        if name in sources:
+            raise ConfigError(f"{where}: two [[task]] tables have name = {name!r}; rename one")
+        sources[name] = {key: value for key, value in table.items() if key != "name"}
+    return {**tree, "task": {"sources": sources}}

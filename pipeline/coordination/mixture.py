@@ -1,0 +1,266 @@
+"""Several task sources in one run: from which of them the next prompts are drawn. Pure.
+
+A source's ratio is one of what is *trained*, not of what is drawn. Of a source half of whose groups are filtered, twice
+as many are drawn. The only inputs are what was drawn, what of that was trained on and what was not, and what is in
+flight.
+
+- Each trained group gives every source credit by its ratio, and takes one from its own source. A source's credit is the
+  number of groups by which it lags behind.
+- The next group is drawn from the source that will lag most once everything in flight has ended, if of each source as
+  large a share can be trained on as lately. That share is only a forecast: credit corrects what it gets wrong.
+- A source of which a long row of groups was filtered or failed counts as failing. It is named, one draw in `PROBE` goes
+  to sources that are failing, and the others share the rest by their ratios. One trained group ends that; the source
+  then catches up by `PATIENCE` groups at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from staleflow.pipeline.strategies.samplers import Draw, Sampler
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.trajectories.records import SourceState
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId
+
+PATIENCE = 64
+"""Groups in a row of which none can be trained on, after which a source counts as failing. Of a source of which one
+group in ten can be trained on, so many in a row are useless once in 8,500 groups."""
+PROBE = 16
+"""One draw in so many is of a failing source, while others are not failing."""
+UPDATE = 1 / 32
+"""Weight of the latest group in a source's `usable_share`."""
+LEAST_USABLE = 1 / 256
+"""Smallest `usable_share` that is counted with: below, what is in flight would count as nothing."""
+FAILURES = frozenset({AbortReason.ENGINE_FAILED, AbortReason.ENVIRONMENT_FAILED, AbortReason.GROUP_FAILED})
+"""Reasons of endings that speak against the source. Surplus groups and the run's end do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSource:
+    """A source of a mixture. ratio: of what is trained, relative to the others'."""
+
+    name: str
+    ratio: float
+    sampler: Sampler
+
+
+@dataclass(slots=True, kw_only=True)
+class _Source:
+    """A source and its counts; those of `SourceState` mean the same."""
+
+    settings: MixedSource
+    weight: float
+    """Its ratio over the sum of all."""
+    num_drawn: int = 0
+    num_trained: int = 0
+    num_filtered: int = 0
+    num_aborted: int = 0
+    credit: float = 0.0
+    usable_share: float = 1.0
+    num_useless: int = 0
+    sampler: dict[str, list[float]] = field(default_factory=dict)
+    in_flight: dict[GroupId, int] = field(default_factory=dict)
+    """Task of each group that has arrived and not ended."""
+    requested: list[int] = field(default_factory=list)
+    """Tasks whose prompts have not arrived."""
+    rewards: dict[GroupId, float] = field(default_factory=dict)
+    """Mean reward of groups in flight that are complete."""
+
+    @property
+    def failing(self) -> bool:
+        return self.num_useless >= PATIENCE
+
+    @property
+    def forecast(self) -> float:
+        """Groups expected to be trained on of what is drawn and has not ended."""
+        return (len(self.in_flight) + len(self.requested)) * max(LEAST_USABLE, self.usable_share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceView:
+    """A source's counts, for people. Shares are of all sources' groups so far."""
+
+    name: str
+    ratio: float
+    """Its ratio over the sum of all."""
+    drawn_share: float
+    trained_share: float
+    num_drawn: int
+    num_trained: int
+    num_filtered: int
+    num_aborted: int
+    failing: bool
+
+
+class Mixture:
+    """The sources of one run. seed: the job's."""
+
+    def __init__(self, sources: Sequence[MixedSource], seed: int) -> None:
+        total = sum(source.ratio for source in sources)
+        self._sources = [_Source(settings=source, weight=source.ratio / total) for source in sources]
+        self._seed = seed
+        self._of: dict[GroupId, _Source] = {}
+        self._notices: list[str] = []
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> tuple[SourceState, ...]:
+        """Each source's state, as the store keeps it. What was requested and has not arrived is not in it."""
+        return tuple(
+            SourceState(
+                num_drawn=s.num_drawn,
+                num_trained=s.num_trained,
+                num_filtered=s.num_filtered,
+                num_aborted=s.num_aborted,
+                credit=s.credit,
+                usable_share=s.usable_share,
+                num_useless=s.num_useless,
+                sampler={name: list(numbers) for name, numbers in s.sampler.items()},
+            )
+            for s in self._sources
+        )
+
+    @property
+    def tasks_in_flight(self) -> tuple[tuple[int, int, int], ...]:
+        """(group, source, task) of each group in flight."""
+        return tuple(
+            sorted((int(g), number, task) for number, s in enumerate(self._sources) for g, task in s.in_flight.items())
+        )
+
+    def views(self) -> tuple[SourceView, ...]:
+        """Each source's counts."""
+        drawn = max(1, sum(s.num_drawn for s in self._sources))
+        trained = max(1, sum(s.num_trained for s in self._sources))
+        return tuple(
+            SourceView(
+                name=s.settings.name,
+                ratio=s.weight,
+                drawn_share=s.num_drawn / drawn,
+                trained_share=s.num_trained / trained,
+                num_drawn=s.num_drawn,
+                num_trained=s.num_trained,
+                num_filtered=s.num_filtered,
+                num_aborted=s.num_aborted,
+                failing=s.failing,
+            )
+            for s in self._sources
+        )
+
+    def take_notices(self) -> list[str]:
+        """Lines on sources that began or ceased to fail since this was asked last."""
+        notices, self._notices = self._notices, []
+        return notices
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def restore(self, states: Sequence[SourceState], num_groups: int, in_flight: Iterable[GroupInFlight]) -> None:
+        """Continue a stored run. states: by the time `num_groups` groups had been drawn; empty if it stored none.
+        in_flight: its groups in flight, of which later ones may have been drawn since."""
+        for source, state in zip(self._sources, states, strict=bool(states)):
+            source.num_drawn, source.num_trained = state.num_drawn, state.num_trained
+            source.num_filtered, source.num_aborted = state.num_filtered, state.num_aborted
+            source.credit, source.usable_share = state.credit, state.usable_share
+            source.num_useless = state.num_useless
+            source.sampler = {name: list(numbers) for name, numbers in state.sampler.items()}
+        for group in in_flight:
+            self.arrive(group.group, group.source, group.task)
+            if group.group < num_groups:  # which is counted already
+                self._sources[group.source].num_drawn -= 1
+
+    def draw(self, num_groups: int) -> tuple[tuple[int, int], ...]:
+        """Choose the next prompts: (source, task) of each. They count as requested until they arrive."""
+        draws = []
+        for _ in range(num_groups):
+            number = self._next_source()
+            source = self._sources[number]
+            task = source.settings.sampler.choose(
+                Draw(
+                    number=source.num_drawn + len(source.requested),
+                    seed=self._seed,
+                    source=number,
+                    in_flight={*source.in_flight.values(), *source.requested},
+                ),
+                source.sampler,
+            )
+            source.requested.append(task)
+            draws.append((number, task))
+        return tuple(draws)
+
+    def arrive(self, group: GroupId, number: int, task: int) -> None:
+        """Count a group whose prompt has arrived."""
+        source = self._sources[number]
+        if task in source.requested:
+            source.requested.remove(task)
+        source.in_flight[group] = task
+        self._of[group] = source
+        source.num_drawn += 1
+
+    def score(self, group: GroupId, rewards: Sequence[float]) -> None:
+        """Note the rewards of a complete group, without those that could not be computed."""
+        if rewards:
+            self._of[group].rewards[group] = sum(rewards) / len(rewards)
+
+    def train(self, groups: Iterable[GroupId]) -> None:
+        """Count groups as trained on."""
+        for group in groups:
+            source = self._leave(group)
+            if source.failing:
+                self._notices.append(f"task {source.settings.name!r}: a group of it was trained on again")
+            source.num_trained += 1
+            source.usable_share += UPDATE * (1 - source.usable_share)
+            source.num_useless = 0
+            source.credit -= 1
+            self._give_credit()
+
+    def end(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
+        """Count groups that have ended without being trained on."""
+        for group, (fate, reason) in endings.items():
+            if group not in self._of:  # it was trained on, and these are its surplus members
+                continue
+            source = self._leave(group)
+            failed, filtered = source.failing, fate is Fate.FILTERED
+            source.num_filtered += filtered
+            source.num_aborted += not filtered
+            source.usable_share *= 1 - UPDATE
+            source.num_useless += filtered or reason in FAILURES
+            if source.failing and not failed:
+                self._notices.append(
+                    f"task {source.settings.name!r}: none of its last {PATIENCE} groups could be trained on, the "
+                    f"latest for the reason {reason.value}; until one can, it has one draw in {PROBE}"
+                )
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _next_source(self) -> int:
+        """The source to draw from."""
+        failing = [n for n, s in enumerate(self._sources) if s.failing]
+        healthy = [n for n, s in enumerate(self._sources) if not s.failing] or failing
+        total_drawn = sum(s.num_drawn + len(s.requested) for s in self._sources)
+        if len(healthy) < len(self._sources) and total_drawn % PROBE == PROBE - 1:
+            return failing[total_drawn // PROBE % len(failing)]
+        weights = sum(self._sources[n].weight for n in healthy)
+        coming = 1 + sum(self._sources[n].forecast for n in healthy)
+
+        def lag(number: int) -> float:
+            source = self._sources[number]
+            return source.credit + source.weight / weights * coming - source.forecast
+
+        return max(healthy, key=lambda number: (lag(number), -number))
+
+    def _give_credit(self) -> None:
+        """Give each source its share of a trained group."""
+        weights = sum(s.weight for s in self._sources if not s.failing)
+        for source in self._sources:
+            if source.failing:
+                source.credit = min(float(PATIENCE), source.credit + source.weight)
+            else:
+                source.credit += source.weight / weights
+
+    def _leave(self, group: GroupId) -> _Source:
+        """Take a group out of what is in flight; its sampler learns from it."""
+        source = self._of.pop(group)
+        task, reward = source.in_flight.pop(group), source.rewards.pop(group, None)
+        source.settings.sampler.learn(task, reward, source.sampler)
+        return source

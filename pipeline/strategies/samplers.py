@@ -1,0 +1,238 @@
+"""Samplers: which task of a source is drawn next. Pure.
+
+A sampler has settings only. What it has learned is its state, lists of numbers by name, which its methods receive; the
+store keeps it, so a resumed run draws as it would have drawn. Random numbers come from the job's seed and the number of
+the draw.
+
+Weights are never zero: a task that leaves the window can come back to it, so no set of tasks is drained. A task counts
+as seen as soon as a group of it has ended, however it ended: one that only fails is not new for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.stores.errors import ConfigError
+from staleflow.tasks.settings.knobs import knob
+from staleflow.tasks.settings.registry import Registry, RegistryEntry, UserCode
+from staleflow.tasks.settings.seeds import Stream, generator
+from staleflow.tasks.settings.user_code import error_text
+
+State = dict[str, list[float]]
+"""What a sampler has learned. It fits into JSON."""
+T = TypeVar("T")
+FRESH = -1.0
+"""In place of the mean reward of a task of which no group has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """The draw of one task."""
+
+    number: int
+    """Draws of this source before it."""
+    seed: int
+    """The job's."""
+    source: int = 0
+    """Number of the source."""
+    in_flight: Set[int] = frozenset()
+    """Tasks of groups that have not ended."""
+
+    def rng(self) -> np.random.Generator:
+        """A random generator of this draw alone."""
+        return generator(self.seed, Stream.TASKS, self.source, self.number)
+
+
+class Sampler(RegistryEntry, ABC):
+    """A rule for drawing tasks of one source."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def choose(self, draw: Draw, state: State) -> int:
+        """The number of the task to draw. Does not modify the state."""
+
+    def learn(self, task: int, reward: float | None, state: State) -> None:
+        """Update the state: a group of `task` has ended. reward: the mean over its members; None if it has none,
+        because it failed or was not needed."""
+
+
+class UserSampler(UserCode, Sampler):
+    """A sampler from a user's file: a class with `choose(draw, state)` and, if it learns, `learn(task, reward, state)`.
+    Its errors carry its name."""
+
+    def choose(self, draw: Draw, state: State) -> int:
+        task = self._guarded("choose", lambda: self.code.choose(draw, state))
+        try:
+            number = operator.index(task)
+        except Exception:  # noqa: BLE001  a value of user code may raise anything
+            number = -1
+        if number < 0:
+            raise ConfigError(f"{self._where}: choose returned {task!r}; it must return the number of a task, from 0")
+        return number
+
+    def learn(self, task: int, reward: float | None, state: State) -> None:
+        if hasattr(self.code, "learn"):
+            self._guarded("learn", lambda: self.code.learn(task, reward, state))
+
+    @property
+    def _where(self) -> str:
+        return f"{SAMPLERS.key} = {self.name!r}"
+
+    def _guarded(self, method: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (Exception, SystemExit) as error:  # user code
+            raise ConfigError(f"{self._where}: {method} raised {type(error).__name__}: {error_text(error)}") from error
+
+
+SAMPLERS: Registry[Sampler] = Registry("sampler", "task.sampler", Sampler, user_code=UserSampler)
+
+
+@SAMPLERS.register("in_order")
+@dataclass(frozen=True, slots=True)
+class InOrder(Sampler):
+    """Tasks in the order of their source, a data set's rows again from the start after the last one."""
+
+    def choose(self, draw: Draw, state: State) -> int:
+        return draw.number
+
+
+@SAMPLERS.register("uniform")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uniform(Sampler):
+    """The first `tasks` tasks in random order; each once before any is drawn again, in another order."""
+
+    tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
+
+    def choose(self, draw: Draw, state: State) -> int:
+        epoch, position = divmod(draw.number, self.tasks)
+        return int(_order(self.tasks, draw.seed, draw.source, epoch)[position])
+
+
+@functools.lru_cache(maxsize=16)
+def _order(tasks: int, seed: int, source: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of all tasks in one epoch."""
+    return generator(seed, Stream.TASKS, source, epoch, tasks).permutation(tasks)
+
+
+@SAMPLERS.register("difficulty_window")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifficultyWindow(Sampler):
+    """Tasks whose mean reward is within a window, and those that are new, are preferred to all others."""
+
+    tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
+    low: float = knob(0.2, "mean reward of a task from which on it is in the window")
+    high: float = knob(0.8, "mean reward of a task up to which it is in the window")
+    outside: float = knob(
+        0.1, "weight of a task outside of the window; one inside, or a new one, has weight 1", above=0, high=1
+    )
+    memory: float = knob(0.5, "weight of a task's rewards before, when its mean is updated", low=0, high=0.99)
+
+    def choose(self, draw: Draw, state: State) -> int:
+        means = _means(state, "means", self.tasks)
+        inside = (means == FRESH) | ((means >= self.low) & (means <= self.high))
+        return _weighted(np.where(inside, 1.0, self.outside), draw)
+
+    def learn(self, task: int, reward: float | None, state: State) -> None:
+        _update(state, "means", self.tasks, task, reward, self.memory)
+
+
+@SAMPLERS.register("learning_progress")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningProgress(Sampler):
+    """Tasks whose reward is changing: by the difference of a fast and a slow moving average of each task's reward."""
+
+    tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
+    explore: float = knob(0.3, "share of draws in which all tasks are equally likely", above=0, high=1)
+    fast: float = knob(0.5, "weight of the rewards before in the fast average", low=0, high=0.99)
+    slow: float = knob(0.9, "weight of the rewards before in the slow average", low=0, high=0.999)
+
+    def choose(self, draw: Draw, state: State) -> int:
+        fast, slow = _means(state, "fast", self.tasks), _means(state, "slow", self.tasks)
+        progress = np.abs(fast - slow)
+        equal = np.full(self.tasks, 1.0 / self.tasks)
+        total = float(progress.sum())
+        return _weighted(self.explore * equal + (1 - self.explore) * (progress / total if total > 0 else equal), draw)
+
+    def learn(self, task: int, reward: float | None, state: State) -> None:
+        _update(state, "fast", self.tasks, task, reward, self.fast)
+        _update(state, "slow", self.tasks, task, reward, self.slow)
+
+
+@SAMPLERS.register("curriculum")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curriculum(Sampler):
+    """Stages of equal size, in the order of the source: the next begins once the mean reward of this one is reached."""
+
+    tasks: int = knob(1000, "tasks to choose from, the first of the source", low=1, high=1_000_000)
+    stages: int = knob(4, "stages that the tasks are divided into", low=1, high=1000)
+    reward: float = knob(0.7, "mean reward of a stage's latest groups at which the next stage begins")
+    groups: int = knob(32, "latest groups of a stage that the mean is over", low=1, high=10_000)
+    review: float = knob(0.1, "share of draws from the stages before", low=0, high=1)
+    most_groups: int = knob(0, "groups after which the next stage begins whatever the reward; 0: no limit", low=0)
+
+    def choose(self, draw: Draw, state: State) -> int:
+        stage, rng = int(state.get("stage", [0])[0]), draw.rng()
+        first, end = self._tasks_of(stage)
+        if stage and rng.random() < self.review:
+            first, end = 0, first
+        return int(rng.integers(first, end))
+
+    def learn(self, task: int, reward: float | None, state: State) -> None:
+        stage = int(state.get("stage", [0])[0])
+        first, end = self._tasks_of(stage)
+        if not first <= task < end:
+            return
+        ended = int(state.get("ended", [0])[0]) + 1
+        rewards = state.get("rewards", [])
+        if reward is not None:
+            rewards = [*rewards, reward][-self.groups :]
+        passed = len(rewards) == self.groups and float(np.mean(rewards)) >= self.reward
+        if stage + 1 < self._num_stages and (passed or 0 < self.most_groups <= ended):
+            stage, ended, rewards = stage + 1, 0, []
+        state["stage"], state["ended"], state["rewards"] = [stage], [ended], rewards
+
+    @property
+    def _num_stages(self) -> int:
+        return min(self.stages, self.tasks)
+
+    def _tasks_of(self, stage: int) -> tuple[int, int]:
+        """The first task of a stage, and the one after its last."""
+        return stage * self.tasks // self._num_stages, (stage + 1) * self.tasks // self._num_stages
+
+
+def _means(state: State, name: str, tasks: int) -> npt.NDArray[np.float64]:
+    """A moving average of each task; FRESH of those of which no group has ended."""
+    means = np.full(tasks, FRESH)
+    known = state.get(name, [])
+    means[: len(known)] = known
+    return means
+
+
+def _update(state: State, name: str, tasks: int, task: int, reward: float | None, memory: float) -> None:
+    """Update a moving average of one task. A group without a reward leaves it, and counts as 0 if it was the first."""
+    means = state.setdefault(name, [])
+    if not 0 <= task < tasks:
+        return
+    means += [FRESH] * (task + 1 - len(means))
+    if means[task] == FRESH:
+        means[task] = max(0.0, reward or 0.0)
+    elif reward is not None:
+        means[task] = max(0.0, memory * means[task] + (1 - memory) * reward)
+
+
+def _weighted(weights: npt.NDArray[np.float64], draw: Draw) -> int:
+    """A random task by these weights; one in flight only if all are."""
+    free = weights.copy()
+    free[[task for task in draw.in_flight if task < len(free)]] = 0.0
+    cumulated = np.cumsum(free if free.any() else weights)
+    return int(min(np.searchsorted(cumulated, draw.rng().random() * cumulated[-1], side="right"), len(weights) - 1))

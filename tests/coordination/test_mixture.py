@@ -1,0 +1,194 @@
+"""The ratio of several task sources is one of what is trained: it holds whatever is filtered, fails or starts again."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from staleflow.pipeline.coordination.mixture import PATIENCE, PROBE, MixedSource, Mixture
+from staleflow.pipeline.strategies.samplers import InOrder
+from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.trajectories.records import SourceState
+from staleflow.stores.trajectory import AbortReason, Fate, GroupId
+
+FILTERED = (Fate.FILTERED, AbortReason.NO_SIGNAL)
+SURPLUS = (Fate.ABORTED, AbortReason.SURPLUS_GROUP)
+FAILED = (Fate.ABORTED, AbortReason.ENVIRONMENT_FAILED)
+
+
+class Run:
+    """A run without instances: `in_flight` groups at once, which end in random order."""
+
+    def __init__(self, ratios: list[float], usable: list[float], *, in_flight: int = 32, seed: int = 0) -> None:
+        """usable: share of each source's groups that can be trained on."""
+        self.usable, self.room = usable, in_flight
+        self.rng = np.random.default_rng(seed)
+        self.sources = [MixedSource(name=f"s{i}", ratio=r, sampler=InOrder()) for i, r in enumerate(ratios)]
+        self.mixture = Mixture(self.sources, seed)
+        self.live: dict[GroupId, int] = {}
+        self.num_groups = 0
+        self.trained: list[int] = []
+        self.drawn: list[int] = []
+        self.lines: list[str] = []
+        self.tasks: list[tuple[int, int]] = []
+
+    def step(self, *, surplus: float = 0.0) -> None:
+        """Draw what there is room for, and let one group end."""
+        for source, task in self.mixture.draw(self.room - len(self.live)):
+            group = GroupId(self.num_groups)
+            self.num_groups += 1
+            self.mixture.arrive(group, source, task)
+            self.live[group] = source
+            self.drawn.append(source)
+            self.tasks.append((source, task))
+        group = list(self.live)[int(self.rng.integers(len(self.live)))]
+        source = self.live.pop(group)
+        if self.rng.random() < surplus:
+            self.mixture.end({group: SURPLUS})
+        elif self.rng.random() < self.usable[source]:
+            self.mixture.score(group, [0.0, 1.0])
+            self.mixture.train([group])
+            self.trained.append(source)
+        else:
+            self.mixture.score(group, [0.0, 0.0])
+            self.mixture.end({group: FILTERED})
+        self.lines += self.mixture.take_notices()
+
+    def train(self, num_groups: int, *, surplus: float = 0.0) -> None:
+        """Go on until so many groups are trained on."""
+        for _ in range(num_groups * 40):
+            if len(self.trained) >= num_groups:
+                return
+            self.step(surplus=surplus)
+        raise AssertionError("the run stands still")
+
+    def shares(self) -> list[float]:
+        counts = Counter(self.trained)
+        return [counts[i] / len(self.trained) for i in range(len(self.usable))]
+
+    def kill(self, stored: tuple[SourceState, ...], stored_groups: int) -> None:
+        """Go on in another process: from what a store has, and the groups in flight. stored_groups: drawn by then."""
+        self.mixture = Mixture(self.sources, 0)
+        states = [SourceState(**json.loads(json.dumps(asdict(s)))) for s in stored]
+        drawn = [(group, *self.tasks[group]) for group in self.live]
+        in_flight = [GroupInFlight(group=g, prompt_tokens=1, members=(), source=s, task=t) for g, s, t in drawn]
+        self.mixture.restore(states, stored_groups, in_flight)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "usable", "in_flight"),
+    [
+        ([1, 1], [1.0, 0.1], 32),
+        ([3, 1], [0.9, 0.2], 256),
+        ([1, 2, 5], [0.1, 1.0, 0.5], 64),
+        ([0.5, 0.3, 0.15, 0.05], [0.3, 0.9, 0.15, 0.6], 32),
+    ],
+)
+def test_ratio_holds_within_one_percent_over_ten_thousand_groups(
+    ratios: list[float], usable: list[float], in_flight: int
+) -> None:
+    run = Run(ratios, usable, in_flight=in_flight)
+    run.train(10_000)
+    shares = run.shares()
+    assert shares == pytest.approx([r / sum(ratios) for r in ratios], abs=0.01)
+    views = run.mixture.views()
+    assert [v.trained_share for v in views] == pytest.approx(shares)
+    drawn = Counter(run.drawn)
+    assert [v.drawn_share for v in views] == pytest.approx([drawn[i] / len(run.drawn) for i in range(len(ratios))])
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.1, 1.0), st.floats(0.3, 1.0)), min_size=2, max_size=4),
+    st.integers(1, 128),
+    st.floats(0.0, 0.4),
+    st.integers(0, 2**31),
+)
+def test_ratio_holds_under_any_filters_and_redundancy(
+    sources: list[tuple[float, float]], in_flight: int, surplus: float, seed: int
+) -> None:
+    ratios, usable = [r for r, _ in sources], [u for _, u in sources]
+    run = Run(ratios, usable, in_flight=in_flight, seed=seed)
+    run.train(800, surplus=surplus)
+    # What is in flight is all that may differ, and its share at the end is random.
+    allowed = (2 + 2 * in_flight**0.5) / 800
+    assert run.shares() == pytest.approx([r / sum(ratios) for r in ratios], abs=max(0.01, allowed))
+
+
+def test_source_that_always_fails_is_named_once_and_does_not_stall_the_others() -> None:
+    run = Run([1, 1, 2], [1.0, 0.0, 0.5])
+    run.train(3000)
+    (line,) = run.lines
+    assert line.startswith("task 's1': none of its last 64 groups could be trained on")
+    assert "no_signal" in line
+    assert run.shares() == pytest.approx([1 / 3, 0, 2 / 3], abs=0.01)
+    assert run.drawn.count(1) <= len(run.drawn) / PROBE + 4 * PATIENCE
+
+
+def test_source_that_recovers_catches_up_by_a_bounded_number() -> None:
+    run = Run([1, 1], [1.0, 0.0])
+    run.train(1000)
+    run.usable = [1.0, 1.0]
+    trained = len(run.trained)
+    run.train(trained + 1000)
+    assert run.lines[1] == "task 's1': a group of it was trained on again"
+    later = run.trained[trained:]
+    assert later.count(1) == pytest.approx(500 + PATIENCE / 2, abs=20)
+    assert run.trained[-200:].count(1) == pytest.approx(100, abs=15)
+
+
+def test_if_all_sources_fail_all_are_drawn() -> None:
+    run = Run([1, 1], [0.0, 0.0])
+    for _ in range(1000):
+        run.step()
+    assert run.drawn[-200:].count(0) == pytest.approx(100, abs=25)
+    assert len(run.lines) == 2
+
+
+def test_surplus_groups_say_nothing_against_a_source() -> None:
+    run = Run([1, 1], [1.0, 1.0])
+    for _ in range(300):
+        run.step(surplus=1.0)
+    assert not run.lines
+
+
+def test_failed_environments_speak_against_a_source() -> None:
+    mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
+    for group in range(PATIENCE):
+        mixture.draw(1)
+        mixture.arrive(GroupId(group), 0, group)
+        mixture.end({GroupId(group): FAILED})
+    assert "environment_failed" in mixture.take_notices()[0]
+
+
+def test_ratio_holds_over_a_hundred_kills() -> None:
+    run = Run([2, 1], [0.4, 0.9])
+    for _ in range(100):
+        run.train(len(run.trained) + 30)
+        stored, groups = run.mixture.states, run.num_groups
+        before, trained = set(run.live), len(run.trained)
+        for _ in range(7):
+            run.step()
+        # Killed: what has ended since is undone, and what was drawn since goes on.
+        del run.trained[trained:]
+        run.live = {GroupId(g): run.drawn[g] for g in sorted({*before, *range(groups, run.num_groups)})}
+        run.kill(stored, groups)
+    assert run.shares() == pytest.approx([2 / 3, 1 / 3], abs=0.01)
+    # In order, and no task twice, whatever was started again.
+    for number in (0, 1):
+        tasks = [task for source, task in run.tasks if source == number]
+        assert tasks == sorted(set(tasks))
+
+
+def test_state_is_the_same_after_a_store_and_a_resume() -> None:
+    run = Run([2, 1], [0.4, 0.9])
+    run.train(200)
+    before = run.mixture.states, run.mixture.tasks_in_flight, run.mixture.draw(40)
+    run.kill(before[0], run.num_groups)
+    assert (run.mixture.states, run.mixture.tasks_in_flight, run.mixture.draw(40)) == before
