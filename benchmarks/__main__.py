@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "board": ((),),
     "transfer": ((),),
     "deltas": ((MODEL,),),
+    "fingerprints": ((),),
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),

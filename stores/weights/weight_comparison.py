@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from staleflow.stores.weights.weight_report import MOST_NAMES, WeightReport
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,5 +69,11 @@ def equal_bits(left: Any, right: Any) -> bool:
         return bool(left.tobytes() == right.tobytes())
     import torch
 
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
-    return bool(torch.equal(left.detach().view(whole), right.detach().to(left.device).view(whole)))
+    return bool(torch.equal(integer_view(left.detach()), integer_view(right.detach().to(left.device))))
+
+
+def integer_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor's elements as signed integers of the same bits. Raises KeyError above eight bytes."""
+    import torch
+
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
