@@ -13,7 +13,7 @@ from staleflow.stores.s3_url import HOW, parsed
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.knobs import shown
 from staleflow.tasks.settings.task_config import TaskConfig
-from staleflow.tasks.training.loss import Sft, UserLoss
+from staleflow.tasks.training.loss import Dpo, Sft, UserLoss
 
 MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
 """Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
@@ -65,7 +65,7 @@ def _broken_rules(config: RunConfig) -> Iterator[str]:
 def _check_objective(config: RunConfig) -> Iterator[str]:
     """Check that what the trainer minimises has all that it needs, and that it uses all that is set."""
     kl = config.training.kl
-    if kl.reference and not kl.coefficient:
+    if kl.reference and not kl.coefficient and not isinstance(config.training.loss, Dpo):
         yield (
             f"training.kl.reference = {kl.reference!r} is not used while training.kl.coefficient = 0; set it "
             "above 0, such as 0.001"
@@ -80,12 +80,16 @@ def _check_objective(config: RunConfig) -> Iterator[str]:
         yield f"training.sft.source = {sft.source!r} is not used while training.sft.steps = 0; set it above 0"
     if sft.steps and config.acts and not config.environment.tools and not sft.source:
         yield "training.sft.source is missing: task.source is an environment; name rows with answers"
-    if sft.steps and kl.coefficient and not kl.reference:
+    if sft.steps and not kl.reference and (kl.coefficient or isinstance(config.training.loss, Dpo)):
         yield (
             "training.kl.reference is missing: with training.sft the run begins with another model than model.path; "
             "name the one to stay near"
         )
     loss = config.training.loss
+    if isinstance(loss, Dpo) and (kl.coefficient or config.training.entropy_bonus):
+        yield 'training.loss = "dpo" has its own beta; set training.kl.coefficient and training.entropy_bonus to 0'
+    if isinstance(loss, Dpo) and config.batch.group_size < 2:
+        yield 'training.loss = "dpo" compares responses to one prompt; batch.group_size must be >= 2'
     if config.training.advantage.name == "none" and not kl.coefficient and not isinstance(loss, Sft | UserLoss):
         yield (
             'training.advantage = "none" leaves nothing to train on; set training.kl.coefficient above 0 and a teacher '

@@ -82,6 +82,11 @@ class Loss(RegistryEntry, ABC):
         return False
 
     @property
+    def compares_pairs(self) -> bool:
+        """Whether it compares the best with the worst response to a prompt, and both with the reference model."""
+        return False
+
+    @property
     def clip_range(self) -> tuple[float, float]:
         """The ratios of a token beyond which a report counts it as clipped; of a loss that clips no tokens, those of
         PPO by default."""
@@ -348,6 +353,22 @@ class Sft(Loss):
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         return TokenLoss(loss=-tokens.logprobs, clipped=tokens.sampled.new_zeros(tokens.logprobs.shape))
+
+
+@LOSSES.register("dpo")
+@dataclass(frozen=True, kw_only=True)
+class Dpo(Loss):
+    """Direct preference optimization (2305.18290), by the advantages of preference_pairs.py. Its value is known before
+    the update, so that of a token is 0."""
+
+    beta: float = knob(0.1, "how much the log ratio to the reference model counts", above=0)
+    needs_proximal = False
+    by_token = True
+    compares_pairs = True
+
+    def token_loss(self, tokens: Tokens) -> TokenLoss:
+        change = tokens.logprobs - tokens.logprobs.detach()
+        return TokenLoss(loss=-tokens.advantage * change, clipped=tokens.sampled.new_zeros(change.shape))
 
 
 @LOSSES.register("sequence_tis")

@@ -268,10 +268,11 @@ def token_weights(aggregation: str, lengths: Sequence[int], max_length: int) -> 
     return weights.astype(np.float32)
 
 
-def minibatches(num_rows: int, count: int, rng: np.random.Generator) -> list[npt.NDArray[np.int64]]:
+def minibatches(num_rows: int, count: int, rng: np.random.Generator, together: int = 1) -> list[npt.NDArray[np.int64]]:
     """A random split of the rows into `count` parts of nearly equal size; into one part a row if there are fewer, as
-    there may be of a selection of stored rows."""
-    return [np.sort(part) for part in np.array_split(rng.permutation(num_rows), count) if len(part)]
+    there may be of a selection of stored rows. together: how many neighbours stay in one part."""
+    parts = np.array_split(rng.permutation(num_rows // together), count)
+    return [(np.sort(part)[:, None] * together + np.arange(together)).reshape(-1) for part in parts if len(part)]
 
 
 def microbatches(

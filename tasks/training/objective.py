@@ -33,7 +33,7 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl.coefficient > 0
+        return self.kl.coefficient > 0 or self.loss.compares_pairs
 
     @property
     def needs_entropy(self) -> bool:
@@ -42,7 +42,7 @@ class Objective:
     @property
     def by_token(self) -> bool:
         """Whether each token's loss depends on no other's logprob."""
-        summed = self.needs_reference and self.kl.place == "reward"
+        summed = self.kl.coefficient > 0 and self.kl.place == "reward"
         return self.loss.by_token and not summed
 
     def trains(self, row: Row) -> bool:
@@ -57,6 +57,7 @@ class Objective:
     def token_loss(self, tokens: Tokens, reference: Tensor | None, entropy: Tensor | None) -> TokenLoss:
         """The losses of a micro-batch. reference: [N, T] logprobs under the reference model. entropy: [N, T] of each
         token's distribution, nats, with gradient. Both are None unless needed."""
+        reference = reference if self.kl.coefficient else None
         if reference is not None and self.kl.place != "loss":
             tokens = replace(tokens, advantage=self._penalized(tokens, reference))
         result = self.loss.token_loss(tokens)

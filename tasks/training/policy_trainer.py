@@ -39,9 +39,10 @@ from staleflow.tasks.training.async_save import copied, in_background
 from staleflow.tasks.training.blocks import recompute
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.logprobs import LogprobModel, by_row
-from staleflow.tasks.training.loss import MOST_LOG_RATIO, Sft, Tokens
+from staleflow.tasks.training.loss import MOST_LOG_RATIO, Dpo, Sft, Tokens
 from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
 from staleflow.tasks.training.objective import Objective, with_finite_logprobs
+from staleflow.tasks.training.preference_pairs import paired, weighted_pairs
 from staleflow.tasks.training.rank import ALONE, Rank
 from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.step_metrics import RowSample, TokenSums
@@ -170,21 +171,29 @@ class PolicyTrainer:
         rows: of a group, those that its leading rank is called with. They are what a minibatch is made of, and what a
         token's weight is of; what is computed are their sequences."""
         s = self.settings.training
-        whole = self.group.broadcast(rows)
+        whole, pairs = self.group.broadcast(rows), self.objective.loss.compares_pairs
+        if pairs:
+            whole = paired(whole)
         sequences = BranchSequences.of(whole)
         rows = sequences.rows
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        epochs = [minibatches(len(whole), s.minibatches, self._rng) for _ in range(s.epochs)]
+        count = 2 if pairs else 1  # rows that stay in one minibatch
+        epochs = [minibatches(len(whole), s.minibatches, self._rng, count) for _ in range(s.epochs)]
         updates = list(itertools.chain.from_iterable(epochs))
         before = self._before(rows, once=len(updates) == 1)
         reference = self._under_reference(rows)
         sums, norms = TokenSums(), list[float]()
         sample = self._measure_others(step, rows, before, sums)
         first: dict[int, npt.NDArray[np.float32]] = {}
+        losses = list[float]()
         for chosen in updates:
             weights = token_weights(s.aggregation, [whole[i].num_sampled for i in chosen], self.settings.max_length)
+            if pairs:
+                weights = np.full(len(chosen), 2 / len(chosen), np.float32)
+                rows, loss = self._weighted(whole, chosen, sequences, reference)
+                losses.append(loss)
             self.optimizer.zero_grad(set_to_none=True)
             trained = [k for k, i in enumerate(chosen) if self.objective.trains(whole[i])]
             picked, of_row = sequences.chosen(int(chosen[k]) for k in trained)
@@ -200,8 +209,8 @@ class PolicyTrainer:
         sums = TokenSums(self.group.all_reduce(sums.values))
         mismatch = Mismatch.of(rows, before | self.group.all_gather(first))
         return {
-            "loss": sums.loss / len(norms),
-            "grad_norm": float(np.mean(norms)),
+            "loss": (sums.loss + sum(losses)) / max(1, len(norms)),
+            "grad_norm": float(np.mean(norms or [0.0])),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
             "tokens_dropped": float(sum(row.num_unusable for row in whole if self.objective.trains(row))),
             **sums.metrics(s.epochs, sample),
@@ -377,6 +386,24 @@ class PolicyTrainer:
         own = self.reference is self.logprob_model
         with lora.without_adapter(self.model) if own else nullcontext():
             return self.group.all_gather(self.reference.rows(rows, chosen))
+
+    def _weighted(
+        self, whole: Sequence[Row], chosen: npt.NDArray[np.int64], sequences: BranchSequences, reference: ByRow | None
+    ) -> tuple[Sequence[Row], float]:
+        """The sequences, those of the chosen pairs with their advantages under the present weights, and the pairs' mean
+        loss. reference: logprobs of the sequences under the reference model."""
+        assert reference is not None
+        picked, _ = sequences.chosen(chosen)
+        present = self.group.all_gather(self.logprob_model.rows(sequences.rows, picked))
+        policy, under_reference = (sequences.by_row(whole, values) for values in (present, reference))
+        config = self.objective.loss
+        assert isinstance(config, Dpo)
+        weighted, loss = weighted_pairs(whole, chosen.tolist(), policy, under_reference, config.beta)
+        rows = list(sequences.rows)
+        for i, row in weighted.items():
+            for k in sequences.of_row[i]:
+                rows[k] = replace(rows[k], advantage=row.advantage)
+        return rows, loss
 
     def _measure_others(self, step: int, rows: Sequence[Row], before: ByRow, sums: TokenSums) -> RowSample | None:
         """Measure rows without a gradient: all whose logprobs are in `before`, and of the others a random sample, which

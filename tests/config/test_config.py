@@ -115,6 +115,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ),
         ("training.sft.source=jsonl:mine.jsonl", "is not used while training.sft.steps = 0; set it above 0"),
         ("training={sft={steps=3}, kl={coefficient=0.1}}", "training.kl.reference is missing: .* another model"),
+        ("training={loss='dpo', kl={coefficient=0.1}}", "has its own beta; set training.kl.coefficient"),
         ("training.kl={coefficient=1, place='advantage'}", '"k3" would only push .* down; set estimator = "k1"'),
         ("training.advantage=none", "leaves nothing to train on; set training.kl.coefficient above 0"),
         ("training.kl.estimator=k4", "must be one of k1, k2, k3, not 'k4'"),
@@ -217,6 +218,8 @@ def test_as_many_adapters_are_served_as_the_bound_allows(tmp_path: Path) -> None
 def test_groups_of_one_are_for_estimators_and_filters_that_compare_no_members(tmp_path: Path) -> None:
     alone, whitened = "batch.group_size=1", "training.advantage=reinforce_plus_plus"
     assert load(tmp_path, GOOD, alone, whitened).batch.group_size == 1
+    with pytest.raises(ConfigError, match=r"dpo.* compares responses to one prompt; batch.group_size must be >= 2"):
+        load(tmp_path, GOOD, alone, whitened, "training.loss=dpo")
     with pytest.raises(ConfigError, match="leaves reinforce_plus_plus_baseline nothing to compare"):
         load(tmp_path, GOOD, alone, f"{whitened}_baseline")
     with pytest.raises(ConfigError, match=r"would drop every group of batch\.group_size = 1"):

@@ -471,6 +471,16 @@ def test_rejection_sampling_is_the_cross_entropy_of_the_chosen_responses(stored:
         assert h["tokens_trained"] == sum(row.trajectory.num_sampled for row in rows if row.step == h["step"])
 
 
+def test_stored_pairs_are_preferred(stored: Path, tmp_path: Path) -> None:
+    """The best and worst response of each stored group; the model that the run began with is the reference."""
+    overrides = ("training.loss={name='dpo', beta=0.5}", "training.minibatches=1", "task.eval_prompts=0")
+    training.train(training.planned(stored, tmp_path / "out", overrides, "main", "", 3), lambda event: None)
+    history = json.loads((tmp_path / "out" / "offline.json").read_text())["metrics"]
+    losses = [h["loss"] for h in history if h["tokens_trained"]]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-5)
+    assert losses[-1] < losses[0] - 0.01
+
+
 @pytest.mark.slow  # a run of its own
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, tmp_path: Path) -> None:

@@ -142,10 +142,16 @@ def sft(t: AgentArgs, s: Any) -> list[float]:
     return [-n for n in t.new]
 
 
+def dpo(t: AgentArgs, s: Any) -> list[float]:
+    """Its value is reported by pairs."""
+    return [-t.a * (n - w) for n, w in zip(t.new, t.now, strict=True)]
+
+
 SLOW: dict[str, Callable[[AgentArgs, Any], list[float]]] = {
     "ppo_clip": ppo_clip, "decoupled_ppo": decoupled_ppo, "cispo": cispo, "tis": tis, "dual_clip": dual_clip,
-    "gspo": gspo, "topr": topr, "kimi": kimi, "sft": sft, "sequence_tis": sequence_tis, "sequence_mis": sequence_mis,
-    "icepop": icepop, "decoupled_ppo_loglinear": decoupled_ppo_loglinear,
+    "gspo": gspo, "topr": topr, "kimi": kimi, "sft": sft, "dpo": dpo,
+    "sequence_tis": sequence_tis, "sequence_mis": sequence_mis, "icepop": icepop,
+    "decoupled_ppo_loglinear": decoupled_ppo_loglinear,
 }  # fmt: skip
 
 
@@ -216,7 +222,7 @@ def test_token_losses_equal_the_formulas(name: str, ratio_of: str) -> None:
             outcome = result.loss[i][tokens.sampled[i]].detach().numpy()
             np.testing.assert_allclose(outcome, expected, rtol=1e-9, atol=1e-12)
         clipped += int(result.clipped[tokens.sampled].sum())
-    assert (clipped > 0) is (name not in ("kimi", "sft")), "the random tokens reach what is clipped"
+    assert (clipped > 0) is (name not in ("kimi", "sft", "dpo")), "the random tokens reach what is clipped"
 
 
 @pytest.mark.parametrize(("name", "ratio_of"), CASES)
@@ -338,7 +344,7 @@ def cut(name: str, t: AgentArgs, s: Any) -> list[tuple[bool, float]]:
         }[s.ratio_of]
         ratios = [math.prod(now[k] for k in of(j)) for j in tokens]
         return [(t.a <= 0 and r > 1, r) for r in ratios]
-    if name in ("kimi", "sft"):
+    if name in ("kimi", "sft", "dpo"):
         return [(False, 1.0)] * len(now)
     if name == "decoupled_ppo_loglinear":
         ratios = [now[j] ** (1 - t.lags[j] / (t.lags[j] + 1)) for j in tokens]

@@ -118,6 +118,11 @@ def rows(count: int) -> list[Row]:
     return [one(i) for i in range(count)]
 
 
+def groups(members: list[Row], size: int) -> list[Row]:
+    """The rows as groups with one prompt each."""
+    return [replace(row, prompt=members[i - i % size].prompt) for i, row in enumerate(members)]
+
+
 @pytest.mark.parametrize("budget", [1, 30, 64, 10_000])
 def test_microbatches_hold_every_row_once_within_the_budget(budget: int) -> None:
     data = rows(17)
@@ -173,7 +178,7 @@ def test_empty_responses_train_like_rows_without_a_gradient(tiny_model: Any) -> 
 @pytest.mark.parametrize("name", LOSSES.names)
 def test_a_token_without_a_finite_stored_logprob_is_dropped_and_counted(tiny_model: Any, name: str) -> None:
     """It trains as if an environment had given it, whichever the loss."""
-    data = rows(6)
+    data = groups(rows(6), 2)
     knobs = {"loss": entry(LOSSES, name), "aggregation": "constant_length"}
     sampled, behaviour = data[1].sampled.copy(), data[1].behaviour.copy()
     sampled[1], behaviour[1] = False, 0.0

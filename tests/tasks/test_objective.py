@@ -339,12 +339,18 @@ def test_distillation_lowers_the_distance_to_a_teacher(tiny_model: Path, tmp_pat
 
 def teacher_of(tiny_model: Path, folder: Path, coefficient: float) -> KlConfig:
     """Distillation from a model that has gone far from the tiny one."""
+    reference = moved_model(tiny_model, folder)
+    return KlConfig(coefficient=coefficient, estimator="k1", place="advantage", reference=reference)
+
+
+def moved_model(tiny_model: Path, folder: Path) -> str:
+    """The folder of a model that has gone far from the tiny one."""
     other = trainer(tiny_model, seed=3, learning_rate=1e-2)
     for step in range(4):
         other.step(step, rows_of_many_turns())
     other.published(lambda weights: weight_file.write(folder / "weights", weights))
-    other.save(folder / "teacher", folder / "weights")
-    return KlConfig(coefficient=coefficient, estimator="k1", place="advantage", reference=str(folder / "teacher"))
+    other.save(folder / "moved", folder / "weights")
+    return str(folder / "moved")
 
 
 def sampled_rows(model: Any, count: int, length: int, seed: int) -> list[Row]:

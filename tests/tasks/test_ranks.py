@@ -38,6 +38,7 @@ from staleflow.tasks.training.rank_group import RankGroup
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 from tests.support.entries import entry
 from tests.support.rank_processes import in_group
+from tests.tasks.test_numerics import groups
 
 STEPS = 5
 
@@ -207,6 +208,8 @@ def test_every_loss_and_aggregation_trains_the_same_on_any_number_of_ranks(
 ) -> None:
     for aggregation in AGGREGATION_NAMES:
         job = training(tiny_model, (17, 5, 3, 1, 26), loss, aggregation)
+        if loss == "dpo":
+            job = replace(job, batches=tuple(tuple(groups([*batch], 3)) for batch in job.batches))
         results = in_group(ranks, train, job)
         check_same(results[0], train(ALONE, job))
         assert all(result.metrics == results[0].metrics for result in results)

@@ -1,0 +1,68 @@
+"""Direct preference optimization (DPO, 2305.18290): the best and the worst response to each prompt, and what a pair
+contributes to the loss. Numpy, pure.
+
+The loss of a pair is -log sigmoid(m), m = beta ((s_best - r_best) - (s_worst - r_worst)), with s and r the logprobs of
+whole responses under the policy and the reference. Its gradient is that of a policy gradient whose advantages are
+beta sigmoid(-m) and -beta sigmoid(-m), so a trainer that computes m before an update needs the two responses together
+for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.tasks.training.microbatches import Row
+
+ByRow = Mapping[int, npt.NDArray[np.float32]]
+"""[T] logprobs of rows' responses, by row index."""
+
+
+def paired(rows: Iterable[Row]) -> list[Row]:
+    """The response of the highest and that of the lowest advantage to each prompt, one after the other; none to a
+    prompt whose advantages are equal. Rows whose reward failed are left out."""
+    by_prompt: dict[bytes, list[Row]] = {}
+    for row in rows:
+        if row.trained and row.num_sampled:
+            by_prompt.setdefault(row.prompt.tobytes(), []).append(row)
+    pairs = list[Row]()
+    for members in by_prompt.values():
+        best, worst = max(members, key=_advantage), min(members, key=_advantage)
+        if best.advantage > worst.advantage:
+            pairs += [best, worst]
+    return pairs
+
+
+def weighted_pairs(
+    rows: Sequence[Row], chosen: Sequence[int], policy: ByRow, reference: ByRow, beta: float
+) -> tuple[dict[int, Row], float]:
+    """The chosen rows with the advantages of their pairs, by row index, and the mean loss of these pairs.
+
+    Args:
+        rows: From `paired`.
+        chosen: Of whole pairs: an even index and the next one, and so on.
+        policy: The logprobs of the chosen rows.
+        reference: Those under the reference model.
+        beta: How much a log ratio counts.
+    """
+    ratio = {i: _log_ratio(rows[i], policy[i], reference[i]) for i in chosen}
+    weighted, losses = dict[int, Row](), []
+    for best, worst in zip(chosen[::2], chosen[1::2], strict=True):
+        margin = beta * (ratio[best] - ratio[worst])
+        losses.append(np.logaddexp(0.0, -margin))
+        weight = float(beta * np.exp(-np.logaddexp(0.0, margin)))
+        weighted[best] = replace(rows[best], advantage=weight)
+        weighted[worst] = replace(rows[worst], advantage=-weight)
+    return weighted, float(np.mean(losses))
+
+
+def _advantage(row: Row) -> float:
+    return row.advantage
+
+
+def _log_ratio(row: Row, policy: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]) -> float:
+    """The log ratio of a whole response, nats, over the tokens that have a loss."""
+    return float((policy - reference)[row.usable].sum(dtype=np.float64))
