@@ -98,8 +98,7 @@ class ConsumedRows:
             for id in ids[np.isin(ids, wanted)].tolist():
                 counts[id] = counts.get(id, 0) + 1
         for id, count in counts.items():
-            if count > 1:
-                yield Finding(check=CHECK, where=f"trajectory {id}", message=f"stored {count} times")
+            yield Finding(check=CHECK, where=f"trajectory {id}", message=f"stored {count} times")
 
     def _all(self) -> Ints:
         pairs = _summed(np.concatenate([np.zeros((0, 5), np.int64), *self._pairs]))
@@ -115,7 +114,7 @@ def _summed(pairs: Ints) -> Ints:
         return pairs
     summed = pairs[begins].copy()
     summed[:, 2] = np.add.reduceat(pairs[:, 2], begins)
-    summed[:, 3] = np.minimum.reduceat(pairs[:, 3], begins)
+    # Rows are added in order and the sort is stable, so the first line of a group has its first row.
     summed[:, 4] = np.maximum.reduceat(pairs[:, 4], begins)
     return summed
 

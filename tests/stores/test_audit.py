@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -18,15 +19,20 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.stores.auditing import conservation
-from staleflow.stores.auditing.audit import audit
+from staleflow.stores.auditing import audit as audit_module
+from staleflow.stores.auditing import conservation, row_checks, single_consumption, weight_counts
+from staleflow.stores.auditing.audit import AuditReport, audit
 from staleflow.stores.auditing.conservation import Conservation
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.auditing.single_consumption import ConsumedRows
+from staleflow.stores.auditing.weight_counts import WeightCounts
 from staleflow.stores.id_sets import IdSet, merged
-from staleflow.stores.trajectories.columns import COLUMNS, chosen, empty_rows
+from staleflow.stores.trajectories.columns import COLUMNS, FATES, chosen, empty_rows
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint, id_ranges
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, outcome_key
+from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, InstanceId, PolicyVersion, outcome_key
+from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.stores.plain_audit import conservation_of, plain_audit
 from tests.stores.store_conformance import ended, verified
 from tests.support.examples import num_examples
@@ -247,7 +253,12 @@ def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
     random_store(folder, rng)
     tamper(folder, rng, faults)
     store = VersionedStore.open(folder)
-    report = audit(store, shuffled, most_tokens=rng.choice((1, 60, 2**21)))
+    with pytest.MonkeyPatch.context() as patch:  # a store of a few rows is read in several blocks and tasks too
+        for name in ("RECORDS_AT_ONCE", "ROWS_AT_ONCE", "TASK_TOKENS", "TASK_COMMITS"):
+            patch.setattr(audit_module, name, rng.choice((1, 3, 2**20)))
+        patch.setattr(row_checks, "BLOCK_ROWS", rng.choice((1, 3, 2**20)))
+        patch.setattr(row_checks, "GAP", rng.choice((0, 2**20)))
+        report = audit(store, shuffled, most_tokens=rng.choice((1, 60, 2**21)))
     try:
         expected = plain_audit(store)
     except IndexError:  # of the model, which joins columns of different lengths
@@ -322,3 +333,155 @@ def test_a_ledger_out_of_all_bounds_is_a_finding_and_takes_no_memory() -> None:
     (lost, wrong) = kept.ends(StepRecord(kind="step", step=0, ledger=ledger))
     assert lost.message == "5 trajectories are neither stored nor in flight, first 0"
     assert f"first {2**60}" in wrong.message
+
+
+ROW = st.tuples(
+    st.integers(0, 12), st.integers(0, 3), st.sampled_from((Fate.CONSUMED, Fate.ABORTED)), st.integers(0, 2)
+)
+
+
+@given(st.lists(st.lists(ROW, max_size=6), max_size=3), st.lists(st.integers(0, 3), max_size=3), st.integers(1, 2))
+def test_consumption_is_checked_as_with_dicts(
+    blocks: list[list[tuple[int, int, Fate, int]]], trained: list[int], group_size: int
+) -> None:
+    consumed, tables = ConsumedRows(), []
+    for block in blocks:
+        rows = empty_rows(len(block), chosen(single_consumption.READ))
+        rows["v_traj"] = 0
+        for i, (id, group, fate, step) in enumerate(block):
+            for name, value in (("trajectory", id), ("group", group), ("fate", FATES.index(fate)), ("step", step)):
+                rows[name][i] = value
+        tables.append(rows)
+        consumed.add(rows)
+    places: dict[int, list[int]] = {}
+    steps: dict[int, Counter[int]] = {step: Counter() for step in trained}
+    groups: dict[int, set[int]] = {}
+    rows_of_all = [row for block in blocks for row in block]
+    for number, (_, group, fate, step) in enumerate(rows_of_all):
+        if fate is Fate.CONSUMED:
+            places.setdefault(step, []).append(number)
+            steps.setdefault(step, Counter())[group] += 1
+            groups.setdefault(group, set()).add(step)
+    assert consumed.steps() == {step: (min(numbers), max(numbers) + 1) for step, numbers in places.items()}
+    assert (consumed.num_rows, consumed.max_staleness) == (len(rows_of_all), max(places, default=-1))
+    expected = [
+        (f"trajectory {id}", f"stored {count} times")
+        for id, count in Counter(id for id, *_ in rows_of_all).items()
+        if count > 1
+    ]
+    if trained != list(range(len(trained))):
+        expected.append(("steps", f"steps are not 0, 1, 2, ...: {trained}"))
+    expected += [
+        (
+            f"step {step}",
+            f"consumed {len(sizes)} groups of sizes {sorted(set(sizes.values()))}, a batch is 2 of {group_size}",
+        )
+        for step, sizes in sorted(steps.items())
+        if sorted(sizes.values()) != [group_size] * 2
+    ]
+    expected += [(f"group {group}", f"consumed by steps {sorted(of)}") for group, of in groups.items() if len(of) > 1]
+    header = RunHeader(run="r", eta=1, groups_per_step=2, group_size=group_size, members_started=2)
+    assert [(f.where, f.message) for f in consumed.findings(header, trained, tables)] == expected
+
+
+CHECK = st.builds(
+    WeightCheck, instance=st.sampled_from([InstanceId("a"), InstanceId("b")]),
+    version=st.integers(0, 1).map(PolicyVersion), fingerprint=st.sampled_from(["w0", "w1"]),
+    weights=st.builds(
+        WeightReport, verified=st.integers(0, 2), contradicted=st.integers(0, 1),
+        not_verified=st.dictionaries(st.sampled_from(["packed", "tied"]), st.integers(1, 2)),
+    ),
+    drift=st.just(0.0), limit=st.just(1.0), refused=st.sampled_from(["", "its logprobs differ"]),
+)  # fmt: skip
+SPAN = st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(1, 3))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(CHECK, max_size=2)), max_size=4),
+    st.lists(st.lists(SPAN, max_size=3), max_size=5),
+)
+def test_weights_are_counted_pull_by_pull_and_refused_tokens_row_by_row(
+    commits: list[tuple[int, list[WeightCheck]]], rows: list[list[tuple[str, int, int]]]
+) -> None:
+    ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
+    records = [
+        StepRecord(kind="step", step=i, ledger=ledger, num_rows=count, weight_checks=tuple(checks))
+        for i, (count, checks) in enumerate(commits)
+    ]
+    pulls, parts, reasons = Counter[str](), Counter[str](), Counter[str]()
+    held: list[tuple[int, WeightCheck]] = []
+    for i, (_, checks) in enumerate(commits):
+        for check in checks:
+            held.append((sum(count for count, _ in commits[:i]), check))
+            other = check.version == 1 and check.fingerprint != "w1"  # only version 1 was published
+            pulls["contradicted" if other or check.refused else check.weights.outcome] += 1
+            parts.update(verified=check.weights.verified, contradicted=check.weights.contradicted)
+            reasons.update(check.weights.not_verified)
+    assert weight_counts.counted(records, {1: "w1"}) == WeightCounts(
+        verified=pulls["verified"], not_verified=pulls["not verified"], contradicted=pulls["contradicted"],
+        parts_verified=parts["verified"], parts_not_verified=sum(reasons.values()),
+        parts_contradicted=parts["contradicted"], reasons=dict(reasons),
+    )  # fmt: skip
+    refused = weight_counts.refusals(records)
+    for number, spans in enumerate(rows):
+        expected = Counter[tuple[str, int]]()
+        for instance, version, size in spans:
+            own = [(at, check) for at, check in held if (check.instance, check.version) == (instance, version)]
+            accepted = any(at <= number for at, check in own if not check.refused)
+            expected[instance, version] += size * (any(check.refused for _, check in own) and not accepted)
+        messages = [f.message for f in weight_counts.refused_tokens("row", number, spans, refused)]
+        assert sorted(messages) == sorted(
+            f"{count} tokens of {instance} at version {version}, at which it was taken out of service"
+            for (instance, version), count in expected.items()
+            if count
+        )
+
+
+@pytest.mark.parametrize(
+    ("steps", "verified", "check", "results"),
+    [
+        (1, 1, "", (True, True, True)),
+        (0, 1, "", (True, False, True)),
+        (1, 0, "", (True, False, True)),
+        (1, 1, "once", (False, False, True)),
+        (1, 1, "arrays", (False, False, False)),
+    ],
+)
+def test_a_report_proves_something_if_there_was_something_to_check(
+    steps: int, verified: int, check: str, results: tuple[bool, bool, bool]
+) -> None:
+    report = AuditReport(
+        num_steps=steps, num_trajectories=7, num_tokens=8, max_staleness=2, checks=(),
+        weights=WeightCounts(verified=verified),
+        findings=(Finding(check=check, where="w", message="m"),) if check else (),
+    )  # fmt: skip
+    assert (report.clean, report.proves, report.readable) == results
+    assert report.as_dict()["num_tokens"] == 8
+    assert replace(report, unchecked=("once",)).as_dict() | {"num_steps": None, "max_staleness": None} == {
+        **report.as_dict(), "unchecked": ("once",), **dict.fromkeys(audit_module.COUNTS),
+    }  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=8), st.integers(0, 12), st.integers(1, 12),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_tasks_cover_all_rows_and_are_as_small_as_they_may(
+    sizes: list[tuple[int, int]], num_rows: int, most_tokens: int, most_commits: int
+) -> None:
+    commits = [
+        audit_module._Commit(kind="step", step=i, num_rows=rows, num_tokens=tokens, weights="", batch="")
+        for i, (rows, tokens) in enumerate(sizes)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(audit_module, "TASK_TOKENS", most_tokens)
+        patch.setattr(audit_module, "TASK_COMMITS", most_commits)
+        ranges = list(audit_module._ranges(commits, num_rows))
+    task, at, edges = [0, 0], 0, [0]
+    for rows, tokens in sizes:
+        task, at = [task[0] + tokens, task[1] + 1], min(at + rows, num_rows)
+        if task[0] >= most_tokens or task[1] >= most_commits:
+            edges.append(at)
+            task = [0, 0]
+    edges = sorted({*edges, num_rows})
+    assert ranges == list(itertools.pairwise(edges))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from staleflow.stores.auditing import drop_bias
-from staleflow.stores.auditing.drop_bias import bias_report, difference
+from staleflow.stores.auditing.drop_bias import Contrast, DropBias, OutcomeStats, bias_of, bias_report, difference
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
 from tests.commands import command
 from tests.run_page.asking import Page
@@ -145,3 +146,74 @@ def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:
     assert told["never_trained"] > drop_bias.FEWEST
     page = Page(run)
     assert page.ask("distribution", column="reward", where="reward > 0")["bias"] == told["lines"], "of the whole run"
+
+
+def kind(name: str, trajectories: int, **contrasts: Contrast) -> OutcomeStats:
+    return OutcomeStats(
+        name=name, trajectories=trajectories, groups=9, response_tokens=5.0, prompt_tokens=5.0, reward=None, **contrasts
+    )
+
+
+def test_a_line_says_each_difference_and_which_way_it_goes() -> None:
+    little, sure = Contrast(factor=0.25, p=0.0009), Contrast(factor=-1.5, p=0.001)
+    lines = DropBias(
+        consumed=kind("consumed", 40),
+        others=(
+            kind("higher", 10, reward_difference=little),
+            kind("lower", 10, reward_difference=sure, prompt_ratio=little),
+            kind("alike", 10),
+            kind(drop_bias.TRUNCATED, 3),
+            kind(drop_bias.TRUNCATED, 3, length_ratio=little, turns_ratio=sure),
+            kind(drop_bias.TRUNCATED, 4),
+        ),
+    ).lines
+    cut = "trained on though cut off at rollout.max_new_tokens: "
+    assert lines == [
+        "not trained on: higher responses (10 of 50) were 0.25 higher in reward (p < .001)",
+        "not trained on: lower responses (10 of 50) were 1.5 lower in reward (p = 0.001), "
+        "to prompts 0.25 times as long (p < .001)",
+        cut + "3 of 40 responses (8%), 0.25 times as long (p < .001), of -1.5 times as many turns (p = 0.001)",
+        cut + "4 of 40 responses (10%)",
+    ]
+
+
+def test_means_are_those_of_groups_whatever_the_blocks() -> None:
+    rng, rows = np.random.default_rng(3), 300
+    ends = [
+        (Fate.CONSUMED, AbortReason.NONE, FinishReason.STOP), (Fate.CONSUMED, AbortReason.NONE, FinishReason.LENGTH),
+        (Fate.ABORTED, AbortReason.TOO_STALE, FinishReason.UNFINISHED),
+        (Fate.FILTERED, AbortReason.NO_SIGNAL, FinishReason.STOP),
+        (Fate.ABORTED, AbortReason.RUN_ENDED, FinishReason.UNFINISHED),
+    ]  # fmt: skip
+    which = rng.integers(0, len(ends), rows)
+    table: dict[str, npt.NDArray[Any]] = {
+        name: np.array([ends[i][at].value for i in which]) for at, name in enumerate(("fate", "reason", "finish"))
+    }
+    for name, most in (("group", 40), ("response_tokens", 99), ("prompt_tokens", 99), ("turns", 4), ("loss_mask", 2)):
+        table[name] = rng.integers(0, most, rows)
+    table |= {"reward": rng.random(rows), "rewarded_s": rng.integers(0, 3, rows) / 2, "tool_s": rng.random(rows)}
+    cuts = [0, 1, 120, 121, rows]
+    report = bias_of([{name: v[a:b] for name, v in table.items()} for a, b in itertools.pairwise(cuts)])
+
+    def expected(chosen: list[int], column: str, weighed: bool = False) -> float:
+        by_group: dict[int, list[float]] = {}
+        for i in chosen:
+            failed = table["fate"][i] == Fate.CONSUMED.value and not table["loss_mask"][i]
+            if not weighed or (table["rewarded_s"][i] > 0 and not failed):
+                by_group.setdefault(int(table["group"][i]), []).append(float(table[column][i]))
+        return float(np.mean([np.mean(values) for values in by_group.values()]))
+
+    members = {
+        "consumed": {0, 1}, "truncated": {1}, "dropped": {2, 3}, "aborted:too_stale": {2}, "filtered:no_signal": {3},
+        "aborted:run_ended": {4},
+    }  # fmt: skip
+    assert {stats.name for stats in (report.consumed, *report.others)} == set(members)
+    for stats in (report.consumed, *report.others):
+        chosen = [i for i in range(rows) if which[i] in members[stats.name]]
+        assert (stats.trajectories, stats.groups) == (len(chosen), len({int(table["group"][i]) for i in chosen}))
+        for column in ("response_tokens", "prompt_tokens", "turns", "tool_s"):
+            assert getattr(stats, column) == pytest.approx(expected(chosen, column)), (stats.name, column)
+        assert stats.reward == pytest.approx(expected(chosen, "reward", weighed=True)), stats.name
+    trained = {int(table["group"][i]) for i in range(rows) if which[i] < 2}
+    groups = set(table["group"].tolist())
+    assert (report.groups, report.never_trained) == (len(groups), len(groups - trained))
