@@ -64,21 +64,21 @@ def main() -> None:
     print("| instances | bytes a report | taking it in, ms | refreshing a page, ms | the same, once a step, ms |")
     print("|---|---|---|---|---|")
     for instances in sizes:
-        board = JobRegistry()
-        board._scheduler = type("Scheduler", (), {"tasks": {}, "workers": {}})
-        board.submit("job", "job", "/runs/job", 2 * STEPS)
+        registry = JobRegistry()
+        registry._scheduler = type("Scheduler", (), {"tasks": {}, "workers": {}})
+        registry.submit("job", "job", "/runs/job", 2 * STEPS)
         message: dict[str, Any] = {
             "id": "job", "state": "running", "why": "", "status": status(instances, 7), "steps": [], "lines": [],
         }  # fmt: skip
-        board.report(**{**message, "steps": [step(i) for i in range(STEPS)]})
+        registry.report(**{**message, "steps": [step(i) for i in range(STEPS)]})
         frames = [bytes(f) for f in dumps(message)]
-        taken_in = timed_ms(lambda _, frames=frames, board=board: board.report(**loads(frames)), 200)
-        view = View(board, "job")
+        taken_in = timed_ms(lambda _, frames=frames, registry=registry: registry.report(**loads(frames)), 200)
+        view = View(registry, "job")
         view.update()
         refresh = timed_ms(lambda _, view=view: view.update(), 50)
 
-        def next_step(i: int, board: JobRegistry = board, view: View = view) -> None:
-            board.jobs["job"].history[STEPS + i] = step(STEPS + i)
+        def next_step(i: int, registry: JobRegistry = registry, view: View = view) -> None:
+            registry.jobs["job"].history[STEPS + i] = step(STEPS + i)
             view.update()
 
         size = sum(map(len, frames))

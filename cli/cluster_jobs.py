@@ -114,7 +114,7 @@ def status(id: str, as_json: bool, where: ClusterAddress) -> None:
     from staleflow.pipeline.cluster import job_lookup
     from staleflow.pipeline.recovery import job_record
 
-    if job_record.is_there(Path(id)):
+    if job_record.has_record(Path(id)):
         match = job_lookup.Match(job_record.read(Path(id)))
     else:
         match = job_lookup.matching(asyncio.run(job_lookup.all_jobs(where)), id)
@@ -145,8 +145,8 @@ def logs(id: str, follow: bool, as_json: bool, where: ClusterAddress) -> None:
         click.echo(json.dumps({"id": job, "time": clock, "text": text}) if as_json else printable(line))
 
     async def show() -> str:
-        if job_record.is_there(Path(id)):
-            async for line in job_record.followed(Path(id), forever=follow):
+        if job_record.has_record(Path(id)):
+            async for line in job_record.follow_log(Path(id), follow=follow):
                 print_line(job_record.read(Path(id))["id"], line)
             return str(job_record.read(Path(id))["state"])
         match = job_lookup.matching(await job_lookup.all_jobs(where), id)

@@ -42,7 +42,7 @@ def warm_up(config: RunConfig, verbose: int) -> None:
 
     if verbose > 1:
         os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "info")
-    local_cluster.quiet_process(config.cluster.threads)
+    local_cluster.set_process_environment(config.cluster.threads)
     if config.cluster.kind == "local":
         local_cluster.prepare(config.cluster.threads, local_cluster.modules(emulated=config.emulated))
 

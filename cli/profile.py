@@ -39,7 +39,7 @@ def command(
     else:
         config = loading.load(source, overrides)
         path = output_path(out, config.name)
-        local_cluster.quiet_process(config.cluster.threads)
+        local_cluster.set_process_environment(config.cluster.threads)
         from staleflow.pipeline.profiling.engine_measurement import measure_engine
 
         progress = (lambda _: None) if as_json else (lambda line: click.echo(f"  {line}", err=True))

@@ -56,9 +56,9 @@ def named_cluster(where: ClusterAddress, *, configured: bool = True) -> Iterator
 
 def quiet_libraries() -> None:
     """Silence the progress and logs of Dask, torch and transformers. Call before they are imported."""
-    from staleflow.pipeline.processes.local_cluster import quiet_process
+    from staleflow.pipeline.processes.local_cluster import set_process_environment
 
-    quiet_process(threads=1)
+    set_process_environment(threads=1)
 
 
 def announce(line: str) -> None:

@@ -56,7 +56,7 @@ class Run:
     _at: float = 0.0
     _killed: bool = False
     _old: set[str] = field(default_factory=set)
-    """Jobs on the board that are over, or were given up."""
+    """Jobs in the registry that are over, or were given up."""
 
     @property
     def log(self) -> Path:

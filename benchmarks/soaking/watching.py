@@ -1,4 +1,4 @@
-"""What a soak knows of its run, from outside: the board on the scheduler says how far it is, the scheduler who runs
+"""What a soak knows of its run, from outside: the registry on the scheduler says how far it is, the scheduler who runs
 where."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Watch:
     steps: int = 0
     step_at: float = 0.0
     job: dict[str, Any] = field(default_factory=dict)
-    """The newest job on the board; empty if there is none, or no scheduler."""
+    """The newest job in the registry; empty if there is none, or no scheduler."""
     places: dict[str, int] = field(default_factory=dict)
     answers: bool = False
     """Whether the scheduler answered."""

@@ -42,7 +42,7 @@ def init(
     Raises:
         ConfigError: Something named cannot be used, or a file exists already.
     """
-    local_cluster.quiet_process(1)
+    local_cluster.set_process_environment(1)
     brought = InitInputs(
         data=data,
         model=model,

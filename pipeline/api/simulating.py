@@ -20,7 +20,7 @@ from staleflow.pipeline.api.overrides import Overrides
 from staleflow.pipeline.api.simulation_inputs import recorded_run
 from staleflow.pipeline.api.stored_run import Run, open_run
 from staleflow.pipeline.config import actor_settings, knob_tree
-from staleflow.pipeline.processes.local_cluster import without_script
+from staleflow.pipeline.processes.local_cluster import context_without_main
 from staleflow.pipeline.recovery.run_folder import load_job as stored_job
 from staleflow.pipeline.simulator.analysis import Measures, explanation, measure
 from staleflow.pipeline.simulator.baselines import other_systems, with_admission
@@ -201,7 +201,7 @@ def simulated(rows: Sequence[SimulatedVariant]) -> Iterator[SimulationResult]:
         yield _simulated(rows[0])
         return
     # Not forked: a store opened here has threads, whose locks would stay locked forever in a fork.
-    context = without_script(multiprocessing.get_context("spawn"))
+    context = context_without_main(multiprocessing.get_context("spawn"))
     with ProcessPoolExecutor(min(len(rows), os.cpu_count() or 1), context) as pool:
         try:
             yield from pool.map(_simulated, rows)

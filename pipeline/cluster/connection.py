@@ -65,7 +65,7 @@ class ClusterAddress:
         file_within_s: float = 0.0,
         within_s: float = CONNECT_S,
     ) -> Any:
-        """An asynchronous client with the board on its scheduler, which does not become the default client of this
+        """An asynchronous client with the registry on its scheduler, which does not become the default client of this
         process. file_within_s: how long a scheduler file may take to appear. within_s: how long the scheduler may take
         to answer. Raises ConfigError with a one-line message if it does not."""
         loop = asyncio.get_running_loop()

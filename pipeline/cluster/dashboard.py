@@ -1,7 +1,7 @@
-"""The staleflow page of the Dask dashboard, its JSON routes and its Prometheus metrics. In the scheduler's process.
+"""Serve the staleflow page of the Dask dashboard, its JSON routes and Prometheus metrics, in the scheduler process.
 
-A view only: it reads what runs have reported to the board and decides nothing. It costs the scheduler's event loop
-nothing while nobody looks.
+A view only: it reads what runs have reported to the job registry and decides nothing. While nobody looks at the page,
+it costs the scheduler's event loop nothing.
 """
 
 from __future__ import annotations
@@ -45,59 +45,63 @@ from staleflow.stores.metrics import GAUGES, METRICS, PREFIX, STEP, Kind
 
 REFRESH_MS = 500
 """Milliseconds between refreshes: as often as runs report."""
-BY_LAG = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
-"""Colours by version lag: fresh is green, four versions behind or more is red."""
-EMPTY = "#ececec"
-ACTS = "#8c6bb1"
-"""Colour of what waits for an environment."""
+LAG_COLORS = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
+"""Colours by version lag: green for the newest version, red for four versions behind or more."""
+EMPTY_COLOR = "#ececec"
+ENVIRONMENT_COLOR = "#8c6bb1"
+"""Colour of trajectories in an environment."""
 STATE_COLOURS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
-NARROWEST = 330
-"""Least width of a plot, pixels: on a phone they stand one below the other."""
-WIDE = {"flex": f"1 1 {NARROWEST}px"}
+MIN_PLOT_WIDTH = 330
+"""Minimum width of a plot, pixels: on a phone plots are placed one below the other."""
+PLOT_STYLE = {"flex": f"1 1 {MIN_PLOT_WIDTH}px"}
 
 
-def add_to(scheduler: Any, board: JobRegistry) -> None:
+def add_to(scheduler: Any, registry: JobRegistry) -> None:
     """Add the page, its tab and its routes to a scheduler's dashboard, if it has one."""
     application = getattr(scheduler, "http_application", None)
+    # A scheduler without the attribute `services` has a dashboard; one started without a dashboard has no such service.
     if application is None or "dashboard" not in getattr(scheduler, "services", {"dashboard": None}):
         return
     variables = template_variables(scheduler)
     if "staleflow" not in variables["pages"]:
-        variables["pages"].append("staleflow")  # one list, which every page's navigation reads
-    pages = {"/staleflow": lambda server, extra, doc: page(board, extra, doc)}
+        variables["pages"].append("staleflow")  # this list is shared by all pages
+    pages = {"/staleflow": lambda server, extra, doc: page(registry, extra, doc)}
     bokeh = BokehApplication(pages, scheduler, template_variables=variables)
     application.add_application(bokeh)
     bokeh.initialize(IOLoop.current())
     bokeh.start()
     application.add_handlers(
         r".*",
-        [(r"/staleflow/jobs\.json", Jobs, {"board": board}), (r"/staleflow/job/(.+)\.json", OneJob, {"board": board})],
+        [
+            (r"/staleflow/jobs\.json", JobsHandler, {"registry": registry}),
+            (r"/staleflow/job/(.+)\.json", JobHandler, {"registry": registry}),
+        ],
     )
-    run_pages.add_to(scheduler, board)
-    export_metrics(board)
+    run_pages.add_to(scheduler, registry)
+    export_metrics(registry)
 
 
 # -- JSON and Prometheus ---------------------------------------------------------------------------------------------
 
 
-class Jobs(web.RequestHandler):
-    """All jobs, without their histories."""
+class JobsHandler(web.RequestHandler):
+    """GET /staleflow/jobs.json: all jobs, without their histories."""
 
-    def initialize(self, board: JobRegistry) -> None:
-        self._board = board
+    def initialize(self, registry: JobRegistry) -> None:
+        self._registry = registry
 
     def get(self) -> None:
         self.set_header("Content-Type", "application/json")
-        self.write(json.dumps(self._board.all_jobs()))
+        self.write(json.dumps(self._registry.all_jobs()))
 
 
-class OneJob(Jobs):
-    """A job with the metrics of all its steps."""
+class JobHandler(JobsHandler):
+    """GET /staleflow/job/ID.json: a job with the metrics of all its steps."""
 
     def get(self, id: str) -> None:  # type: ignore[override]
-        job = self._board.jobs.get(id)
+        job = self._registry.jobs.get(id)
         if job is None:
             raise web.HTTPError(404, f"no job {id}")
         self.set_header("Content-Type", "application/json")
@@ -105,31 +109,32 @@ class OneJob(Jobs):
 
 
 class JobsCollector(Collector):
-    """Prometheus metrics of all boards in this process; tests and notebooks may start several schedulers in one."""
+    """Prometheus metrics of the jobs of all registries in this process: tests and notebooks may start several
+    schedulers in one."""
 
-    boards: ClassVar[weakref.WeakSet[JobRegistry]] = weakref.WeakSet()
+    registries: ClassVar[weakref.WeakSet[JobRegistry]] = weakref.WeakSet()
 
     def collect(self) -> Iterable[Metric]:
-        jobs = [job for board in self.boards for job in board.jobs.values()]
+        jobs = [job for registry in self.registries for job in registry.jobs.values()]
         for metric in (m for m in METRICS if m.exported):
-            kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
-            family = kind(f"{PREFIX}{metric.exported}", metric.help, labels=["job"])
+            family_class = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+            family = family_class(f"{PREFIX}{metric.exported}", metric.help, labels=["job"])
             for job in jobs:
-                values = last(job) if metric.kind is Kind.STEP else {**job.status, "step": len(job.history)}
+                values = last_metrics(job) if metric.kind is Kind.STEP else {**job.status, "step": len(job.history)}
                 if (number := values.get(metric.name)) is not None:
                     family.add_metric([job.id], float(number))
             yield family
 
 
-def export_metrics(board: JobRegistry) -> None:
-    """Add jobs to /metrics, which shows this process's registry."""
-    if not JobsCollector.boards:
+def export_metrics(registry: JobRegistry) -> None:
+    """Add the jobs of a registry to the scheduler's /metrics."""
+    if not JobsCollector.registries:
         with contextlib.suppress(ValueError):  # already registered by an earlier scheduler
             REGISTRY.register(JobsCollector())
-    JobsCollector.boards.add(board)
+    JobsCollector.registries.add(registry)
 
 
-def last(job: Job) -> Mapping[str, float]:
+def last_metrics(job: Job) -> Mapping[str, float]:
     """Metrics of a job's last step; empty without any."""
     return next(reversed(job.history.values()), {})
 
@@ -137,11 +142,11 @@ def last(job: Job) -> Mapping[str, float]:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(board: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
-    """The document for one viewer: of the job named in its address (?job=ID), or of the latest job."""
+def page(registry: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
+    """Fill the Bokeh document of one viewer: with the job named in its address (?job=ID), or with `default_job`."""
     arguments = doc.session_context.request.arguments if doc.session_context else {}
-    (wanted,) = arguments.get("job", [b""])
-    view = View(board, wanted.decode())
+    (job_id,) = arguments.get("job", [b""])
+    view = View(registry, job_id.decode())
     view.update()
     doc.title = "Dask: staleflow"
     doc.add_root(view.root)
@@ -151,48 +156,50 @@ def page(board: JobRegistry, extra: Mapping[str, Any], doc: Any) -> None:
 
 
 class View:
-    """The page that one viewer sees."""
+    """Plots and tables on one viewer's page. job_id: empty or unknown shows `default_job`."""
 
-    def __init__(self, board: JobRegistry, wanted: str) -> None:
-        self._board = board
-        self._wanted = wanted
-        self._tokens: tuple[float, Mapping[str, int]] = (0.0, {})
+    def __init__(self, registry: JobRegistry, job_id: str) -> None:
+        self._registry = registry
+        self._job_id = job_id
+        self._last_token_counts: tuple[float, Mapping[str, int]] = (0.0, {})
+        """Time and tokens sampled by instance, when these last changed."""
         self._rates: dict[str, float] = {}
+        """Tokens per second by instance, between the last two changes."""
         self._head = Div(sizing_mode="stretch_width")
         self._slots = ColumnDataSource({name: [] for name in ("x", "y", "colour", "line", "what")})
         self._lanes = ColumnDataSource({name: [] for name in ("y", "right", "kv", "colour", "label", "text")})
-        self._drops = ColumnDataSource({name: [] for name in ("why", "count")})
+        self._drops_source = ColumnDataSource({name: [] for name in ("why", "count")})
         self._decisions = ColumnDataSource({name: [] for name in ("at", "who", "what", "cause")})
         self._buffers = self._buffer_plot()
         self._instances = self._instance_plot()
-        self._reasons = figure(
+        self._drops_plot = figure(
             title="trajectories dropped, by reason", y_range=["none"], x_range=DataRange1d(start=0),
-            height=220, toolbar_location=None, sizing_mode="stretch_width", styles=WIDE,
+            height=220, toolbar_location=None, sizing_mode="stretch_width", styles=PLOT_STYLE,
         )  # fmt: skip
-        self._reasons.hbar(y="why", right="count", height=0.6, color="#8c6bb1", source=self._drops)
+        self._drops_plot.hbar(y="why", right="count", height=0.6, color="#8c6bb1", source=self._drops_source)
         table = DataTable(
             source=self._decisions, height=220, index_position=None, sizing_mode="stretch_width",
-            styles=WIDE,
+            styles=PLOT_STYLE,
             columns=[
                 TableColumn(field="at", title="at, s", width=70),
                 TableColumn(field="who", title="trajectory", width=80),
                 TableColumn(field="what", title="decision", width=360), TableColumn(field="cause", title="cause"),
             ],
         )  # fmt: skip
-        wrapped = {"flex-wrap": "wrap"}
+        row_style = {"flex-wrap": "wrap"}
         self.root = column(
             self._head,
-            row(self._buffers, self._instances, sizing_mode="stretch_width", styles=wrapped),
-            row(self._reasons, table, sizing_mode="stretch_width", styles=wrapped),
+            row(self._buffers, self._instances, sizing_mode="stretch_width", styles=row_style),
+            row(self._drops_plot, table, sizing_mode="stretch_width", styles=row_style),
             sizing_mode="stretch_width",
         )
 
-    # -- what is drawn -------------------------------------------------------------------------------------------
+    # -- plots ---------------------------------------------------------------------------------------------------
 
     def _buffer_plot(self) -> Any:
         plot = figure(
             title="staleness buffers: the groups of each coming step", height=240, toolbar_location=None,
-            styles=WIDE, sizing_mode="stretch_width", y_range=Range1d(0, 1), x_range=Range1d(0, 1),
+            styles=PLOT_STYLE, sizing_mode="stretch_width", y_range=Range1d(0, 1), x_range=Range1d(0, 1),
         )  # fmt: skip
         plot.rect(
             x="x",
@@ -206,7 +213,7 @@ class View:
         )
         plot.add_tools(HoverTool(tooltips="@what"))
         plot.xaxis.axis_label = "place"
-        plot.xaxis.ticker = whole_numbers()
+        plot.xaxis.ticker = integer_ticker()
         plot.yaxis.axis_label = "step"
         plot.grid.visible = False
         return plot
@@ -214,7 +221,7 @@ class View:
     def _instance_plot(self) -> Any:
         plot = figure(
             title="instances: running trajectories (bar), KV cache (line); environment hosts: in environment",
-            height=240, toolbar_location=None, styles=WIDE,
+            height=240, toolbar_location=None, styles=PLOT_STYLE,
             sizing_mode="stretch_width", y_range=["none"], x_range=Range1d(0, 1.6),
         )  # fmt: skip
         plot.hbar(y="y", right="right", height=0.5, color="colour", source=self._lanes)
@@ -223,12 +230,12 @@ class View:
         plot.xaxis.axis_label = "share of max_running, of kv_tokens, of environment.concurrency"
         return plot
 
-    # -- what changes --------------------------------------------------------------------------------------------
+    # -- updates -------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """Refresh everything from the board."""
-        jobs = self._board.jobs
-        job = jobs.get(self._wanted) or most_telling(list(jobs.values()))
+        """Refresh all plots and tables from the registry."""
+        jobs = self._registry.jobs
+        job = jobs.get(self._job_id) or default_job(list(jobs.values()))
         if job is None:
             self._head.text = "<h3>No job yet.</h3><code>staleflow submit job.toml</code>"
             return
@@ -251,7 +258,7 @@ class View:
             at = 0
             for state in ("occupied", "reserved"):
                 for version, count in sorted(buffer[state].items(), key=lambda item: int(item[0])):
-                    colour = BY_LAG[min(max(published - int(version), 0), len(BY_LAG) - 1)]
+                    colour = LAG_COLORS[min(max(published - int(version), 0), len(LAG_COLORS) - 1)]
                     for _ in range(count):
                         slots["x"].append(at + 0.5)
                         slots["y"].append(buffer["step"])
@@ -262,8 +269,8 @@ class View:
             for _ in range(buffer["capacity"] - at):
                 slots["x"].append(at + 0.5)
                 slots["y"].append(buffer["step"])
-                slots["colour"].append(EMPTY)
-                slots["line"].append(EMPTY)
+                slots["colour"].append(EMPTY_COLOR)
+                slots["line"].append(EMPTY_COLOR)
                 slots["what"].append(f"step {buffer['step']}: empty")
                 at += 1
             widest = max(widest, at)
@@ -275,13 +282,13 @@ class View:
 
     def _show_instances(self, status: Mapping[str, Any]) -> None:
         now, tokens = time.monotonic(), status.get("tokens_sampled", {})
-        before_s, before = self._tokens
+        before_s, before = self._last_token_counts
         if tokens != before:
             self._rates = {
                 name: max(0.0, (tokens[name] - before.get(name, tokens[name])) / max(now - before_s, 1e-9))
                 for name in tokens
             }
-            self._tokens = (now, dict(tokens))
+            self._last_token_counts = (now, dict(tokens))
         kept = {name: f" and {count} kept" for name, count in status.get("kept_tokens", {}).items() if count}
         lanes, hosts = status["instances"], status.get("environments", ())
         names = [*(lane["instance"] for lane in lanes), *(host["host"] for host in hosts)]
@@ -295,7 +302,10 @@ class View:
                 *(min(1.0, host["num_acting"] / host["places"]) for host in hosts),
             ],
             "kv": [*(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in lanes), *(math.nan for _ in hosts)],
-            "colour": [*(BY_LAG[min(max(n, 0), len(BY_LAG) - 1)] for n in lag), *(ACTS for _ in hosts)],
+            "colour": [
+                *(LAG_COLORS[min(max(n, 0), len(LAG_COLORS) - 1)] for n in lag),
+                *(ENVIRONMENT_COLOR for _ in hosts),
+            ],
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
@@ -309,14 +319,14 @@ class View:
     def _show_drops(self, status: Mapping[str, Any]) -> None:
         drops = {why: n for why, n in status["ended"].items() if not why.startswith("consumed")}
         names = sorted(drops, key=lambda why: drops[why]) or ["none"]
-        if self._reasons.y_range.factors != names:
-            self._reasons.y_range.factors = names
-        self._drops.data = {"why": names, "count": [drops.get(name, 0) for name in names]}
+        if self._drops_plot.y_range.factors != names:
+            self._drops_plot.y_range.factors = names
+        self._drops_source.data = {"why": names, "count": [drops.get(name, 0) for name in names]}
 
 
 def headline(job: Job, jobs: list[Job]) -> str:
-    """One line of HTML about the job, and links to the other jobs."""
-    step = last(job)
+    """HTML at the top of the page: one line about the job, and links to all jobs."""
+    step = last_metrics(job)
     parts = [
         f"<b>{escaped(job.id)}</b>",
         f"<b style='color:{STATE_COLOURS[job.state]}'>{job.state}</b>",
@@ -344,7 +354,7 @@ def headline(job: Job, jobs: list[Job]) -> str:
 
 
 def link(job: Job, *, chosen: bool) -> str:
-    """A link to a job's page; the chosen one is filled."""
+    """HTML of a link to a job's page. chosen: whether it is the one shown, whose link is filled."""
     colour = STATE_COLOURS[job.state]
     look = f"background:{colour}; color:white; font-weight:bold" if chosen else f"color:{colour}"
     return (
@@ -354,14 +364,14 @@ def link(job: Job, *, chosen: bool) -> str:
     )
 
 
-def most_telling(jobs: list[Job]) -> Job | None:
-    """The newest job that runs; if none does, the newest with steps, or else the newest."""
+def default_job(jobs: list[Job]) -> Job | None:
+    """The job to show by default: the newest running one, else the newest with steps, else the newest."""
     running = [job for job in jobs if job.state == "running"]
     return next(reversed(running or [job for job in jobs if job.history] or jobs), None)
 
 
-def whole_numbers() -> Any:
-    """A ticker for steps: there is nothing between two of them."""
+def integer_ticker() -> Any:
+    """A ticker with integer ticks only."""
     return BasicTicker(min_interval=1, mantissas=[1, 2, 5])
 
 

@@ -37,7 +37,7 @@ def matching(jobs: Sequence[dict[str, Any]], word: str) -> Match:
     """
     matches = _all_matching(jobs, word)
     live = [j for j in matches if j["state"] not in job_registry.ENDED]
-    chosen = (live or matches)[-1]  # the board lists them in the order of their submission
+    chosen = (live or matches)[-1]  # the registry lists them in the order of their submission
     if len(matches) == 1:
         return Match(chosen)
     which = "the one that has not ended" if len(live) == 1 else "the newest" + (" that has not ended" if live else "")
@@ -68,7 +68,7 @@ def _all_matching(jobs: Sequence[dict[str, Any]], word: str) -> list[dict[str, A
 
 def refuse_second(other: dict[str, Any]) -> None:
     """Raise ConfigError if another job has the run folder of one that is submitted, which two would write to. other:
-    what the board answers to a submission."""
+    what the registry answers to a submission."""
     if other:
         raise ConfigError(
             f"{other['run_dir']}: {other['id']} is {other['state']} and has this folder; wait until it ends, or "

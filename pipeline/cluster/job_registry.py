@@ -1,4 +1,4 @@
-"""The board on a Dask scheduler: its jobs, and which worker belongs to which job.
+"""The registry on a Dask scheduler: its jobs, and which worker belongs to which job.
 
 pipeline/cluster/job_queue.py says who gets workers; this module tells it what happens on the cluster and acts on what
 it says. The driver of a submitted job is a Dask task that is restricted to a worker that does not exist until the job
@@ -6,7 +6,7 @@ is admitted, so a waiting job runs nothing anywhere. It starts on one of the job
 job's workers are restarted, and the job waits again; those that hold nothing but an engine stay, so that it is not
 loaded anew.
 
-All calls run one after another on the scheduler's event loop, so nothing needs a lock. The board lives in the
+All calls run one after another on the scheduler's event loop, so nothing needs a lock. The registry lives in the
 scheduler's memory; what must outlive the scheduler is in the run folder.
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 KEY = "staleflow-job-"
 """Prefix of the keys of the tasks that drive jobs."""
 OPERATION = "staleflow"
-"""Name of the scheduler's remote procedure that calls the board."""
+"""Name of the scheduler's remote procedure that calls the registry."""
 JOBS_KEPT = 200
 """Number of jobs above which the oldest ended ones are dropped."""
 ENDED = ("done", "stopped", "failed")
@@ -317,7 +317,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     def end(self, id: str) -> None:
         """Release the workers of a job that has ended. It must have left no actors on them. Ignores a job that this
-        board never had: its scheduler was started anew since, and its driver has found the new one."""
+        registry never had: its scheduler was started anew since, and its driver has found the new one."""
         if id in self.job_queue.entries:
             nannies = [address for address, worker in self._scheduler.workers.items() if worker.nanny]
             self.job_queue.restart_gpus(id, nannies)
@@ -485,11 +485,11 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
 
 async def report_gpus(dask_worker: Any) -> None:
-    """Tell the board the GPUs of the worker that this is executed on."""
+    """Tell the registry the GPUs of the worker that this is executed on."""
     devices = [asdict(device) for device in read_devices()]
     await getattr(dask_worker.scheduler, OPERATION)(verb="report_gpus", address=dask_worker.address, devices=devices)
 
 
 async def ask(client: Any, verb: str, **arguments: Any) -> Any:
-    """Call the board on the scheduler that a Dask client is connected to."""
+    """Call the registry on the scheduler that a Dask client is connected to."""
     return await getattr(client.scheduler, OPERATION)(verb=verb, **arguments)

@@ -1,4 +1,4 @@
-"""The Dask scheduler plugin that adds the board, and the dashboard page that shows it."""
+"""The Dask scheduler plugin that adds the registry, and the dashboard page that shows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from staleflow.stores.errors import ConfigError
 
 
 class BoardPlugin(JobRegistry):
-    """The board as a plugin, registered once per scheduler by the first client that needs it."""
+    """The registry as a plugin, registered once per scheduler by the first client that needs it."""
 
     async def start(self, scheduler: Any) -> None:
         await super().start(scheduler)
@@ -21,7 +21,7 @@ class BoardPlugin(JobRegistry):
 
 
 async def ensure(client: Any) -> None:
-    """Register the board on an asynchronous client's scheduler unless it is there already. Raises ConfigError if the
+    """Register the registry on an asynchronous client's scheduler unless it is there already. Raises ConfigError if the
     scheduler cannot load this package."""
     try:
         await client.register_plugin(BoardPlugin())

@@ -66,12 +66,12 @@ class RunPages(SchedulerPlugin):  # type: ignore[misc]  # untyped
 class RunPage(web.RequestHandler):
     """Leads to the page of a job's run, or says how to see it."""
 
-    def initialize(self, board: JobRegistry, pages: RunPages) -> None:
-        self._board = board
+    def initialize(self, registry: JobRegistry, pages: RunPages) -> None:
+        self._registry = registry
         self._pages = pages
 
     async def get(self, id: str) -> None:
-        job = self._board.jobs.get(id)
+        job = self._registry.jobs.get(id)
         if job is None:
             raise web.HTTPError(404, f"no job {id}")
         run_dir = Path(job.run_dir)
@@ -107,9 +107,9 @@ def is_local(name: str) -> bool:
         return False
 
 
-def add_to(scheduler: Any, board: JobRegistry) -> None:
+def add_to(scheduler: Any, registry: JobRegistry) -> None:
     """Add the route of the pages to a scheduler's dashboard."""
     pages = RunPages()
     scheduler.add_plugin(pages, name="staleflow-run-pages")
-    handler = (r"/staleflow/run/(.+)", RunPage, {"board": board, "pages": pages})
+    handler = (r"/staleflow/run/(.+)", RunPage, {"registry": registry, "pages": pages})
     scheduler.http_application.add_handlers(r".*", [handler])

@@ -1,5 +1,5 @@
-"""Reporting a run's progress and log to the board on its scheduler and to the run's folder, and receiving requests to
-stop.
+"""Reporting a run's progress and log to the registry on its scheduler and to the run's folder, and receiving requests
+to stop.
 
 All runs report, on any cluster: the dashboard page, `staleflow status` and `staleflow logs` show it.
 """
@@ -37,7 +37,7 @@ CODEC = Codec()
 
 
 class Reporter(RunListener):
-    """Sends one run's progress and log lines to the board. planned: training steps of the run. run_dir: its folder,
+    """Sends one run's progress and log lines to the registry. planned: training steps of the run. run_dir: its folder,
     which keeps them, too."""
 
     def __init__(self, id: str, planned: int, run_dir: Path) -> None:
@@ -126,7 +126,7 @@ class Reporter(RunListener):
             await asyncio.sleep(REPORT_S)
 
     async def report(self, client: Any, state: str, why: str, more: dict[str, Any] | None = None) -> str:
-        """Send what is new to the board, and keep it in the folder; returns why the run must stop, empty if it need
+        """Send what is new to the registry, and keep it in the folder; returns why the run must stop, empty if it need
         not."""
         lines, self._lines = self._lines, []
         steps, self._steps = self._steps, []
@@ -143,7 +143,7 @@ class Reporter(RunListener):
 
 
 async def record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> None:
-    """Keep in a run's folder how its job stands. What cannot be written is on the board all the same."""
+    """Keep in a run's folder how its job stands. What cannot be written is in the registry all the same."""
     try:
         await asyncio.to_thread(job_record.write, run_dir, changes, lines)
     except (StoreError, ConfigError) as error:
@@ -151,7 +151,7 @@ async def record(run_dir: Path, changes: dict[str, Any], lines: list[str]) -> No
 
 
 async def report_state(client: Any, job: Mapping[str, Any], state: str, why: str) -> None:
-    """Report a run's state and the reason for it. job: what the board has of it."""
+    """Report a run's state and the reason for it. job: what the registry has of it."""
     line = f"{time.strftime('%H:%M:%S')}  {state}: {why}" if why else f"{time.strftime('%H:%M:%S')}  {state}"
     run_dir = Path(job["run_dir"])
     if job_id(run_dir) == job["id"]:  # else the folder is another's

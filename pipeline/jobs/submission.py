@@ -27,8 +27,8 @@ ARRIVED_POLL_S = 0.02
 
 
 async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = False) -> dict[str, Any]:
-    """Submit a job, with absolute paths, to a cluster; returns what the board on its scheduler knows of it, as soon as
-    the job has its place in the queue. Raises ConfigError if another process or job has the run's folder."""
+    """Submit a job, with absolute paths, to a cluster; returns what the registry on its scheduler knows of it, as soon
+    as the job has its place in the queue. Raises ConfigError if another process or job has the run's folder."""
     if resume:
         refuse_locked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
@@ -38,7 +38,7 @@ async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = Fal
     needs = Needs.of(config, driver=True)
     async with where.connected() as client:
         await refuse_too_few_gpus(client, config)
-        # The board has the job wait for workers as soon as it has its task, so that nothing is left to do then.
+        # The registry has the job wait for workers as soon as it has its task, so that nothing is left to do then.
         other = await job_registry.ask(
             client,
             "submit",
@@ -51,7 +51,7 @@ async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = Fal
             wait_s=config.deadlines.wait_s,
         )
         refuse_second(other)
-        # On no worker until the board gives the job some.
+        # On no worker until the registry gives the job some.
         future = client.submit(drive, submission, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE])
         while not (job := await job_registry.ask(client, "arrived", id=id))["arrived"]:
             if future.status in ("error", "lost", "cancelled"):

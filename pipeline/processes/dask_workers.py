@@ -4,9 +4,8 @@ Dask's resources only filter placement and are released when a constructor retur
 slot table: a rollout instance or a trainer has its worker process to itself, because all plain work in a process
 shares one interpreter. Light actors (server, reward) share one with each other where workers are scarce: when the
 heavy ones need the free ones that are left, or when other runs may want them; parameter servers always run beside
-another actor. On a cluster that other runs use too, a worker belongs to one run at a time: the board on the scheduler
-(pipeline/cluster/job_registry.py) gives a run all the workers it needs at once, and records which.
-"""
+another actor. On a cluster that other runs use too, a worker belongs to one run at a time: the registry on the
+scheduler (pipeline/cluster/job_registry.py) gives a run all the workers it needs at once, and records which."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class DaskWorkers:
     """
     restarts: set[asyncio.Future[None]] = field(default_factory=set)
     job: str = ""
-    """Id under which the board on the scheduler knows the run."""
+    """Id under which the registry on the scheduler knows the run."""
     own_worker: str = ""
     """Address of the worker that this process is, if the driver runs as a task of the cluster."""
     num_heavy: int = 0
@@ -85,7 +84,7 @@ class DaskWorkers:
     visible: Mapping[str, str] = field(default_factory=dict)
     """The GPUs of each role on a local cluster, as CUDA_VISIBLE_DEVICES has them, by the role's name."""
     on_gpus: bool = False
-    """Whether the run computes on GPUs of a shared cluster: then the board chooses its workers, and their GPUs."""
+    """Whether the run computes on GPUs of a shared cluster: then the registry chooses its workers, and their GPUs."""
     picture: str = ""
     """What `visible` says, for people."""
     waiting: dict[str, str] = field(default_factory=dict)
@@ -418,7 +417,7 @@ async def connect(config: RunConfig, security: Any = None, *, within_s: float = 
             cluster.threads,
             local_cluster.modules(emulated=config.emulated),
             dashboard=cluster.dashboard,
-            parents=tensor_parallel(config) > 1,
+            may_spawn=tensor_parallel(config) > 1,
         )
         try:
             client = await Client(local, asynchronous=True, direct_to_workers=True, set_as_default=False)

@@ -1,16 +1,15 @@
-"""Worker processes of a Dask cluster on this machine alone.
+"""Start the worker processes of a Dask cluster on this machine.
 
-Importing torch and transformers takes a process seconds of CPU, and a run has five or more processes. So they are
-imported once, by a server process from which all worker processes are forked (Python's `forkserver`); a restarted
-worker starts as fast. The server imports while the caller still reads the job. It starts no threads and never touches a
-GPU.
+Importing torch and transformers takes a process seconds of CPU, and a run has five or more processes. So a server
+process imports them once, and all worker processes are forked from it (Python's `forkserver`), also restarted ones. The
+server imports while the caller still reads the job. It starts no threads and never touches a GPU.
 
 Invariants:
 - Workers ignore SIGINT: a terminal sends Ctrl-C to all of its processes, and only the caller may decide what stops.
-- What is imported comes from where the caller imports it, never from the current folder: a random.py or datasets.py
-  of the user there must not stand for a library.
-- No two workers draw the same random numbers from a generator that is seeded by an import.
-- No worker executes the caller's script again, as multiprocessing has processes do: a script that starts a run needs no
+- Workers import modules from where the caller imports them, never from the current folder: a user's random.py or
+  datasets.py there must not replace a library.
+- No two workers draw the same random numbers from a generator that is seeded at import.
+- No worker re-executes the caller's script, as multiprocessing does by default: a script that starts a run needs no
   `if __name__ == "__main__"`.
 """
 
@@ -39,121 +38,132 @@ ACTOR_MODULES = (
     "staleflow.tasks.engines.emulated_engine",
     "staleflow.tasks.training.emulated_trainer",
 )
-"""Modules that a run's actors need besides."""
+"""Modules that a run's actors need in addition."""
 MODEL_MODULES = ("staleflow.tasks.engines.transformers", "staleflow.tasks.training.policy_trainer", "safetensors.torch")
-"""Modules that workers need besides if there is a model."""
-METHOD = "distributed.worker.multiprocessing-method"
-_PREPARING = threading.Lock()
-"""Locked while the environment is that of workers: of two runs that start at once, the one that ends first would leave
-its variables in the process, where PYTHONSAFEPATH keeps every child from importing what is beside it."""
+"""Modules that workers need in addition if there is a model."""
+MP_METHOD_KEY = "distributed.worker.multiprocessing-method"
+_ENVIRONMENT_LOCK = threading.Lock()
+"""Held while os.environ has the workers' variables. Without it, two concurrent starts could restore each other's values
+and leave PYTHONSAFEPATH set in this process."""
 QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "DASK_LOGGING__DISTRIBUTED": "critical",
 }
-"""Environment variables by which libraries keep silent, if they are set before a process imports them. Dask's routine
-messages would be written across a live view."""
+"""Environment variables that silence libraries if set before they are imported. Dask's routine messages would be
+written across a live view."""
 OWN_PROCESS_NAMES = ("Dask Worker process", "staleflow")
-"""How the names of processes begin that do not execute the caller's script: Dask's workers, and simulations."""
+"""Name prefixes of processes that must not re-execute the caller's script: Dask's workers, and simulations."""
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """Environment variables of a worker process. Dask has workers return freed memory to the system at once; training
-    and sampling free and take the same buffers all the time, which made a step four times slower (measured on the
-    demo), all of it page faults."""
+    """Environment variables of a worker process. threads: size of each thread pool.
+
+    Dask makes workers return freed memory at once. Training and sampling reuse the same buffers, and the resulting page
+    faults made a step four times slower on the demo; so the malloc thresholds are raised.
+    """
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    kept = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    malloc_thresholds = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
     quiet = {name: os.environ.get(name, value) for name, value in QUIET.items()}
-    return {**quiet, **dict.fromkeys(kept, str(2**30)), **dict.fromkeys(pools, str(threads))}
+    return {**quiet, **dict.fromkeys(malloc_thresholds, str(2**30)), **dict.fromkeys(pools, str(threads))}
 
 
-def quiet_process(threads: int) -> None:
-    """Set the environment that libraries read when they are imported, for this process, which is a command's. Called
-    before anything heavy is imported.
+def set_process_environment(threads: int) -> None:
+    """Set the environment variables that libraries read at import, in the process of a command. Call before importing
+    torch or transformers.
 
     Args:
-        threads: Threads of torch: its pools spin on shared cores.
+        threads: Number of OMP threads; kept small because idle pools spin.
     """
     for name, value in {"OMP_NUM_THREADS": str(threads), **QUIET}.items():
         os.environ.setdefault(name, value)
 
 
 def modules(*, emulated: bool) -> tuple[str, ...]:
-    """What the workers of a run import."""
+    """Modules that the workers of a run import, beside WORKER_MODULES."""
     return ACTOR_MODULES if emulated else (*ACTOR_MODULES, *MODEL_MODULES)
 
 
-def prepare(threads: int, modules: Sequence[str]) -> None:
-    """Start the server process that worker processes are forked from, unless it runs. Returns at once; the server goes
-    on importing. modules: what it imports for the workers. threads: of each worker's pools."""
-    _leave_out_script()
+def prepare(threads: int, preload_modules: Sequence[str]) -> None:
+    """Start the server process that worker processes are forked from, unless it runs. Returns at once, while the server
+    imports.
+
+    Args:
+        threads: Size of each thread pool of a worker.
+        preload_modules: Modules that the server imports, beside WORKER_MODULES.
+    """
+    _patch_preparation_data()
     forkserver.set_forkserver_preload(["staleflow.pipeline.processes.preloading"])
-    named = {"STALEFLOW_PRELOAD": ",".join((*WORKER_MODULES, *modules)), "PYTHONSAFEPATH": "1"}
-    resource_tracker.ensure_running()  # which the server needs, and which lets signals through once it has started
-    with _PREPARING, _environment({**worker_environment(threads), **named}), _sigint_deferred():
+    preload_variables = {
+        "STALEFLOW_PRELOAD": ",".join((*WORKER_MODULES, *preload_modules)),
+        "PYTHONSAFEPATH": "1",
+    }
+    # Start it first: the server needs it, and starting it later would unblock signals.
+    resource_tracker.ensure_running()
+    with _ENVIRONMENT_LOCK, _environment({**worker_environment(threads), **preload_variables}), _sigint_deferred():
         forkserver.ensure_running()
-    if (server := _server()) is not None:
-        atexit.unregister(_kill_server)  # of an earlier server
+    if (server := _forkserver_pid()) is not None:
+        atexit.unregister(_kill_server)  # registered for an earlier server
         atexit.register(_kill_server, os.getpid(), server)
 
 
-def without_script(context: Any) -> Any:
-    """A context of multiprocessing whose processes do not execute the caller's script again."""
-    _leave_out_script()
+def context_without_main(context: Any) -> Any:
+    """A multiprocessing context whose processes do not re-execute the caller's script."""
+    _patch_preparation_data()
 
-    class WithoutScript(type(context)):  # type: ignore[misc]
+    class ContextWithoutMain(type(context)):  # type: ignore[misc]
         @staticmethod
         def Process(*args: Any, **kwargs: Any) -> Any:
             return context.Process(*args, name="staleflow process", **kwargs)
 
-    return WithoutScript()
+    return ContextWithoutMain()
 
 
-def _leave_out_script() -> None:
-    """Have multiprocessing tell its processes of the caller's script only if they are not ours: what ours get of it is
-    pickled by value. It has no option for that."""
-    prepare = spawn.get_preparation_data
-    if hasattr(prepare, "__wrapped__"):
+def _patch_preparation_data() -> None:
+    """Patch multiprocessing so that our processes do not import the caller's script. multiprocessing has no option for
+    this. Objects from the script reach them pickled by value."""
+    original = spawn.get_preparation_data
+    if hasattr(original, "__wrapped__"):
         return
 
-    @functools.wraps(prepare)
-    def data(name: str) -> dict[str, Any]:
-        settings = prepare(name)
+    @functools.wraps(original)
+    def preparation_data(name: str) -> dict[str, Any]:
+        settings = original(name)
         return {
             k: v
             for k, v in settings.items()
             if not (name.startswith(OWN_PROCESS_NAMES) and k.startswith("init_main_from"))
         }
 
-    spawn.get_preparation_data = data
+    spawn.get_preparation_data = preparation_data
 
 
-def _server() -> int | None:
-    """Process id of the server; None if there is none."""
+def _forkserver_pid() -> int | None:
+    """Process id of the fork server; None if none has been started."""
     pid: int | None = getattr(forkserver, "_forkserver")._forkserver_pid  # noqa: B009  mypy does not know it
     return pid
 
 
 def _kill_server(starter: int, server: int) -> None:
-    """End the server with the process that started it. By itself it would first import everything, and meanwhile keep
-    open the pipes that its caller's output goes to."""
-    if os.getpid() == starter and _server() == server:
+    """Kill the fork server when the process that started it exits. Left alone, it would finish its imports before
+    exiting and keep the caller's output pipes open."""
+    if os.getpid() == starter and _forkserver_pid() == server:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server, signal.SIGKILL)
 
 
-def forkserver_config(threads: int, modules: Sequence[str]) -> dict[str, object]:
-    """Dask's settings with which it forks workers from the server, which is started. The arguments are those of
-    `prepare`."""
+def forkserver_config(threads: int, preload_modules: Sequence[str]) -> dict[str, object]:
+    """Start the fork server, and return the Dask settings with which workers are forked from it. The arguments are
+    those of `prepare`."""
     import dask
     from distributed.utils import get_mp_context
 
-    with dask.config.set({METHOD: "forkserver"}):
-        get_mp_context()  # its first call sets a list of modules of its own
-    prepare(threads, modules)
+    with dask.config.set({MP_METHOD_KEY: "forkserver"}):
+        get_mp_context()  # its first call sets Dask's own list of modules to preload, which `prepare` replaces
+    prepare(threads, preload_modules)
     return {
-        METHOD: "forkserver",
+        MP_METHOD_KEY: "forkserver",
         "distributed.nanny.pre-spawn-environ": worker_environment(threads),
         # Starting several processes at once starves the event loops for seconds: not worth a warning.
         "distributed.admin.tick.limit": "60s",
@@ -161,15 +171,20 @@ def forkserver_config(threads: int, modules: Sequence[str]) -> dict[str, object]
 
 
 async def start(
-    num_workers: int, threads: int, modules: Sequence[str], *, dashboard: bool, parents: bool = False
+    num_workers: int, threads: int, preload_modules: Sequence[str], *, dashboard: bool, may_spawn: bool = False
 ) -> Any:
-    """A LocalCluster of worker processes with one thread each. dashboard: whether it serves one; else it serves
-    nothing over HTTP. parents: whether workers may start processes by multiprocessing, as a tensor-parallel vLLM does.
-    The other arguments are those of `prepare`."""
+    """Start a LocalCluster whose worker processes have one thread each.
+
+    Args:
+        num_workers: Number of worker processes.
+        threads, preload_modules: As in `prepare`.
+        dashboard: Whether to serve the dashboard; without it, nothing is served over HTTP.
+        may_spawn: Whether workers may start processes by multiprocessing, as a tensor-parallel vLLM does.
+    """
     import dask
     from distributed import LocalCluster
 
-    dask.config.set(forkserver_config(threads, modules) | {"distributed.worker.daemon": not parents})
+    dask.config.set(forkserver_config(threads, preload_modules) | {"distributed.worker.daemon": not may_spawn})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the dashboard's port may be taken; Dask then chooses another
         starting = LocalCluster(
@@ -195,9 +210,8 @@ async def start(
 
 
 def log_level() -> int:
-    """The level from which on Dask's messages are shown, here and in worker processes: the configured one, but warnings
-    at least. LocalCluster would set it to warnings for nannies in their processes, and clients have one of their own.
-    """
+    """Log level of Dask here and in worker processes: the configured one, at least WARNING. LocalCluster would set
+    WARNING in the nannies' processes; clients set their own level."""
     return max(logging.WARNING, logging.getLogger("distributed").getEffectiveLevel())
 
 
@@ -209,7 +223,7 @@ def _serve_nothing(local: Any) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for the processes that are started inside."""
+    """Set environment variables inside the block, for the processes started there, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -224,17 +238,17 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigint_deferred() -> Iterator[None]:
-    """A SIGINT that comes inside is heard afterwards, whichever thread gets it. Processes that are started
-    inside hold it back until they ignore it, as pipeline/processes/preloading.py does."""
+    """Defer a SIGINT received inside the block, by whichever thread, until it exits. Child processes inherit the
+    blocked mask, until they ignore SIGINT as pipeline/processes/preloading.py does."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    heard = []
-    main = threading.current_thread() is threading.main_thread()  # else the handler, and what it raises, are not ours
-    handler = signal.signal(signal.SIGINT, lambda *_: heard.append(True)) if main else None
+    deferred = []
+    main = threading.current_thread() is threading.main_thread()  # only the main thread may set a handler
+    handler = signal.signal(signal.SIGINT, lambda *_: deferred.append(True)) if main else None
     try:
         yield
     finally:
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if heard:
+        if deferred:
             signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The board: its answers to drivers and commands, and the drivers it starts on a real scheduler."""
+"""The registry: its answers to drivers and commands, and the drivers it starts on a real scheduler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from staleflow.pipeline.cluster.submitted_job import Job
 
 
 def asked() -> set[str]:
-    """The verbs that any module asks a board for."""
+    """The verbs that any module asks a registry for."""
     sources = [p for top in ("pipeline", "cli") for p in Path(top).rglob("*.py")]
     calls = [node for p in sources for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, ast.Call)]
     verbs = [item for call in calls if ast.unparse(call.func) in ("ask", "job_registry.ask") for item in call.args[1:2]]
@@ -45,7 +45,7 @@ def test_a_verb_it_does_not_know_is_a_newer_clients() -> None:
 
 
 def test_a_driver_whose_scheduler_was_started_anew_releases_nothing_there() -> None:
-    """It reconnects and says at its end that its workers are free; the new board has never heard of it."""
+    """It reconnects and says at its end that its workers are free; the new registry has never heard of it."""
     one = JobRegistry()
     one.dispatch("end", id="of-the-scheduler-before")
     assert one.dispatch("jobs") == []

@@ -17,7 +17,7 @@ from distributed import Client, LocalCluster
 
 from staleflow.cli.cluster_jobs import _details
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.dashboard import headline, most_telling
+from staleflow.pipeline.cluster.dashboard import default_job, headline
 from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config import loading
@@ -82,7 +82,7 @@ def test_without_a_dashboard_nothing_is_served() -> None:
 
 
 def with_two_jobs(look: Callable[[Any, str], Coroutine[Any, Any, None]]) -> None:
-    """Run `look` on a scheduler's address with two jobs told to its board."""
+    """Run `look` on a scheduler's address with two jobs told to its registry."""
 
     async def scenario() -> None:
         async with (
@@ -200,15 +200,15 @@ def test_a_browser_shows_live_data() -> None:
 # -- which job the page shows --------------------------------------------------------------------------------------
 
 
-def board_of(*states: str) -> JobRegistry:
-    """A board with a job per state, oldest first."""
-    board = JobRegistry()
+def registry_of(*states: str) -> JobRegistry:
+    """A registry with a job per state, oldest first."""
+    registry = JobRegistry()
     for i, state in enumerate(states):
-        board.submit(f"job-{i}", "job", f"/runs/job-{i}", 9)
-        board.jobs[f"job-{i}"].state = state
+        registry.submit(f"job-{i}", "job", f"/runs/job-{i}", 9)
+        registry.jobs[f"job-{i}"].state = state
         if state in ("running", "done"):
-            board.jobs[f"job-{i}"].history[0] = {"step": 0.0}
-    return board
+            registry.jobs[f"job-{i}"].history[0] = {"step": 0.0}
+    return registry
 
 
 @pytest.mark.parametrize(
@@ -221,13 +221,13 @@ def board_of(*states: str) -> JobRegistry:
     ],
 )
 def test_the_page_opens_on_the_newest_job_that_runs_or_has_steps(states: tuple[str, ...], chosen: str) -> None:
-    job = most_telling(list(board_of(*states).jobs.values()))
+    job = default_job(list(registry_of(*states).jobs.values()))
     assert job is not None and job.id == chosen
-    assert most_telling([]) is None
+    assert default_job([]) is None
 
 
 def test_the_chosen_job_is_marked() -> None:
-    jobs = list(board_of("done", "running").jobs.values())
+    jobs = list(registry_of("done", "running").jobs.values())
     jobs[1].history[0] |= dict.fromkeys(STEP_METRICS, 1.0)
     head = headline(jobs[1], jobs)
     marked = [part for part in head.split("<a ") if "aria-current" in part]

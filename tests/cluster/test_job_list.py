@@ -67,8 +67,8 @@ def test_jobs_that_ended_are_listed_for_a_day() -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[tuple[JobRegistry, str]]:
-    """The board of a scheduler in a thread, and the scheduler's address."""
+def registry() -> Iterator[tuple[JobRegistry, str]]:
+    """The registry of a scheduler in a thread, and the scheduler's address."""
     plugin, address, over = BoardPlugin(), "", asyncio.Event()
     ready, loop = threading.Event(), asyncio.new_event_loop()
 
@@ -89,8 +89,8 @@ def board() -> Iterator[tuple[JobRegistry, str]]:
     loop.close()
 
 
-def test_every_command_prints_json(board: tuple[JobRegistry, str]) -> None:
-    jobs, address = board
+def test_every_command_prints_json(registry: tuple[JobRegistry, str]) -> None:
+    jobs, address = registry
     report: dict[str, Any] = {"status": {}, "steps": []}
     for id in ("one-aa", "one-bb", "old-cc"):
         jobs.submit(id, id[:3], f"/runs/{id}", 3)
@@ -117,8 +117,8 @@ def test_every_command_prints_json(board: tuple[JobRegistry, str]) -> None:
     assert (cancelled["id"], cancelled["stop"], cancelled["state_before"]) == ("one-aa", "cancelled", "running")
 
 
-def test_a_running_job_is_asked_once_to_give_up_a_worker(board: tuple[JobRegistry, str]) -> None:
-    jobs, address = board
+def test_a_running_job_is_asked_once_to_give_up_a_worker(registry: tuple[JobRegistry, str]) -> None:
+    jobs, address = registry
     for id in ("one-aa", "two-bb", "old-cc"):  # the second one waits
         jobs.submit(id, id[:3], f"/runs/{id}", 3)
     jobs.report("one-aa", "running", "", lines=[], status={}, steps=[])

@@ -36,7 +36,7 @@ def job(tmp_path: Path) -> Path:
 
 
 async def only(jobs: Jobs) -> list[dict[str, Any]]:
-    """The jobs of the board, once none is on its way any more."""
+    """The jobs of the registry, once none is on its way any more."""
     async with asyncio.timeout(20.0):
         while True:
             result: list[dict[str, Any]] = await job_registry.ask(jobs.client, "jobs")

@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Leave worker processes to the forks: those of a server that is started here would have imported no mistake."""
     from staleflow.pipeline.processes import local_cluster
 
-    local_cluster.prepare = lambda threads, modules: None
+    local_cluster.prepare = lambda threads, preload_modules: None
 
 
 @pytest.hookimpl(tryfirst=True)

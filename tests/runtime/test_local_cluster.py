@@ -41,7 +41,7 @@ def process_made() -> bool:
 @pytest.mark.parametrize("reached", [cluster_made, nanny_made, process_made])
 def test_a_start_that_is_cancelled_leaves_no_process(reached: Callable[[], bool]) -> None:
     async def started_and_cancelled() -> None:
-        starting = asyncio.ensure_future(local_cluster.start(2, 1, modules=(), dashboard=False))
+        starting = asyncio.ensure_future(local_cluster.start(2, 1, preload_modules=(), dashboard=False))
         while not reached():
             assert not starting.done()
             await asyncio.sleep(0)
@@ -85,7 +85,7 @@ def test_the_server_and_its_workers_ignore_interrupts() -> None:
     """They are in the terminal's group, and the caller ends them."""
 
     async def ignored() -> list[str]:
-        cluster = await local_cluster.start(1, 1, modules=(), dashboard=False)
+        cluster = await local_cluster.start(1, 1, preload_modules=(), dashboard=False)
         try:
             (pid,) = [nanny.pid for nanny in nannies()]
             values = [

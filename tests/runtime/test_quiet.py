@@ -21,7 +21,7 @@ def speak(where):
         logging.getLogger(name).warning("%s in %s", name, where)
 
 async def work():
-    local = await local_cluster.start(1, 1, modules=(), dashboard=False)
+    local = await local_cluster.start(1, 1, preload_modules=(), dashboard=False)
     async with Client(local, asynchronous=True) as client:
         speak("caller")
         await client.run(speak, "worker")
