@@ -48,8 +48,8 @@ REFRESH_MS = 500
 LAG_COLORS = ("#1b7837", "#7fbf7b", "#f6c244", "#f08a24", "#d6301f")
 """Colours by version lag: green for the newest version, red for four versions behind or more."""
 EMPTY_COLOR = "#ececec"
-ENVIRONMENT_COLOR = "#8c6bb1"
-"""Colour of trajectories in an environment."""
+HOST_COLOR = "#8c6bb1"
+"""Colour of the bars of environment hosts."""
 STATE_COLOURS = {
     "waiting": "#b07d00", "running": "#1b7837", "done": "#1b5e9e", "stopped": "#666666", "failed": "#d6301f",
 }  # fmt: skip
@@ -302,10 +302,7 @@ class View:
                 *(min(1.0, host["num_acting"] / host["places"]) for host in hosts),
             ],
             "kv": [*(lane["kv_tokens"] / max(1, lane["kv_capacity"]) for lane in lanes), *(math.nan for _ in hosts)],
-            "colour": [
-                *(LAG_COLORS[min(max(n, 0), len(LAG_COLORS) - 1)] for n in lag),
-                *(ENVIRONMENT_COLOR for _ in hosts),
-            ],
+            "colour": [*(LAG_COLORS[min(max(n, 0), len(LAG_COLORS) - 1)] for n in lag), *(HOST_COLOR for _ in hosts)],
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "

@@ -75,10 +75,9 @@ def source_settings(config: RunConfig, task: TaskConfig | None = None) -> Source
     )
 
 
-def environment_settings(config: RunConfig, *, replaces: bool = False) -> EpisodeSettings | EmulatedHostSettings:
-    """Settings of the environment hosts of a job that acts: those of an emulated run's unless it has texts. replaces:
-    of one in the place of another that was lost. Loads a user's file that the job names as its source. Raises
-    ConfigError."""
+def environment_settings(config: RunConfig, *, is_replacement: bool = False) -> EpisodeSettings | EmulatedHostSettings:
+    """Settings of environment hosts; emulated ones if the job has no texts. May import the user's source file. Raises
+    ConfigError. is_replacement: the host replaces a lost one."""
     if not config.has_texts:
         from staleflow.tasks.episodes.emulated_host import EmulatedHostSettings
 
@@ -88,31 +87,31 @@ def environment_settings(config: RunConfig, *, replaces: bool = False) -> Episod
             time_scale=config.rollout.engine.time_scale,
         )
     settings = episode_settings(config)
-    if not replaces:
+    if not is_replacement:
         return settings
     endpoint = dataclasses.replace(settings.source.endpoint, replaces_s=config.deadlines.call_s)
     return dataclasses.replace(settings, source=dataclasses.replace(settings.source, endpoint=endpoint))
 
 
 def episode_settings(config: RunConfig) -> EpisodeSettings:
-    """Settings of the environment hosts of a job whose task source is an environment, or that has tools. Raises
-    ConfigError."""
+    """Settings of environment hosts of a job with texts. Raises ConfigError if its source is no environment and it has
+    no tools, or has both."""
     from staleflow.tasks.episodes.episode_host import EpisodeSettings
 
-    plays = is_environment(config.task.source, "task.source")
-    if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != plays:
+    is_episodic = is_environment(config.task.source, "task.source")
+    if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != is_episodic:
         raise ConfigError(
             f"task.eval_source = {config.task.eval_source!r}: either both it and task.source = {config.task.source!r} "
             "are environments of many turns, or neither is"
         )
     if config.environment.tools:
-        if plays:
+        if is_episodic:
             raise ConfigError(
                 f"environment.tools: task.source = {config.task.source!r} is an environment of many turns, which "
                 "brings its own tools; remove environment.tools"
             )
         return EpisodeSettings(source=source_settings(config), scoring=scoring_settings(config))
-    if not plays:
+    if not is_episodic:
         raise ConfigError(
             f"task.multi_turn = 'yes': task.source = {config.task.source!r} is no environment of many turns, and "
             "environment.tools names no tool; remove it"
@@ -126,6 +125,7 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
 
 
 def scoring_settings(config: RunConfig) -> ScoringSettings:
+    """Settings from which a reward worker or environment host builds the job's reward."""
     from staleflow.tasks.sources.reward_process import ScoringSettings, SourceReward
 
     return ScoringSettings(
@@ -140,7 +140,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
 
 
 def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
-    """What this job evaluates the model on."""
+    """The sets of prompts that this job evaluates the model on."""
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 
     own = {name or HELD_OUT: number for number, name in enumerate(config.task.named)}
@@ -161,16 +161,22 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     )
 
 
-def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int, longest: int | None) -> PromptSettings:
-    """Settings of the prompt stream. context: tokens the model can attend to; unlimited for prompts already stored.
-    held_out, longest: as in the store's RunHeader."""
+def prompt_settings(
+    config: RunConfig, context: int = 2**31, *, held_out: int, longest_prompt: int | None
+) -> PromptSettings:
+    """Settings of the stream of prompts.
+
+    Args:
+        context: Tokens the model can attend to. The default means no limit, for prompts read from a store.
+        held_out, longest_prompt: As in the store's RunHeader.
+    """
     from staleflow.tasks.sources.prompts import NamedSource, PromptSettings
 
     source, system = source_settings(config), config.task.system
     if "{tools}" in system and config.environment.tools:
-        from staleflow.tasks.episodes.tools import described
+        from staleflow.tasks.episodes.tools import describe_tools
 
-        system = system.replace("{tools}", described(config.environment))
+        system = system.replace("{tools}", describe_tools(config.environment))
         source = dataclasses.replace(source, task=dataclasses.replace(source.task, system=system))
     return PromptSettings(
         tokenizer=config.model.path,
@@ -179,7 +185,7 @@ def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int, l
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
         held_out=held_out,
-        longest=longest,
+        longest=longest_prompt,
         sets=evaluation_sets(config),
         workload=None if config.has_texts else make_workload(config),
         drawn_responses=config.emulated and config.has_texts,
@@ -196,8 +202,9 @@ def prompt_settings(config: RunConfig, context: int = 2**31, *, held_out: int, l
     )
 
 
-def longest_prompt(config: RunConfig, context: int) -> int | None:
-    """Tokens beyond which this job replaces prompts; None if it does not. context: of the model, tokens."""
+def max_prompt_tokens(config: RunConfig, context: int) -> int | None:
+    """Length in tokens above which this job replaces a prompt; None if it replaces none. context: tokens the model can
+    attend to."""
     if not config.has_texts or not any(task.skip_long for task in config.task.named.values()):
         return None
     return min(context, config.rollout.engine.kv_tokens) - config.rollout.max_new_tokens
@@ -207,17 +214,17 @@ def server_settings(config: RunConfig, store: Path, context: int, *, resumed: bo
     """Settings of the trajectory server. context: tokens the model can attend to. resumed: append to the store."""
     from staleflow.tasks.actors.server_settings import ServerSettings
 
-    longest = longest_prompt(config, context)
+    longest_prompt = max_prompt_tokens(config, context)
     return ServerSettings(
-        prompts=prompt_settings(config, context, held_out=config.held_out, longest=longest),
+        prompts=prompt_settings(config, context, held_out=config.held_out, longest_prompt=longest_prompt),
         reward=config.reward.named,
         group_size=config.batch.group_size,
         members_started=config.oversampled_group_size,
         advantage=config.training.advantage,
-        overlong=overlong(config),
+        overlong=overlong_penalty(config),
         max_error_share=config.reward.max_error_share,
         store=str(store),
-        header=dataclasses.replace(run_header(config), longest_prompt=longest),
+        header=dataclasses.replace(run_header(config), longest_prompt=longest_prompt),
         commit_s=config.deadlines.commit_s,
         resumed=resumed,
         turn_tokens=config.rollout.turn_tokens or config.rollout.max_new_tokens,
@@ -232,8 +239,8 @@ def drafts_from_responses(config: RunConfig) -> bool:
     return speculation.num_speculative_tokens > 0 and speculation.source == "responses" and not config.emulated
 
 
-def overlong(config: RunConfig) -> Overlong:
-    """The penalty of this job on responses close to the limit."""
+def overlong_penalty(config: RunConfig) -> Overlong:
+    """This job's penalty on responses whose length is close to the limit."""
     training = config.training
     return Overlong(
         tokens=training.overlong_tokens, penalty=training.overlong_penalty, longest=config.rollout.max_new_tokens
@@ -247,7 +254,7 @@ def example_settings(config: RunConfig, held_out: int) -> ExampleSettings | None
     sft = config.training.sft
     if not sft.steps:
         return None
-    prompts = prompt_settings(config, held_out=held_out, longest=longest_prompt(config, 2**31))
+    prompts = prompt_settings(config, held_out=held_out, longest_prompt=max_prompt_tokens(config, 2**31))
     if not sft.source:
         return ExampleSettings(prompts=prompts, count=sft.examples_per_step)
     # Prompts are only encoded: the run's own source may be an environment, which the trainer does not open.
@@ -266,6 +273,7 @@ def example_settings(config: RunConfig, held_out: int) -> ExampleSettings | None
 
 
 def trainer_settings(config: RunConfig) -> PolicySettings:
+    """Settings from which the trainer builds its policy."""
     if config.emulated:
         from staleflow.tasks.training.emulated_trainer import EmulatedTraining
 
@@ -292,8 +300,14 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
 def engine_settings(
     config: RunConfig, index: int, eos: tuple[int, ...], *, attempt: int = 0, earlier_starts: int = 0
 ) -> EngineSettings:
-    """Settings of one instance's engine. index: the instance's number. attempt: how often the instance was replaced.
-    earlier_starts: of the run. Each combination has its own sampling seed. eos: ids that end a response."""
+    """Settings of one instance's engine. index, attempt and earlier_starts give each engine a distinct seed.
+
+    Args:
+        index: Number of the instance.
+        eos: Token ids that end a response.
+        attempt: How often the instance was replaced.
+        earlier_starts: Number of previous starts of the run.
+    """
     engine = config.rollout.engine
     parameters = {
         "model": config.model.path,
@@ -316,7 +330,7 @@ def engine_settings(
 
 
 def make_workload(config: RunConfig) -> Workload:
-    """Responses of this job's simulated or emulated instances. A recorded workload is read from its store."""
+    """The workload from which simulated and emulated instances take their responses: random, or recorded in a store."""
     if config.workload.kind == "recorded":
         return _recorded_workload(Path(config.workload.run))
     return RandomWorkload(
@@ -328,15 +342,16 @@ def make_workload(config: RunConfig) -> Workload:
 
 
 def _recorded_workload(run: Path) -> RecordedWorkload:
-    """Prompts, lengths, turns and rewards of the groups that a stored run trained on or filtered, ordered by group id:
-    what it filtered it had sampled, and would sample again."""
+    """Prompts, lengths, turns and rewards of the groups that a stored run trained on or filtered, ordered by group id.
+    Filtered groups are included, because they cost sampling too."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     store = VersionedStore.open(run / "store")
     table = store.columns()
-    judged = np.flatnonzero((table["staleness"] >= 0) | (table["fate"] == Fate.FILTERED.value))
+    # Only rows that were trained on have a staleness of 0 or more.
+    trained_or_filtered = np.flatnonzero((table["staleness"] >= 0) | (table["fate"] == Fate.FILTERED.value))
     groups: dict[int, list[int]] = {}
-    for row in judged[np.argsort(table["trajectory"][judged], kind="stable")]:
+    for row in trained_or_filtered[np.argsort(table["trajectory"][trained_or_filtered], kind="stable")]:
         groups.setdefault(int(table["group"][row]), []).append(int(row))
     rows = np.asarray([groups[g] for g in sorted(groups) if len(groups[g]) == store.header.group_size], np.int64)
     if not len(rows):
@@ -350,11 +365,11 @@ def _recorded_workload(run: Path) -> RecordedWorkload:
 
 
 def _recorded_turns(
-    store: VersionedStore, rows: npt.NDArray[np.int64], many: npt.NDArray[np.bool_]
+    store: VersionedStore, rows: npt.NDArray[np.int64], is_multi_turn: npt.NDArray[np.bool_]
 ) -> dict[tuple[int, int], tuple[Turn, ...]]:
-    """The turns of the rows that have many, by their place among `rows`; of a row that cannot be read, none."""
-    places = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(many)}
-    positions = sorted(places)  # adjacent ones are read together
+    """Turns of the multi-turn rows, keyed by (group, member); rows that cannot be read are omitted."""
+    group_member_of_row = {int(rows[g, m]): (int(g), int(m)) for g, m in np.argwhere(is_multi_turn)}
+    positions = sorted(group_member_of_row)  # adjacent rows are read together
     turns_by_trajectory = {}
     for position, row in zip(positions, store.picked(positions), strict=True):
         turns: list[Turn] = []
@@ -369,5 +384,5 @@ def _recorded_turns(
             else:
                 turns[-1:] = [last._replace(tokens=last.tokens + len(span.tokens))]
         if turns:
-            turns_by_trajectory[places[position]] = (*turns[:-1], Turn(turns[-1].tokens))
+            turns_by_trajectory[group_member_of_row[position]] = (*turns[:-1], Turn(turns[-1].tokens))
     return turns_by_trajectory

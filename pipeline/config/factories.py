@@ -46,9 +46,7 @@ def drafting(config: RunConfig) -> DraftSettings:
     """How simulated and emulated instances draft when they begin."""
     speculation = config.rollout.engine.speculation
     return DraftSettings(
-        length=speculation.first_length,
-        most_running=speculation.max_running,
-        acceptance=config.workload.acceptance_rate,
+        length=speculation.first_length, max_running=speculation.max_running, acceptance=config.workload.acceptance_rate
     )
 
 

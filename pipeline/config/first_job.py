@@ -126,7 +126,7 @@ def write_first_job(folder: Path, brought: InitInputs, say: Callable[[str], None
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
     with contextlib.chdir(folder):
         config = loading.load(JOB)
-        prompts = actor_settings.prompt_settings(config, held_out=config.held_out, longest=None).build()
+        prompts = actor_settings.prompt_settings(config, held_out=config.held_out, longest_prompt=None).build()
         tokens = prompts.encode(prompts.task(0))
         unknown = 0
         if Path(config.model.path).is_dir():

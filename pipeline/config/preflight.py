@@ -304,8 +304,8 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
     if folder is None:
         return actor_settings.source_settings(config).build().task(0), None
     context = read_context(folder, f"model.path = {config.model.path!r}")
-    longest = actor_settings.longest_prompt(config, context)
-    settings = actor_settings.prompt_settings(config, context, held_out=config.held_out, longest=longest)
+    longest_prompt = actor_settings.max_prompt_tokens(config, context)
+    settings = actor_settings.prompt_settings(config, context, held_out=config.held_out, longest_prompt=longest_prompt)
     tokenizer = FileTokenizer(folder)
     prompts = TokenizedPrompts(settings, ChatTokenizer(tokenizer))
     first = prompts.task(0)

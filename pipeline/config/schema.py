@@ -270,7 +270,8 @@ class RunConfig:
 
     @property
     def has_texts(self) -> bool:
-        """Whether prompts are those of task.source, encoded by the model's tokenizer and scored by the reward."""
+        """Whether prompts and responses are real texts, from task.source, tokenized and scored; otherwise an emulated
+        run draws only their lengths."""
         return not self.emulated or self.workload.prompts == "task"
 
     @property
@@ -290,8 +291,8 @@ class RunConfig:
 
     @property
     def acts(self) -> bool:
-        """Whether an environment answers each turn of the model. With task.multi_turn = auto a user's file that
-        task.source names is loaded to know it; one that cannot be loaded here has none."""
+        """Whether trajectories have several turns: an environment, an agent or tools answer the model. With
+        task.multi_turn = auto this loads a user's file named by task.source; False if it cannot be loaded here."""
         if self.task.multi_turn != "auto" or not self.has_texts:
             return self.task.multi_turn == "yes"
         if self.environment.tools:

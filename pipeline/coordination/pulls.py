@@ -26,7 +26,7 @@ class Pulls:
         lagging = [i for i in looked_at if i.version < published and not i.pulling and i.instance not in pinned]
         if not lagging:
             return
-        if rule.weighs:  # the cheapest to interrupt come first, and get the work that is there
+        if rule.needs_added_if_pulled:  # the cheapest to interrupt come first, and get the work that is there
             lagging.sort(key=lambda i: i.kv_tokens)
         demand = placement.demand(published)
         sample = placement.typical_new_work()
@@ -35,13 +35,13 @@ class Pulls:
         pull_s = 0.0 if self._state.fleet.side_by_side else measured.pull_s.value
         for instance in lagging:
             num_accepted = placement.num_accepted(instance, sample)
-            num_added_if_pulled = min(num_accepted, demand) if rule.weighs else 0
+            num_added_if_pulled = min(num_accepted, demand) if rule.needs_added_if_pulled else 0
             view = LaggingInstance(
                 lag=published - instance.version,
                 num_running=instance.num_running,
                 max_running=instance.max_running,
                 kv_tokens=instance.kv_tokens,
-                fed=min(num_accepted, placement.demand(instance.version)),
+                num_added_without_pull=min(num_accepted, placement.demand(instance.version)),
                 num_added_if_pulled=num_added_if_pulled,
                 added_kv_tokens=sample.kv_tokens,
                 interval_s=measured.interval_s.value,

@@ -95,10 +95,7 @@ def prepare(threads: int, preload_modules: Sequence[str]) -> None:
     """
     _patch_preparation_data()
     forkserver.set_forkserver_preload(["staleflow.pipeline.processes.preloading"])
-    preload_variables = {
-        "STALEFLOW_PRELOAD": ",".join((*WORKER_MODULES, *preload_modules)),
-        "PYTHONSAFEPATH": "1",
-    }
+    preload_variables = {"STALEFLOW_PRELOAD": ",".join((*WORKER_MODULES, *preload_modules)), "PYTHONSAFEPATH": "1"}
     # Start it first: the server needs it, and starting it later would unblock signals.
     resource_tracker.ensure_running()
     with _ENVIRONMENT_LOCK, _environment({**worker_environment(threads), **preload_variables}), _sigint_deferred():

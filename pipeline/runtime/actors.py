@@ -346,8 +346,8 @@ class Actors:
 
     async def place_environment(self, name: str) -> None:
         """Place an environment host, which tries its environment. Raises ConfigError if it cannot."""
-        replaces = self._resumed or name in self._lost_at
-        settings = actor_settings.environment_settings(self._config, replaces=replaces)
+        is_replacement = self._resumed or name in self._lost_at
+        settings = actor_settings.environment_settings(self._config, is_replacement=is_replacement)
         await self._workers.place(name, "reward", EnvironmentHost, settings, self._config.deadlines.call_s)
         await self.ask(name, "check", deadline="start_s")
 

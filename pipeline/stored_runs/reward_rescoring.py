@@ -101,7 +101,7 @@ def rescore(
     config, code = user_files.with_code(config, user_files.scoring_keys(config))
     # As the store's header has it: the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
-        config, held_out=store.header.held_out, longest=store.header.longest_prompt
+        config, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt
     )
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
     calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
@@ -195,7 +195,7 @@ def _advantages(
     (at,) = np.nonzero(consumed)
     at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
     size = config.batch.group_size
-    penalties = actor_settings.overlong(config).penalties(table["response_tokens"][at])
+    penalties = actor_settings.overlong_penalty(config).penalties(table["response_tokens"][at])
     shaped = rewards[at].astype(np.float64) - penalties
     grouped = shaped.reshape(-1, size)
     estimate[at] = config.training.advantage.advantages(grouped, valid[at].reshape(-1, size)).reshape(-1)

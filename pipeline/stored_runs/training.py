@@ -401,7 +401,7 @@ def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report
     store = store_at(plan.path, plan.snapshot)
     # As the store's header has it: the job might draw other prompts for its groups now.
     prompts = actor_settings.prompt_settings(
-        plan.run_job, context, held_out=store.header.held_out, longest=store.header.longest_prompt
+        plan.run_job, context, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt
     ).build()
     scorer = Scorer(actor_settings.scoring_settings(plan.run_job))
     tasks = prompts.held_out(count)

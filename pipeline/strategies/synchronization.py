@@ -1,5 +1,8 @@
-"""Synchronization rules: when an instance pulls new weights. A pull interrupts its running trajectories, whose contexts
-are prefilled again; without one, it gets no work that may only start under a newer version."""
+"""Synchronization rules: when a rollout instance pulls new weights.
+
+A pull interrupts the instance's running trajectories, whose contexts are prefilled again. Until it pulls, it cannot be
+given work that requires a newer version.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ class LaggingInstance:
     """An instance that serves an older version than the published one."""
 
     lag: int
-    """Published version minus the one it serves, >= 1."""
+    """Published version minus the version it serves, >= 1."""
     num_running: int
     max_running: int
     kv_tokens: int
-    fed: int
-    """Number of trajectories that would be routed to it at the version it serves."""
+    num_added_without_pull: int
+    """Number of trajectories that would be routed to it if it kept its version."""
     num_added_if_pulled: int
     """Number of trajectories that would be routed to it if it had the new version."""
     added_kv_tokens: float
-    """KV tokens that each of these would add."""
+    """KV tokens that each added trajectory would use."""
     interval_s: float
     """Seconds between published versions, as last measured."""
     pull_s: float
@@ -36,18 +39,18 @@ class Synchronization(RegistryEntry, ABC):
     """A synchronization rule."""
 
     __slots__ = ()
-    weighs = False
+    needs_added_if_pulled = False
     """Whether the rule reads `num_added_if_pulled`; otherwise it is not computed."""
 
     @abstractmethod
     def should_pull(self, instance: LaggingInstance) -> bool:
-        """Whether an instance pulls the published version now."""
+        """Whether an instance should pull the published version now."""
 
 
 SYNCHRONIZATION: Registry[Synchronization] = Registry(
     "synchronization rule", "rollout.synchronization", Synchronization
 )
-"""A rule may have the parameter `cost`, the cost model; without prefill if a pull interrupts nothing."""
+"""Rules may take `cost`, the cost model; its prefill cost is 0 if a pull does not interrupt running requests."""
 
 
 @SYNCHRONIZATION.register("greedy")
@@ -69,7 +72,8 @@ class Status(Synchronization):
     )
 
     def should_pull(self, instance: LaggingInstance) -> bool:
-        return not instance.fed and instance.num_running <= self.load_threshold * instance.max_running
+        is_loaded = instance.num_running > self.load_threshold * instance.max_running
+        return not is_loaded and not instance.num_added_without_pull
 
 
 @SYNCHRONIZATION.register("hypothesis")
@@ -78,23 +82,24 @@ class Hypothesis(Synchronization):
     """Pull when the work that the new version would bring is worth the interruption.
 
     Gain: the rise in throughput, until the next version is due. Loss: the present throughput, for the seconds of
-    loading and of prefilling the contexts again. Both change with time: as the instance drains, less has to be
-    prefilled and more is gained.
+    loading and of prefilling the contexts again. Re-evaluated over time: as the instance drains, the loss shrinks and
+    the gain grows.
     """
 
     cost: CostModel = parameter()
 
-    weighs = True
+    needs_added_if_pulled = True
 
     def should_pull(self, instance: LaggingInstance) -> bool:
         if not instance.num_running:
             return True  # nothing is interrupted
-        now = self._rate(instance, instance.fed)
-        then = self._rate(instance, instance.num_added_if_pulled)
+        rate_now = self._rate(instance, instance.num_added_without_pull)
+        rate_after_pull = self._rate(instance, instance.num_added_if_pulled)
+        gain = (rate_after_pull - rate_now) * instance.interval_s
         stalled_s = instance.pull_s + self.cost.prefill * instance.kv_tokens
-        return then > now and (then - now) * instance.interval_s >= now * stalled_s
+        return rate_after_pull > rate_now and gain >= rate_now * stalled_s
 
-    def _rate(self, instance: LaggingInstance, fed: int) -> float:
-        """Throughput in tokens/s with `fed` more trajectories."""
-        kv_tokens = instance.kv_tokens + fed * instance.added_kv_tokens
-        return self.cost.throughput(instance.num_running + fed, kv_tokens)
+    def _rate(self, instance: LaggingInstance, num_added: int) -> float:
+        """Throughput in tokens/s with `num_added` more trajectories."""
+        kv_tokens = instance.kv_tokens + num_added * instance.added_kv_tokens
+        return self.cost.throughput(instance.num_running + num_added, kv_tokens)

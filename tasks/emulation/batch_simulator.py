@@ -50,7 +50,7 @@ class DraftSettings:
 
     length: int = 0
     """Draft tokens of a step and request."""
-    most_running: int = 0
+    max_running: int = 0
     """Requests beyond which it does not draft."""
     acceptance: float = 0.0
     """As in `tokens_per_step`."""
@@ -156,7 +156,7 @@ class SimulatedBatch:
 
     @property
     def _drafts_now(self) -> bool:
-        return bool(self._drafting.length) and len(self._decoding) <= self._drafting.most_running
+        return bool(self._drafting.length) and len(self._decoding) <= self._drafting.max_running
 
     @property
     def num_requests(self) -> int:

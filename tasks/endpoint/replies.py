@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.in_flight.stop_criteria import find_stop
-from staleflow.tasks.endpoint.requests import CalledFunction, ChatMessage, ChatRequest, RequestError
+from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, FunctionCall, RequestError
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 
 PIECE = 24
@@ -31,7 +31,7 @@ class TurnReply:
 def reply_of(id: str, number: int, created_s: int, turn: SampledTurn, request: ChatRequest) -> TurnReply:
     """Make the reply to a request: the turn's text up to a stop string, and the tool calls in it, if the request has
     tools."""
-    content, calls = turn.text, tuple[CalledFunction, ...]()
+    content, calls = turn.text, tuple[FunctionCall, ...]()
     if (stop := find_stop(content, request.stop.strings)) is not None:
         content = content[: stop[1] if request.include_stop else stop[0]]
     if request.calls_tools:
@@ -44,12 +44,12 @@ def reply_of(id: str, number: int, created_s: int, turn: SampledTurn, request: C
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-def parse_tool_calls(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
+def parse_tool_calls(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
     """Split a text into its content and its tool calls, <tool_call>{"name": ..., "arguments": {...}}</tool_call>. A
     text with a call that cannot be read stays as it is: nothing is guessed.
 
     >>> parse_tool_calls('Now. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    ('Now.', (CalledFunction(name='add', arguments='{"a": 1}'),))
+    ('Now.', (FunctionCall(name='add', arguments='{"a": 1}'),))
     """
     calls = []
     for body in _CALL.findall(text):
@@ -61,7 +61,7 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[CalledFunction, ...]]:
             return text, ()
         arguments = call.get("arguments", call.get("parameters", {}))
         calls.append(
-            CalledFunction(
+            FunctionCall(
                 name=call["name"],
                 arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
             )

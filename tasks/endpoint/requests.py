@@ -1,6 +1,6 @@
-"""Requests of agents, read from JSON: everything that is not understood is refused with one line that says why. Pure.
+"""Read agents' requests from JSON. Anything not understood is refused with one line that says why. Pure.
 
-What an agent sends is read, compared and rendered, never executed.
+The content of a request is read, compared and rendered, never executed.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import TurnParams
 
-LONGEST_SHOWN = 60
-MOST_MESSAGES = 10_000
-MOST_STOPS = 16
-"""Stop strings of a request. OpenAI's own limit is 4; each is looked for after each token."""
-LONGEST_STOP = 200
+MAX_SHOWN_LENGTH = 60
+MAX_MESSAGES = 10_000
+MAX_STOPS = 16
+"""Stop strings of a request. OpenAI's own limit is 4; each is searched for after each token."""
+MAX_STOP_LENGTH = 200
 """Characters of a stop string."""
-MOST_STOP_IDS = 128
-"""Token ids that end a turn, beside the job's."""
+MAX_STOP_IDS = 128
+"""Token ids that end a turn, in addition to the job's."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-UNUSED = (
+IGNORED_FIELDS = (
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "cache_salt", "priority", "return_tokens_as_token_ids", "skip_special_tokens",
     "spaces_between_special_tokens",
 )  # fmt: skip
-"""Fields that change nothing here."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+"""Fields that are accepted and ignored, since they do not affect what is sampled here."""
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "frequency_penalty": (0,), "presence_penalty": (0,),
     "repetition_penalty": (1,), "length_penalty": (1,), "min_tokens": (0,), "logit_bias": ({},), "bad_words": ([],),
     "seed": (), "ignore_eos": (False,), "use_beam_search": (False,), "best_of": (1,),
 }  # fmt: skip
-"""Sampling parameters, and the values at which they leave the model's distribution as it is. A seed would have to fix
-what several engines sample under several versions of the weights."""
+"""Sampling parameters, and the values at which they do not change the model's distribution. No seed is accepted: a
+response may come from several engines and weight versions."""
 NEUTRAL_IF_GREEDY = ("top_p", "top_k", "min_p", "seed")
-"""Parameters that change nothing at temperature 0: the likeliest token always remains, and nothing is drawn."""
+"""Parameters without effect at temperature 0: the most likely token always remains, and no random number is drawn."""
 MAX_TEMPERATURE = 100
-"""Above it the logits of any model are as good as equal."""
+"""Above it all tokens of any model are about equally likely."""
 
 
 class SamplingRule(Enum):
-    """What to do with a request that asks for other sampling than the engine's.
+    """What to do with a request whose sampling parameters differ from the engine's.
 
-    A session's turns are trained on under the job's sampling, so they are overridden or refused. A served policy trains
-    nothing, so it obeys.
+    A session's turns are trained on with the job's sampling parameters, so other sampling parameters are overridden or
+    refused. A served policy is not trained, so it obeys.
     """
 
     OVERRIDE = "override"
@@ -57,13 +57,13 @@ class SamplingRule(Enum):
 
 
 AUXILIARY = "auxiliary"
-"""Field of a request whose turn is not to be trained on."""
+"""Boolean field of a request: the turn is not trained on."""
 AUXILIARY_HEADER = "x-auxiliary"
-"""Header that says the same, as 1 or true."""
+"""Header with the same meaning; its value is 1 or true."""
 
 
 class RequestError(Exception):
-    """Raised for a request that is refused. retry_s: seconds after which it may be sent again; None: never."""
+    """The error of a refused request. retry_s: seconds after which it may be sent again; None: never."""
 
     def __init__(self, status: int, message: str, code: str = "invalid_request", retry_s: float | None = None) -> None:
         super().__init__(message)
@@ -74,15 +74,15 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CalledFunction:
-    """A call of a tool. arguments: JSON as text, as the model wrote it."""
+class FunctionCall:
+    """A tool call in a message of a request or reply. arguments: JSON text, as the model wrote it."""
 
     name: str
     arguments: str
 
     @property
     def canonical(self) -> tuple[str, str]:
-        """The call in canonical form: equal for two ways to write the same call."""
+        """The call in canonical form, which is equal for different JSON texts of the same arguments."""
         try:
             return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
         except (ValueError, RecursionError):
@@ -91,25 +91,32 @@ class CalledFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """A message of a request. calls: of tools, which only an assistant's message has."""
+    """A message of a request. calls: tool calls, only in an assistant's message."""
 
     role: str
     content: str
-    calls: tuple[CalledFunction, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
 
     @property
     def canonical(self) -> tuple[Any, ...]:
-        """The message in canonical form: clients drop the white space around the model's text, and write calls anew."""
+        """The message in canonical form, to compare it with an earlier one: clients strip white space around the
+        model's text, and reformat the arguments of calls."""
         content = self.content.strip() if self.role == "assistant" else self.content
         return self.role, content, tuple(call.canonical for call in self.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A request for a turn, of messages or of token ids. stop: what ends the turn, beside the model's own ends.
-    include_stop: the reply includes the stop string that ended the turn. auxiliary: of one that is not trained on.
-    changed: sampling parameters that are overridden, by name. temperature: to sample this turn at, 0 for greedy; None:
-    the engine's own. num_bytes: of its body."""
+    """A request for a turn, with messages or token ids.
+
+    Args:
+        stop: Stop criteria in addition to the model's end tokens.
+        include_stop: Whether the reply includes the stop string that ended the turn.
+        auxiliary: The turn is not trained on.
+        overridden: Sampling parameters that are overridden: by name, the value that applies.
+        temperature: Temperature of this turn, 0 for greedy; None: the engine's.
+        num_bytes: Size of the body.
+    """
 
     model: str
     messages: tuple[ChatMessage, ...] = ()
@@ -131,8 +138,13 @@ class ChatRequest:
     def turn_params(
         self, *, first: bool, ids: tuple[int, ...] | None = None, after_turn: int | None = None
     ) -> TurnParams:
-        """Make the turn's parameters. first: include the definitions of tools. ids: token ids in place of messages.
-        after_turn: see TurnParams."""
+        """Make the turn's parameters.
+
+        Args:
+            first: Whether this is the session's first turn, which includes the definitions of tools.
+            ids: Token ids in place of messages.
+            after_turn: See TurnParams.
+        """
         return TurnParams(
             tools=self.tools if first else "",
             token_ids=ids,
@@ -143,8 +155,8 @@ class ChatRequest:
         )
 
 
-def shown_message(message: ChatMessage) -> Message:
-    """Convert a request's message to the one that the model gets."""
+def to_model_message(message: ChatMessage) -> Message:
+    """Convert a request's message to the one that is rendered for the model."""
     return Message("system" if message.role == "developer" else message.role, message.content)
 
 
@@ -160,84 +172,84 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 
 
 def read_chat(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
-    """Read a request of /v1/chat/completions. temperature: the engine's own. sampling: what to do with parameters that
-    ask for other sampling. Raises RequestError."""
-    left = dict(body)
-    model = _text(left.pop("model", None), "model")
-    messages = _messages(left.pop("messages", None))
-    tools = _tools(left.pop("tools", None))
-    choice = left.pop("tool_choice", None)
+    """Read a request of /v1/chat/completions. temperature: the engine's. sampling: what to do with other sampling
+    parameters. Raises RequestError."""
+    unread_fields = dict(body)
+    model = _text(unread_fields.pop("model", None), "model")
+    messages = _messages(unread_fields.pop("messages", None))
+    tools = _tools(unread_fields.pop("tools", None))
+    choice = unread_fields.pop("tool_choice", None)
     if choice not in (None, "auto", "none"):
         raise RequestError(400, f"tool_choice = {_short(choice)}: the policy itself decides; use auto or none")
-    options = left.pop("stream_options", None) or {}
+    options = unread_fields.pop("stream_options", None) or {}
     if not isinstance(options, dict):
         raise RequestError(400, f"stream_options must be an object, not {_short(options)}")
-    shape = left.pop("response_format", None)
-    if shape not in (None, {"type": "text"}):
+    response_format = unread_fields.pop("response_format", None)
+    if response_format not in (None, {"type": "text"}):
         raise RequestError(400, "response_format: answers are what the policy samples, so only text")
-    if left.pop("top_logprobs", None) not in (None, 0):
+    if unread_fields.pop("top_logprobs", None) not in (None, 0):
         raise RequestError(400, "top_logprobs: logprobs of other tokens are not kept; use 0")
-    stream = _flag(left, "stream")
-    with_logprobs, with_ids = _flag(left, "logprobs"), _flag(left, "return_token_ids")
-    auxiliary = _flag(left, AUXILIARY)
-    max_tokens = _max_tokens(left, ("max_completion_tokens", "max_tokens"))
-    stop, with_stop = _stop(left), _flag(left, "include_stop_str_in_output")
-    own_temperature, overridden = _sampling(left, temperature, sampling)
-    _check_rest(left)
+    stream = _flag(unread_fields, "stream")
+    with_logprobs, with_ids = _flag(unread_fields, "logprobs"), _flag(unread_fields, "return_token_ids")
+    auxiliary = _flag(unread_fields, AUXILIARY)
+    max_tokens = _max_tokens(unread_fields, ("max_completion_tokens", "max_tokens"))
+    stop, include_stop = _stop(unread_fields), _flag(unread_fields, "include_stop_str_in_output")
+    requested_temperature, overridden = _sampling(unread_fields, temperature, sampling)
+    _refuse_unknown(unread_fields)
     return ChatRequest(
-        model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, include_stop=with_stop,
+        model=model, messages=messages, tools=tools, max_tokens=max_tokens, stop=stop, include_stop=include_stop,
         calls_tools=choice != "none" and bool(tools), stream=stream, with_usage=bool(options.get("include_usage")),
         with_logprobs=with_logprobs, with_ids=with_ids, auxiliary=auxiliary, overridden=overridden,
-        temperature=own_temperature,
+        temperature=requested_temperature,
     )  # fmt: skip
 
 
 def read_generate(body: Mapping[str, Any], *, temperature: float, sampling: SamplingRule) -> ChatRequest:
     """Read a request of /inference/v1/generate: token ids in, token ids out. Raises RequestError."""
-    left = dict(body)
-    model = _text(left.pop("model", None), "model")
-    ids = left.pop("token_ids", None)
+    unread_fields = dict(body)
+    model = _text(unread_fields.pop("model", None), "model")
+    ids = unread_fields.pop("token_ids", None)
     if not isinstance(ids, list) or not ids or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
         raise RequestError(400, f"token_ids must be a list of token ids, not {_short(ids)}")
-    params = left.pop("sampling_params", None)
+    params = unread_fields.pop("sampling_params", None)
     if not isinstance(params, dict):
         raise RequestError(400, f"sampling_params must be an object, not {_short(params)}")
-    if _flag(left, "stream"):
+    if _flag(unread_fields, "stream"):
         raise RequestError(400, "stream: token ids are answered as a whole; use /v1/chat/completions to stream texts")
-    auxiliary = _flag(left, AUXILIARY)
-    _check_rest(left)
-    inner = dict(params)
-    if inner.pop("logprobs", None) != 1:
-        raise RequestError(
-            400, "sampling_params.logprobs must be 1: what is told without logprobs cannot be trained on"
-        )
+    auxiliary = _flag(unread_fields, AUXILIARY)
+    _refuse_unknown(unread_fields)
+    unread_params = dict(params)
+    if unread_params.pop("logprobs", None) != 1:
+        raise RequestError(400, "sampling_params.logprobs must be 1: a response without logprobs cannot be trained on")
+    # Dropped without a message, except allowed_token_ids: they change the form of a reply, which is fixed here.
     for name in ("prompt_logprobs", "detokenize", "output_kind", "include_stop_str_in_output", "allowed_token_ids"):
-        if inner.pop(name, None) is not None and name == "allowed_token_ids":
+        if unread_params.pop(name, None) is not None and name == "allowed_token_ids":
             raise RequestError(400, "sampling_params.allowed_token_ids: the policy may sample every token")
-    max_tokens, stop = _max_tokens(inner, ("max_tokens",)), _stop(inner, "sampling_params.")
-    own_temperature, overridden = _sampling(inner, temperature, sampling)
-    _check_rest(inner, "sampling_params.")
+    max_tokens, stop = _max_tokens(unread_params, ("max_tokens",)), _stop(unread_params, "sampling_params.")
+    requested_temperature, overridden = _sampling(unread_params, temperature, sampling)
+    _refuse_unknown(unread_params, "sampling_params.")
     return ChatRequest(
         model=model, token_ids=tuple(ids), max_tokens=max_tokens, stop=stop, with_logprobs=True, with_ids=True,
-        overridden=overridden, calls_tools=False, auxiliary=auxiliary, temperature=own_temperature,
+        overridden=overridden, calls_tools=False, auxiliary=auxiliary, temperature=requested_temperature,
     )  # fmt: skip
 
 
-def _check_rest(left: dict[str, Any], where: str = "") -> None:
-    for name in UNUSED:
-        left.pop(name, None)
-    if left:
-        raise RequestError(400, f"{where}{_short(next(iter(left)))}: unknown field; remove it")
+def _refuse_unknown(unread_fields: dict[str, Any], where: str = "") -> None:
+    """Refuse fields that are unknown. IGNORED_FIELDS are dropped without a message."""
+    for name in IGNORED_FIELDS:
+        unread_fields.pop(name, None)
+    if unread_fields:
+        raise RequestError(400, f"{where}{_short(next(iter(unread_fields)))}: unknown field; remove it")
 
 
 def _messages(value: Any) -> tuple[ChatMessage, ...]:
     if not isinstance(value, list) or not value:
         raise RequestError(400, f"messages must be a list of at least one message, not {_short(value)}")
-    if len(value) > MOST_MESSAGES:
-        raise RequestError(400, f"messages: {len(value)} of them; at most {MOST_MESSAGES} are read")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(400, f"messages: {len(value)} of them; at most {MAX_MESSAGES} are read")
     messages = tuple(_message(message, f"messages[{index}]") for index, message in enumerate(value))
     if messages[-1].role == "assistant":
-        raise RequestError(400, "messages end with one of the assistant; the last one must be what the model answers")
+        raise RequestError(400, "messages: the last message must not be the assistant's")
     return messages
 
 
@@ -250,12 +262,12 @@ def _message(value: Any, where: str) -> ChatMessage:
     calls = value.get("tool_calls") or []
     if not isinstance(calls, list) or (calls and role != "assistant"):
         raise RequestError(400, f"{where}.tool_calls must be a list, of an assistant's message")
-    content = _content(value.get("content"), where, empty=role == "assistant")
+    content = _content(value.get("content"), where, may_be_empty=role == "assistant")
     return ChatMessage(role=role, content=content, calls=tuple(_call(c, f"{where}.tool_calls") for c in calls))
 
 
-def _content(value: Any, where: str, *, empty: bool) -> str:
-    if value is None and empty:
+def _content(value: Any, where: str, *, may_be_empty: bool) -> str:
+    if value is None and may_be_empty:
         return ""
     if isinstance(value, list):
         parts = []
@@ -268,18 +280,18 @@ def _content(value: Any, where: str, *, empty: bool) -> str:
     return _text(value, f"{where}.content")
 
 
-def _call(value: Any, where: str) -> CalledFunction:
+def _call(value: Any, where: str) -> FunctionCall:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
         raise RequestError(400, f"{where}: a call is {{id, type, function: {{name, arguments}}}}, not {_short(value)}")
-    return CalledFunction(
+    return FunctionCall(
         name=_text(function.get("name"), f"{where}.function.name"),
         arguments=_text(function.get("arguments"), f"{where}.function.arguments"),
     )
 
 
 def _tools(value: Any) -> str:
-    """Return definitions of tools as JSON; empty without any."""
+    """Return definitions of tools as JSON; may_be_empty without any."""
     if not value:
         return ""
     if not isinstance(value, list):
@@ -288,15 +300,15 @@ def _tools(value: Any) -> str:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(400, f"tools[{number}] must be {{type: function, function: {{name, ...}}}}")
-    _text(json.dumps(value, ensure_ascii=False), "tools")  # a template may write out anything of them
+    _text(json.dumps(value, ensure_ascii=False), "tools")  # a chat template may render any part of them
     return json.dumps(value, sort_keys=True)
 
 
-def _max_tokens(left: dict[str, Any], names: tuple[str, ...]) -> int:
+def _max_tokens(unread_fields: dict[str, Any], names: tuple[str, ...]) -> int:
     """Read the token limit of the turn; 0 without one."""
     limit = 0
     for name in names:
-        value = left.pop(name, None)
+        value = unread_fields.pop(name, None)
         if value is not None:
             if not _is_whole(value) or value < 1:
                 raise RequestError(400, f"{name} must be a whole number of at least 1, not {_short(value)}")
@@ -304,52 +316,54 @@ def _max_tokens(left: dict[str, Any], names: tuple[str, ...]) -> int:
     return limit
 
 
-def _stop(left: dict[str, Any], where: str = "") -> StopCriteria:
-    """Read the stop criteria of the turn. where: prefix of messages."""
-    strings, ids = left.pop("stop", None), left.pop("stop_token_ids", None)
+def _stop(unread_fields: dict[str, Any], where: str = "") -> StopCriteria:
+    """Read the stop criteria of the turn. where: prefix of error messages."""
+    strings, ids = unread_fields.pop("stop", None), unread_fields.pop("stop_token_ids", None)
     strings = [] if strings is None else [strings] if isinstance(strings, str) else strings
-    if not isinstance(strings, list) or len(strings) > MOST_STOPS:
-        raise RequestError(400, f"{where}stop must be a text or a list of at most {MOST_STOPS}, not {_short(strings)}")
+    if not isinstance(strings, list) or len(strings) > MAX_STOPS:
+        raise RequestError(400, f"{where}stop must be a text or a list of at most {MAX_STOPS}, not {_short(strings)}")
     for string in strings:
-        if not isinstance(string, str) or not 0 < len(string) <= LONGEST_STOP or not _is_unicode(string):
+        if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_LENGTH or not _can_be_sampled(string):
             raise RequestError(
-                400, f"{where}stop: each must be a text of 1 to {LONGEST_STOP} characters, not {_short(string)}"
+                400, f"{where}stop: each must be a text of 1 to {MAX_STOP_LENGTH} characters, not {_short(string)}"
             )
     ids = [] if ids is None else ids
-    if not isinstance(ids, list) or len(ids) > MOST_STOP_IDS or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
+    if not isinstance(ids, list) or len(ids) > MAX_STOP_IDS or not all(_is_whole(i) and 0 <= i < 2**31 for i in ids):
         raise RequestError(
-            400, f"{where}stop_token_ids must be a list of at most {MOST_STOP_IDS} token ids, not {_short(ids)}"
+            400, f"{where}stop_token_ids must be a list of at most {MAX_STOP_IDS} token ids, not {_short(ids)}"
         )
     return StopCriteria(tuple(strings), tuple(ids))
 
 
-def _sampling(left: dict[str, Any], temperature: float, rule: SamplingRule) -> tuple[float | None, dict[str, Any]]:
-    """Take the sampling parameters out of a request's fields.
+def _sampling(
+    unread_fields: dict[str, Any], temperature: float, rule: SamplingRule
+) -> tuple[float | None, dict[str, Any]]:
+    """Read the sampling parameters from a request's fields.
 
     Args:
-        left: the fields not read so far; those read here are removed.
-        temperature: the engine's own.
-        rule: what to do with parameters that ask for other sampling than the engine's.
+        unread_fields: The fields not read so far; those read here are removed.
+        temperature: The engine's.
+        rule: What to do with parameters that differ from the engine's.
 
     Returns:
-        The temperature to sample this request at (None: the engine's own), and what is overridden: by name, the value
-        that applies instead.
+        The temperature of this request (None: the engine's), and the overridden parameters: by name, the value that
+        applies instead.
 
     Raises:
-        RequestError: a parameter is malformed, or is refused by the rule.
+        RequestError: A parameter is malformed, or the rule refuses it.
     """
-    n = left.pop("n", None)
+    n = unread_fields.pop("n", None)
     if n is not None and (not _is_whole(n) or n != 1):
         raise RequestError(400, f"n = {_short(n)}: a turn is sampled once; use n = 1")
-    requested = left.pop("temperature", None)
+    requested = unread_fields.pop("temperature", None)
     if requested is not None and (not _is_number(requested) or not 0 <= requested <= MAX_TEMPERATURE):
         raise RequestError(400, f"temperature must be a number from 0 to {MAX_TEMPERATURE}, not {_short(requested)}")
     overridden: dict[str, Any] = {}
     if requested is not None and float(requested) != temperature and rule is not SamplingRule.OBEY:
         overridden["temperature"] = temperature
     greedy = rule is SamplingRule.OBEY and requested == 0
-    for name, neutral in NEUTRAL.items():
-        value = left.pop(name, None)
+    for name, neutral in NEUTRAL_VALUES.items():
+        value = unread_fields.pop(name, None)
         if value is None or any(
             value == allowed and isinstance(value, bool) == isinstance(allowed, bool) for allowed in neutral
         ):
@@ -369,20 +383,21 @@ def _sampling(left: dict[str, Any], temperature: float, rule: SamplingRule) -> t
     if overridden and rule is SamplingRule.REFUSE:
         raise RequestError(
             400,
-            f"{', '.join(overridden)}: the job samples with {_told(overridden)}; logprobs under others would not be "
-            'the policy\'s; leave them out, or set endpoint.sampling = "override"',
+            f"{', '.join(overridden)}: the job samples with {_format_parameters(overridden)}; logprobs under others "
+            'would not be the policy\'s; leave them out, or set endpoint.sampling = "override"',
             "sampling_refused",
         )
     obeyed = rule is SamplingRule.OBEY and requested is not None
     return (float(requested) if obeyed else None), overridden
 
 
-def _told(overridden: Mapping[str, Any]) -> str:
+def _format_parameters(overridden: Mapping[str, Any]) -> str:
+    """Format parameters for an error message: names and values."""
     return ", ".join(f"{name} {'unset' if value is None else value}" for name, value in overridden.items())
 
 
-def _flag(left: dict[str, Any], name: str) -> bool:
-    value = left.pop(name, None)
+def _flag(unread_fields: dict[str, Any], name: str) -> bool:
+    value = unread_fields.pop(name, None)
     if value is not None and not isinstance(value, bool):
         raise RequestError(400, f"{name} must be true or false, not {_short(value)}")
     return bool(value)
@@ -398,8 +413,8 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def _is_unicode(text: str) -> bool:
-    """Return True if a model could sample the text: it has no surrogates and no replacement character."""
+def _can_be_sampled(text: str) -> bool:
+    """Whether a model could sample the text: it has no surrogates and no replacement character."""
     return "\ufffd" not in text and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -415,4 +430,4 @@ def _short(value: object) -> str:
     """Format a value of a request on one line of plain characters."""
     text = repr(value) if not isinstance(value, str) else ascii(value)[1:-1]
     text = " ".join(text.split())
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN_LENGTH else f"{text[:MAX_SHOWN_LENGTH]}..."

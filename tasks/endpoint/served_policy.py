@@ -11,7 +11,7 @@ import time
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, TrajectoryId
 from staleflow.tasks.endpoint.replies import TurnReply, render_tool_calls, reply_of
-from staleflow.tasks.endpoint.requests import ChatRequest, RequestError, shown_message
+from staleflow.tasks.endpoint.requests import ChatRequest, RequestError, to_model_message
 from staleflow.tasks.engines.base import Engine, Failed, Request, SampledTokens
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
@@ -125,7 +125,7 @@ class ServedPolicy:
         """Encode the messages of a request. Raises RequestError."""
         if request.token_ids is not None:
             return request.token_ids
-        messages = [shown_message(m)._replace(content=render_tool_calls(m)) for m in request.messages]
+        messages = [to_model_message(m)._replace(content=render_tool_calls(m)) for m in request.messages]
         try:
             if self._chat:
                 return self._texts.chat_ids(messages, request.tools)

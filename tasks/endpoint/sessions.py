@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.tasks.endpoint.replies import TurnReply, render_tool_calls, reply_of
-from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError, shown_message
+from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError, to_model_message
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message
 
@@ -150,7 +150,7 @@ class AgentSession:
             return self._branch(request)
         ids = None if request.token_ids is None else request.token_ids[len(self._ids) :]
         messages = request.messages[len(self._turns[self._main - 1].messages) :]
-        return request.turn_params(first=False, ids=ids).prepend_to([shown_message(message) for message in messages])
+        return request.turn_params(first=False, ids=ids).prepend_to([to_model_message(message) for message in messages])
 
     def _first(self, request: ChatRequest) -> tuple[Message, ...]:
         """Return the messages of a session's first request. Raises RequestError."""
@@ -164,7 +164,7 @@ class AgentSession:
         if any(message.calls for message in request.messages):
             raise _changed("messages have calls of tools, and nothing was sampled here yet")
         directions = request.turn_params(first=True, ids=request.token_ids)
-        return directions.prepend_to([shown_message(message) for message in request.messages])
+        return directions.prepend_to([to_model_message(message) for message in request.messages])
 
     def _difference(self, request: ChatRequest) -> str:
         """Return why a request does not continue the newest turn that is not auxiliary; empty if it does."""
@@ -207,14 +207,14 @@ class AgentSession:
         count, index = best
         if index:
             directions = request.turn_params(first=False, after_turn=index)
-            return directions.prepend_to([shown_message(message) for message in request.messages[count:]])
+            return directions.prepend_to([to_model_message(message) for message in request.messages[count:]])
         directions = request.turn_params(first=True, after_turn=0)
         return directions.prepend_to([self._shown_again(message) for message in request.messages])
 
     def _shown_again(self, message: ChatMessage) -> Message:
         """Return a message of a conversation that is rendered anew. A turn of the model keeps its exact text."""
         text = self._texts.get(message.canonical) if message.role == "assistant" else None
-        return shown_message(message)._replace(content=render_tool_calls(message) if text is None else text)
+        return to_model_message(message)._replace(content=render_tool_calls(message) if text is None else text)
 
     # -- the episode's side --------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""What user code prints, on its way to a terminal: control characters are made visible, and lines are cut.
+"""Relay the output of user code to a terminal: control characters are made visible, and long lines are cut.
 
-A terminal obeys control characters: an agent, a reward function or what a model made them print could clear it, change
-its title, or write over what is shown. Whoever starts user code relays its output from here, and texts of user code in
-messages pass through `printable`.
+A terminal obeys control characters: an agent, a reward function, or a model through them, could clear it, change its
+title, or overwrite what it shows. Code that starts user code relays its output through this module; texts of user code
+in messages pass through `printable`.
 """
 
 from __future__ import annotations
@@ -16,46 +16,47 @@ from typing import IO
 from staleflow.stores.printable import printable
 
 LONGEST_LINE = 4000
-"""Bytes of a line that are shown."""
-LAST_S = 1.0
-"""Seconds that the end of an output is waited for."""
+"""Bytes of a line that are shown; the rest is cut."""
+DRAIN_TIMEOUT_S = 1.0
+"""Seconds `wait` allows for the remaining output."""
 
 
-def shown_line(line: str) -> str:
-    """A line without its end, as a terminal may be shown it. Of what carriage returns write over each other, the last
-    is shown, as a terminal would."""
+def sanitize_line(line: str) -> str:
+    """Make a line safe to show on a terminal. Only the text after the last carriage return is kept, as a terminal would
+    show it. line: without its line feed."""
     return printable(line.rstrip("\r").rpartition("\r")[2], LONGEST_LINE)
 
 
 class RelayedOutput:
-    """A pipe that user code's processes write to, until all of them have closed it; what they write is shown on this
-    process's standard error, line by line."""
+    """A pipe whose lines are written to this process's standard error. The thread "output" reads it until all processes
+    have closed their write ends."""
 
     def __init__(self) -> None:
-        reading, self._writing = os.pipe()
-        self._thread = threading.Thread(target=_relay, args=(os.fdopen(reading, "rb"),), name="output", daemon=True)
+        read_fd, self._write_fd = os.pipe()
+        self._thread = threading.Thread(target=_relay, args=(os.fdopen(read_fd, "rb"),), name="output", daemon=True)
         self._thread.start()
 
     def fileno(self) -> int:
-        """Where processes write to."""
-        return self._writing
+        """The pipe's write end, for a subprocess's stdout or stderr."""
+        return self._write_fd
 
     def close(self) -> None:
-        """Write no more from this process; what other processes write is still shown."""
-        os.close(self._writing)
+        """Close this process's write end. The output of other processes is still relayed."""
+        os.close(self._write_fd)
 
     def wait(self) -> None:
-        """Wait until all that was written is shown, but not for processes that go on writing."""
-        self._thread.join(LAST_S)
+        """Wait until the remaining output is relayed, at most DRAIN_TIMEOUT_S, as processes may go on writing. Call
+        after `close`."""
+        self._thread.join(DRAIN_TIMEOUT_S)
 
 
 def _relay(stream: IO[bytes]) -> None:
-    begins = True
+    at_line_start = True
     with stream:
         while piece := stream.readline(LONGEST_LINE + 1):
-            ends = piece.endswith(b"\n")
-            if begins:
+            line_complete = piece.endswith(b"\n")
+            if at_line_start:
                 # A standard error that is closed must not end this thread: whoever writes would get a broken pipe.
                 with contextlib.suppress(OSError, ValueError):
-                    sys.stderr.write(shown_line(piece.decode("utf-8", "replace").rstrip("\n")) + "\n")
-            begins = ends
+                    sys.stderr.write(sanitize_line(piece.decode("utf-8", "replace").rstrip("\n")) + "\n")
+            at_line_start = line_complete

@@ -122,7 +122,7 @@ async def _call(server: ForkServer, arguments: str, left_s: float, limits: Envir
     return result.messages[0].content
 
 
-def described(limits: EnvironmentConfig) -> str:
+def describe_tools(limits: EnvironmentConfig) -> str:
     """Describe the tools of a job for the model: a line of JSON each. Raises ConfigError."""
     return "\n".join(
         json.dumps(

@@ -21,12 +21,12 @@ from tests.simulator.test_simulator import COST, job, run
 
 def test_accepted_drafts_make_whole_steps_fewer() -> None:
     cost = CostModel(k1=0.0, k2=0.004, k3=0.0002, k4=0.001, b=0.002, prefill=0.0)
-    drafting = DraftSettings(length=4, most_running=2, acceptance=1.0)
+    drafting = DraftSettings(length=4, max_running=2, acceptance=1.0)
     instance = SimulatedBatch(cost, kv_capacity=10**6, max_running=8, drafting=drafting)
     for i in range(3):
         instance.submit(0.0, i, 1, 10, 0, (Turn(100 if i else 50),))
     first, *others = instance.advance(1e9)
-    # While three run, beyond most_running, each token takes a step of three; then five tokens take one that verifies
+    # While three run, beyond max_running, each token takes a step of three; then five tokens take one that verifies
     # ten tokens of two requests.
     assert first.at_s == pytest.approx(50 * cost.step_s(3, 0))
     assert first.drafts == DraftedTokens()
@@ -39,7 +39,7 @@ def test_accepted_drafts_make_whole_steps_fewer() -> None:
 def test_rejected_drafts_cost_their_compute_and_bring_nothing() -> None:
     ends = {}
     for acceptance in (0.0, 0.5):
-        drafting = DraftSettings(length=2, most_running=8, acceptance=acceptance)
+        drafting = DraftSettings(length=2, max_running=8, acceptance=acceptance)
         instance = SimulatedBatch(COST, kv_capacity=10**6, max_running=8, drafting=drafting)
         for i in range(8):
             instance.submit(0.0, i, 1, 10, 0, (Turn(70),))
@@ -91,7 +91,7 @@ def test_a_job_that_drafts_nothing_runs_as_one_that_says_nothing_of_drafts() -> 
 
 
 def test_what_is_under_way_counts_as_done_by_now() -> None:
-    drafting = DraftSettings(length=3, most_running=8, acceptance=0.5)
+    drafting = DraftSettings(length=3, max_running=8, acceptance=0.5)
     watched, other = (SimulatedBatch(COST, kv_capacity=10**6, max_running=8, drafting=drafting) for _ in range(2))
     for instance in (watched, other):
         for i in range(4):
@@ -111,7 +111,7 @@ def test_what_is_under_way_counts_as_done_by_now() -> None:
 def test_an_instance_drafts_as_it_is_told_from_the_next_step_on() -> None:
     cost = CostModel(k1=0.0, k2=0.004, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
     instance = SimulatedBatch(
-        cost, kv_capacity=10**6, max_running=8, drafting=DraftSettings(most_running=8, acceptance=1.0)
+        cost, kv_capacity=10**6, max_running=8, drafting=DraftSettings(max_running=8, acceptance=1.0)
     )
     instance.submit(0.0, 0, 1, 10, 0, (Turn(100),))
     instance.advance(0.2)

@@ -124,7 +124,7 @@ def test_an_export_has_messages_and_says_which_tokens_were_sampled(run: StoredRu
 
 def test_a_reward_gets_the_last_turn_and_all_of_them_in_the_record(run: StoredRun, tmp_path: Path) -> None:
     config = reward_rescoring._with_reward(run.config, f"{tmp_path}/mine.py:last")
-    prompts = actor_settings.prompt_settings(config, held_out=0, longest=None)
+    prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None)
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), {}))
     try:
         _, block = reward_rescoring.score_rows(settings, str(run.store.path), run.store.snapshot, 0, 4)

@@ -169,8 +169,8 @@ def test_a_pull_is_worth_it_if_the_gain_until_the_next_version_is_at_least_what_
     running: int, kv_tokens: int, fed: int, added: int, added_kv: int, interval_s: float, pull_s: float
 ) -> None:
     instance = LaggingInstance(
-        lag=1, num_running=running, max_running=8, kv_tokens=kv_tokens, fed=fed, num_added_if_pulled=added,
-        added_kv_tokens=added_kv, interval_s=interval_s, pull_s=pull_s,
+        lag=1, num_running=running, max_running=8, kv_tokens=kv_tokens, num_added_without_pull=fed,
+        num_added_if_pulled=added, added_kv_tokens=added_kv, interval_s=interval_s, pull_s=pull_s,
     )  # fmt: skip
 
     def rate(more: int) -> Fraction:
@@ -189,8 +189,8 @@ def test_a_pull_is_worth_it_if_the_gain_until_the_next_version_is_at_least_what_
 def test_a_gain_of_just_what_stalls_is_pulled_for() -> None:
     # From 4 to 8 tokens per second for a second, against a second without 4.
     instance = LaggingInstance(
-        lag=1, num_running=4, max_running=8, kv_tokens=40, fed=0, num_added_if_pulled=4, added_kv_tokens=10,
-        interval_s=1.0, pull_s=1.0,
+        lag=1, num_running=4, max_running=8, kv_tokens=40, num_added_without_pull=0, num_added_if_pulled=4,
+        added_kv_tokens=10, interval_s=1.0, pull_s=1.0,
     )  # fmt: skip
     assert Hypothesis(FLAT).should_pull(instance)
     assert not Hypothesis(FLAT).should_pull(dataclasses.replace(instance, pull_s=1.5))

@@ -143,15 +143,15 @@ def test_deadline_takes_the_shortest_decode_step(rows: Any, fitting: Any, chosen
 
 def lagging(**changes: Any) -> LaggingInstance:
     values: dict[str, Any] = {
-        "lag": 1, "num_running": 4, "max_running": 8, "kv_tokens": 400, "fed": 0, "num_added_if_pulled": 0,
-        "added_kv_tokens": 100, "interval_s": 10.0, "pull_s": 0.1,
+        "lag": 1, "num_running": 4, "max_running": 8, "kv_tokens": 400, "num_added_without_pull": 0,
+        "num_added_if_pulled": 0, "added_kv_tokens": 100, "interval_s": 10.0, "pull_s": 0.1,
     }  # fmt: skip
     return LaggingInstance(**(values | changes))
 
 
 @pytest.mark.parametrize(("running", "fed", "pulls"), [(8, 0, False), (4, 0, True), (4, 3, False), (0, 0, True)])
 def test_status_synchronization(running: int, fed: int, pulls: bool) -> None:
-    instance = lagging(num_running=running, fed=fed)
+    instance = lagging(num_running=running, num_added_without_pull=fed)
     assert Status(0.5).should_pull(instance) is pulls
     assert Greedy().should_pull(instance)
 
@@ -162,7 +162,7 @@ def test_status_synchronization(running: int, fed: int, pulls: bool) -> None:
         ({"num_running": 0, "kv_tokens": 0}, True, "nothing is interrupted"),
         ({"num_added_if_pulled": 0}, False, "nothing is gained"),
         ({"num_added_if_pulled": 4}, True, "the rate almost doubles for ten seconds, and it stalls for one"),
-        ({"fed": 4, "num_added_if_pulled": 4}, False, "it is fed as well without"),
+        ({"num_added_without_pull": 4, "num_added_if_pulled": 4}, False, "it is fed as well without"),
         ({"num_added_if_pulled": 4, "interval_s": 0.01}, False, "the gain lasts too short"),
         ({"num_added_if_pulled": 4, "pull_s": 100.0}, False, "loading takes too long"),
         ({"num_added_if_pulled": 1, "num_running": 60, "kv_tokens": 100_000}, False, "too much to prefill again"),

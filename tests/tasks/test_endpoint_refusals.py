@@ -292,6 +292,6 @@ def test_a_host_is_told_whether_it_is_in_the_place_of_a_lost_one(job: Path, tmp_
     (tmp_path / "agent.py").write_text("async def run(base_url, key, task):\n    return 1.0\n")
     config = loading.load(job, (f"task.source=agent:{tmp_path}/agent.py:run", "task.options={}", "deadlines.call_s=7"))
     for replaces, expected in ((False, 0.0), (True, 7.0)):
-        result = actor_settings.environment_settings(config, replaces=replaces)
+        result = actor_settings.environment_settings(config, is_replacement=replaces)
         assert isinstance(result, EpisodeSettings)
         assert result.source.endpoint.replaces_s == expected

@@ -270,7 +270,7 @@ def test_what_is_kept_for_a_turn_to_come_is_let_go_when_there_is_none() -> None:
 
 
 def test_as_many_tokens_are_drafted_as_the_engine_is_told() -> None:
-    drafting = DraftSettings(length=0, most_running=1000, acceptance=0.5)
+    drafting = DraftSettings(length=0, max_running=1000, acceptance=0.5)
     long = workload(median=3000.0, sigma=0.0, max_tokens=3000)
     engine = EmulatedEngine(settings(drafting=drafting, workload=long, time_scale=1.0), InstanceId("rollout-0"))
     check_that_lengths_are_obeyed(engine, more=3)
@@ -282,7 +282,7 @@ class TestDraftingEmulatedEngine(TestEmulatedEngine):
 
     @pytest.fixture
     def engine(self, clock: FaultyClock) -> Iterator[EmulatedEngine]:
-        drafting = DraftSettings(length=4, most_running=1000, acceptance=0.6)
+        drafting = DraftSettings(length=4, max_running=1000, acceptance=0.6)
         one = EmulatedEngine(settings(drafting=drafting), InstanceId("rollout-0"), clock)
         yield one
         one.close()

@@ -62,5 +62,5 @@ def test_advantages_of_new_rewards_have_the_same_penalty(tmp_path: Path) -> None
     result = reward_rescoring._advantages(config, store.table(), np.ones(4, bool), rewards, np.ones(4, bool))
     lengths = np.asarray([r.trajectory.num_tokens for r in rows])
     assert len(set(lengths.tolist())) > 1
-    shaped = (rewards - actor_settings.overlong(config).penalties(lengths)).reshape(2, 2)
+    shaped = (rewards - actor_settings.overlong_penalty(config).penalties(lengths)).reshape(2, 2)
     np.testing.assert_allclose(result, DrGrpo().advantages(shaped, np.ones((2, 2), bool)).reshape(-1))

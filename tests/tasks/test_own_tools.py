@@ -130,7 +130,7 @@ def test_a_function_becomes_a_tool_with_the_schema_of_its_arguments(job: Path) -
         "required": ["word"],
         "additionalProperties": False,
     }
-    settings = actor_settings.prompt_settings(loading.load(job, ()), held_out=0, longest=None)
+    settings = actor_settings.prompt_settings(loading.load(job, ()), held_out=0, longest_prompt=None)
     received = [json.loads(line) for line in settings.source.task.system.splitlines()[1:]]
     assert [item["function"]["name"] for item in received] == ["calculator", "lookup", "slow", "hangs", "breaks"]
     assert received[1]["function"]["parameters"] == tool.parameters

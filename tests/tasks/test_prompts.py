@@ -37,7 +37,7 @@ def prompts_of(job: Path, prompts: list[Any], *overrides: str) -> Prompts:
     path = job.parent / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": p, "answer": "0"}) + "\n" for p in [*prompts, "0"]))
     config = loading.load(job, (f"task.source=jsonl:{path}", *overrides))
-    return TokenizedPrompts(actor_settings.prompt_settings(config, held_out=8, longest=None))
+    return TokenizedPrompts(actor_settings.prompt_settings(config, held_out=8, longest_prompt=None))
 
 
 def rendered(prompts: Prompts, index: int = 0) -> str:
@@ -117,5 +117,5 @@ def test_a_prompt_knows_its_row_of_the_data_set(job: Path) -> None:
     assert {task.row for task in drawn} == {0, 3}
     assert all(task.prompt == rows[task.row] for task in drawn)
     generated = loading.load(job, ("task.source=reasoning_gym:chain_sum",))
-    numbered = TokenizedPrompts(actor_settings.prompt_settings(generated, held_out=8, longest=None))
+    numbered = TokenizedPrompts(actor_settings.prompt_settings(generated, held_out=8, longest_prompt=None))
     assert [task.row for task in numbered.tasks([5, 3])] == [5, 3]

@@ -18,7 +18,7 @@ from staleflow.pipeline.stored_runs.serving import serving_plan
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.tasks.endpoint.replies import parse_tool_calls, render_tool_calls
-from staleflow.tasks.endpoint.requests import CalledFunction, ChatMessage
+from staleflow.tasks.endpoint.requests import ChatMessage, FunctionCall
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.engines.base import Failed, Request, SampledTokens
@@ -185,7 +185,7 @@ def tokenizer_size(model: Path) -> int:
 
 
 def test_calls_of_tools_are_written_as_they_are_read() -> None:
-    call = CalledFunction(name="add", arguments='{"a": 1}')
+    call = FunctionCall(name="add", arguments='{"a": 1}')
     message = ChatMessage(role="assistant", content="Now.", calls=(call,))
     assert parse_tool_calls(render_tool_calls(message)) == ("Now.", (call,))
 

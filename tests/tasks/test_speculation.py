@@ -46,9 +46,9 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def speculating(model: Path, length: int = 3, most_running: int = 1000, **changes: Any) -> Iterator[TransformersEngine]:
+def speculating(model: Path, length: int = 3, max_running: int = 1000, **changes: Any) -> Iterator[TransformersEngine]:
     torch.set_num_threads(1)
-    speculation = Speculation(num_speculative_tokens=length, disable_above=most_running)
+    speculation = Speculation(num_speculative_tokens=length, disable_above=max_running)
     given = model_settings(model) | {"eos": (), "max_running": 256, "kv_tokens": 16384, "speculation": speculation}
     one = TransformersEngine(TransformersSettings(**(given | changes)), InstanceId("rollout-0"))
     yield one
@@ -142,7 +142,7 @@ def test_what_was_drafted_for_a_request_is_told_where_it_is_stopped(model: Path)
 
 def test_as_many_tokens_are_drafted_as_the_engine_is_told(model: Path) -> None:
     """Close to greedy, so that a response repeats itself and there is something to draft."""
-    with speculating(model, most_running=0, temperature=0.001) as engine:
+    with speculating(model, max_running=0, temperature=0.001) as engine:
         check_that_lengths_are_obeyed(engine)
 
 

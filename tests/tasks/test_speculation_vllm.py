@@ -42,9 +42,9 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def speculating(
-    model: Path, length: int = 3, source: str = "responses", most_running: int = 1000, **changes: Any
+    model: Path, length: int = 3, source: str = "responses", max_running: int = 1000, **changes: Any
 ) -> Iterator[VllmEngine]:
-    speculation = Speculation(num_speculative_tokens=length, source=source, disable_above=most_running)
+    speculation = Speculation(num_speculative_tokens=length, source=source, disable_above=max_running)
     given = model_settings(model) | {"eos": (), "max_running": 128, "kv_tokens": 16384, "speculation": speculation}
     one = VllmEngine(VllmSettings(**(given | changes)), InstanceId("rollout-0"))
     yield one
@@ -93,7 +93,7 @@ def test_greedy_responses_are_the_same_token_by_token(model: Path, monkeypatch: 
 
 def test_as_many_tokens_are_drafted_as_the_engine_is_told(model: Path) -> None:
     """Close to greedy, so that a response repeats itself and there is something to draft."""
-    with speculating(model, most_running=0, temperature=0.001) as engine:
+    with speculating(model, max_running=0, temperature=0.001) as engine:
         check_that_lengths_are_obeyed(engine)
 
 
