@@ -94,6 +94,7 @@ def drift_floor(dtype: str) -> float:
 
 
 SERVER = ActorArg("server")
+PUBLISHING = "publishing the first weights"
 
 
 def unusable_engine_error(refused: WeightsRefused) -> ConfigError:
@@ -123,6 +124,8 @@ class Actors:
         """Processes whose parameter server did not answer: no other parameter server is placed there."""
         self._published: dict[PolicyVersion, PublishedStep] = {}
         self._transfers = WeightTransfers(self, config.deadlines.call_s, config.cluster.delta_versions)
+        self._first_work = PUBLISHING
+        """What the trainer does before version 0 is there, for people."""
         self._base_logprobs: tuple[float, ...] = ()
         """Logprobs of the probe by the base model; empty without supervised fine-tuning, since version 0 has them."""
         self._trained_fingerprints: dict[PolicyVersion, str] = {}
@@ -331,7 +334,7 @@ class Actors:
         names += [f"rollout-{i}" for i in range(self._config.rollout.instances)]
         missing = [name for name in names if name not in self._workers.placed]
         if not missing:
-            return f"all {len(names)} ready, publishing the first weights"
+            return f"all {len(names)} ready, {self._first_work}"
         loads = not self._config.emulated and any(n == "trainer" or n.startswith("rollout-") for n in missing)
         shown = ", ".join(missing[:MAX_NAMES_SHOWN])
         more = f" and {len(missing) - MAX_NAMES_SHOWN} more" if len(missing) > MAX_NAMES_SHOWN else ""
@@ -500,6 +503,11 @@ class Actors:
         initial: PublishedStep = await self.ask_once(
             "trainer", "publish_initial", self._probe, version, fingerprint, deadline="start_s"
         )
+        if not initial.as_recorded and not version:
+            raise StoreError(
+                f"version 0 is {initial.fingerprint}, the run began with {fingerprint}: model.path or the examples of "
+                "training.sft have changed, or fine-tuning gives other weights each time here; start another run"
+            )
         if not initial.as_recorded:
             raise StoreError(
                 f"{self._run_dir}/resume: version {version} is {initial.fingerprint}, its step published "
@@ -516,8 +524,10 @@ class Actors:
             self._base_logprobs = await self.ask_once("trainer", "logprobs", self._probe, deadline="start_s")
         for step in range(num_steps):
             metrics = await self.ask_once("trainer", "fine_tune", step, deadline="train_s")
+            self._first_work = f"fine-tuned {step + 1} of {num_steps} steps"
             if metrics:
                 logger.info("fine-tuning step %d of %d: loss %.4f", step + 1, num_steps, metrics["loss"])
+        self._first_work = PUBLISHING
 
     @property
     def bytes_arrived(self) -> int:

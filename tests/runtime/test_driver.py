@@ -317,12 +317,19 @@ def test_a_stopped_run_is_resumed_where_it_was(body: Body) -> None:
     assert [c.args[0].version for c in pulled[:2]] == [trained, trained]
 
 
-def test_weights_that_are_not_those_of_the_stored_step_are_refused(body: Body) -> None:
-    resumption = Resumption(version=PolicyVersion(2), fingerprint="others")
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (2, "version 2 is weights-2, its step published others; remove the damaged resume point"),
+        (0, "version 0 is weights-0, the run began with others: model.path or the examples of training.sft have"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_stored_step_are_refused(body: Body, version: int, message: str) -> None:
+    resumption = Resumption(version=PolicyVersion(version), fingerprint="others")
     run = body.run(resumption=resumption)
     error = run.raised()
     assert isinstance(error, StoreError)
-    assert "version 2 is weights-2, its step published others; remove the damaged resume point" in str(error)
+    assert message in str(error)
 
 
 def test_the_start_says_what_it_waits_for(body: Body) -> None:
