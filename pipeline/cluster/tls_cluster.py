@@ -32,7 +32,8 @@ that listens on this machine alone: there is one even with --no-dashboard."""
 COUNT_WORKERS = """
 import distributed
 with distributed.Client(timeout={timeout}) as client:
-    client.wait_for_workers({number}, timeout={timeout})
+    if {number}:
+        client.wait_for_workers({number}, timeout={timeout})
 """
 """Run in a process of its own, since Dask reads its configuration when it is imported."""
 

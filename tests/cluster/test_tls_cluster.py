@@ -91,6 +91,12 @@ def test_a_cluster_whose_scheduler_dies_says_so_and_ends_its_workers(tmp_path: P
     assert not [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_a_cluster_may_begin_without_workers(tmp_path: Path) -> None:
+    """It ended at once with a line about workers that had not joined."""
+    with running_cluster(tmp_path / "certificates", free_port(), 0) as cluster:
+        assert cluster.poll() is None
+
+
 def test_certificates_are_not_overwritten_or_used_for_another_address(tmp_path: Path) -> None:
     folder = tmp_path / "certificates"
     create_certificates(folder, ["head"], "tls://head:8786")
