@@ -1,4 +1,4 @@
-"""What a run is doing and how it ended, as values that a notebook shows."""
+"""The status and the result of a run, with their display in notebooks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 from staleflow.pipeline.api.stored_run import Run, open_run
 
 RunState = Literal["starting", "waiting", "running", "stopping", "done", "stopped", "failed"]
-"""waiting: for workers of a cluster. done: with all its steps. stopped: before that, by request."""
+"""waiting: for workers of a cluster. done: all steps are finished. stopped: ended earlier by request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run at one moment."""
+    """The status of a run at one moment."""
 
     state: RunState
     step: int
@@ -32,7 +32,7 @@ class RunStatus:
     elapsed_s: float = 0.0
     """Seconds since the run began, as of the newest step."""
     remaining_s: float | None = None
-    """Seconds that the remaining steps take at this rate; None before the first step and after the last."""
+    """Estimated seconds until the last step; None before the first step and after the last."""
     message: str = ""
     """What the run is doing, what it waits for, or why it ended."""
 

@@ -1,9 +1,11 @@
 """Choosing the worker processes that a job needs, all at once or none.
 
-Each rollout instance and each rank of the trainer need a worker of their own; the light roles (the driver of a
-submitted job, the trajectory server, the reward workers) share one. Once any worker of the cluster declares a role as a
-resource, a role goes only to workers that declare it. Then the light roles may need several workers, and each reward
-worker is given one of its own if one is free that declares neither rollout nor trainer and that no job waits for.
+Each rollout instance and each rank of the trainer needs a worker of its own. The light roles (the driver of a submitted
+job, the trajectory server, the reward workers) can share one worker. A role that some worker of the cluster declares as
+a Dask resource is restricted to workers that declare it, so the light roles may need several workers. A reward worker
+gets a worker of its own if one is free that can take neither rollout nor trainer and that no other job waits for.
+
+These are pure functions: the job queue keeps which workers are free.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ EXCLUSIVE_ROLES = (ROLLOUT, "trainer")
 ROLES = ("server", "reward", *EXCLUSIVE_ROLES)
 
 Resources = Mapping[str, Mapping[str, float]]
-"""What the workers of a cluster declare, by address."""
+"""The Dask resources that each worker declares, by its address."""
 Gang = dict[str, tuple[str, ...]]
 """The roles of each chosen worker, by address."""
 Kind = frozenset[str]
-"""The roles that a worker may take. Workers of one kind are interchangeable."""
+"""The set of roles that a worker may take. Workers with the same set are interchangeable."""
 Kinds = dict[str, Kind]
 """The kind of each worker, by address."""
 
@@ -43,12 +45,12 @@ ROLE_KINDS = {
     "server": RoleKind.LIGHT,
     DRIVER: RoleKind.LIGHT,
 }
-"""What a worker that may take a role may have placed on it."""
+"""The kind of each role for the placement on GPUs (placement.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerGpus:
-    """The GPUs that a worker reports, in its order."""
+    """The host of a worker, and the GPUs that it reports, in its order."""
 
     host: str
     devices: tuple[Device, ...] = ()
@@ -56,9 +58,12 @@ class WorkerGpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The actors of a job. driver: whether its driver runs on a worker too. ranks: processes of the trainer, with a GPU
-    each. instance_gpus: GPUs of an instance; 0: the job computes on none. gpus: most that it may have; 0: all.
-    rank_bytes, instance_bytes: memory that a rank and an instance need of each GPU; 0: not known."""
+    """How many actors of each role a job has, and the GPUs that they need.
+
+    driver: whether the job's driver runs on a worker, too. ranks: processes of the trainer, each with one GPU.
+    instance_gpus: GPUs of one rollout instance, 0 if the job uses no GPUs. gpus: the job's limit on GPUs, 0 for no
+    limit. rank_bytes, instance_bytes: memory that a rank or an instance needs on each of its GPUs, 0 if not known.
+    """
 
     instances: int
     rewards: int
@@ -90,12 +95,12 @@ class Needs:
 
     @property
     def heavy_roles(self) -> list[Role]:
-        """Its rollout instances and ranks, to be placed on GPUs."""
+        """The ranks and rollout instances of the job, to be placed on GPUs."""
         ranks = [self.heavy_role("trainer", f"trainer-{n}") for n in range(self.ranks)]
         return ranks + [self.heavy_role(ROLLOUT, f"{ROLLOUT}-{n}") for n in range(self.instances)]
 
     def heavy_role(self, role: str, name: str) -> Role:
-        """A rank or an instance under a name."""
+        """A rank (role `trainer`) or an instance (role `rollout`) with its name and its needs."""
         num_devices, memory_bytes = (
             (self.instance_gpus, self.instance_bytes) if role == ROLLOUT else (1, self.rank_bytes)
         )
@@ -103,7 +108,7 @@ class Needs:
 
     @property
     def light(self) -> Needs:
-        """Without the actors that need a worker of their own."""
+        """The needs of the light roles alone, without rollout instances and ranks."""
         return replace(self, instances=0, ranks=0)
 
     def __str__(self) -> str:
@@ -118,45 +123,50 @@ def choose(
     kinds: Kinds,
     free: Iterable[str],
     driver_at: str = "",
-    engines: Sequence[str] = (),
+    engine_workers: Sequence[str] = (),
     *,
     surplus: bool = True,
 ) -> Gang | None:
-    """The workers for a job, out of the free ones, earlier ones preferred; None if they do not suffice. kinds: of all
-    workers. driver_at: one of the free ones, on which the job's driver is already. engines: further ones that have the
-    job's engines, preferred for rollout instances; they get another role only if the free ones do not suffice. surplus:
-    whether reward workers get workers of their own that the job can do without."""
+    """Choose the workers for a job; None if the free workers do not suffice.
+
+    kinds: the roles that each worker may take, for all workers. free: addresses of free workers; earlier ones are
+    preferred. driver_at: the free worker on which the job's driver runs already. engine_workers: addresses of more
+    workers, on which engines of this job are loaded. They are preferred for rollout instances and get another role only
+    if the free workers do not suffice. surplus: whether reward workers also get workers of their own.
+    """
     of_kind: dict[Kind, list[str]] = defaultdict(list)
-    for address in (*free, *engines):
+    for address in (*free, *engine_workers):
         if address != driver_at:
             of_kind[kinds[address]].append(address)
     counts = Counter({kind: len(addresses) for kind, addresses in of_kind.items()})
     chosen = _assigned(needs, counts, kinds[driver_at] if driver_at else None)
     if chosen is None:
         return None
-    waiting = {kind: iter(addresses) for kind, addresses in of_kind.items()}
+    unassigned = {kind: iter(addresses) for kind, addresses in of_kind.items()}
     gang = {driver_at: chosen.pop(0)[1]} if driver_at else {}
-    gang |= {next(waiting[kind]): roles for kind, roles in chosen}
-    rest = sorted(waiting, key=lambda kind: (len(kind), sorted(kind)))
-    unused = [address for kind in rest if "rollout" in kind for address in waiting[kind]]
-    unused.sort(key=lambda address: address not in engines)
+    gang |= {next(unassigned[kind]): roles for kind, roles in chosen}
+    rest = sorted(unassigned, key=lambda kind: (len(kind), sorted(kind)))
+    unused = [address for kind in rest if "rollout" in kind for address in unassigned[kind]]
+    unused.sort(key=lambda address: address not in engine_workers)
     gang |= dict.fromkeys(unused[: needs.instances], (ROLLOUT,))
     if not surplus:
         return gang
     spare = [
-        address for kind in rest if "reward" in kind and not kind & set(EXCLUSIVE_ROLES) for address in waiting[kind]
+        address for kind in rest if "reward" in kind and not kind & set(EXCLUSIVE_ROLES) for address in unassigned[kind]
     ]
     return gang | dict.fromkeys(spare[: needs.rewards], ("reward",))
 
 
 def suffice(needs: Needs, kinds: Kinds) -> bool:
-    """Whether a job could run if it had all these workers."""
+    """Whether a job could run if all these workers were free."""
     return _assigned(needs, Counter(kinds.values())) is not None
 
 
-def missing(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
-    """Which workers a job waits for, for messages: the roles of which one more would do, or how many of each are free
-    where workers declare roles; empty if they are all alike."""
+def describe_shortage(needs: Needs, kinds: Kinds, free: Sequence[str]) -> str:
+    """Describe for messages which workers a job waits for; empty if all workers may take the same roles.
+
+    Names the roles of which one more worker would suffice, or else how many free workers there are for each role.
+    """
     if len(set(kinds.values())) < 2:
         return ""
     enough = [
@@ -180,7 +190,7 @@ def kinds_of(workers: Resources) -> Kinds:
 
 
 def hosts_of(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) -> list[Host]:
-    """The machines of a cluster with all GPUs that their workers see, and with the free ones of these workers."""
+    """The machines of a cluster, with all GPUs that their workers report and with those workers that are free."""
     devices: dict[str, dict[str, Device]] = defaultdict(dict)
     processes: dict[str, list[Process]] = defaultdict(list)
     for own in gpus.values():
@@ -201,10 +211,10 @@ def hosts_of(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) 
     ]
 
 
-def existing(workers: Resources) -> str:
-    """What a cluster has of workers, for messages.
+def describe_workers(workers: Resources) -> str:
+    """Describe for messages how many workers a cluster has, and how many may take each restricted role.
 
-    >>> existing({"a": {"trainer": 1}, "b": {"rollout": 1}, "c": {"rollout": 1}})
+    >>> describe_workers({"a": {"trainer": 1}, "b": {"rollout": 1}, "c": {"rollout": 1}})
     'the cluster has 3; declared: server 0, reward 0, rollout 2, trainer 1'
     """
     kinds = kinds_of(workers).values()
@@ -216,7 +226,7 @@ def existing(workers: Resources) -> str:
 def _assigned(
     needs: Needs, counts: Counter[Kind], driver_at: Kind | None = None
 ) -> list[tuple[Kind, tuple[str, ...]]] | None:
-    """The kinds of the workers for all roles but rollout, with their roles; None if the workers do not suffice."""
+    """The kind and roles of each worker to be used, without rollout instances; None if the workers do not suffice."""
     if driver_at is not None:
         return _assign(["server", "reward"], [(driver_at, (DRIVER,))], counts, needs)
     return _assign(["server", DRIVER, "reward"] if needs.driver else ["server", "reward"], [], counts, needs)
@@ -225,8 +235,11 @@ def _assigned(
 def _assign(
     roles: Sequence[str], taken: list[tuple[Kind, tuple[str, ...]]], left: Counter[Kind], needs: Needs
 ) -> list[tuple[Kind, tuple[str, ...]]] | None:
-    """Assign light roles to the workers taken so far or to others, such that enough are left for the heavy ones, and
-    then the trainer's ranks; tries all ways, few as there are few kinds. None if there is none."""
+    """Assign the light roles, then the trainer's ranks, such that enough workers are left for rollout instances.
+
+    Each light role goes to a worker in `taken` or to one of those left. Tries all possibilities: there are few, since
+    there are few kinds. None if there is none.
+    """
     if not roles:
         ranks = _ranks(left, needs)
         return None if ranks is None else [*taken, *ranks]
@@ -236,7 +249,7 @@ def _assign(
             assignment = _assign(others, [*taken[:i], (kind, (*assigned, role)), *taken[i + 1 :]], left, needs)
             if assignment is not None:
                 return assignment
-    for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # what can do little else comes first
+    for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # workers with few other roles come first
         if role in kind and left[kind]:
             assignment = _assign(others, [*taken, (kind, (role,))], left - Counter([kind]), needs)
             if assignment is not None:
@@ -250,7 +263,7 @@ def _ranks(left: Counter[Kind], needs: Needs) -> list[tuple[Kind, tuple[str, ...
     if spare < 0:
         return None
     taken: list[Kind] = []
-    for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # what can do little else comes first
+    for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # workers with few other roles come first
         if "trainer" in kind:
             count = min(left[kind], needs.ranks - len(taken))
             if "rollout" in kind:

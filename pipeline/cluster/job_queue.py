@@ -33,10 +33,10 @@ from staleflow.pipeline.cluster.gang import (
     Needs,
     WorkerGpus,
     choose,
-    existing,
+    describe_shortage,
+    describe_workers,
     hosts_of,
     kinds_of,
-    missing,
     suffice,
 )
 from staleflow.pipeline.placement.devices import Device, describe
@@ -309,7 +309,7 @@ class JobQueue:
     def _lacks(self, needs: Needs, free: list[str]) -> str:
         """Which workers or GPUs a job waits for, for messages; empty if only their number matters."""
         if not self.on_gpus(needs):
-            return missing(needs, self._known_kinds(), free)
+            return describe_shortage(needs, self._known_kinds(), free)
         placed = self._placed(needs, free, taken=self._taken(free))
         return placed.line if isinstance(placed, Shortage) else "no worker process is left for the light roles"
 
@@ -407,7 +407,7 @@ class JobQueue:
                     self._ask_back(entry.needs, free)
                 ahead += 1
             else:
-                there = existing(self.workers)
+                there = describe_workers(self.workers)
                 if short := self.short_of_gpus(entry.needs):
                     there += f"; {short}"
                 entry.why = f"needs {entry.needs}; {there}; starts once there are enough"

@@ -1,7 +1,7 @@
-"""The first job: a commented job file, with whatever of its data, reward and model the user does not bring.
+"""Writes a user's first job (`staleflow init`): a commented job file, and a data set, a reward and a model by default.
 
-Without anything it is complete by itself: made-up sums, a reward file, and a tiny model that is pretrained on the spot.
-Nothing is overwritten, and a job that cannot be completed leaves nothing behind.
+The defaults are made-up sums, a reward file, and a tiny model that is pretrained on the spot; each is left out if the
+user names their own. No file is overwritten, and if the job cannot be completed, no file is left behind.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from staleflow.tasks.settings.source_kinds import SourceType, is_environment, ki
 from staleflow.tasks.sources.dataset_rows import SAVED, RowSource, nearest
 
 JOB, REWARD, SUMS, MODEL = "job.toml", "reward.py", "sums.jsonl", "model"
-"""Names of what may be written."""
+"""Names of the files and of the model's folder that may be written."""
 NUM_SUMS, TERMS = 2000, (3, 5)
-"""Number of made-up sums, and fewest and most terms of one."""
-PRETRAINING_STEPS, LEARNING_STEPS, WORKED = 400, 250, 0.2
-"""Of the tiny model: in the first LEARNING_STEPS all examples work their sum out, then this share; the others guess,
-and are right one time in ten."""
+"""Number of made-up sums, and the fewest and the most terms of a sum."""
+PRETRAINING_STEPS, LEARNING_STEPS, WORKED_SHARE = 400, 250, 0.2
+"""Pretraining of the tiny model. In the first LEARNING_STEPS of its steps, all examples compute their sum term by term.
+After these, WORKED_SHARE of the examples do; the others guess a digit, and are right one time in ten."""
 PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "input", "query", "text")
 """Usual names of a column of prompts, in order of preference."""
 ANSWERS = ("answer", "solution", "label", "target", "output", "ground_truth", "final_answer", "response", "completion")
 """Usual names of a column of answers."""
 GOLD = "####"
-"""What stands before the result of a worked answer in GSM8K and data sets like it."""
+"""The mark before the final result in answers of GSM8K and similar data sets."""
 NUMBER = r"-?\d+(?:[.,]\d+)*"
 SAMPLE = 50
-"""Rows that are looked at to see what answers are like."""
+"""Number of rows that are read to see whether answers are numbers."""
 RATES, LEAST_RATE = ((50e6, 3e-4), (1.5e9, 1e-5)), 1e-6
-"""Learning rates to begin with, for models whose files have so many bytes at most; and for larger ones."""
+"""Initial learning rates by the size of the model's files (most bytes, rate), and the rate of larger models."""
 MOST_TOKENS = 512
 """Longest response of a model that the user brings, unless its context is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitInputs:
-    """What the user brings; empty: it is made, or found out. options: of the data set."""
+    """The user's data set, model and reward; an empty one is replaced by a default. options: of the data set."""
 
     data: str = ""
     model: str = ""
@@ -70,8 +70,11 @@ class InitInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstJob:
-    """What was written. files: by name, with what each is. first_prompt: as the model receives it. num_unknown: how
-    many of its tokens stand for what the tokenizer does not know, which the text leaves out."""
+    """The files that were written, and the first prompt.
+
+    files: a description of each file, by its name. first_prompt: the text as the model receives it. num_tokens: its
+    length. num_unknown: how many of its tokens are the tokenizer's unknown token, which the text leaves out.
+    """
 
     files: Mapping[str, str]
     first_prompt: str
@@ -81,8 +84,11 @@ class FirstJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFacts:
-    """A data set, as the job file describes it. columns: None if it has none. numbers: its answers are numbers. gold:
-    they stand behind GOLD. messages: its prompts are messages. acts: it is an environment of many turns."""
+    """A data set, as the job file describes it.
+
+    columns: None if it has none. numbers: whether its answers are numbers. gold: whether they follow the mark GOLD.
+    messages: whether its prompts are lists of chat messages. acts: whether it is an environment of many turns.
+    """
 
     source: str
     columns: Columns | None = None
@@ -92,25 +98,26 @@ class DataFacts:
     acts: bool = False
 
 
-def write_first_job(folder: Path, brought: InitInputs, say: Callable[[str], None]) -> FirstJob:
-    """Write a job into a folder, which is created. say: receives lines on what takes long. Raises ConfigError."""
-    if brought.data and not brought.model:
+def write_first_job(folder: Path, inputs: InitInputs, say: Callable[[str], None]) -> FirstJob:
+    """Write a job into a folder, which is created. say: receives lines on the progress of pretraining. Raises
+    ConfigError."""
+    if inputs.data and not inputs.model:
         raise ConfigError(
             "the tiny model knows nothing but sums; bring a model for your data: --model FOLDER_OR_NAME, such as "
             "HuggingFaceTB/SmolLM2-135M-Instruct"
         )
-    data = _facts(folder, brought) if brought.data else DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
-    own_reward = not brought.reward and data.columns is not None
+    data = _inspect_data(folder, inputs) if inputs.data else DataFacts(source=f"jsonl:{SUMS}", columns=Columns())
+    own_reward = not inputs.reward and data.columns is not None
     files = {JOB: "the job; its comments say what each line is for"}
     files |= {REWARD: _about_reward(data)} if own_reward else {}
-    files |= {} if brought.data else {SUMS: f"{NUM_SUMS} sums with their answers; the last tenth is held out"}
-    files |= {} if brought.model else {MODEL: "a tiny Llama, pretrained to guess mostly, and to work out a few"}
+    files |= {} if inputs.data else {SUMS: f"{NUM_SUMS} sums with their answers; the last tenth is held out"}
+    files |= {} if inputs.model else {MODEL: "a tiny Llama, pretrained to guess mostly, and to work out a few"}
     for name in files:
         if (folder / name).exists():
             raise ConfigError(
                 f"{folder / name} exists and is not overwritten; name another folder: staleflow init NAME"
             )
-    text = _job(folder, brought, data)
+    text = _job(folder, inputs, data)
     loading.from_tree(tomllib.loads(text), JOB)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,9 +125,9 @@ def write_first_job(folder: Path, brought: InitInputs, say: Callable[[str], None
             (stage / JOB).write_text(text)
             if own_reward:
                 (stage / REWARD).write_text(_reward(data))
-            if not brought.data:
+            if not inputs.data:
                 (stage / SUMS).write_text("".join(f"{json.dumps(row)}\n" for row in _sums()))
-            if not brought.model:
+            if not inputs.model:
                 _pretrain(stage / MODEL, say)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}; name another folder") from error
@@ -172,13 +179,13 @@ def _sums() -> Iterator[dict[str, str]]:
 
 
 def _pretrain(out: Path, say: Callable[[str], None]) -> None:
-    """Write a model that mostly guesses, but is right when it works a sum out: what it can learn is to do so."""
+    """Write a model that mostly guesses. It can learn to compute sums term by term, which it does right."""
     from staleflow.tasks.training.tiny_model import BATCH, Recipe, pretrain, worked_example
 
     def examples(rng: random.Random) -> Iterator[tuple[str, str]]:
         for number in itertools.count():
             expression = _draw_sum(rng)
-            works = number < BATCH * LEARNING_STEPS or rng.random() < WORKED
+            works = number < BATCH * LEARNING_STEPS or rng.random() < WORKED_SHARE
             yield f"{expression} =", worked_example(expression, rng, 0.0) if works else f"so{rng.randint(0, 9)}."
 
     def begun(parameters: int) -> None:
@@ -202,30 +209,30 @@ def _pretrain(out: Path, say: Callable[[str], None]) -> None:
 # -- what the user brings --------------------------------------------------------------------------------------------
 
 
-def _facts(folder: Path, brought: InitInputs) -> DataFacts:
-    """Look at the user's data set. Raises ConfigError."""
-    source = _named(brought.data)
+def _inspect_data(folder: Path, inputs: InitInputs) -> DataFacts:
+    """Open the user's data set, and find its columns and the form of its answers. Raises ConfigError."""
+    source = _source_name(inputs.data)
     kind, _, name = source.partition(":")
     known = kind_of(source)
     if known is None or known.type is not SourceType.ROWS:
-        acts = is_environment(source, f"--data {brought.data}")
-        return DataFacts(source=f"{_from(folder, kind)}:{name}" if kind.endswith(".py") else source, acts=acts)
-    rows = open_source(known.type, source, brought.options, f"--data {brought.data}")
+        acts = is_environment(source, f"--data {inputs.data}")
+        return DataFacts(source=f"{_job_path(folder, kind)}:{name}" if kind.endswith(".py") else source, acts=acts)
+    rows = open_source(known.type, source, inputs.options, f"--data {inputs.data}")
     names = tuple(rows.names)
-    prompt = brought.prompt_column or next((column for column in PROMPTS if column in names), "")
-    answer = brought.answer_column or next((column for column in ANSWERS if column in names), "")
+    prompt = inputs.prompt_column or next((column for column in PROMPTS if column in names), "")
+    answer = inputs.answer_column or next((column for column in ANSWERS if column in names), "")
     for option, column in (("--prompt-column", prompt), ("--answer-column", answer)):
         if column and column.partition(".")[0] not in names and column not in names:
-            raise ConfigError(f"{option} {column}: --data {brought.data} has only {nearest(column, names)}")
+            raise ConfigError(f"{option} {column}: --data {inputs.data} has only {nearest(column, names)}")
     if not prompt:
-        raise ConfigError(f"--data {brought.data}: which column is the prompt? --prompt-column {' or '.join(names)}")
+        raise ConfigError(f"--data {inputs.data}: which column is the prompt? --prompt-column {' or '.join(names)}")
     columns = Columns(prompt=prompt, answer=answer if answer != prompt else "")
-    tasks = RowSource(rows, columns, f"--data {brought.data}")
+    tasks = RowSource(rows, columns, f"--data {inputs.data}")
     records = [tasks.task(i).record for i in range(min(SAMPLE, len(rows)))]
     answers = [str(record["answer"]) for record in records] if columns.answer else []
     gold = bool(answers) and all(GOLD in answer for answer in answers)
     return DataFacts(
-        source=f"{kind}:{_from(folder, name)}",
+        source=f"{kind}:{_job_path(folder, name)}",
         columns=columns,
         numbers=bool(answers) and all(re.fullmatch(NUMBER, answer.rpartition(GOLD)[2].strip()) for answer in answers),
         gold=gold,
@@ -233,8 +240,8 @@ def _facts(folder: Path, brought: InitInputs) -> DataFacts:
     )
 
 
-def _named(data: str) -> str:
-    """A data set as `kind:name`, from what a user calls it. Raises ConfigError."""
+def _source_name(data: str) -> str:
+    """The data set of `--data`, a file, folder or name, in the form `kind:name` of job files. Raises ConfigError."""
     if kind_of(data) is not None or names_user_code(data):
         return data
     path = Path(data).expanduser()
@@ -248,7 +255,7 @@ def _named(data: str) -> str:
     return f"datasets:{path if path.is_dir() else data}"
 
 
-def _from(folder: Path, name: str) -> str:
+def _job_path(folder: Path, name: str) -> str:
     """A path as it is written into the job file: relative to the job's folder if it is in there, or was named relative
     to the current folder; names that are no paths stay."""
     path = Path(name).expanduser()
@@ -260,19 +267,19 @@ def _from(folder: Path, name: str) -> str:
     return relative
 
 
-def _function(folder: Path, brought: InitInputs, data: DataFacts) -> str:
+def _function(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The reward function as the job file names it. Raises ConfigError."""
-    if not brought.reward:
+    if not inputs.reward:
         return f"{REWARD}:reward" if data.columns is not None else "task"
-    if brought.reward == "exact":
+    if inputs.reward == "exact":
         return "task"
-    if fault := reward_fault(brought.reward):
+    if fault := reward_fault(inputs.reward):
         raise ConfigError(f"--reward {fault}")
-    if not names_user_code(brought.reward):
-        return brought.reward
-    user_code.load(brought.reward, "--reward")
-    file, _, name = brought.reward.rpartition(":")
-    return f"{_from(folder, file)}:{name}"
+    if not names_user_code(inputs.reward):
+        return inputs.reward
+    user_code.load(inputs.reward, "--reward")
+    file, _, name = inputs.reward.rpartition(":")
+    return f"{_job_path(folder, file)}:{name}"
 
 
 # -- what is written -------------------------------------------------------------------------------------------------
@@ -308,43 +315,43 @@ def reward(answer, record):
 {body}'''
 
 
-def _job(folder: Path, brought: InitInputs, data: DataFacts) -> str:
+def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The text of the job file. Raises ConfigError."""
-    texts = tokenizer_texts(brought.model) if brought.model else None
+    texts = tokenizer_texts(inputs.model) if inputs.model else None
     chat = texts is not None and texts.has_chat_template
     if data.messages and not chat:
-        raise ConfigError(f"--data {brought.data}: prompts are messages, and {brought.model} has no chat template")
+        raise ConfigError(f"--data {inputs.data}: prompts are messages, and {inputs.model} has no chat template")
     tokens = 48
-    if brought.model:
-        bare = {"model": {"path": brought.model}, "rollout": {"max_new_tokens": 1}}
+    if inputs.model:
+        bare = {"model": {"path": inputs.model}, "rollout": {"max_new_tokens": 1}}
         tokens = min(MOST_TOKENS, inspect_model(loading.from_tree(bare, "--model")).context // 2)
     pattern, template = "", "{prompt}"
-    if not brought.model:
+    if not inputs.model:
         pattern = r"so(-?\d+)\."
-    elif not brought.data or data.numbers:
+    elif not inputs.data or data.numbers:
         pattern = f"({NUMBER})"
     elif data.columns is not None and data.columns.answer:
         pattern, template = r"Answer:\s*(.+)", "{prompt}\n\nEnd with a line that says: Answer: ..."
     values: dict[str, Any] = {
-        "steps": 100 if brought.model else 50,
-        "model": _from(folder, brought.model) if brought.model else MODEL,
+        "steps": 100 if inputs.model else 50,
+        "model": _job_path(folder, inputs.model) if inputs.model else MODEL,
         "source": data.source,
         "template": template,
         "chat": chat,
-        "eval_prompts": 100 if brought.model else 200,
-        "function": _function(folder, brought, data),
-        "groups": 8 if brought.model else 16,
+        "eval_prompts": 100 if inputs.model else 200,
+        "function": _function(folder, inputs, data),
+        "groups": 8 if inputs.model else 16,
         "max_new_tokens": tokens,
-        "engine": "vllm" if brought.model and importlib.util.find_spec("vllm") else "transformers",
-        "max_running": 32 if brought.model else 64,
-        "kv_tokens": max(16_384, 4 * tokens) if brought.model else 4096,
-        "learning_rate": _learning_rate(brought.model),
+        "engine": "vllm" if inputs.model and importlib.util.find_spec("vllm") else "transformers",
+        "max_running": 32 if inputs.model else 64,
+        "kv_tokens": max(16_384, 4 * tokens) if inputs.model else 4096,
+        "learning_rate": _learning_rate(inputs.model),
     }
     written = {key: toml_value(value) for key, value in values.items()}
     written["answer_pattern"] = f"'{pattern}'"  # a literal, in which a backslash is one
     described = ""
-    if brought.options:
-        described += f"options = {toml_value(dict(brought.options))}\n"
+    if inputs.options:
+        described += f"options = {toml_value(dict(inputs.options))}\n"
     if data.columns is not None:
         columns = {"prompt": data.columns.prompt, "answer": data.columns.answer}
         described += f"columns = {toml_value(columns)}  # of a row: the prompt, a text or messages; the answer\n"
@@ -360,7 +367,7 @@ def _job(folder: Path, brought: InitInputs, data: DataFacts) -> str:
 
 
 def _learning_rate(model: str) -> float:
-    """A rate to begin with, by the size of a model's files; the least for one that is not here."""
+    """The initial learning rate for the size of a model's files; the least for a model that is not on this machine."""
     if not model:
         return RATES[0][1]
     size = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))

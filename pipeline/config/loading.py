@@ -1,4 +1,4 @@
-"""Loading and checking job files: TOML, overrides, and the numbers of a profile."""
+"""Loading and checking job files: TOML, overrides, and the costs measured by `staleflow profile`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def from_overridden(tree: dict[str, Any], overrides: Sequence[str], where: str) 
 
 
 def _depth(override: str) -> int:
-    """How many tables an override's key is in: what replaces a table is applied before what changes a key in it."""
+    """Depth of an override's key. An override of a whole table is applied before one of a key in that table."""
     return override.partition("=")[0].count(".")
 
 
@@ -69,14 +69,14 @@ def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
 
 
 def _table(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A table of an unchecked tree; empty if there is none."""
+    """The table of this name in an unchecked tree; empty if there is none."""
     below = tree.get(name)
     return below if isinstance(below, Mapping) else {}
 
 
 def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The tree with the profile's name replaced by its numbers, so that later changes to the file do not affect the
-    run."""
+    """The tree with the profile's file name replaced by the costs in that file, so that later changes to the file do
+    not affect the run."""
     name = tree.get("profile")
     if not name or not isinstance(name, str):
         return tree

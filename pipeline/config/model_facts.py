@@ -12,8 +12,11 @@ from staleflow.stores.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts about a run's model. context: tokens the model can attend to. eos: ids that end a response. nonce: random,
-    distinguishes runs of the same name."""
+    """Facts about a run's model, and a random number of the run.
+
+    context: tokens that the model can attend to. eos: ids of the tokens that end a response; none for an emulated
+    engine. nonce: random text that distinguishes runs of the same name.
+    """
 
     context: int
     eos: tuple[int, ...]
@@ -21,8 +24,12 @@ class ModelFacts:
 
 
 def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
-    """Read the model's configuration and tokenizer, not its weights. key: what names the model, for messages. Raises
-    ConfigError."""
+    """Read a model's configuration and tokenizer, not its weights, and check that the job's lengths fit the model.
+
+    A job with an emulated engine and without texts needs no model: nothing is read, and the context is unlimited. key:
+    the setting or option that names the model, for messages. Raises ConfigError, for instance if the model cannot be
+    loaded, or if rollout.max_new_tokens or rollout.engine.kv_tokens does not fit its context.
+    """
     if config.emulated:
         if config.workload.kind == "agentic" and not config.acts:
             raise ConfigError(

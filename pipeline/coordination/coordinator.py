@@ -348,7 +348,7 @@ class Coordinator(CoordinatorInspection):
 
     def _pin_instances(self) -> None:
         """Have as many instances as an evaluation may have sample for it; give it up if none can."""
-        for instance in self._pinning.due():
+        for instance in self._pinning.new_hosts():
             if self._pinning.must_pull(instance):
                 self._pull(instance)
             self._state.stay(instance)

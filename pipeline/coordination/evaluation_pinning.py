@@ -1,4 +1,4 @@
-"""Which instances should sample for the evaluation under way, and which of them samples what. Pure: proposes only."""
+"""Chooses the rollout instances that are pinned to the evaluated version, and routes its trajectories to them. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from staleflow.stores.errors import ProtocolViolation
 
 
 class EvaluationPinning:
-    """Consulted by the coordinator whenever it routes. share: of the fleet's places, for as long as a run trains.
-    While a host could be given nothing to train on, all of its places are the evaluation's."""
+    """Proposes the hosts of an evaluation: rollout instances that stay at the evaluated version to sample for it.
 
-    def __init__(self, state: CoordinatorState, placement: RoutePlanner, share: float) -> None:
+    It holds no state and changes none: the coordinator asks before it routes, and carries out the proposals. share: the
+    part of the fleet's concurrent requests (`max_running`) that an evaluation may have while the run trains. A host
+    uses all of its own for the evaluation while training has nothing to sample at its version.
+    """
+
+    def __init__(self, state: CoordinatorState, planner: RoutePlanner, share: float) -> None:
         self._state = state
-        self._placement = placement
+        self._planner = planner
         self._share = share
 
-    def due(self) -> list[Instance]:
-        """Instances that should stay, or pull and stay, at the evaluated version from now on, besides those that do.
-        Those that need not pull come first, then those with the least to interrupt."""
+    def new_hosts(self) -> list[Instance]:
+        """Instances that should become hosts of the evaluation now, if necessary after a pull of the published version.
+
+        Those that need no pull come first, then those with the fewest tokens in progress.
+        """
         evaluation, fleet = self._state.evaluation, self._state.fleet
         if evaluation is None or not self._state.queue.count(EVALUATION):
             return []
@@ -30,7 +36,7 @@ class EvaluationPinning:
         version = evaluation.evaluated if evaluation.evaluated >= 0 else published
         places = self._places
         wanted = places.hosts if self._trained else min(places.hosts, -(-evaluation.to_sample // places.of_each))
-        # One that leaves samples nothing more; the trajectories on it are queued as soon as they have arrived.
+        # A host that is leaving (max_running 0) samples nothing more; its trajectories go back into the queue.
         missing = wanted - sum(
             instance is not None and instance.max_running > 0 for instance in map(fleet.get, evaluation.hosts)
         )
@@ -48,7 +54,7 @@ class EvaluationPinning:
         ]
 
     def must_pull(self, instance: Instance) -> bool:
-        """Whether one of those that are due does not serve the evaluated version yet."""
+        """Whether a new host has to pull the published version, since it does not serve the evaluated one yet."""
         evaluation = self._state.evaluation
         return (
             evaluation is not None
@@ -57,12 +63,15 @@ class EvaluationPinning:
         )
 
     def place(self, live: LiveTrajectory) -> Instance | str:
-        """The host that samples a trajectory, where its context may be cached or the one with the least to sample; or
-        why it has to wait."""
+        """The host that is to sample a trajectory, or the reason why it has to wait.
+
+        Its last instance is preferred, where its context may be cached, then the host with the fewest evaluation
+        trajectories.
+        """
         evaluation, of_each = self._state.evaluation, self._places.of_each
         if evaluation is None:
             raise ProtocolViolation(f"{live.id} is queued for an evaluation that is not under way")
-        if evaluation.evaluated >= 0 and not self._placement.demand(evaluation.evaluated):
+        if evaluation.evaluated >= 0 and not self._planner.demand(evaluation.evaluated):
             of_each = max((host.max_running for host in self._state.fleet), default=of_each)
         able = [
             host
@@ -79,7 +88,7 @@ class EvaluationPinning:
 
     @property
     def cannot_finish(self) -> bool:
-        """Whether no instance serves the version of what is yet to be sampled, and none will."""
+        """Whether the evaluation has trajectories to sample, but no instance serves its version and none will."""
         evaluation, state = self._state.evaluation, self._state
         if (
             evaluation is None
@@ -94,7 +103,7 @@ class EvaluationPinning:
 
     @property
     def _trained(self) -> bool:
-        """Whether the last step is trained: no instance has anything else to do."""
+        """Whether all training steps are done, so that the evaluation may have the whole fleet."""
         return self._state.ledger.version >= self._state.ledger.num_steps
 
     @property

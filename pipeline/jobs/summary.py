@@ -22,30 +22,30 @@ from staleflow.stores.files import replace_file, replace_text
 from staleflow.stores.metrics import STEP, axis, tokens_per_s
 
 REMEDY = "free space or move runs_dir; the run itself is stored"
-AGES = {
+STALENESS_LINES = {
     "staleness_mean": ("#08519c", 1.5),
     "staleness_max": ("#cb181d", 1),
     "staleness_in_flight": ("#807dba", 1),
     "staleness_in_queue": ("#fd8d3c", 1),
 }
-SETS = (
+EVALUATION_COLOURS = (
     {"sampled": "#d94801", "greedy": "#238b45"},
     {"sampled": "#7a0177", "greedy": "#f768a1"},
     {"sampled": "#8c510a", "greedy": "#01665e"},
     {"sampled": "#525252", "greedy": "#969696"},
 )
-"""Colours of the evaluation sets in summary.png; those beyond have the last."""
-LENGTHS = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
-"""Metrics that summary.png draws in one plot, with colour and width of their lines."""
+"""Colours of the evaluation sets in summary.png; further sets have the last pair."""
+LENGTH_LINES = {"response_mean": ("#238b45", 1.5), "response_max": ("#a1d99b", 1)}
+"""Metrics that summary.png draws in one plot, with the colour and width of each line."""
 
 
 def write_report(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str, object]:
-    """Write both files into the run folder; returns the summary."""
+    """Write summary.json and, if there are steps, summary.png into the run folder; returns the summary."""
     summary = summarize(config, with_all_starts(outcomes, run_dir), run_dir)
     summary["starts"] = [{"version": start.version, "end": start.end} for start in read(run_dir)]
     if outcomes.diagnosis is not None:
         advice = check_by_simulation(run_dir, outcomes.profile, outcomes.diagnosis, config.rollout.instances)
-        summary["diagnosis"] = diagnosed(*advice)
+        summary["diagnosis"] = diagnosis_entry(*advice)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
         replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), REMEDY)
@@ -118,15 +118,18 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
 
 
 def _cost_model(config: RunConfig, outcomes: RunReport) -> dict[str, Any]:
-    """How many times as long as the strategies' cost model says the run's decode steps took; None if too few were
-    sampled. drifted: whether that is further from one than the job tolerates."""
+    """Compare the measured time of decode steps with the prediction of the strategies' cost model.
+
+    measured_over_predicted: the ratio of the two; None if too few steps were measured. drifted: whether the ratio
+    differs from 1 by more than rollout.cost_tolerance.
+    """
     ratio = outcomes.profile.fit.ratio_to(config.rollout.cost) if outcomes.profile else None
     drifted = ratio is not None and abs(ratio - 1) > config.rollout.cost_tolerance
     return {"measured_over_predicted": ratio, "drifted": drifted}
 
 
-def diagnosed(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]:
-    """What limited a run and what a change would bring, for summary.json. line: all of it for people."""
+def diagnosis_entry(diagnosis: Diagnosis, expectation: WhatIf) -> dict[str, Any]:
+    """The bottleneck of a run and the expected effect of a change, for summary.json. line: both as one line of text."""
     return {
         **diagnosis.as_dict(),
         "expected_ratio": expectation.ratio,
@@ -173,9 +176,9 @@ def draw(config: RunConfig, outcomes: RunReport, path: Path) -> None:
     reward = axes[0][0]
     reward.plot(x, [s["reward"] for s in steps], color="#9ecae1", linewidth=1, label=STEP["reward"].label)
     reward.plot(x, _smooth([s["reward"] for s in steps]), color="#08519c", linewidth=2, label="mean of last 10")
-    colours = iter(SETS)
+    colours = iter(EVALUATION_COLOURS)
     for name, alike in by_set(outcomes.evaluations).items():
-        colour = next(colours, SETS[-1])
+        colour = next(colours, EVALUATION_COLOURS[-1])
         for label, style in (("sampled", "o-"), ("greedy", "D--")):
             scored = [e for e in alike if getattr(e, label) is not None]
             if scored:
@@ -190,17 +193,17 @@ def draw(config: RunConfig, outcomes: RunReport, path: Path) -> None:
     reward.legend(fontsize=8, loc="lower right")
 
     stale = axes[0][1]
-    for name, (color, width) in AGES.items():
+    for name, (color, width) in STALENESS_LINES.items():
         stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
     stale.axhline(config.staleness.eta, color="#cb181d", linestyle="--", linewidth=1, label="eta")
     most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
-    stale.set(title=axis("staleness", *AGES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
+    stale.set(title=axis("staleness", *STALENESS_LINES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)
 
     lengths = axes[1][0]
-    for name, (color, width) in LENGTHS.items():
+    for name, (color, width) in LENGTH_LINES.items():
         lengths.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
-    lengths.set(title=axis("response length", *LENGTHS), xlabel="step", ylim=(0, None))
+    lengths.set(title=axis("response length", *LENGTH_LINES), xlabel="step", ylim=(0, None))
     lengths.legend(fontsize=8)
 
     speed = axes[1][1]

@@ -1,4 +1,4 @@
-"""The charts over steps: which metrics are drawn together, and their values from step records. Pure."""
+"""The charts of the run page: which metrics are drawn together over steps, and their values from step records. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from staleflow.stores.trajectory import Fate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Metrics of one unit drawn in one chart, with a line in words about how to read it."""
+    """A chart of metrics that share a unit. hint: a line of text on how to read it."""
 
     title: str
     names: tuple[str, ...]
@@ -25,10 +25,10 @@ class Chart:
     held_out: bool = False
     """Whether rewards on held-out prompts are drawn."""
     many_turns: bool = False
-    """Whether it says nothing of a run whose trajectories have one turn."""
+    """Whether the chart is left out for a run whose trajectories all have one turn."""
 
     def plain(self) -> dict[str, Any]:
-        """For the page, with units and meanings."""
+        """The chart as plain values for the page, with unit and descriptions."""
         return {
             "title": self.title, "hint": self.hint, "eta": self.eta, "held_out": self.held_out,
             "unit": STEP[self.names[0]].unit,
@@ -84,20 +84,22 @@ CHARTS = (
 
 
 def charts(records: Sequence[StepRecord]) -> list[Chart]:
-    """The charts that say something of a run with these commits."""
+    """The charts of a run with these step records, without those that do not apply to it."""
     many_turns = any_many_turns(records)
     return [chart for chart in CHARTS if many_turns or not chart.many_turns]
 
 
 def any_many_turns(records: Sequence[StepRecord]) -> bool:
-    """Whether a step of these commits trained on a trajectory of many turns."""
+    """Whether any of these steps trained on a trajectory of many turns."""
     return any(r.metrics.get("given_tokens") for r in records)
 
 
 def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
-    """Values of the charts for the training steps from index `first` on: {"step": [S], "lines": {metric: [S]}, "drops":
-    {"fate: reason": [S]}}. None where a step has no finite value. Drops are counted by commit, between the step before
-    and this one."""
+    """Values of the charts for the training steps from index `first` on.
+
+    Returns {"step": [S], "lines": {metric: [S]}, "drops": {"fate: reason": [S]}}. A value is None where a step has no
+    finite one. The drops of a step are those since the commit of the step before.
+    """
     steps = [r for r in records if r.kind == "step"]
     before = steps[first - 1] if first else None
     rated = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
@@ -120,7 +122,7 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
 
 
 def in_words(ended: str) -> str:
-    """A key of the ledger's counts for display.
+    """A key of the ledger's counts as text for display.
 
     >>> in_words("aborted:surplus_member")
     'aborted: surplus member'
@@ -129,5 +131,5 @@ def in_words(ended: str) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """The value with six digits, None if it is not finite: JSON has no others."""
+    """The value with six digits; None if it is not finite, which JSON cannot express."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The policy of a finished run, or of a checkpoint, served by one engine on this machine."""
+"""Serves the policy of a finished run, or a model's folder, with one engine on this machine (`staleflow serve`)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from staleflow.tasks.engines.engine_builder import build_engine
 from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
 
 ANSWER_TOKENS = 512
-"""Most tokens that a model without a job answers, if its context is at least twice as long."""
+"""Limit of a response of a model without a job; half of the context if that is shorter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingPlan:
-    """What `staleflow serve` serves."""
+    """The model that `staleflow serve` is to serve, and the settings of its engine."""
 
     config: RunConfig
-    """The run's job, of this model; the defaults for a checkpoint alone."""
+    """The run's job with `model.path` set to the checkpoint; default settings for a model without a run."""
     facts: ModelFacts
     label: str
-    """In words."""
+    """Name of the model for people, such as `step-000100 of first`."""
 
     def build(self, key: str) -> ServedPolicy:
-        """Load the model, and begin to answer; on the present event loop."""
+        """Load the model and start its engine on the running event loop. key: API key of the endpoint."""
         config = self.config
         settings = actor_settings.engine_settings(config, 0, self.facts.eos, attempt=int(time.time()) % 2**20)
         engine = build_engine(settings, InstanceId("serving"), config.cluster.threads)
@@ -47,23 +47,24 @@ class ServingPlan:
         )
 
 
-def serving_plan(named: str, overrides: tuple[str, ...] = ()) -> ServingPlan:
-    """Find what to serve: of a run's folder its newest checkpoint, or a model's folder. Raises ConfigError."""
-    path = Path(named)
+def serving_plan(target: str, overrides: tuple[str, ...] = ()) -> ServingPlan:
+    """Plan to serve the newest checkpoint of a run, or a model. target: folder of the run, or folder or name of the
+    model. Raises ConfigError."""
+    path = Path(target)
     if not (path / "config.toml").is_file():
-        folder = find_model(named, "MODEL")
-        most = ANSWER_TOKENS if folder is None else min(ANSWER_TOKENS, read_context(folder, named) // 2)
-        tree = {"model": {"path": named}, "rollout": {"max_new_tokens": most}}
-        config = loading.from_overridden(tree, overrides, named)
+        folder = find_model(target, "MODEL")
+        most = ANSWER_TOKENS if folder is None else min(ANSWER_TOKENS, read_context(folder, target) // 2)
+        tree = {"model": {"path": target}, "rollout": {"max_new_tokens": most}}
+        config = loading.from_overridden(tree, overrides, target)
         facts = inspect_model(config, "MODEL")
-        chat = tokenizer_texts(named).has_chat_template
+        chat = tokenizer_texts(target).has_chat_template
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, chat=chat))
-        return ServingPlan(config=config, facts=facts, label=named)
+        return ServingPlan(config=config, facts=facts, label=target)
     config = loading.load(path / "config.toml", overrides)
     if config.emulated:
-        raise ConfigError(f"{named}: its engine is emulated, so it has no policy to serve")
+        raise ConfigError(f"{target}: its engine is emulated, so it has no policy to serve")
     checkpoints = sorted((path / "checkpoints").glob("step-*"))
     if not checkpoints:
-        raise ConfigError(f"{named}: the run has no checkpoint; let it end, or set training.checkpoint_every")
+        raise ConfigError(f"{target}: the run has no checkpoint; let it end, or set training.checkpoint_every")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(checkpoints[-1])))
     return ServingPlan(config=config, facts=inspect_model(config), label=f"{checkpoints[-1].name} of {path.name}")

@@ -1,8 +1,9 @@
 """Loads an environment once and forks a process for each episode: `python -m staleflow.tasks.environments.fork_server`.
 
 Loading may take seconds, forking takes milliseconds. The server has one thread, so that forking is safe, and does
-nothing but fork, kill and report ends. When its caller is gone it kills what is left and ends, and each episode's
-process dies with it. A dead episode's own children, wherever they have fled to, become the server's, and are killed.
+nothing but fork and kill processes and report which have ended. When its caller is gone, it kills all processes that
+are left and ends, and each episode's process dies with it. Processes that an episode has started, also in sessions of
+their own, become the server's children (it is their subreaper) when the episode's process dies, and are killed.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ from staleflow.tasks.environments.pickled_messages import HEADER, packed, read_e
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 ORDER = struct.Struct("<cq")
-"""What the server is told: FORK or KILL, and an episode's number. With FORK comes the episode's socket."""
+"""Message to the server: FORK or KILL, and an episode's number. The episode's socket is sent along with FORK."""
 FORK, KILL = b"f", b"k"
 ENDED = struct.Struct("<qi")
-"""What it reports: an episode's number, and the status that its process ended with."""
+"""Message from the server: an episode's number, and the exit status of its process."""
 BEGIN, STEP, CLOSE = "begin", "step", "close"
-"""What an episode's process is asked."""
+"""Requests to an episode's process."""
 LAST_S = 10.0
-"""Seconds that the server spends at its end, at most, on killing what is left."""
+"""Most seconds that the server spends on killing the remaining processes before it ends."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-"""Of prctl(2)."""
+"""Options of prctl(2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkSettings:
-    """Settings of a fork server. memory_mib: limit of a process beyond what loading took; 0: none. endpoint: of agents
-    whose processes have an endpoint each; None if they use one elsewhere."""
+    """Settings of a fork server.
+
+    memory_mib: memory that an episode's process may use in addition to the loaded environment; 0 for no limit.
+    endpoint: settings of the endpoint that runs in each agent's process; None if agents use an endpoint elsewhere.
+    """
 
     source: str
     options: dict[str, Any]
@@ -56,29 +60,29 @@ class ForkSettings:
 
 
 def read_value(connection: socket.socket) -> Any:
-    """Read the next value from a socket that blocks. Raises EOFError at its end, TimeoutError after its timeout."""
+    """Read the next value from a blocking socket. Raises EOFError at its end, TimeoutError after its timeout."""
     return read_message(connection.recv)
 
 
 @dataclass(slots=True)
 class ForkServerLoop:
-    """The server: its episodes, and the loop that serves them."""
+    """The server: the episodes that it has forked, and the loop that carries out the caller's orders."""
 
     control: socket.socket
     environment: Environment
     settings: ForkSettings
     numbers: dict[int, int] = field(default_factory=dict)
-    """Episodes' numbers by process."""
+    """The episode's number, by the id of its process."""
     reports: bytes = b""
-    """Of ended processes, not sent yet. The caller reads them when it likes: sending must never wait for that, or
-    nothing would be forked any more."""
+    """Messages on ended processes that are not sent yet. Sending never waits for the caller to read, since nothing
+    would be forked meanwhile."""
 
     def run(self) -> None:
-        wake, woken = socket.socketpair()
-        for end in (wake, woken):
+        wake, wake_sender = socket.socketpair()
+        for end in (wake, wake_sender):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(wake_sender.fileno(), warn_on_full_buffer=False)
         try:
             while True:
                 ready, room, _ = select.select([self.control, wake], [self.control] if self.reports else [], [])
@@ -88,7 +92,7 @@ class ForkServerLoop:
                     with contextlib.suppress(BlockingIOError):
                         wake.recv(4096)
                     self._reap()
-                if self.control in ready and not self._execute_order((wake, woken)):
+                if self.control in ready and not self._execute_order((wake, wake_sender)):
                     return
         finally:
             signal.set_wakeup_fd(-1)  # its socket ends with this method, before the children do
@@ -145,27 +149,27 @@ class ForkServerLoop:
                     time.sleep(0.005)
 
     def _report(self) -> None:
-        """Send as much of the reports as there is room for."""
+        """Send as much of the reports as the socket has room for."""
         try:
             self.reports = self.reports[self.control.send(self.reports, socket.MSG_DONTWAIT) :]
         except BlockingIOError:
             pass
-        except OSError:  # the caller is gone, as it will be seen
+        except OSError:  # the caller is gone; the loop ends when it reads from the socket
             self.reports = b""
 
 
 def _kill_group(process: int) -> None:
-    """Kill an episode's process and those of its group. It may not have made its group yet."""
+    """Kill an episode's process and its process group, which may not exist yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(process, signal.SIGKILL)
 
 
-def _kill_children(but: set[int]) -> None:
-    """Kill this process's children but these: what dead episodes have left behind."""
-    with contextlib.suppress(OSError):  # a system that does not tell
+def _kill_children(episodes: set[int]) -> None:
+    """Kill those children of this process that dead episodes have left behind. episodes: processes to leave alone."""
+    with contextlib.suppress(OSError):  # a system without this file
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-            if int(child) not in but:
+            if int(child) not in episodes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(int(child), signal.SIGKILL)
 
@@ -191,14 +195,14 @@ def _run_episode(connection: socket.socket, environment: Environment, settings: 
         connection.setblocking(False)
         asyncio.run(_serve(connection, environment))
         status = 0
-    except (EOFError, OSError):  # whoever asked is gone
+    except (EOFError, OSError):  # the caller is gone
         status = 0
     finally:
         os._exit(status)
 
 
 def _limit_memory(most: int) -> None:
-    """Limit this process's memory to so many bytes more than it has."""
+    """Limit this process's memory to what it has now and `most` bytes more."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + most
@@ -223,8 +227,8 @@ async def receive(connection: socket.socket) -> Any:
 
 
 async def _serve(connection: socket.socket, environment: Environment) -> None:
-    """Serve requests of one episode at a time with (result, problem), until the other side closes. Each BEGIN
-    starts another episode."""
+    """Answer each request with (result, problem) until the other side closes. Each BEGIN starts a new episode, after
+    the one before is closed."""
     loop = asyncio.get_running_loop()
     episode: Episode | None = None
     while True:
@@ -250,7 +254,7 @@ async def _serve(connection: socket.socket, environment: Environment) -> None:
 
 
 def main() -> None:
-    """Load the environment that standard input names, say whether that went well, and serve."""
+    """Load the environment named by the settings on standard input, report whether it loaded, and serve."""
     control = socket.socket(fileno=os.dup(0))
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
@@ -270,7 +274,7 @@ def main() -> None:
         gc.freeze()  # what is loaded stays in pages that all processes share
         control.sendall(packed(""))
         ForkServerLoop(control, environment, settings).run()
-    except (BrokenPipeError, ConnectionResetError, EOFError):  # whoever asked is gone
+    except (BrokenPipeError, ConnectionResetError, EOFError):  # the caller is gone
         return
 
 

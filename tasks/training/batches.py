@@ -1,4 +1,4 @@
-"""The batch of a training step: checked, given its advantages, and measured."""
+"""Checks the batch of a training step, estimates its advantages, and computes its metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from staleflow.tasks.training.advantage import Advantage, Overlong
 
 
 def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_error_share: float, reward: str) -> None:
-    """Raise ConfigError if the rewards of too many have failed, ProtocolViolation if a group is not whole. reward: the
-    functions, as the job names them."""
+    """Raise ConfigError if too many responses could not be scored, ProtocolViolation if a group is incomplete.
+
+    reward: the names of the reward functions in the job file, for the message.
+    """
     errors = [t for t in batch if t.error]
     if len(errors) > max_error_share * len(batch):
         raise ConfigError(
@@ -32,7 +34,7 @@ def check_batch(step: int, batch: Sequence[Trajectory], group_size: int, max_err
 def consumed_rows(
     step: int, batch: Sequence[Trajectory], group_size: int, advantage: Advantage, overlong: Overlong
 ) -> list[EndedTrajectory]:
-    """A batch, group by group, as it is stored: with advantages by this estimator."""
+    """The trajectories of a batch as consumed rows, with their advantages, in the order of the batch."""
     rewards, valid = _rewards(batch, group_size)
     lengths = np.asarray([t.num_tokens for t in batch], np.int64).reshape(-1, group_size)
     estimate = advantage.advantages(rewards - overlong.penalties(lengths), valid).reshape(-1)
@@ -43,7 +45,7 @@ def consumed_rows(
 
 
 def _rewards(batch: Sequence[Trajectory], group_size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """[G, N] rewards, and whether each was scored."""
+    """Rewards by group and member, shape [G, N], and a mask of those that were scored."""
     rewards = np.asarray([t.reward for t in batch], np.float64).reshape(-1, group_size)
     valid = np.asarray([not t.error for t in batch], bool).reshape(-1, group_size)
     return rewards, valid

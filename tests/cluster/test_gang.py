@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staleflow.pipeline.cluster.gang import DRIVER, EXCLUSIVE_ROLES, Gang, Needs, choose, existing, kinds_of, suffice
+from staleflow.pipeline.cluster.gang import (
+    DRIVER,
+    EXCLUSIVE_ROLES,
+    Gang,
+    Needs,
+    choose,
+    describe_workers,
+    kinds_of,
+    suffice,
+)
 
 PLAIN: dict[str, dict[str, float]] = {name: {} for name in "abcdef"}
 
@@ -63,8 +72,8 @@ def test_a_worker_that_can_do_both_is_left_to_the_role_that_has_no_other() -> No
 def test_messages_count_what_there_is() -> None:
     assert str(needs()) == "3 worker processes (1 rollout instance, the trainer, one for the light roles)"
     assert str(needs(ranks=2)).startswith("4 worker processes (1 rollout instance, 2 ranks of the trainer, one for")
-    assert existing(PLAIN) == "the cluster has 6"
-    assert existing({"d": {"driver": 1}, "e": {}}) == "the cluster has 2; declared: driver 1"
+    assert describe_workers(PLAIN) == "the cluster has 6"
+    assert describe_workers({"d": {"driver": 1}, "e": {}}) == "the cluster has 2; declared: driver 1"
 
 
 @given(

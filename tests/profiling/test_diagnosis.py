@@ -9,7 +9,7 @@ import pytest
 
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.jobs.summary import diagnosed
+from staleflow.pipeline.jobs.summary import diagnosis_entry
 from staleflow.pipeline.jobs.what_if import WORSE, check_by_simulation, expect
 from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
 from staleflow.pipeline.profiling.engine_profile import profile_run
@@ -146,7 +146,7 @@ def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path
     expected = expect(run, profile_run(run), diagnosis, budget_s=60.0)
     assert expected.ratio == pytest.approx(1.9, abs=0.2)
     assert expected.command == f"staleflow simulate --from {run} --set rollout.instances=2"
-    text = diagnosed(diagnosis, expected)
+    text = diagnosis_entry(diagnosis, expected)
     assert text["cause"] == "too few instances"
     assert text["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
 
@@ -165,7 +165,7 @@ def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_m
     diagnosis, expected = check_by_simulation(run, profile, found, 8, budget_s=60.0)
     assert expected.ratio is not None
     assert expected.ratio >= WORSE
-    line = diagnosed(diagnosis, expected)["line"]
+    line = diagnosis_entry(diagnosis, expected)["line"]
     assert "but" not in line
     assert diagnosis.cause is Cause.TRAINER or "would keep up: rollout.instances = " in line
 

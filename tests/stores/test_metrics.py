@@ -88,7 +88,7 @@ def test_names_are_unique_and_pictures_have_one_unit() -> None:
     assert metrics.axis("reward", "reward") == "reward"
     with pytest.raises(ValueError, match="too many values"):
         metrics.axis("both", "staleness_mean", "response_mean")
-    for series in (summary.AGES, summary.LENGTHS):
+    for series in (summary.STALENESS_LINES, summary.LENGTH_LINES):
         assert metrics.axis("picture", *series)
         assert all(metrics.STEP[name].label for name in series)
 
