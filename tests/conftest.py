@@ -84,8 +84,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
     """Say in the very last line which tests a machine without a browser has left out."""
     yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    skipped = reporter.stats.get("skipped", []) if reporter else []
-    count = sum(browser.REASON in str(report.longrepr) for report in skipped)
+    if reporter is None:
+        return
+    count = sum(browser.REASON in str(report.longrepr) for report in reporter.stats.get("skipped", []))
     if count:
         reporter.write_line(f"{count} tests of pages were left out: {browser.MISSING} not found on this machine")
 
