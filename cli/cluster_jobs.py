@@ -22,19 +22,19 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def cluster_options(function: Command) -> Command:
-    """Decorator: options that name a cluster and its TLS files; the command receives them as `where`."""
+    """Decorator: options that name a cluster and its TLS files; the command receives them as `cluster`."""
 
-    def named(
+    def with_options(
         *args: Any, scheduler: str, scheduler_file: str, tls_ca_file: str, tls_cert: str, tls_key: str, **kwargs: Any
     ) -> Any:
         from staleflow.pipeline.cluster.connection import ClusterAddress, security_of
 
         security = security_of(tls_ca_file, tls_cert, tls_key)
-        where = ClusterAddress(address=scheduler, scheduler_file=scheduler_file, security=security)
-        return function(*args, where=where, **kwargs)
+        cluster = ClusterAddress(address=scheduler, scheduler_file=scheduler_file, security=security)
+        return function(*args, cluster=cluster, **kwargs)
 
-    named.__doc__, named.__name__ = function.__doc__, function.__name__
-    named.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+    with_options.__doc__, with_options.__name__ = function.__doc__, function.__name__
+    with_options.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
     for option, doc in reversed(
         (
             ("--scheduler", "Scheduler address, such as tcp://host:8786; Dask's configuration by default."),
@@ -44,8 +44,8 @@ def cluster_options(function: Command) -> Command:
             ("--tls-key", "Private key of the client certificate, a PEM file."),
         )
     ):
-        named = click.option(option, default="", help=doc)(named)
-    return named  # type: ignore[return-value]
+        with_options = click.option(option, default="", help=doc)(with_options)
+    return with_options  # type: ignore[return-value]
 
 
 @click.command("submit")
@@ -56,7 +56,7 @@ def cluster_options(function: Command) -> Command:
 @click.option("--json", "as_json", is_flag=True, help="Print the job as JSON.")
 @cluster_options
 def submit(
-    config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, where: ClusterAddress
+    config_path: str, overrides: tuple[str, ...], name: str, store: str, as_json: bool, cluster: ClusterAddress
 ) -> None:
     """Submit a job to a Dask cluster and print its id. It keeps running after you disconnect."""
     if name:
@@ -68,7 +68,7 @@ def submit(
 
     config = new_job(load_job(config_path, overrides))
     check(config, here=False)
-    print_submitted(asyncio.run(submission.submit(config, where)), as_json=as_json)
+    print_submitted(asyncio.run(submission.submit(config, cluster)), as_json=as_json)
 
 
 def print_submitted(job: dict[str, Any], *, as_json: bool) -> None:
@@ -87,11 +87,11 @@ def print_submitted(job: dict[str, Any], *, as_json: bool) -> None:
 @click.option("--all", "show_all", is_flag=True, help="Also list jobs that ended more than a day ago.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_options
-def list_jobs(show_all: bool, as_json: bool, where: ClusterAddress) -> None:
+def list_jobs(show_all: bool, as_json: bool, cluster: ClusterAddress) -> None:
     """List the jobs of a cluster: those that wait or run, and those that ended within the last day."""
     from staleflow.pipeline.cluster import job_lookup
 
-    every_job = asyncio.run(job_lookup.all_jobs(where))
+    every_job = asyncio.run(job_lookup.all_jobs(cluster))
     jobs = every_job if show_all else job_lookup.recent(every_job, time.time())
     if as_json:
         click.echo(json.dumps(jobs, indent=2))
@@ -108,7 +108,7 @@ def list_jobs(show_all: bool, as_json: bool, where: ClusterAddress) -> None:
 @click.argument("id")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @cluster_options
-def status(id: str, as_json: bool, where: ClusterAddress) -> None:
+def status(id: str, as_json: bool, cluster: ClusterAddress) -> None:
     """Show a job's progress: step, reward, staleness, throughput, instances, and what it waits for. ID may also be a
     run's folder, which needs no cluster."""
     from staleflow.pipeline.cluster import job_lookup
@@ -117,7 +117,7 @@ def status(id: str, as_json: bool, where: ClusterAddress) -> None:
     if job_record.has_record(Path(id)):
         match = job_lookup.Match(job_record.read(Path(id)))
     else:
-        match = job_lookup.matching(asyncio.run(job_lookup.all_jobs(where)), id)
+        match = job_lookup.matching(asyncio.run(job_lookup.all_jobs(cluster)), id)
     job = match.job
     if match.note:
         click.echo(match.note, err=True)
@@ -134,9 +134,9 @@ def status(id: str, as_json: bool, where: ClusterAddress) -> None:
 @click.option("-f", "--follow", is_flag=True, help="Keep printing until the job has ended.")
 @click.option("--json", "as_json", is_flag=True, help="Print each line as a JSON object with time and text.")
 @cluster_options
-def logs(id: str, follow: bool, as_json: bool, where: ClusterAddress) -> None:
-    """Print a job's log. Of several with that name it is that of the one that has not ended, or of the newest. Exit
-    code 1 if a followed job fails. ID may also be a run's folder, which needs no cluster."""
+def logs(id: str, follow: bool, as_json: bool, cluster: ClusterAddress) -> None:
+    """Print a job's log. If several jobs have the name, the log of the one that has not ended is printed, or else that
+    of the newest. Exit code 1 if a followed job fails. ID may also be a run's folder, which needs no cluster."""
     from staleflow.pipeline.cluster import job_lookup
     from staleflow.pipeline.recovery import job_record
 
@@ -149,13 +149,13 @@ def logs(id: str, follow: bool, as_json: bool, where: ClusterAddress) -> None:
             async for line in job_record.follow_log(Path(id), follow=follow):
                 print_line(job_record.read(Path(id))["id"], line)
             return str(job_record.read(Path(id))["state"])
-        match = job_lookup.matching(await job_lookup.all_jobs(where), id)
+        match = job_lookup.matching(await job_lookup.all_jobs(cluster), id)
         if match.note:
             click.echo(match.note, err=True)
         job = match.job["id"]
-        async for line in job_lookup.log_lines(where, job, follow=follow):
+        async for line in job_lookup.log_lines(cluster, job, follow=follow):
             print_line(job, line)
-        return str(job_lookup.matching(await job_lookup.all_jobs(where), job).job["state"])
+        return str(job_lookup.matching(await job_lookup.all_jobs(cluster), job).job["state"])
 
     if asyncio.run(show()) == "failed" and follow:
         sys.exit(1)
@@ -163,14 +163,14 @@ def logs(id: str, follow: bool, as_json: bool, where: ClusterAddress) -> None:
 
 @click.command("cancel")
 @click.argument("id")
-@click.option("--json", "as_json", is_flag=True, help="Print the job as JSON, with its state before.")
+@click.option("--json", "as_json", is_flag=True, help="Print the job as JSON, with its state before the command.")
 @cluster_options
-def cancel(id: str, as_json: bool, where: ClusterAddress) -> None:
-    """Stop a job at its next step, or at once if it waits. What it has done is stored; `staleflow resume` continues
-    from there."""
+def cancel(id: str, as_json: bool, cluster: ClusterAddress) -> None:
+    """Stop a running job at its next step, a waiting one at once. Its results so far are stored; `staleflow resume`
+    continues from them."""
     from staleflow.pipeline.cluster import job_lookup, job_registry
 
-    job, state = asyncio.run(job_lookup.cancel(where, id))
+    job, state = asyncio.run(job_lookup.cancel(cluster, id))
     if as_json:
         click.echo(json.dumps(job | {"state_before": state}, indent=2))
     elif state in job_registry.ENDED:
@@ -185,12 +185,12 @@ def cancel(id: str, as_json: bool, where: ClusterAddress) -> None:
 @click.argument("id")
 @click.argument("worker")
 @cluster_options
-def retire(id: str, worker: str, where: ClusterAddress) -> None:
-    """Have a job give up one of its rollout instances: WORKER is its name, or the name or address of its worker. What
-    it samples goes on elsewhere from the tokens it has; then the worker leaves the cluster. Nothing is lost."""
+def retire(id: str, worker: str, cluster: ClusterAddress) -> None:
+    """Take a rollout instance out of a job and its worker out of the cluster. WORKER is the name of the instance, or
+    the name or address of its worker. Its trajectories continue on other instances, from the tokens they have."""
     from staleflow.pipeline.cluster import job_lookup
 
-    job = asyncio.run(job_lookup.retire(where, id, worker))
+    job = asyncio.run(job_lookup.retire(cluster, id, worker))
     click.echo(f"{job} gives up {worker}; `staleflow logs {job} -f` says when it has left")
 
 

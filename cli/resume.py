@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON, and no progress.")
 @click.option("-v", "--verbose", count=True, help="Log each step and event; -vv each placement and pull.")
 @cluster_options
-def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, where: ClusterAddress) -> None:
+def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, cluster: ClusterAddress) -> None:
     """Resume a stopped, killed or finished run from its newest resume point. If a cluster is named, it is submitted
     there."""
     from staleflow.pipeline.api.job_loading import resumable_job
 
     config = resumable_job(Path(run), overrides)
-    if not where.named:
+    if not cluster.named:
         warm_up(config, verbose)
-    check(config, here=not where.named)
-    if not where.named:
+    check(config, here=not cluster.named)
+    if not cluster.named:
         execute_job(config, as_json=as_json, verbose=verbose, resume=True)
         return
     from staleflow.pipeline.jobs import submission
 
-    print_submitted(asyncio.run(submission.submit(config, where, resume=True)), as_json=as_json)
+    print_submitted(asyncio.run(submission.submit(config, cluster, resume=True)), as_json=as_json)

@@ -94,14 +94,14 @@ def _row(run: Run) -> dict[str, Any]:
     help="Most resident memory, of all local processes together.",
 )
 @worker_options
-def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, where: ClusterAddress) -> None:
+def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluster: ClusterAddress) -> None:
     """Verify the bound, single consumption and conservation from the stored data alone. Exit code 1 if one fails,
     if no step is stored, or if the weights of no instance were verified."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
     stored = open_run(run)
-    with named_cluster(where, configured=False) as client:  # an audit needs none
+    with named_cluster(cluster, configured=False) as client:  # an audit needs none
         result = stored.audit(full=full, memory_mib=memory, workers=workers, client=client)
     bias = stored.drop_bias() if result.readable else None
     if as_json:

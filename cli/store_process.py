@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option("--branch", required=True, help="Name of the new branch for the rewards.")
 @worker_options
 def rescore(
-    run: str, reward: str, changes: tuple[str, ...], branch: str, workers: int, as_json: bool, where: ClusterAddress
+    run: str, reward: str, changes: tuple[str, ...], branch: str, workers: int, as_json: bool, cluster: ClusterAddress
 ) -> None:
     """Score the stored responses again and store the rewards on a branch. Exit code 1 if some could not be scored."""
     if not (reward or changes):
@@ -42,8 +42,8 @@ def rescore(
     from staleflow.pipeline.api.stored_run import open_run
 
     stored = open_run(run)
-    first = starting(where, workers)
-    with named_cluster(where) as client, progress_bar("scored", quiet=as_json, first=first) as progress:
+    first = starting(cluster, workers)
+    with named_cluster(cluster) as client, progress_bar("scored", quiet=as_json, first=first) as progress:
         result = stored.rescore(
             reward=reward, changes=changes, branch=branch, workers=workers, client=client, progress=progress
         )
@@ -100,15 +100,15 @@ def diff(run: str, first: str, second: str, as_json: bool) -> None:
 @selection_option
 @worker_options
 def recompute_logprobs(
-    run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, where: ClusterAddress
+    run: str, model: str, branch: str, selection: str, workers: int, as_json: bool, cluster: ClusterAddress
 ) -> None:
     """Compute logprobs of the stored responses under a checkpoint, and its distance from the sampling policy."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
     stored = open_run(run)
-    first = starting(where, workers)
-    with named_cluster(where) as client, progress_bar("read", quiet=as_json, first=first) as progress:
+    first = starting(cluster, workers)
+    with named_cluster(cluster) as client, progress_bar("read", quiet=as_json, first=first) as progress:
         result = stored.recompute_logprobs(
             model, branch=branch, where=selection, workers=workers, client=client, progress=progress
         )
@@ -155,15 +155,15 @@ def export(
     selection: str,
     workers: int,
     as_json: bool,
-    where: ClusterAddress,
+    cluster: ClusterAddress,
 ) -> None:
     """Export trajectories, as texts and tokens, for other tools."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
 
     stored = open_run(run, branch=branch)
-    first = starting(where, workers)
-    with named_cluster(where) as client, progress_bar("written", quiet=as_json, first=first) as progress:
+    first = starting(cluster, workers)
+    with named_cluster(cluster) as client, progress_bar("written", quiet=as_json, first=first) as progress:
         result = stored.export(to, out or None, where=selection, workers=workers, client=client, progress=progress)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(result), indent=2))

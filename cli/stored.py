@@ -44,13 +44,13 @@ def worker_options(function: Command) -> Command:
 
 
 @contextlib.contextmanager
-def named_cluster(where: ClusterAddress, *, configured: bool = True) -> Iterator[Any]:
+def named_cluster(cluster: ClusterAddress, *, configured: bool = True) -> Iterator[Any]:
     """A client of the cluster that the options name; None if they name none. configured: whether Dask's configuration
     may name it, too. Raises ConfigError if it does not answer."""
-    if not (where.named if configured else where.address or where.scheduler_file):
+    if not (cluster.named if configured else cluster.address or cluster.scheduler_file):
         yield None
         return
-    with where.blocking() as client:
+    with cluster.blocking() as client:
         yield client
 
 
@@ -66,10 +66,10 @@ def announce(line: str) -> None:
     click.echo(line, err=True)
 
 
-def starting(where: ClusterAddress, count: int) -> str:
+def starting(cluster: ClusterAddress, count: int) -> str:
     """What the next seconds are for; empty if workers of a cluster are there already."""
     plural = "es" if count != 1 else ""
-    return "" if where.named else f"starting {count} worker process{plural}; --workers sets their number"
+    return "" if cluster.named else f"starting {count} worker process{plural}; --workers sets their number"
 
 
 @contextlib.contextmanager

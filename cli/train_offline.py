@@ -37,7 +37,7 @@ def command(
     overrides: tuple[str, ...],
     out: str,
     as_json: bool,
-    where: ClusterAddress,
+    cluster: ClusterAddress,
 ) -> None:
     """Train on a run's stored batches, in their order, with the same trainer and losses, without rollout.
 
@@ -48,7 +48,7 @@ def command(
     from staleflow.pipeline.api.stored_run import open_run
 
     stored = open_run(run, branch=branch)
-    with named_cluster(where) as client, progress(quiet=as_json) as report:
+    with named_cluster(cluster) as client, progress(quiet=as_json) as report:
         result = stored.train_offline(
             out or None, overrides=overrides, where=selection, epochs=epochs, client=client, report=report
         )

@@ -175,11 +175,11 @@ def _begun(job: Job, *, client: Any, progress: Progress, resume: bool) -> RunHan
 
 def _on_cluster_of(client: Any, job: Job) -> tuple[Job, Any]:
     """A job on the cluster of a Dask client, and the client's security. Raises ConfigError."""
-    where = ClusterAddress.of_client(client)
-    if where.address.startswith("inproc"):
+    dask_cluster = ClusterAddress.of_client(client)
+    if dask_cluster.address.startswith("inproc"):
         raise ConfigError(
-            f"client: the workers at {where.address} are threads of this process, and each actor needs a process; use "
-            "LocalCluster(processes=True, threads_per_worker=1)"
+            f"client: the workers at {dask_cluster.address} are threads of this process, and each actor needs a "
+            "process; use LocalCluster(processes=True, threads_per_worker=1)"
         )
-    cluster = replace(job.cluster, kind="address", address=where.address, scheduler_file="")
-    return replace(job, cluster=cluster), where.security
+    cluster = replace(job.cluster, kind="address", address=dask_cluster.address, scheduler_file="")
+    return replace(job, cluster=cluster), dask_cluster.security

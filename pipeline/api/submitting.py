@@ -125,11 +125,11 @@ def submit(
     Raises:
         ConfigError: The job has a mistake, its run's name is taken, or the cluster cannot be reached.
     """
-    where = _cluster_of(client, scheduler, scheduler_file)
+    cluster = _cluster_of(client, scheduler, scheduler_file)
     config = new_job(with_objects(job, overrides, {"rows": rows, "reward": reward, **objects}))
     for line in preflight.check_job(config, here=False):
         logger.warning(line)
-    return _submitted(own_loop.call(submission.submit(config, where)), where)
+    return _submitted(own_loop.call(submission.submit(config, cluster)), cluster)
 
 
 def submit_resumed(
@@ -150,9 +150,9 @@ def submit_resumed(
     Raises:
         ConfigError: There is no such run, nothing is left to do, or the cluster cannot be reached.
     """
-    where = _cluster_of(client, scheduler, scheduler_file)
+    cluster = _cluster_of(client, scheduler, scheduler_file)
     config = resumable_job(Path(run_dir), overrides)
-    return _submitted(own_loop.call(submission.submit(config, where, resume=True)), where)
+    return _submitted(own_loop.call(submission.submit(config, cluster, resume=True)), cluster)
 
 
 def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: str | Path = "") -> list[SubmittedJob]:
@@ -164,8 +164,8 @@ def submitted_jobs(*, client: Any = None, scheduler: str = "", scheduler_file: s
     Raises:
         ConfigError: The cluster cannot be reached.
     """
-    where = _cluster_of(client, scheduler, scheduler_file)
-    return [_submitted(job, where) for job in own_loop.call(job_lookup.all_jobs(where))]
+    cluster = _cluster_of(client, scheduler, scheduler_file)
+    return [_submitted(job, cluster) for job in own_loop.call(job_lookup.all_jobs(cluster))]
 
 
 def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> ClusterAddress:
@@ -176,8 +176,8 @@ def _cluster_of(client: Any, scheduler: str, scheduler_file: str | Path) -> Clus
     return ClusterAddress(address=scheduler, scheduler_file=str(scheduler_file or ""))
 
 
-def _submitted(job: Mapping[str, Any], where: ClusterAddress) -> SubmittedJob:
-    return SubmittedJob(id=job["id"], name=job["name"], run_dir=Path(job["run_dir"]), cluster=where)
+def _submitted(job: Mapping[str, Any], cluster: ClusterAddress) -> SubmittedJob:
+    return SubmittedJob(id=job["id"], name=job["name"], run_dir=Path(job["run_dir"]), cluster=cluster)
 
 
 def _status_of(job: Mapping[str, Any]) -> RunStatus:

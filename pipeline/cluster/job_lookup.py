@@ -101,17 +101,17 @@ async def find(client: Any, word: str) -> dict[str, Any]:
     return matching(await job_registry.ask(client, "jobs"), word).job
 
 
-async def all_jobs(where: ClusterAddress) -> list[dict[str, Any]]:
+async def all_jobs(cluster: ClusterAddress) -> list[dict[str, Any]]:
     """The jobs of a cluster, in the order of their submission. Raises ConfigError if it cannot be reached."""
-    async with where.connected() as client:
+    async with cluster.connected() as client:
         jobs: list[dict[str, Any]] = await job_registry.ask(client, "jobs")
         return jobs
 
 
-async def log_lines(where: ClusterAddress, id: str, *, follow: bool = False) -> AsyncIterator[str]:
+async def log_lines(cluster: ClusterAddress, id: str, *, follow: bool = False) -> AsyncIterator[str]:
     """Yield a job's log lines; with `follow`, until the job has ended. Raises ConfigError."""
     after = 0
-    async with where.connected() as client:
+    async with cluster.connected() as client:
         while True:
             state = (await find(client, id))["state"]
             after, lines = await job_registry.ask(client, "lines", id=id, after=after)
@@ -122,25 +122,25 @@ async def log_lines(where: ClusterAddress, id: str, *, follow: bool = False) -> 
             await asyncio.sleep(POLL_S)
 
 
-async def ended(where: ClusterAddress, id: str) -> dict[str, Any]:
+async def ended(cluster: ClusterAddress, id: str) -> dict[str, Any]:
     """Wait until a job has ended; returns what the cluster knows of it. Raises ConfigError."""
-    async with where.connected() as client:
+    async with cluster.connected() as client:
         while (job := await find(client, id))["state"] not in job_registry.ENDED:
             await asyncio.sleep(POLL_S)
         return job
 
 
-async def cancel(where: ClusterAddress, word: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
+async def cancel(cluster: ClusterAddress, word: str, reason: str = "cancelled") -> tuple[dict[str, Any], str]:
     """Stop a job at its next step, or at once if it waits; returns it, and its state before. Raises ConfigError."""
-    async with where.connected() as client:
+    async with cluster.connected() as client:
         job = find_unambiguous(await job_registry.ask(client, "jobs"), word)
         state = await job_registry.ask(client, "stop", id=job["id"], why=reason)
         return await find(client, job["id"]), str(state)
 
 
-async def retire(where: ClusterAddress, word: str, worker: str) -> str:
+async def retire(cluster: ClusterAddress, word: str, worker: str) -> str:
     """Have a running job give up one of its workers; returns the job's id. Raises ConfigError if it does not run."""
-    async with where.connected() as client:
+    async with cluster.connected() as client:
         job = find_unambiguous(await job_registry.ask(client, "jobs"), word)["id"]
         state = await job_registry.ask(client, "retire", id=job, worker=worker)
     if state != "running":

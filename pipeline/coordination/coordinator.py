@@ -227,11 +227,11 @@ class Coordinator(CoordinatorInspection):
         live = self._state.running(event.trajectory, event.route_number)
         if live is None:
             return
-        if live.cut and event.tokens > 0 and self._strategies.environments:
-            self._state.finish_turn(live, event.tokens, cut_off=True)
+        if live.truncating and event.tokens > 0 and self._strategies.environments:
+            self._state.finish_turn(live, event.tokens, truncated=True)
             self._step_environment(live, f"cut off at {tokens_sampled(event)}", truncated=True)
-        elif live.cut and event.tokens > 0:
-            self._state.finish_sampling(live, event.tokens, cut_off=True)
+        elif live.truncating and event.tokens > 0:
+            self._state.finish_sampling(live, event.tokens, truncated=True)
             self._score(live, f"cut off at {tokens_sampled(event)}")
         else:
             self._state.interrupt(live, event.tokens)
@@ -263,7 +263,7 @@ class Coordinator(CoordinatorInspection):
             return
         if live.phase is Phase.IN_ENVIRONMENT:
             if not live.evaluated:  # of the others, sampling has told
-                if not live.cut_off:
+                if not live.truncated:
                     self.forecast.finished(live.group, live.tokens, live.forecast)
                 self.forecast.episodes.ended(live.tokens, live.given_tokens)
             self._release_cache(live.id, self._state.pop_cached_instance(live))

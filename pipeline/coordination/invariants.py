@@ -54,7 +54,7 @@ def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
         raise ProtocolViolation(f"{live.id} was routed {live.route_number} times, with version {live.v_traj}")
     if not 0 <= live.delivered_tokens <= live.tokens:
         raise ProtocolViolation(f"{live.id} has {live.tokens} tokens, {live.delivered_tokens} of them delivered")
-    if live.cut and live.phase is not Phase.RUNNING:
+    if live.truncating and live.phase is not Phase.RUNNING:
         raise ProtocolViolation(f"{live.id} is to be cut off but {live.phase.value}")
     if live.target is not None and live.phase not in {Phase.RUNNING, Phase.QUEUED}:
         raise ProtocolViolation(f"{live.id} is to continue at {live.target} but {live.phase.value}")

@@ -86,11 +86,11 @@ class Moves:
         due = [live for live in state.live.values() if self._is_due(live)]
         per_step = ledger.groups_per_step * ledger.group_size
         if not rule.may_truncate(
-            sum(not live.cut for live in due),
+            sum(not live.truncating for live in due),
             per_step=per_step,
-            cut_in_step=state.cuts.in_step,
-            trained=state.cuts.trained,
-            cut=state.cuts.truncated,
+            truncated_in_step=state.truncations.in_step,
+            trained=state.truncations.trained,
+            truncated=state.truncations.truncated,
         ):
             return
         for live in due:

@@ -28,9 +28,9 @@ class Measured:
 
 
 @dataclass(slots=True)
-class Cuts:
-    """Counts of truncated trajectories, from the moment that is decided. trained: trajectories handed to steps.
-    truncated: to end with the tokens they have. in_step: of these, since a step last took its batch."""
+class TruncationCounts:
+    """Counts of truncated trajectories, from the moment of the decision. trained: trajectories that steps have
+    consumed. truncated: in the whole run. in_step: of these, since a step last took its batch."""
 
     trained: int = 0
     truncated: int = 0

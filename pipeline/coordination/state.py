@@ -20,7 +20,7 @@ from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from staleflow.pipeline.coordination.mixture import Mixture
 from staleflow.pipeline.coordination.phases import Phase, Transition, next_phase
 from staleflow.pipeline.coordination.replan_flags import ReplanFlags
-from staleflow.pipeline.coordination.running_means import Cuts, Measured
+from staleflow.pipeline.coordination.running_means import Measured, TruncationCounts
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory, found_in_flight
 from staleflow.pipeline.coordination.work_queue import EVALUATION, FRESH, MutableWorkQueue, WorkQueue
 from staleflow.stores.errors import ProtocolViolation
@@ -55,7 +55,7 @@ class CoordinatorState(ReplanFlags):
         self.mixture = mixture
         self._evaluations = MutableEvaluations(self._fleet)
         self.measured = Measured()
-        self.cuts = Cuts()
+        self.truncations = TruncationCounts()
         self._now = 0.0
         self._fresh_groups: set[GroupId] = set()  # no member was routed yet
         self._groups_drawn = 0  # asked for and not arrived
@@ -205,7 +205,7 @@ class CoordinatorState(ReplanFlags):
         self._training, self._idle_since = True, None
         if self.mixture is not None:
             self.mixture.train(consumption.groups)
-        self.cuts.step_taken(len(consumption.members))
+        self.truncations.step_taken(len(consumption.members))
         versions = tuple(self._live[member].v_traj for member in consumption.members)
         for member in consumption.members:
             live = self._live.pop(member)
@@ -292,25 +292,25 @@ class CoordinatorState(ReplanFlags):
             raise ProtocolViolation(f"{live.id} is moved while it is {live.phase.value}, or on its way already")
         live.moved_at = self.ledger.version
         if target is None:
-            live.cut = True
-            self.cuts.add(1)
+            live.truncating = True
+            self.truncations.add(1)
         else:
             live.target = target.instance
             self._fleet.start_move(source, target)
 
-    def finish_sampling(self, live: LiveTrajectory, tokens: int, *, cut_off: bool = False) -> None:
+    def finish_sampling(self, live: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
         """Take a trajectory off its instance to be scored with the `tokens` it has."""
-        phase = next_phase(live.phase, Transition.TRUNCATED if cut_off else Transition.SAMPLED)
+        phase = next_phase(live.phase, Transition.TRUNCATED if truncated else Transition.SAMPLED)
         self._evaluations.sampled(live)
         self._leave_instance(live)
         self._finish_move(live)
-        if live.cut and not cut_off:  # it ended by itself before it could be cut off
-            self.cuts.add(-1)
+        if live.truncating and not truncated:  # it ended by itself before it could be cut off
+            self.truncations.add(-1)
         live.tokens = live.delivered_tokens = tokens
-        live.cut = False
+        live.truncating = False
         live.phase, live.since = phase, self._now
 
-    def finish_turn(self, live: LiveTrajectory, tokens: int, *, cut_off: bool = False) -> None:
+    def finish_turn(self, live: LiveTrajectory, tokens: int, *, truncated: bool = False) -> None:
         """Take a trajectory off its instance to have its environment answer the turn that ends with `tokens`."""
         phase = next_phase(live.phase, Transition.TURN_SAMPLED)
         source = self._fleet.get(live.instance)
@@ -318,11 +318,11 @@ class CoordinatorState(ReplanFlags):
         live.home, live.home_version = source.instance, source.version
         self._leave_instance(live)
         self._finish_move(live)
-        if live.cut and not cut_off:  # it ended by itself before it could be cut off: the next turn may be
-            self.cuts.add(-1)
+        if live.truncating and not truncated:  # it ended by itself before it could be cut off: the next turn may be
+            self.truncations.add(-1)
             live.moved_at = -1
         live.tokens = live.delivered_tokens = tokens
-        live.cut, live.cut_off = False, cut_off
+        live.truncating, live.truncated = False, truncated
         live.phase, live.since = phase, self._now
 
     def step_environment(self, live: LiveTrajectory) -> None:
@@ -454,9 +454,11 @@ class CoordinatorState(ReplanFlags):
     def _requeue(self, live: LiveTrajectory, transition: Transition, tokens: int) -> None:
         phase = next_phase(live.phase, transition)
         self._leave_instance(live)
-        if live.cut:  # it left for another reason, or with nothing to score: it may be cut off in its next attempt
-            self.cuts.add(-1)
-            live.cut, live.moved_at = False, -1
+        if (
+            live.truncating
+        ):  # it left for another reason, or with nothing to score: it may be cut off in its next attempt
+            self.truncations.add(-1)
+            live.truncating, live.moved_at = False, -1
         live.tokens = tokens
         live.phase, live.since = phase, self._now
         self._enqueue(live)

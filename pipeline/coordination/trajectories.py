@@ -49,10 +49,10 @@ class LiveTrajectory:
     """The instance it is being moved to, from the Interrupt until it is routed or sampled."""
     moved_at: int = -1
     """The published version when it was last interrupted: that is done at most once per version."""
-    cut: bool = False
+    truncating: bool = False
     """An Interrupt is on its way, after which it is scored with the tokens it has."""
-    cut_off: bool = False
-    """Its latest turn was cut off there: its length says nothing of others."""
+    truncated: bool = False
+    """Its latest turn was truncated: forecasts must not learn its length."""
     refused: str = ""
     """Why it was last left in the queue; empty once it is routed."""
 
@@ -69,7 +69,7 @@ class LiveTrajectory:
     @property
     def leaving(self) -> bool:
         """An Interrupt is on its way to it."""
-        return self.cut or self.target is not None
+        return self.truncating or self.target is not None
 
 
 def found_in_flight(stored: GroupInFlight, sampled: Phase, now: float) -> list[LiveTrajectory]:

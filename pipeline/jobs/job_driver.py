@@ -70,8 +70,8 @@ def drive(submission: Submission) -> str:
 async def _drive(submission: Submission, slot: DriverWorker, scheduler: str, alive: Callable[[], bool]) -> str:
     from staleflow.pipeline.jobs import reporter
 
-    where = ClusterAddress(address=scheduler, security=slot.security)
-    async with where.connected(PATIENT_S) as client:
+    cluster = ClusterAddress(address=scheduler, security=slot.security)
+    async with cluster.connected(PATIENT_S) as client:
         job = await find(client, submission.id)
         if job["state"] in job_registry.ENDED:
             return str(job["state"])

@@ -23,12 +23,12 @@ from staleflow.pipeline.recovery.run_folder import refuse_locked
 from staleflow.stores.errors import ConfigError
 
 ARRIVED_POLL_S = 0.02
-"""Seconds between two questions whether the scheduler has a submitted job's task."""
+"""Seconds between two checks whether a submitted job's task has reached the scheduler."""
 
 
-async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = False) -> dict[str, Any]:
-    """Submit a job, with absolute paths, to a cluster; returns what the registry on its scheduler knows of it, as soon
-    as the job has its place in the queue. Raises ConfigError if another process or job has the run's folder."""
+async def submit(config: RunConfig, cluster: ClusterAddress, *, resume: bool = False) -> dict[str, Any]:
+    """Submit a job, with absolute paths, to a cluster; returns its entry in the job registry on the scheduler, once it
+    is in the queue. Raises ConfigError if another process or job has locked the run's folder."""
     if resume:
         refuse_locked(config.run_dir)
     id = f"{config.name}-{secrets.token_hex(3)}"
@@ -36,10 +36,10 @@ async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = Fal
     config, code = with_code(config)
     submission = Submission(id=id, job=knob_tree.to_toml(config), code=code, resume=resume)
     needs = Needs.of(config, driver=True)
-    async with where.connected() as client:
+    async with cluster.connected() as client:
         await refuse_too_few_gpus(client, config)
-        # The registry has the job wait for workers as soon as it has its task, so that nothing is left to do then.
-        other = await job_registry.ask(
+        # The registry queues the job as soon as its task has reached the scheduler: nothing is left to do then.
+        other_job = await job_registry.ask(
             client,
             "submit",
             id=id,
@@ -50,8 +50,8 @@ async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = Fal
             needs=asdict(needs),
             wait_s=config.deadlines.wait_s,
         )
-        refuse_second(other)
-        # On no worker until the registry gives the job some.
+        refuse_second(other_job)
+        # The task runs on no worker until the registry assigns workers to the job.
         future = client.submit(drive, submission, key=job_registry.KEY + id, pure=False, workers=[job_registry.NOWHERE])
         while not (job := await job_registry.ask(client, "arrived", id=id))["arrived"]:
             if future.status in ("error", "lost", "cancelled"):
@@ -61,6 +61,6 @@ async def submit(config: RunConfig, where: ClusterAddress, *, resume: bool = Fal
 
 
 async def _why(future: Any) -> str:
-    """Why a task that has failed did, in one line."""
+    """The error of a failed task, in one line."""
     error = await future.exception() if future.status == "error" else future.status
     return str(error).partition("\n")[0]

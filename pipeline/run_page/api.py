@@ -98,10 +98,10 @@ class RunApi:
             "num_steps": len(stored.steps),
             "metrics": plain(record.metrics),
             "page": page_of_rows.page,
-            "pages": page_of_rows.pages,
+            "pages": page_of_rows.num_pages,
             "total": page_of_rows.total,
             "note": self._reader.texts_note,
-            "groups": self._groups(stored, page_of_rows.at, where),
+            "groups": self._groups(stored, page_of_rows.items, where),
         }
 
     def batch(self, branch: str, step: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class RunApi:
         return {"note": self._reader.texts_note, "groups": self._groups(stored, np.asarray([group]), "")}
 
     def _groups(self, stored: Stored, ids: listing.Positions, where: str) -> list[dict[str, Any]]:
-        matching = listing.selected(stored.columns, where)
+        matching = listing.selection_mask(stored.columns, where)
         placed = listing.members(stored.columns, ids)
         wanted = sorted(np.concatenate([*placed.values(), np.zeros(0, np.int64)]).tolist())
         rows = dict(zip(wanted, stored.store.picked(wanted), strict=True))
@@ -184,10 +184,10 @@ class RunApi:
         """A page of trajectories: their columns."""
         stored = self._need(branch)
         page_of_rows = listing.trajectories(stored.columns, where, sort, page)
-        columns = {name: column[page_of_rows.at].tolist() for name, column in stored.columns.items()}
+        columns = {name: column[page_of_rows.items].tolist() for name, column in stored.columns.items()}
         return {
             "page": page_of_rows.page,
-            "pages": page_of_rows.pages,
+            "pages": page_of_rows.num_pages,
             "total": page_of_rows.total,
             "stored": len(stored.columns["trajectory"]),
             "columns": {name: [_plain(value) for value in values] for name, values in columns.items()},

@@ -1,6 +1,7 @@
 """Which trajectories and groups a page shows: filtered, sorted and paged over the store's columns. Numpy, pure.
 
-Only positions are returned; tokens are read for one page at a time, so a page costs the same however large the store.
+`where` is a filter expression over columns, such as "staleness <= 1 and reward > 0"; empty, it selects everything. Only
+positions are returned; tokens are read for one page at a time, so a page costs the same however large the store.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ by the longest response."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A part of a list. at: positions in the store; total: elements of the whole list."""
+    """A part of a list. items: positions of trajectories in the store, or group ids; total: length of the whole
+    list."""
 
-    at: Positions
+    items: Positions
     page: int
-    pages: int
+    num_pages: int
     total: int
 
 
-def selected(columns: Columns, where: str) -> npt.NDArray[np.bool_]:
-    """[R] whether a trajectory is selected. Raises ConfigError with a message for the page."""
+def selection_mask(columns: Columns, where: str) -> npt.NDArray[np.bool_]:
+    """[R] whether the filter expression selects each trajectory. Raises ConfigError with a message for the page."""
     try:
         return Selection(where).mask(columns)
     except ConfigError as error:
@@ -49,22 +51,22 @@ def selected(columns: Columns, where: str) -> npt.NDArray[np.bool_]:
 def trajectories(columns: Columns, where: str, sort: str, page: int) -> Page:
     """A page of trajectories. sort: a column, with a "-" before it for descending; ties by trajectory; values that are
     not numbers come last. Raises ConfigError."""
-    (at,) = np.nonzero(selected(columns, where))
+    (positions,) = np.nonzero(selection_mask(columns, where))
     name, descending = sort.removeprefix("-"), sort.startswith("-")
     if name not in columns:
         raise ConfigError(f"cannot be sorted by {name!r}; there are {', '.join(columns)}")
-    values = columns[name][at]
+    values = columns[name][positions]
     if values.dtype.kind in "US":
         values = np.unique(values, return_inverse=True)[1]
     values = values.astype(np.float64)
-    order = np.lexsort((columns["trajectory"][at], -values if descending else values))
-    return _page(at[order], page, ROWS_PER_PAGE)
+    order = np.lexsort((columns["trajectory"][positions], -values if descending else values))
+    return _page(positions[order], page, ROWS_PER_PAGE)
 
 
 def _page(items: npt.NDArray[Any], page: int, size: int) -> Page:
-    pages = max(1, -(-len(items) // size))
-    page = min(max(page, 1), pages)
-    return Page(at=items[(page - 1) * size : page * size], page=page, pages=pages, total=len(items))
+    num_pages = max(1, -(-len(items) // size))
+    page = min(max(page, 1), num_pages)
+    return Page(items=items[(page - 1) * size : page * size], page=page, num_pages=num_pages, total=len(items))
 
 
 def distribution(columns: Columns, where: str, name: str) -> dict[str, Any]:
@@ -72,40 +74,40 @@ def distribution(columns: Columns, where: str, name: str) -> dict[str, Any]:
     Rewards are of those that were scored. Raises ConfigError."""
     if name not in columns or columns[name].dtype.kind in "US":
         raise ConfigError(f"{name!r} is not a column of numbers")
-    chosen = selected(columns, where) & np.isfinite(columns[name].astype(np.float64))
+    mask = selection_mask(columns, where) & np.isfinite(columns[name].astype(np.float64))
     if name in ("reward", "advantage"):
-        chosen &= scored(columns)
-    values = columns[name][chosen].astype(np.float64)
+        mask &= scored(columns)
+    values = columns[name][mask].astype(np.float64)
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     if columns[name].dtype.kind in "ib":  # bins of equally many whole numbers
         width = max(1, math.ceil((high - low + 1) / BINS))
         edges = np.arange(low, high + width + 0.5, width) - 0.5
     else:
         edges = np.linspace(low, high if high > low else low + 1, BINS + 1)
-    fates = columns["fate"][chosen]
+    fates = columns["fate"][mask]
     counts = {f.value: np.histogram(values[fates == f.value], bins=edges)[0].tolist() for f in Fate}
     return {"column": name, "edges": edges.tolist(), "fates": {fate: c for fate, c in counts.items() if any(c)}}
 
 
 def by_fate(columns: Columns, where: str) -> list[dict[str, Any]]:
-    """What was trained on against what was not: a row for each fate and reason of the selected trajectories, with their
-    number, mean length, mean reward of those scored (None without any) and share of those cut off. Raises
+    """Compare trajectories that were trained on with others: a row for each fate and reason of the selected ones, with
+    their number, mean length, mean reward of those scored (None without any) and truncated share. Raises
     ConfigError."""
-    chosen = selected(columns, where)
-    rated = scored(columns) & np.isfinite(columns["reward"].astype(np.float64))
-    kinds = sorted({*zip(columns["fate"][chosen].tolist(), columns["reason"][chosen].tolist(), strict=True)})
+    mask = selection_mask(columns, where)
+    has_reward = scored(columns) & np.isfinite(columns["reward"].astype(np.float64))
+    kinds = sorted({*zip(columns["fate"][mask].tolist(), columns["reason"][mask].tolist(), strict=True)})
     rows = []
     for fate, reason in sorted(kinds, key=lambda kind: kind[0] != Fate.CONSUMED.value):
-        these = chosen & (columns["fate"] == fate) & (columns["reason"] == reason)
-        rewards = columns["reward"][these & rated].astype(np.float64)
+        in_row = mask & (columns["fate"] == fate) & (columns["reason"] == reason)
+        rewards = columns["reward"][in_row & has_reward].astype(np.float64)
         rows.append(
             {
                 "fate": fate,
                 "reason": reason,
-                "count": int(these.sum()),
-                "response_tokens": float(columns["response_tokens"][these].mean()),
+                "count": int(in_row.sum()),
+                "response_tokens": float(columns["response_tokens"][in_row].mean()),
                 "reward": float(rewards.mean()) if len(rewards) else None,
-                "cut": float((columns["finish"][these] == FinishReason.LENGTH.value).mean()),
+                "cut": float((columns["finish"][in_row] == FinishReason.LENGTH.value).mean()),
             }
         )
     return rows
@@ -118,23 +120,22 @@ def scored(columns: Columns) -> npt.NDArray[np.bool_]:
 
 def batch_of_step(columns: Columns, step: int) -> Positions:
     """Positions of the trajectories that a step trained on, in its order."""
-    (at,) = np.nonzero((columns["step"] == step) & (columns["fate"] == Fate.CONSUMED.value))
-    return at
+    (positions,) = np.nonzero((columns["step"] == step) & (columns["fate"] == Fate.CONSUMED.value))
+    return positions
 
 
 def groups_of_step(columns: Columns, step: int, where: str, order: str, page: int) -> Page:
-    """A page of the groups that a step trained on; `at` holds group ids. where: groups in which it selects a member.
-    Raises ConfigError."""
+    """A page of the groups that a step trained on, of which `where` selects a member. Raises ConfigError."""
     if order not in GROUP_ORDERS:
         raise ConfigError(f"groups cannot be ordered by {order!r}; there are {', '.join(GROUP_ORDERS)}")
-    at = batch_of_step(columns, step)
-    ids, first, member = np.unique(columns["group"][at], return_index=True, return_inverse=True)
+    positions = batch_of_step(columns, step)
+    ids, first, member = np.unique(columns["group"][positions], return_index=True, return_inverse=True)
     count = np.bincount(member, minlength=len(ids))
-    rewards = columns["reward"][at].astype(np.float64)
+    rewards = columns["reward"][positions].astype(np.float64)
     mean = np.bincount(member, rewards, len(ids)) / np.maximum(count, 1)
     squares = np.bincount(member, (rewards - mean[member]) ** 2, len(ids))
     longest = np.zeros(len(ids))
-    np.maximum.at(longest, member, columns["response_tokens"][at])
+    np.maximum.at(longest, member, columns["response_tokens"][positions])
     key = {
         "trained": first,
         "best": -mean,
@@ -144,21 +145,21 @@ def groups_of_step(columns: Columns, step: int, where: str, order: str, page: in
     }
     sorted_ids = np.lexsort((first, key[order]))
     if where.strip():
-        matching = np.unique(member[selected(columns, where)[at]])
+        matching = np.unique(member[selection_mask(columns, where)[positions]])
         sorted_ids = sorted_ids[np.isin(sorted_ids, matching)]
     return _page(ids[sorted_ids], page, GROUPS_PER_PAGE)
 
 
 def members(columns: Columns, groups: Positions) -> dict[int, Positions]:
     """Positions of each group's members, trained ones first, by id of the group, in the order given."""
-    (at,) = np.nonzero(np.isin(columns["group"], groups))
-    trained = columns["fate"][at] == Fate.CONSUMED.value
-    at = at[np.lexsort((columns["trajectory"][at], ~trained))]
-    return {int(group): at[columns["group"][at] == group] for group in groups}
+    (positions,) = np.nonzero(np.isin(columns["group"], groups))
+    trained = columns["fate"][positions] == Fate.CONSUMED.value
+    positions = positions[np.lexsort((columns["trajectory"][positions], ~trained))]
+    return {int(group): positions[columns["group"][positions] == group] for group in groups}
 
 
 def mean_by_step(branches: Sequence[Columns], name: str) -> dict[str, Any]:
-    """Mean of a column over each step's batch, one list per branch; None for a step that a branch has not."""
+    """Mean of a column over each step's batch, one list per branch; None for a step that a branch does not have."""
     last = max((int(c["step"].max()) for c in branches if len(c["step"])), default=-1)
     means = []
     for columns in branches:

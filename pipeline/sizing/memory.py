@@ -56,10 +56,10 @@ def layer_bytes(model: ModelShape, dtype: str) -> int:
     routed experts compute in float32 under autocast as well."""
     half = dtype == "bfloat16"
     wide, narrow = (26, 10) if half else (24, 16)
-    attention = wide * model.hidden + narrow * (model.query + model.key)
+    attention = wide * model.hidden + narrow * (model.q_size + model.kv_size)
     if not model.num_experts:
-        return attention + (8 if half else 16) * model.inner
-    return attention + model.experts_per_token * (16 * model.inner + 8 * model.hidden)
+        return attention + (8 if half else 16) * model.intermediate
+    return attention + model.experts_per_token * (16 * model.intermediate + 8 * model.hidden)
 
 
 def activation_bytes(model: ModelShape, dtype: str, *, recompute: bool) -> int:
@@ -71,7 +71,7 @@ def activation_bytes(model: ModelShape, dtype: str, *, recompute: bool) -> int:
 
 def kv_bytes(model: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
     """Bytes of the KV cache for each token, on each GPU."""
-    return 2 * model.layers * model.key * ITEM_BYTES[dtype] // tensor_parallel
+    return 2 * model.layers * model.kv_size * ITEM_BYTES[dtype] // tensor_parallel
 
 
 def parameter_bytes(model: ModelShape, training: TrainingShape) -> int:
@@ -101,7 +101,9 @@ def trainer_parts(model: ModelShape, training: TrainingShape) -> dict[str, int]:
 def engine_parts(model: ModelShape, engine: EngineShape) -> dict[str, int]:
     """Bytes of each GPU of an instance by what they are for."""
     size, parallel = ITEM_BYTES[engine.dtype], engine.tensor_parallel
-    widest = 4 * model.hidden + (2 * model.query + 3 * model.inner * max(1, model.experts_per_token)) // parallel
+    widest = (
+        4 * model.hidden + (2 * model.q_size + 3 * model.intermediate * max(1, model.experts_per_token)) // parallel
+    )
     return {
         "weights": size * model.parameters // parallel,
         "KV cache": engine.kv_tokens * kv_bytes(model, engine.dtype, parallel),

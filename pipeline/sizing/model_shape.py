@@ -11,16 +11,16 @@ from staleflow.stores.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder whose layers are alike. query, key: widths of all heads together. inner: of the gated MLP, or
-    of one expert. num_experts: 0 for a dense model."""
+    """Sizes of a decoder whose layers are alike. q_size, kv_size: widths of all heads together. intermediate: width of
+    the gated MLP, or of one expert. num_experts: 0 for a dense model."""
 
     layers: int
     hidden: int
-    query: int
-    key: int
-    inner: int
+    q_size: int
+    kv_size: int
+    intermediate: int
     vocabulary: int
-    tied: bool
+    tied_embeddings: bool
     num_experts: int = 0
     experts_per_token: int = 0
 
@@ -33,15 +33,15 @@ class ModelShape:
             heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
             head = int(text.get("head_dim") or hidden // heads)
             experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
-            inner = text.get("moe_intermediate_size") if experts else None
+            intermediate = text.get("moe_intermediate_size") if experts else None
             return cls(
                 layers=int(text["num_hidden_layers"]),
                 hidden=hidden,
-                query=heads * head,
-                key=int(text.get("num_key_value_heads") or heads) * head,
-                inner=int(inner or text["intermediate_size"]),
+                q_size=heads * head,
+                kv_size=int(text.get("num_key_value_heads") or heads) * head,
+                intermediate=int(intermediate or text["intermediate_size"]),
                 vocabulary=int(text["vocab_size"]),
-                tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+                tied_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
                 num_experts=experts,
                 experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
             )
@@ -50,15 +50,15 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: attention, norms, and the MLP or all experts with their router."""
-        attention = 2 * self.hidden * self.query + 2 * self.hidden * self.key + 2 * self.hidden
+        """Parameters of one layer: attention, norms, and the MLP or all experts with their router."""
+        attention = 2 * self.hidden * self.q_size + 2 * self.hidden * self.kv_size + 2 * self.hidden
         mlps = max(1, self.num_experts)
-        return attention + mlps * 3 * self.hidden * self.inner + self.num_experts * self.hidden
+        return attention + mlps * 3 * self.hidden * self.intermediate + self.num_experts * self.hidden
 
     @property
     def outer_parameters(self) -> int:
-        """Outside of layers: embeddings, output layer, last norm."""
-        return (1 if self.tied else 2) * self.vocabulary * self.hidden + self.hidden
+        """Parameters outside of layers: embeddings, output layer, last norm."""
+        return (1 if self.tied_embeddings else 2) * self.vocabulary * self.hidden + self.hidden
 
     @property
     def parameters(self) -> int:

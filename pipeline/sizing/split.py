@@ -9,8 +9,8 @@ from staleflow.tasks.emulation.cost_model import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What a training step takes. sample_s: seconds in which one instance samples its batch. train_s: seconds in which
-    one rank trains it."""
+    """The time that a training step needs. sample_s: seconds in which one instance samples its batch. train_s: seconds
+    in which one rank trains on it."""
 
     sample_s: float
     train_s: float
@@ -20,8 +20,17 @@ class StepWork:
         cls, costs: CostModel, *, responses: int, tokens: float, prompt_tokens: int, max_running: int, kv_tokens: int,
         train_s: float,
     ) -> StepWork:  # fmt: skip
-        """The work by the cost model. tokens: mean length of a response. An instance runs as many responses at once as
-        it may and its cache holds, each half done on average.
+        """Estimate the work with a cost model. An instance runs as many responses at once as max_running and its KV
+        cache allow, each half finished on average.
+
+        Args:
+            costs: Times of prefill and decode steps.
+            responses: Responses of a batch.
+            tokens: Mean length of a response.
+            prompt_tokens: Mean length of a prompt.
+            max_running: Most responses that an instance runs at once.
+            kv_tokens: KV cache of an instance, in tokens.
+            train_s: Seconds in which one rank trains on a batch.
 
         >>> costs = CostModel(k1=0.0, k2=0.01, k3=0.0, k4=0.0, b=0.0)
         >>> StepWork.of(costs, responses=64, tokens=100, prompt_tokens=0, max_running=32, kv_tokens=9999,
@@ -37,7 +46,7 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A division of GPUs. reason: of it, in one line."""
+    """A division of GPUs. reason: why this one, in one line."""
 
     instances: int
     ranks: int
@@ -45,9 +54,16 @@ class Split:
 
 
 def propose_split(work: StepWork, num_gpus: int, tensor_parallel: int = 1, min_ranks: int = 1) -> Split | None:
-    """The division with which the slower of sampling and training, which overlap, takes least; of equal ones that with
-    fewer ranks. min_ranks: with which the trainer fits. None if there are too few GPUs."""
-    best: tuple[float, int, int] | None = None
+    """Choose the division with the shortest step. Sampling and training overlap, so the slower one decides; among equal
+    divisions the one with fewer ranks is taken. None if there are too few GPUs.
+
+    Args:
+        work: Of a step.
+        num_gpus: GPUs to divide.
+        tensor_parallel: GPUs of an instance.
+        min_ranks: Least number of ranks on which the trainer fits into memory.
+    """
+    best: tuple[float, int, int] | None = None  # (seconds of a step, ranks, instances)
     for ranks in range(min_ranks, num_gpus - tensor_parallel + 1):
         instances = (num_gpus - ranks) // tensor_parallel
         key = max(work.sample_s / instances, work.train_s / ranks), ranks, instances

@@ -17,11 +17,11 @@ class Filtering(RegistryEntry, ABC):
 
     __slots__ = ()
     compares_members = False
-    """Whether it drops every group of one trajectory."""
+    """Whether it compares the members of a group, so that it would drop every group of one."""
 
     @abstractmethod
     def verdict(self, rewards: Sequence[float]) -> AbortReason | None:
-        """Why a complete group with these rewards is dropped and replaced; None if it is kept. Members whose reward
+        """The reason to drop and replace a complete group with these rewards; None to keep it. Members whose reward
         could not be computed are left out."""
 
 
@@ -49,22 +49,30 @@ class NoSignal(Filtering):
 
 
 class StragglerRule(RegistryEntry):
-    """When a waiting step counts as stuck, and what is done with the stragglers it waits for. By default it only
-    waits."""
+    """A rule for stragglers, the last unfinished trajectories that a training step waits for: whether and when they are
+    truncated, which is to be scored with the tokens they have. This base class never truncates."""
 
     __slots__ = ()
-    cuts = False
-    """Whether it ever ends a trajectory before its time."""
+    truncates = False
+    """Whether it ever truncates a trajectory."""
 
     def waited_too_long(self, *, waited_s: float, interval_s: float) -> bool:
-        """Whether a step that has waited for `waited_s` has waited too long. interval_s: between steps; 0 while
-        unknown."""
+        """Whether a step that has waited for `waited_s` has waited too long. interval_s: mean time between steps; 0
+        while unknown."""
         return False
 
-    def may_truncate(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
-        """Whether as many unfinished trajectories, all that the step waits for, may be ended. per_step: trajectories of
-        a step. cut_in_step: ended for this step already. trained: trajectories trained on so far, of which `cut` were
-        ended, or have been told to."""
+    def may_truncate(
+        self, unfinished: int, *, per_step: int, truncated_in_step: int, trained: int, truncated: int
+    ) -> bool:
+        """Whether all unfinished trajectories of a step may be truncated.
+
+        Args:
+            unfinished: How many they are.
+            per_step: Trajectories of a step.
+            truncated_in_step: Trajectories truncated for this step before.
+            trained: Trajectories trained on so far in the run.
+            truncated: Trajectories truncated so far in the run, those still being interrupted included.
+        """
         return False
 
 
@@ -74,17 +82,17 @@ STRAGGLERS: Registry[StragglerRule] = Registry("straggler rule", "batch.straggle
 @STRAGGLERS.register("wait")
 @dataclass(frozen=True, slots=True)
 class Wait(StragglerRule):
-    """Stragglers are waited for."""
+    """Steps wait for stragglers."""
 
 
 @STRAGGLERS.register("truncate")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncate(StragglerRule):
-    """Stragglers end with the tokens they have, and are scored: all that a step still waits for, once these are no more
-    than `share` allows. Fewer would help nobody, since the step would wait for the others.
+    """All stragglers of a step are truncated, once these are no more than `share` allows. To truncate some of them
+    would not help, since the step would wait for the others.
 
-    What is cut never is more than that share of what is trained, counted over the run; one step may cut one response
-    more than its own share, out of what the steps before have left.
+    Over the run, truncated trajectories are at most that share of the trained ones. A step may truncate one trajectory
+    more than its own share, if earlier steps have used less than theirs.
     """
 
     patience: float = knob(1.0, "wait of the trainer, in intervals between steps, after which a step is stuck", above=0)
@@ -92,11 +100,13 @@ class Truncate(StragglerRule):
         0.1, "largest share of the trained responses that are cut, of each step and of all", low=0, high=1
     )
 
-    cuts = True
+    truncates = True
 
     def waited_too_long(self, *, waited_s: float, interval_s: float) -> bool:
         return bool(interval_s) and waited_s > self.patience * interval_s
 
-    def may_truncate(self, unfinished: int, *, per_step: int, cut_in_step: int, trained: int, cut: int) -> bool:
-        in_step = cut_in_step + unfinished <= max(1, int(self.share * per_step))
-        return in_step and cut + unfinished <= self.share * (trained + per_step)
+    def may_truncate(
+        self, unfinished: int, *, per_step: int, truncated_in_step: int, trained: int, truncated: int
+    ) -> bool:
+        within_step = truncated_in_step + unfinished <= max(1, int(self.share * per_step))
+        return within_step and truncated + unfinished <= self.share * (trained + per_step)

@@ -1,17 +1,18 @@
-"""What is in flight: trajectories that were drawn and are not in the store yet, as the trajectory server holds them.
+"""Trajectories in flight, those that are not in the store yet: the state of the trajectory server.
 
-The state is a fold over entries: each says what has become of a group, of trajectories or of a batch, and `apply` is
-the only way to change anything. Whoever keeps the entries (stores/in_flight/spool.py) can have the state again. Pure.
+Entries describe each change of a group, of trajectories or of a batch, and while a run goes on only `apply` changes the
+state, entry by entry. The spool (stores/in_flight/spool.py) keeps the entries on disk; applied in order, they give the
+state back. Pure.
 
 Invariants:
-- Tokens of a trajectory only grow, until it is restarted as a whole. A delivery names the position of its first token:
-  what is there already is not taken again, and what would leave a gap is not taken at all. So entries may be repeated,
-  and some may be missing.
-- Every sampled token has a finite logprob: a delivery with any other is not taken, since no loss could use it.
-- A turn that has ended is never continued without an environment's answer, and a reward belongs to exactly the tokens
-  that were scored.
-- What is held of a trajectory is of one attempt of its episode. An entry of a later attempt shows that a restart is
-  missing: all but the prompt is dropped first. One of an earlier attempt is late.
+- Tokens of a trajectory only grow, until it restarts from its prompt. A delivery names the position of its first token:
+  tokens that are there already are skipped, and a delivery that would leave a gap is refused. So entries may be
+  repeated, and some may be missing.
+- Every sampled token has a finite logprob: a delivery with any other is refused, since no loss could use it.
+- A turn that has ended is never continued without an observation of the environment, and a reward belongs to exactly
+  the tokens that were scored.
+- The tokens of a trajectory are of one attempt at its episode. An entry of a later attempt shows that a restart is
+  missing: everything but the prompt is dropped first. An entry of an earlier attempt is late, and refused.
 - Every trajectory that was drawn is either live, in the batch of a step, or ended, until the store holds it.
 - A trajectory of an evaluation is live until the evaluation ends; it is never counted among those that were drawn, and
   a run that is resumed begins the evaluation again.
@@ -27,17 +28,17 @@ from typing import NamedTuple
 import numpy as np
 
 from staleflow.stores.in_flight.spool_entries import (
-    AnswerGiven,
     BatchTaken,
     Entry,
     EpisodeRestarted,
     EvaluationEnded,
-    FlightResumed,
     GroupDrawn,
+    InFlightResumed,
+    ObservationDelivered,
     OfEpisode,
     RewardDelivered,
     TokensDelivered,
-    TrajectoriesRetired,
+    TrajectoriesDiscarded,
     TrajectoriesRouted,
 )
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
@@ -67,12 +68,12 @@ class MemberInFlight:
     """The oldest policy version of its tokens; -1 if it has none."""
     tokens: int = 0
     sampled: bool = False
-    """Whether its present turn has ended by itself."""
+    """Whether its latest turn is complete."""
     scored: bool = False
     reward: float | None = None
     """None if it has none, or could not be scored."""
     given_tokens: int = 0
-    """Those of its tokens that its environment returned."""
+    """Number of its tokens that are the environment's observations, as in the store's column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,25 +109,26 @@ class InFlightState:
     scored: set[TrajectoryId] = field(default_factory=set)
     """Those that have their reward, or have failed to get one."""
     routings: dict[TrajectoryId, LatestRouting] = field(default_factory=dict)
-    """Of the live ones that were routed: what an instance of an earlier route number still delivers is not taken."""
+    """The latest routing of each live one that was routed. Deliveries of an earlier route number are refused."""
     restarts: dict[TrajectoryId, int] = field(default_factory=dict)
-    """How often live ones began again with their prompt."""
+    """Number of times that a live one was restarted from its prompt, if any."""
     turn_tokens: dict[TrajectoryId, int] = field(default_factory=dict)
-    """Most tokens of the turns of live ones whose environments have said so."""
+    """Limit on the tokens of the present turn, for live ones whose environment sets one."""
     stops: dict[TrajectoryId, StopCriteria] = field(default_factory=dict)
-    """What else ends the turns of live ones whose environments have said so."""
+    """Further stop criteria of the present turn, for live ones whose environment sets some."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
-    """By step: what it has taken, in the trainer's order."""
+    """By step: its batch, in the trainer's order, until it is stored."""
     ended: list[EndedTrajectory] = field(default_factory=list)
     """Ended without being trained on."""
 
     def apply(self, entry: Entry) -> bool:
-        """Take in an entry. False if it changes nothing, as what is late, repeated, or about what has ended does."""
+        """Apply an entry. Returns False if it changes nothing, because it is late, repeated, or concerns a trajectory
+        that has ended."""
         t = self.live.get(entry.trajectory) if isinstance(entry, OfEpisode) else None
         if isinstance(entry, OfEpisode) and t is not None and entry.attempt != self.attempt(t.id):
             if entry.attempt < self.attempt(t.id):
                 return False
-            self._begin_again(t, entry.attempt, self.route_number(t.id))
+            self._restart_from_prompt(t, entry.attempt, self.route_number(t.id))
             self._apply(entry)
             return True
         return self._apply(entry)
@@ -135,8 +137,8 @@ class InFlightState:
         match entry:
             case TokensDelivered():
                 return self._deliver(entry)
-            case AnswerGiven():
-                return self._give(entry)
+            case ObservationDelivered():
+                return self._observe(entry)
             case EpisodeRestarted():
                 return self._restart(entry)
             case RewardDelivered():
@@ -144,12 +146,12 @@ class InFlightState:
             case TrajectoriesRouted():
                 return self._route(entry)
             case GroupDrawn():
-                return self._draw(entry)
+                return self._add_drawn(entry)
             case BatchTaken():
-                return self._take(entry)
-            case TrajectoriesRetired():
-                return self._retire(entry)
-            case FlightResumed():
+                return self._take_batch(entry)
+            case TrajectoriesDiscarded():
+                return self._discard(entry)
+            case InFlightResumed():
                 return self._resume(entry)
             case EvaluationEnded():
                 return self._end_evaluation()
@@ -163,8 +165,8 @@ class InFlightState:
         return self.routings.get(trajectory, LatestRouting(0, 0)).route_number
 
     def with_tasks(self, ledger: LedgerState, num_counted: int) -> LedgerState:
-        """The ledger's state of a run with several task sources, with the groups in flight. num_counted: trajectories
-        that had been started by the time of its counts."""
+        """Add the groups in flight to the ledger's state of a run with several task sources. num_counted: trajectories
+        that had been started when the ledger counted."""
         of_group = {t.group: (t.source, t.task) for t in self.live.values() if not is_evaluation(t.id)}
         later = [source for group, (source, _) in of_group.items() if group * self.members >= num_counted]
         return replace(
@@ -182,12 +184,12 @@ class InFlightState:
         return {t.group: (t.source, t.task) for t in (*self.live.values(), *self.pending_commit()) if t.group in needed}
 
     def accepts(self, trajectory: TrajectoryId, route_number: int) -> bool:
-        """Whether a trajectory is live and was not routed anew since `route_number`: what an instance delivers under it
-        counts."""
+        """Whether a delivery under `route_number` is accepted: the trajectory is live, and has no later routing."""
         return trajectory in self.live and route_number >= self.route_number(trajectory)
 
     def awaits_environment(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
-        """Whether the turn that ended at `tokens` under `route_number` has no observation and no reward yet."""
+        """Whether the environment's reply to a turn is missing: the turn ended at `tokens` under `route_number`, and
+        has neither an observation nor a reward yet."""
         if not self.accepts(trajectory, route_number) or trajectory in self.scored:
             return False
         t = self.live[trajectory]
@@ -198,14 +200,14 @@ class InFlightState:
         return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.ended)]
 
     def unstored(self, num_started: int, stored: Iterable[TrajectoryId]) -> list[TrajectoryId]:
-        """Of the first `num_started` trajectories, those in flight that are not among `stored`. Groups that are drawn
-        but not yet in the ledger have not been started there."""
+        """Of the first `num_started` trajectories, those in flight that are not among `stored`. num_started: as the
+        ledger counts, which may lag behind the groups that are drawn here."""
         ids = set(stored)
-        aside = (t.id for t in self.pending_commit() if t.id not in ids)
-        return [i for i in (*self.live, *aside) if 0 <= i < num_started]
+        pending = (t.id for t in self.pending_commit() if t.id not in ids)
+        return [i for i in (*self.live, *pending) if 0 <= i < num_started]
 
-    def stored(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
-        """Drop what a commit has stored. Returns the groups of which nothing is in flight any more.
+    def remove_committed(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
+        """Remove the trajectories that a commit has stored. Returns the groups of which none is in flight any more.
 
         Args:
             rows: The stored trajectories.
@@ -223,8 +225,8 @@ class InFlightState:
             if not any(i in self.live or i in pending for i in self.members_of(group))
         }
 
-    def forget_stored(self, ledger: LedgerState) -> None:
-        """Drop what the store holds, which has `ledger` in its last record."""
+    def remove_stored(self, ledger: LedgerState) -> None:
+        """Remove the trajectories that the store holds, by the `ledger` of its last record."""
         unstored = {i for first, last in ledger.live for i in range(first, last)}
         self.num_drawn = max(self.num_drawn, ledger.num_started // self.members)
 
@@ -238,7 +240,7 @@ class InFlightState:
         self.scored = {i for i in self.scored if not is_stored(i)}
 
     def missing(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
-        """Trajectories that were started, are not stored, and are unknown here, by group."""
+        """Trajectories that were started, and are neither stored nor in flight here, by group."""
         known = {*self.live, *(t.id for t in self.pending_commit())}
         by_group: dict[GroupId, list[TrajectoryId]] = {}
         for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.members)):
@@ -247,8 +249,8 @@ class InFlightState:
                     by_group.setdefault(GroupId(i // self.members), []).append(TrajectoryId(i))
         return by_group
 
-    def begin(self, members: Iterable[TrajectoryId], drawn: GroupDrawn) -> None:
-        """Add the trajectories of one group, which have nothing but their prompt."""
+    def add_members(self, members: Iterable[TrajectoryId], drawn: GroupDrawn) -> None:
+        """Add trajectories of one group, with no tokens but the prompt."""
         for member in members:
             group = GroupId(member // self.members)
             self.live[member] = Trajectory(
@@ -261,7 +263,7 @@ class InFlightState:
                 task=drawn.task,
             )
 
-    def after(self, entry: Entry) -> InFlightState:
+    def copy_with(self, entry: Entry) -> InFlightState:
         """A copy of the state with `entry` applied; this one stays as it is."""
         copied = InFlightState(
             members=self.members,
@@ -278,7 +280,7 @@ class InFlightState:
         copied.apply(entry)
         return copied
 
-    def summary_counts(self) -> tuple[GroupInFlight, ...]:
+    def group_summaries(self) -> tuple[GroupInFlight, ...]:
         """All live groups without their tokens, oldest first."""
         groups: dict[GroupId, list[Trajectory]] = {}
         for t in self.live.values():
@@ -291,14 +293,14 @@ class InFlightState:
                 source=members[0].source,
                 task=members[0].task,
                 members=tuple(
-                    self._member_in_numbers(t)
+                    self._member_summary(t)
                     for t in sorted(members, key=lambda t: (t.id not in self.scored, t.timings.rewarded_s, t.id))
                 ),
             )
             for group, members in sorted(groups.items())
         )
 
-    def _member_in_numbers(self, t: Trajectory) -> MemberInFlight:
+    def _member_summary(self, t: Trajectory) -> MemberInFlight:
         scored = t.id in self.scored
         observations = [span for span in t.spans if isinstance(span, EnvSpan)]
         return MemberInFlight(
@@ -313,17 +315,17 @@ class InFlightState:
 
     # -- entries -------------------------------------------------------------------------------------------------
 
-    def _draw(self, entry: GroupDrawn) -> bool:
+    def _add_drawn(self, entry: GroupDrawn) -> bool:
         if is_evaluation(entry.group):
             member = TrajectoryId(entry.group * self.members)
             if member in self.live:
                 return False
-            self.begin([member], entry)
+            self.add_members([member], entry)
             return True
         if entry.group < self.num_drawn:
             return False
         self.num_drawn = entry.group + 1
-        self.begin(self.members_of(entry.group), entry)
+        self.add_members(self.members_of(entry.group), entry)
         return True
 
     def _route(self, entry: TrajectoriesRouted) -> bool:
@@ -337,8 +339,9 @@ class InFlightState:
                 changed = True
         return changed
 
-    def _begin_again(self, t: Trajectory, attempt: int, route_number: int) -> None:
-        """Leave a trajectory only its prompt. attempt: that begins. route_number: earlier ones are not heard."""
+    def _restart_from_prompt(self, t: Trajectory, attempt: int, route_number: int) -> None:
+        """Drop all tokens of a trajectory but its prompt. attempt: the number of the attempt that begins. route_number:
+        deliveries under earlier ones are refused."""
         self.live[t.id] = replace(
             t, spans=(), finish=FinishReason.UNFINISHED, reward=0.0, reward_parts={}, error="",
             timings=replace(t.timings, rewarded_s=0.0),
@@ -356,7 +359,7 @@ class InFlightState:
             return False
         num_known = t.num_tokens
         end = entry.first + sum(len(s.tokens) for s in entry.segments)
-        # A turn has tokens: an end without any is that of the turn before an answer of none, come again.
+        # A turn has tokens. An end without any, after an observation, repeats the end of the turn before it.
         ends = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], EnvSpan))
         if entry.first > num_known or end < num_known or (end == num_known and not ends):
             return False
@@ -373,7 +376,7 @@ class InFlightState:
         self.live[entry.trajectory] = replace(t, spans=tuple(spans), finish=entry.finish, timings=timings)
         return True
 
-    def _give(self, entry: AnswerGiven) -> bool:
+    def _observe(self, entry: ObservationDelivered) -> bool:
         t = self.live.get(entry.trajectory)
         if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.first:
             return False
@@ -395,7 +398,7 @@ class InFlightState:
         t = self.live.get(entry.trajectory)
         if t is None or entry.route_number < self.route_number(t.id) or t.id in self.scored:
             return False
-        self._begin_again(t, self.attempt(t.id) + 1, entry.route_number + 1)
+        self._restart_from_prompt(t, self.attempt(t.id) + 1, entry.route_number + 1)
         return True
 
     def _reward(self, entry: RewardDelivered) -> bool:
@@ -413,15 +416,15 @@ class InFlightState:
         self.scored.add(entry.trajectory)
         return True
 
-    def _take(self, entry: BatchTaken) -> bool:
+    def _take_batch(self, entry: BatchTaken) -> bool:
         if entry.step in self.batches or any(t not in self.live for t in entry.trajectories):
             return False
         placed = zip(entry.trajectories, entry.versions, strict=True)
         self.batches[entry.step] = tuple(replace(self._drop(t), v_traj=v) for t, v in placed)
         return True
 
-    def _retire(self, entry: TrajectoriesRetired) -> bool:
-        retired = False
+    def _discard(self, entry: TrajectoriesDiscarded) -> bool:
+        discarded = False
         for ending, version in zip(entry.endings, entry.versions, strict=True):
             if ending.trajectory in self.live:
                 t = replace(self._drop(ending.trajectory), v_traj=version)
@@ -429,18 +432,18 @@ class InFlightState:
                     trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False
                 )
                 self.ended.append(row)
-                retired = True
-        return retired
+                discarded = True
+        return discarded
 
-    def _resume(self, entry: FlightResumed) -> bool:
-        again = set(entry.again)
+    def _resume(self, entry: InFlightResumed) -> bool:
+        from_prompt = set(entry.from_prompt)
         trajectories = [t for t in (*self.live.values(), *self.pending_commit()) if not is_evaluation(t.id)]
         scored = self.scored
         self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
         self.turn_tokens, self.stops = {}, {}
         for t in sorted(trajectories, key=lambda t: t.id):
-            whole = all(s.version <= entry.version for s in t.segments)
-            fresh = Trajectory(
+            all_before = all(s.version <= entry.version for s in t.segments)
+            prompt_only = Trajectory(
                 id=t.id,
                 group=t.group,
                 prompt_tokens=t.prompt_tokens,
@@ -449,19 +452,19 @@ class InFlightState:
                 source=t.source,
                 task=t.task,
             )
-            if t.id in again:
-                kept = fresh
-            elif whole and t.id in scored:
-                kept = replace(t, v_traj=PolicyVersion(-1), timings=_clipped(t.timings, entry.at_s))
+            if t.id in from_prompt:
+                recovered = prompt_only
+            elif all_before and t.id in scored:
+                recovered = replace(t, v_traj=PolicyVersion(-1), timings=_clipped(t.timings, entry.at_s))
                 self.scored.add(t.id)
             else:
-                kept = replace(
-                    fresh,
+                recovered = replace(
+                    prompt_only,
                     spans=_until(entry.version, t.spans),
-                    finish=t.finish if whole else FinishReason.UNFINISHED,
+                    finish=t.finish if all_before else FinishReason.UNFINISHED,
                     timings=replace(_clipped(t.timings, entry.at_s), rewarded_s=0.0),
                 )
-            self.live[t.id] = kept
+            self.live[t.id] = recovered
         return True
 
     def _end_evaluation(self) -> bool:
@@ -502,7 +505,8 @@ def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:
-    """Append a segment; one that an earlier delivery has begun is continued. merge: whether the last one may be."""
+    """Append a segment, or join it to the last one if that is of the same version and instance. merge: whether it may
+    be joined."""
     last = spans[-1] if spans and merge else None
     if isinstance(last, Segment) and (last.version, last.instance) == (new.version, new.instance):
         spans[-1] = replace(
@@ -515,7 +519,7 @@ def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:
 
 
 def _clipped(timings: Timings, now_s: float) -> Timings:
-    """Times of a run that went further than the moment it is resumed from: none is later than that."""
+    """Times of a trajectory, none later than `now_s`: the run went on after the point that it is resumed from."""
     return Timings(
         arrived_s=min(timings.arrived_s, now_s),
         routed_s=min(timings.routed_s, now_s),

@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from staleflow.stores.in_flight.spool_entries import (
-    AnswerGiven,
     BatchTaken,
     Entry,
     EpisodeRestarted,
     EvaluationEnded,
-    FlightResumed,
     GroupDrawn,
+    InFlightResumed,
+    ObservationDelivered,
     RewardDelivered,
     TokensDelivered,
-    TrajectoriesRetired,
+    TrajectoriesDiscarded,
     TrajectoriesRouted,
     decode,
     encode,
@@ -190,15 +190,15 @@ class Spool:
         match entry:
             case GroupDrawn():
                 return {entry.group}
-            case TokensDelivered() | AnswerGiven() | EpisodeRestarted() | RewardDelivered():
+            case TokensDelivered() | ObservationDelivered() | EpisodeRestarted() | RewardDelivered():
                 return {self._group(entry.trajectory)}
             case TrajectoriesRouted():
                 return {self._group(trajectory) for trajectory, _ in entry.routed}
             case BatchTaken():
                 return {self._group(trajectory) for trajectory in entry.trajectories}
-            case TrajectoriesRetired():
+            case TrajectoriesDiscarded():
                 return {ending.group for ending in entry.endings}
-            case FlightResumed() | EvaluationEnded():
+            case InFlightResumed() | EvaluationEnded():
                 return set()
 
     def _group(self, trajectory: TrajectoryId) -> GroupId:

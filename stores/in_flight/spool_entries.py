@@ -1,8 +1,7 @@
-"""The entries of a spool: what becomes of groups, trajectories and batches in flight. Pure.
+"""The entries of a spool, the log of changes to groups, trajectories and batches in flight. Pure.
 
-As bytes, an entry is a JSON list with its arrays behind it. `FlightResumed` is the only one about a whole run.
-
-What is said of an episode says in which attempt: how often it had begun again by then.
+As bytes, an entry is a JSON list with its arrays behind it. Entries about an episode have its attempt: the number of
+times that it was restarted before.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from staleflow.stores.trajectory import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDrawn:
-    """A prompt was drawn. Its record for the verifier is had again from the source by the group's number."""
+    """A prompt was drawn for a group. The source can produce it again from the group's number, with its answer."""
 
     group: GroupId
     prompt_tokens: IntArray  # [P] token ids
@@ -66,7 +65,7 @@ class TokensDelivered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerGiven:
+class ObservationDelivered:
     """An environment returned an observation after a turn."""
 
     trajectory: TrajectoryId
@@ -124,7 +123,7 @@ class BatchTaken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoriesRetired:
+class TrajectoriesDiscarded:
     """Trajectories have ended without being trained on. versions: their v_traj."""
 
     endings: tuple[Ending, ...]
@@ -132,18 +131,18 @@ class TrajectoriesRetired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlightResumed:
-    """A resumed run continues from `version`: later tokens, batches and ends are dropped. again: trajectories that
-    start again from their prompts."""
+class InFlightResumed:
+    """A resumed run continues from `version`: later tokens, batches and endings are dropped. from_prompt: trajectories
+    that restart from their prompts."""
 
     version: PolicyVersion
-    again: tuple[TrajectoryId, ...]
+    from_prompt: tuple[TrajectoryId, ...]
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationEnded:
-    """An evaluation is summed up, or given up: what was sampled for it is not needed any more."""
+    """An evaluation has ended or was abandoned: the trajectories sampled for it are not needed any more."""
 
     at_s: float
 
@@ -152,17 +151,17 @@ Entry = (
     GroupDrawn
     | TrajectoriesRouted
     | TokensDelivered
-    | AnswerGiven
+    | ObservationDelivered
     | EpisodeRestarted
     | RewardDelivered
     | BatchTaken
-    | TrajectoriesRetired
-    | FlightResumed
+    | TrajectoriesDiscarded
+    | InFlightResumed
     | EvaluationEnded
 )
 
-OfEpisode = TokensDelivered | AnswerGiven | EpisodeRestarted | RewardDelivered
-"""Entries that say in which attempt of an episode."""
+OfEpisode = TokensDelivered | ObservationDelivered | EpisodeRestarted | RewardDelivered
+"""Entries that belong to one attempt at an episode."""
 
 
 def encode(entry: Entry) -> bytes:
@@ -189,7 +188,7 @@ def encode(entry: Entry) -> bytes:
             ]
             head += [entry.attempt]
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
-        case AnswerGiven():
+        case ObservationDelivered():
             head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
             head += [entry.attempt, *_next_turn(entry)]
             arrays = (entry.tokens.astype("<i4"),)
@@ -201,19 +200,19 @@ def encode(entry: Entry) -> bytes:
             head += [entry.attempt]
         case BatchTaken():
             head = ["batch", entry.step, entry.trajectories, entry.versions]
-        case TrajectoriesRetired():
+        case TrajectoriesDiscarded():
             endings = [(e.trajectory, e.group, e.fate.value, e.reason.value, e.step) for e in entry.endings]
             head = ["retired", endings, entry.versions]
-        case FlightResumed():
-            head = ["resumed", entry.version, entry.again, entry.at_s]
+        case InFlightResumed():
+            head = ["resumed", entry.version, entry.from_prompt, entry.at_s]
         case EvaluationEnded():
             head = ["evaluated", entry.at_s]
     text = json.dumps(head, separators=(",", ":")).encode()
     return b"".join([struct.pack("<I", len(text)), text, *(a.tobytes() for a in arrays)])
 
 
-def _next_turn(entry: AnswerGiven) -> list[Any]:
-    """What is said of the turn after an answer: as much as differs from what most entries say."""
+def _next_turn(entry: ObservationDelivered) -> list[Any]:
+    """Fields of the turn that follows an observation, up to the last that differs from its default."""
     if entry.stop != NO_STOP:
         return [entry.turn_tokens, entry.after, entry.auxiliary, entry.stop.strings, entry.stop.token_ids]
     if entry.after is not None or entry.auxiliary:
@@ -269,7 +268,7 @@ def _tokens(
     )
 
 
-def _given(
+def _observation(
     data: bytes,
     at: int,
     trajectory: int,
@@ -284,8 +283,8 @@ def _given(
     auxiliary: bool = False,
     strings: Sequence[str] = (),
     token_ids: Sequence[int] = (),
-) -> AnswerGiven:
-    return AnswerGiven(
+) -> ObservationDelivered:
+    return ObservationDelivered(
         trajectory=TrajectoryId(trajectory),
         first=first,
         role=role,
@@ -300,8 +299,8 @@ def _given(
     )
 
 
-def _retired(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> TrajectoriesRetired:
-    return TrajectoriesRetired(
+def _discarded(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> TrajectoriesDiscarded:
+    return TrajectoriesDiscarded(
         endings=tuple(
             Ending(trajectory=TrajectoryId(t), group=GroupId(g), fate=Fate(f), reason=AbortReason(r), step=s)
             for t, g, f, r, s in endings
@@ -324,7 +323,7 @@ _DECODERS: dict[str, Any] = {
         routed=tuple((TrajectoryId(t), route_number) for t, route_number in routed), at_s=at_s
     ),
     "tokens": _tokens,
-    "given": _given,
+    "given": _observation,
     "restarted": lambda data, at, trajectory, tokens, route_number, attempt: EpisodeRestarted(
         trajectory=TrajectoryId(trajectory), tokens=tokens, route_number=route_number, attempt=attempt
     ),
@@ -340,8 +339,8 @@ _DECODERS: dict[str, Any] = {
     "batch": lambda data, at, step, trajectories, versions: BatchTaken(
         step=step, trajectories=tuple(map(TrajectoryId, trajectories)), versions=tuple(map(PolicyVersion, versions))
     ),
-    "retired": _retired,
-    "resumed": lambda data, at, version, again, at_s: FlightResumed(
-        version=PolicyVersion(version), again=tuple(map(TrajectoryId, again)), at_s=at_s
+    "retired": _discarded,
+    "resumed": lambda data, at, version, from_prompt, at_s: InFlightResumed(
+        version=PolicyVersion(version), from_prompt=tuple(map(TrajectoryId, from_prompt)), at_s=at_s
     ),
 }

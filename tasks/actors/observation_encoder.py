@@ -9,7 +9,7 @@ import numpy as np
 
 from staleflow.stores.context_branches import longest_shared_prefix
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.in_flight.spool_entries import AnswerGiven
+from staleflow.stores.in_flight.spool_entries import ObservationDelivered
 from staleflow.stores.trajectory import FinishReason, Segment, Trajectory
 from staleflow.tasks.actors.server_messages import ObservationItem
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
@@ -94,10 +94,10 @@ class ObservationEncoder:
         return len(replayed) <= len(stops)
 
 
-def answer_entry(item: ObservationItem, encoded: ObservationTokens, attempt: int, at_s: float) -> AnswerGiven:
+def answer_entry(item: ObservationItem, encoded: ObservationTokens, attempt: int, at_s: float) -> ObservationDelivered:
     """Make the spool entry of an observation. attempt: the attempt of the trajectory's episode."""
     directions = split_params(item.messages)[0]
-    return AnswerGiven(
+    return ObservationDelivered(
         trajectory=item.trajectory,
         first=item.tokens,
         role=role_of(item.messages),

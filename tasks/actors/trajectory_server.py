@@ -28,11 +28,11 @@ from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
     Entry,
     EpisodeRestarted,
-    FlightResumed,
     GroupDrawn,
+    InFlightResumed,
     RewardDelivered,
     TokensDelivered,
-    TrajectoriesRetired,
+    TrajectoriesDiscarded,
     TrajectoriesRouted,
 )
 from staleflow.stores.in_flight.stop_criteria import NO_STOP
@@ -130,7 +130,7 @@ class TrajectoryServer:
         ledger = self._last_ledger
         for entry in self._spool.read():
             self._flight.apply(entry)
-        self._flight.forget_stored(ledger)
+        self._flight.remove_stored(ledger)
         stored = {group: (source, task) for group, source, task in ledger.tasks_in_flight}
         for group, members in self._flight.missing(ledger).items():
             source, task = stored.get(group, (0, -1))
@@ -143,22 +143,24 @@ class TrajectoryServer:
                 source=source,
                 task=task,
             )
-            self._flight.begin(members, drawn)
+            self._flight.add_members(members, drawn)
         in_flight = {t.group for t in self._flight.live.values()}
         in_flight |= {t.group for t in self._flight.pending_commit()}
         self._spool.stored(ledger.next_step, self._spool.groups - in_flight)
 
     async def recoverable(self) -> RecoverableWork:
         """Return the in-flight work that a resumed run can recover after the store's last record. Changes nothing."""
-        return RecoverableWork(ledger=self._last_ledger, groups=self._flight.after(self._resumed(())).summary_counts())
+        return RecoverableWork(
+            ledger=self._last_ledger, groups=self._flight.copy_with(self._resumed(())).group_summaries()
+        )
 
-    async def resume(self, again: tuple[TrajectoryId, ...]) -> RecoveredWork:
-        """Recover in-flight work after the store's last record. `again`: trajectories that are sampled anew from their
-        prompts. Idempotent."""
+    async def resume(self, from_prompt: tuple[TrajectoryId, ...]) -> RecoveredWork:
+        """Recover in-flight work after the store's last record. Idempotent. from_prompt: trajectories that restart from
+        their prompts."""
         live = [t for t in self._flight.live.values() if not is_evaluation(t.id)]
         begun = {t.id for t in live if t.timings.routed_s or t.segments}
         begun |= {t.id for t in self._flight.pending_commit()}
-        resumed = self._resumed(again)
+        resumed = self._resumed(from_prompt)
         self._flight.apply(resumed)
         self._batches.forget_all()
         if not await self._writing.append([resumed]):
@@ -188,8 +190,10 @@ class TrajectoryServer:
             await self._commit(record, [])
         return replace(work, ledger=ledger)
 
-    def _resumed(self, again: tuple[TrajectoryId, ...]) -> FlightResumed:
-        return FlightResumed(version=PolicyVersion(self._last_ledger.next_step), again=again, at_s=self._now())
+    def _resumed(self, from_prompt: tuple[TrajectoryId, ...]) -> InFlightResumed:
+        return InFlightResumed(
+            version=PolicyVersion(self._last_ledger.next_step), from_prompt=from_prompt, at_s=self._now()
+        )
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
@@ -459,7 +463,7 @@ class TrajectoryServer:
 
     async def retire(self, endings: tuple[Ending, ...], versions: tuple[PolicyVersion, ...]) -> None:
         """End trajectories that are not trained on. The next commit stores them with their v_traj."""
-        if self._flight.apply(entry := TrajectoriesRetired(endings=endings, versions=versions)):
+        if self._flight.apply(entry := TrajectoriesDiscarded(endings=endings, versions=versions)):
             await self._writing.append([entry])
 
     async def commit(self, record: StepRecord) -> dict[str, float]:
@@ -511,7 +515,7 @@ class TrajectoryServer:
         self._last_record = record
         self._known.add(rows)
         step = record.step if record.kind == "step" else None
-        done = self._flight.stored((e.trajectory.id for e in rows), step)
+        done = self._flight.remove_committed((e.trajectory.id for e in rows), step)
         if step is not None:
             self._batches.forget(step)
         self._tasks.forget(done)

@@ -28,8 +28,8 @@ Valid = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlong:
-    """DAPO's soft penalty on responses close to the limit (2503.14476): subtracted from the reward before advantages
-    are computed, from 0 where the last `tokens` before `longest` begin up to `penalty` at their end.
+    """DAPO's soft penalty on responses near the length limit `longest` (2503.14476), subtracted from their reward. It
+    grows from 0 at `longest - tokens` to `penalty` at `longest`.
 
     >>> Overlong(tokens=10, penalty=1.0, longest=100).penalties(np.array([50, 90, 95, 100])).tolist()
     [0.0, 0.0, 0.5, 1.0]
@@ -40,9 +40,9 @@ class Overlong:
     longest: int
 
     def penalties(self, lengths: npt.NDArray[np.int64]) -> Rewards:
-        """What responses of these lengths lose; nothing if `tokens` is 0."""
-        beyond = lengths - (self.longest - self.tokens)
-        result: Rewards = self.penalty * np.clip(beyond / max(self.tokens, 1), 0.0, 1.0 if self.tokens else 0.0)
+        """Penalties of responses of these lengths, each at least 0; all 0 if `tokens` is 0."""
+        excess = lengths - (self.longest - self.tokens)
+        result: Rewards = self.penalty * np.clip(excess / max(self.tokens, 1), 0.0, 1.0 if self.tokens else 0.0)
         return result
 
 
@@ -51,7 +51,7 @@ class Advantage(RegistryEntry, ABC):
 
     __slots__ = ()
     compares_members = True
-    """Whether it needs groups of two at least."""
+    """Whether it compares the members of a group, and so needs groups of at least two."""
 
     def advantages(self, rewards: Rewards, valid: Valid) -> npt.NDArray[np.float32]:
         """One advantage per trajectory, 0 for an invalid one. Returns [G, N] float32. Raises ConfigError if a user's
@@ -78,13 +78,13 @@ class UserAdvantage(UserCode, Advantage):
         function = self.code or load(self.name, ADVANTAGES.key)
         where = f"{ADVANTAGES.key} = {self.name!r}"
         try:
-            own = np.asarray(function(rewards.copy(), valid.copy()), np.float64)
+            estimates = np.asarray(function(rewards.copy(), valid.copy()), np.float64)
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(f"{where}: raised {type(error).__name__}: {error_text(error)}") from error
-        if own.shape != rewards.shape or not np.isfinite(own[valid]).all():
-            wrong = f"shape {own.shape}" if own.shape != rewards.shape else "a number that is not finite"
-            raise ConfigError(f"{where}: gave {wrong}; it must give {rewards.shape} finite numbers")
-        return own
+        if estimates.shape != rewards.shape or not np.isfinite(estimates[valid]).all():
+            mistake = f"shape {estimates.shape}" if estimates.shape != rewards.shape else "a number that is not finite"
+            raise ConfigError(f"{where}: gave {mistake}; it must give {rewards.shape} finite numbers")
+        return estimates
 
 
 ADVANTAGES: Registry[Advantage] = Registry("advantage", "training.advantage", Advantage, user_code=UserAdvantage)
@@ -132,7 +132,7 @@ class Rloo(Advantage):
 @ADVANTAGES.register("reinforce_plus_plus")
 @dataclass(frozen=True, slots=True)
 class ReinforcePlusPlus(Advantage):
-    """REINFORCE++ (2501.03262): whitened over the batch, whatever group a reward is of."""
+    """REINFORCE++ (2501.03262): rewards whitened over the whole batch; groups play no part."""
 
     compares_members = False
 
@@ -161,14 +161,14 @@ class NoAdvantage(Advantage):
 
 
 def _whitened(centred: Rewards, valid: Valid) -> Rewards:
-    """Centred rewards over their standard deviation in the batch."""
+    """Centred rewards divided by their standard deviation in the batch."""
     result: Rewards = centred / (np.sqrt((centred**2).sum() / max(int(valid.sum()), 1)) + EPS)
     return result
 
 
 def _centred(rewards: Rewards, valid: Valid) -> tuple[Rewards, npt.NDArray[np.int64]]:
     """[G, N] rewards minus the mean of their group, 0 where invalid; [G, 1] number of valid ones. Exactly 0 in a group
-    without signal: what rounding leaves of equal rewards would count as an advantage."""
+    of equal rewards, where rounding errors would otherwise be scaled up to advantages."""
     count = valid.sum(axis=1, keepdims=True)
     mean = np.where(valid, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
     counted = valid & has_signal(rewards, valid)[:, None]

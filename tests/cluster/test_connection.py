@@ -32,12 +32,12 @@ def _few_objects() -> None:
     gc.freeze()
 
 
-def refused(where: ClusterAddress, within_s: float = CONNECT_S, most_s: float = CONNECT_S + 1.5) -> str:
+def refused(cluster: ClusterAddress, within_s: float = CONNECT_S, most_s: float = CONNECT_S + 1.5) -> str:
     """The message for a cluster that is named wrongly; it has one line and comes within `most_s`."""
     begin = time.monotonic()
 
     async def connect() -> None:
-        async with where.connected(within_s):
+        async with cluster.connected(within_s):
             pytest.fail("it connected")
 
     with warnings.catch_warnings():
@@ -218,9 +218,9 @@ def test_a_scheduler_with_tls_and_one_without_are_told_apart() -> None:
     assert on_a_scheduler(None, with_tls).endswith(f": it does not use TLS; use {address}")
 
 
-def answers(where: ClusterAddress, within_s: float = CONNECT_S) -> str:
+def answers(cluster: ClusterAddress, within_s: float = CONNECT_S) -> str:
     async def connect() -> str:
-        async with where.connected(within_s) as client:
+        async with cluster.connected(within_s) as client:
             return str(client.status)
 
     return asyncio.run(connect())

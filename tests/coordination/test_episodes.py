@@ -61,11 +61,11 @@ def test_a_turn_that_ends_before_it_is_cut_off_leaves_the_next_one_to_be_cut_off
     bench = waiting_for_the_last()
     assert [o.route_number for o in cut_off(bench, 4)] == [1]
     bench.sampled(LAST, 10)
-    cuts = bench.coordinator._state.cuts
-    assert (cuts.truncated, cuts.in_step) == (0, 0)
+    truncations = bench.coordinator._state.truncations
+    assert (truncations.truncated, truncations.in_step) == (0, 0)
     answered(bench, LAST, 20)
     assert [o.route_number for o in cut_off(bench, 24)] == [2]
-    assert (cuts.truncated, cuts.in_step) == (1, 1)
+    assert (truncations.truncated, truncations.in_step) == (1, 1)
     assert cut_off(bench, 25) == []
 
 

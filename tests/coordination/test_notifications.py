@@ -37,7 +37,7 @@ from staleflow.pipeline.coordination.events import (
     VersionPublished,
 )
 from staleflow.pipeline.coordination.forecast import LengthForecast
-from staleflow.pipeline.coordination.running_means import Cuts, Measured, RunningMean
+from staleflow.pipeline.coordination.running_means import Measured, RunningMean, TruncationCounts
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 
@@ -46,7 +46,7 @@ COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
     EpisodeForecast: ("ended",),
     DraftLengths: ("hear", "lost", "step_finished", "replan"),
     MutableEvaluations: ("begin", "stay", "lose", "sampled", "end", "close"),
-    Cuts: ("step_taken", "add"),
+    TruncationCounts: ("step_taken", "add"),
     RunningMean: ("add",),
 }
 """The methods of a coordinator's collaborators that change what they know."""
@@ -55,7 +55,7 @@ QUESTIONS = {
     EpisodeForecast: {"sampled"},
     DraftLengths: {"due"},
     MutableEvaluations: {"release"},
-    Cuts: set(),
+    TruncationCounts: set(),
     RunningMean: set(),
 }
 """Their other methods: what they say is seen in commands. Hosts that are released pull, or are given other work."""
@@ -286,7 +286,7 @@ CASES = (
         "a reward completes the batch",
         lambda: then_sampled(routed(eta=1)()),
         scored(0),
-        ("Cuts.step_taken(1)", "LengthForecast.forget(0)"),
+        ("TruncationCounts.step_taken(1)", "LengthForecast.forget(0)"),
     ),
     Case(
         "an episode ends, and with it the batch is complete",
@@ -294,7 +294,7 @@ CASES = (
         scored(0),
         (
             "LengthForecast.finished(0, 5)", "EpisodeForecast.ended(5, 0)", "MutableEvaluations.sampled()",
-            "Cuts.step_taken(1)", "LengthForecast.forget(0)",
+            "TruncationCounts.step_taken(1)", "LengthForecast.forget(0)",
         ),
     ),
     Case(
@@ -338,13 +338,13 @@ CASES = (
         "a straggler is told to end",
         straggling,
         lambda bench: Tick(),
-        ("DraftLengths.replan()", "Cuts.add(1)"),
+        ("DraftLengths.replan()", "TruncationCounts.add(1)"),
     ),
     Case(
         "a straggler ends by itself before it could be cut off",
         cut,
         sampled(3),
-        ("MutableEvaluations.sampled()", "Cuts.add(-1)", "LengthForecast.finished(3, 5)"),
+        ("MutableEvaluations.sampled()", "TruncationCounts.add(-1)", "LengthForecast.finished(3, 5)"),
     ),
 )  # fmt: skip
 

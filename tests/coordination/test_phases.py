@@ -25,7 +25,7 @@ LAWFUL = 17
 VERBS: dict[Transition, Callable[[CoordinatorState, LiveTrajectory], object]] = {
     Transition.ROUTED: lambda state, live: state.send(live, state.fleet[0], forecast=9.0),
     Transition.SAMPLED: lambda state, live: state.finish_sampling(live, 7),
-    Transition.TRUNCATED: lambda state, live: state.finish_sampling(live, 7, cut_off=True),
+    Transition.TRUNCATED: lambda state, live: state.finish_sampling(live, 7, truncated=True),
     Transition.INTERRUPTED: lambda state, live: state.interrupt(live, 7),
     Transition.FAILED: lambda state, live: state.fail(live, Transition.FAILED),
     Transition.INSTANCE_LOST: lambda state, live: state.fail(live, Transition.INSTANCE_LOST),

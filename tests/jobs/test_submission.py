@@ -24,8 +24,8 @@ class KilledError(BaseException):
 
 
 async def submit(jobs: Jobs, job: Path, *, resume: bool = False) -> dict[str, Any]:
-    where = ClusterAddress(address=jobs.cluster.scheduler_address)
-    return await submission.submit(loading.load(job), where, resume=resume)
+    cluster = ClusterAddress(address=jobs.cluster.scheduler_address)
+    return await submission.submit(loading.load(job), cluster, resume=resume)
 
 
 @pytest.fixture

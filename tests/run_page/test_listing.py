@@ -38,7 +38,7 @@ def test_pages_together_are_the_whole_list_in_order(sort: str) -> None:
     table = columns()
     where = "response_tokens > 20"
     pages = [listing.trajectories(table, where, sort, page) for page in range(1, 5)]
-    at = np.concatenate([page.at for page in pages[: pages[0].pages]])
+    at = np.concatenate([page.items for page in pages[: pages[0].num_pages]])
     assert sorted(at) == np.flatnonzero(table["response_tokens"] > 20).tolist()
     assert pages[0].total == len(at)
     values = table[sort.removeprefix("-")][at].tolist()
@@ -50,9 +50,9 @@ def test_pages_together_are_the_whole_list_in_order(sort: str) -> None:
 @pytest.mark.parametrize("page", [-5, 0, 1, 99])
 def test_a_page_outside_of_the_list_is_the_nearest(page: int) -> None:
     trajectories = listing.trajectories(columns(60), "", "step", page)
-    assert (trajectories.page, trajectories.pages) == ((1, 2) if page < 2 else (2, 2))
+    assert (trajectories.page, trajectories.num_pages) == ((1, 2) if page < 2 else (2, 2))
     nothing = listing.trajectories(columns(60), "reward > 9", "step", page)
-    assert (nothing.page, nothing.pages, nothing.total, len(nothing.at)) == (1, 1, 0, 0)
+    assert (nothing.page, nothing.num_pages, nothing.total, len(nothing.items)) == (1, 1, 0, 0)
 
 
 @pytest.mark.parametrize("order", listing.GROUP_ORDERS)
@@ -60,7 +60,7 @@ def test_groups_of_a_step_are_ordered_by_their_members(order: str) -> None:
     table = columns()
     table["reward"] = np.nan_to_num(table["reward"])
     pages = [listing.groups_of_step(table, 2, "", order, page) for page in (1, 2)]
-    groups = np.concatenate([page.at for page in pages])
+    groups = np.concatenate([page.items for page in pages])
     assert sorted(groups) == list(range(20, 30))
 
     def key(group: int) -> float:
@@ -82,7 +82,7 @@ def test_a_filter_keeps_groups_with_a_matching_member() -> None:
     table = columns()
     result = listing.groups_of_step(table, 1, "response_tokens > 80", "trained", 1)
     some = (table["step"] == 1) & (table["fate"] == "consumed") & (table["response_tokens"] > 80)
-    assert result.at.tolist() == sorted(set(table["group"][some].tolist()))
+    assert result.items.tolist() == sorted(set(table["group"][some].tolist()))
     with pytest.raises(ConfigError, match="groups cannot be ordered by 'size'"):
         listing.groups_of_step(table, 1, "", "size", 1)
 

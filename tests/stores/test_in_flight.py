@@ -12,11 +12,11 @@ from staleflow.stores.in_flight.in_flight_state import InFlightState
 from staleflow.stores.in_flight.spool_entries import (
     BatchTaken,
     Entry,
-    FlightResumed,
     GroupDrawn,
+    InFlightResumed,
     RewardDelivered,
     TokensDelivered,
-    TrajectoriesRetired,
+    TrajectoriesDiscarded,
     TrajectoriesRouted,
     decode,
     encode,
@@ -92,8 +92,8 @@ def reward(trajectory: int, count: int, value: float = 1.0) -> RewardDelivered:
     )
 
 
-def resumed(version: int, *again: int) -> FlightResumed:
-    return FlightResumed(version=PolicyVersion(version), again=tuple(map(TrajectoryId, again)), at_s=0.5)
+def resumed(version: int, *from_prompt: int) -> InFlightResumed:
+    return InFlightResumed(version=PolicyVersion(version), from_prompt=tuple(map(TrajectoryId, from_prompt)), at_s=0.5)
 
 
 def flight(*entries: Entry) -> InFlightState:
@@ -163,7 +163,7 @@ def test_an_end_is_not_taken_back_and_a_reward_is_of_the_tokens_that_were_scored
     assert not state.apply(tokens(0, 1, 3, 2))
     assert not state.apply(tokens(0, 1, 3, 9))
     assert state.apply(reward(0, 5))
-    (group,) = state.summary_counts()
+    (group,) = state.group_summaries()
     assert [(m.trajectory, m.tokens, m.sampled, m.scored, m.reward) for m in group.members] == [
         (0, 5, True, True, 1.0),
         (1, 0, False, False, None),
@@ -188,7 +188,7 @@ def eventful() -> list[Entry]:
         Ending(trajectory=TrajectoryId(i), group=GroupId(2), fate=Fate.FILTERED, reason=AbortReason.NO_SIGNAL, step=1)
         for i in (6, 7, 8)
     )
-    return [*entries, TrajectoriesRetired(endings=endings, versions=(PolicyVersion(0),) * 3)]
+    return [*entries, TrajectoriesDiscarded(endings=endings, versions=(PolicyVersion(0),) * 3)]
 
 
 def test_a_resume_keeps_what_its_version_may_have_sampled() -> None:
@@ -197,7 +197,7 @@ def test_a_resume_keeps_what_its_version_may_have_sampled() -> None:
     assert state.batches.keys() == {0, 1}
     assert [e.trajectory.id for e in state.ended] == [6, 7, 8]
     before = repr(state)
-    later = state.after(resumed(0, 5, 11))
+    later = state.copy_with(resumed(0, 5, 11))
     assert repr(state) == before
     assert list(later.live) == list(range(12))
     assert not later.batches
@@ -209,7 +209,7 @@ def test_a_resume_keeps_what_its_version_may_have_sampled() -> None:
         assert t.v_traj == -1
         assert max(t.timings.arrived_s, t.timings.routed_s, t.timings.sampled_s, t.timings.rewarded_s) <= 0.5
         check_tokens(t)
-    assert all(t.num_tokens == 4 for i, t in state.after(resumed(1)).live.items() if i >= 9)
+    assert all(t.num_tokens == 4 for i, t in state.copy_with(resumed(1)).live.items() if i >= 9)
 
 
 def test_a_late_delivery_of_the_undone_run_is_not_continued() -> None:
@@ -224,19 +224,19 @@ def test_a_late_delivery_of_the_undone_run_is_not_continued() -> None:
 def test_what_the_store_holds_is_forgotten_and_what_nobody_knows_is_missing() -> None:
     ledger = LedgerState(num_started=12, num_ended={}, live=((3, 6), (9, 12)), next_step=1, version=0)
     state = flight(*eventful(), drawn(4))
-    state.forget_stored(ledger)
+    state.remove_stored(ledger)
     assert state.live.keys() == {9, 10, 11, 12, 13, 14}
     assert state.batches.keys() == {1}
     assert state.ended == []
     assert state.missing(ledger) == {}
     less = flight(*(e for e in eventful() if not isinstance(e, BatchTaken)), drawn(6))
     less.live.clear()
-    less.forget_stored(ledger)
+    less.remove_stored(ledger)
     assert less.missing(ledger) == {1: [3, 4, 5], 3: [9, 10, 11], 4: [12, 13, 14], 5: [15, 16, 17], 6: [18, 19, 20]}
     prompt = np.zeros(2, np.int32)
-    less.begin([TrajectoryId(4)], GroupDrawn(group=GroupId(2), prompt_tokens=prompt, at_s=9.0, dataset_row=7))
+    less.add_members([TrajectoryId(4)], GroupDrawn(group=GroupId(2), prompt_tokens=prompt, at_s=9.0, dataset_row=7))
     assert less.live[TrajectoryId(4)].group == 1
-    assert less.stored([TrajectoryId(6), TrajectoryId(3)], None) == {2}
+    assert less.remove_committed([TrajectoryId(6), TrajectoryId(3)], None) == {2}
 
 
 def test_what_ends_knows_the_row_of_its_prompt_whatever_became_of_it() -> None:
@@ -256,7 +256,7 @@ def test_any_entries_that_are_missing_leave_a_state_that_goes_on(seed: int) -> N
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
     for members in state.missing(ledger).values():
         drawn = GroupDrawn(group=GroupId(0), prompt_tokens=np.arange(4, dtype=np.int32), at_s=0.0)
-        state.begin(members, drawn)
+        state.add_members(members, drawn)
     state.apply(resumed(0))
     assert list(state.live) == list(range(state.num_drawn * MEMBERS))
     for t in state.live.values():

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staleflow.stores.in_flight.spool_entries import (
-    AnswerGiven,
     Entry,
     EpisodeRestarted,
+    ObservationDelivered,
     OfEpisode,
     TokensDelivered,
     decode,
@@ -61,9 +61,11 @@ def sampled(
     )
 
 
-def answer(first: int, count: int = 2, *, episode: int = 0) -> AnswerGiven:
+def answer(first: int, count: int = 2, *, episode: int = 0) -> ObservationDelivered:
     tokens = np.asarray([1000 * episode + first + i for i in range(count)], np.int32)
-    return AnswerGiven(trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0, attempt=episode)
+    return ObservationDelivered(
+        trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0, attempt=episode
+    )
 
 
 def restarted(tokens: int, route_number: int, attempt: int = 0) -> EpisodeRestarted:
@@ -80,10 +82,10 @@ def in_short(t: Trajectory) -> list[tuple[int, int]]:
 
 def test_an_answer_begins_the_next_turn() -> None:
     state = flight(*BEGIN, sampled(1, 0, [0, 0, 0]))
-    assert state.summary_counts()[0].members[0].sampled
+    assert state.group_summaries()[0].members[0].sampled
     assert state.apply(answer(3))
     assert not state.apply(answer(3))
-    (member, *_) = state.summary_counts()[0].members
+    (member, *_) = state.group_summaries()[0].members
     assert (member.tokens, member.sampled, member.version) == (5, False, 0)
     assert state.apply(sampled(1, 5, [1], FinishReason.UNFINISHED))
     assert state.apply(sampled(1, 6, [1, 0]))
@@ -253,7 +255,7 @@ def test_whatever_is_repeated_or_missing_what_is_held_is_what_was_said(seed: int
             assert held == truth[: len(held)]
         assert kind == "missing" or len(held) == len(truth)
         assert all(isinstance(a, Segment) or isinstance(b, Segment) for a, b in itertools.pairwise(t.spans))
-        cut = state.after(resumed(1)).live[ID]
+        cut = state.copy_with(resumed(1)).live[ID]
         assert cut.response_tokens.tolist() == held[: cut.num_tokens]
         assert cut.versions.max(initial=-1) <= 1
         later = [i for i, v in enumerate(t.versions.tolist()) if v > 1]

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from staleflow.stores.in_flight.spool import FRAME, HEADER, Spool
 from staleflow.stores.in_flight.spool_entries import (
-    AnswerGiven,
     BatchTaken,
     Entry,
     EpisodeRestarted,
-    FlightResumed,
     GroupDrawn,
+    InFlightResumed,
+    ObservationDelivered,
     RewardDelivered,
     TokensDelivered,
-    TrajectoriesRetired,
+    TrajectoriesDiscarded,
     TrajectoriesRouted,
     decode,
     encode,
@@ -78,7 +78,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
         at_s=SECONDS,
     ),
     st.builds(
-        AnswerGiven,
+        ObservationDelivered,
         trajectory=IDS,
         first=SMALL,
         role=st.text(max_size=4),
@@ -106,7 +106,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
     ),
     st.lists(st.tuples(IDS, VERSIONS), max_size=4).flatmap(
         lambda pairs: st.builds(
-            TrajectoriesRetired,
+            TrajectoriesDiscarded,
             endings=st.just(
                 tuple(
                     Ending(
@@ -122,7 +122,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
             versions=st.just(tuple(v for _, v in pairs)),
         )
     ),
-    st.builds(FlightResumed, version=VERSIONS, again=st.lists(IDS, max_size=3).map(tuple), at_s=SECONDS),
+    st.builds(InFlightResumed, version=VERSIONS, from_prompt=st.lists(IDS, max_size=3).map(tuple), at_s=SECONDS),
 )
 
 
@@ -137,7 +137,7 @@ def test_an_entry_is_read_back_as_it_was(entry: Entry) -> None:
             assert (ours.version, ours.instance) == (theirs.version, theirs.instance)
             np.testing.assert_array_equal(ours.tokens, theirs.tokens)
             np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
-    if isinstance(again, AnswerGiven) and isinstance(entry, AnswerGiven):
+    if isinstance(again, ObservationDelivered) and isinstance(entry, ObservationDelivered):
         assert (again.role, again.first, again.seconds) == (entry.role, entry.first, entry.seconds)
         np.testing.assert_array_equal(again.tokens, entry.tokens)
 

@@ -314,12 +314,12 @@ def test_what_is_cut_stays_within_the_share_of_all_that_is_trained() -> None:
     trained = cut = 0
     for step in range(20):
         unfinished = 1 + step % 5
-        if rule.may_truncate(unfinished, per_step=30, cut_in_step=0, trained=trained, cut=cut):
+        if rule.may_truncate(unfinished, per_step=30, truncated_in_step=0, trained=trained, truncated=cut):
             cut += unfinished
         trained += 30
         assert cut <= 0.1 * trained
     assert cut > 0
-    assert rule.may_truncate(1, per_step=4, cut_in_step=0, trained=96, cut=9), "one of a small step"
-    assert not rule.may_truncate(2, per_step=4, cut_in_step=0, trained=96, cut=0), "but not two"
+    assert rule.may_truncate(1, per_step=4, truncated_in_step=0, trained=96, truncated=9), "one of a small step"
+    assert not rule.may_truncate(2, per_step=4, truncated_in_step=0, trained=96, truncated=0), "but not two"
     assert not rule.waited_too_long(waited_s=20.0, interval_s=10.0), "patience is two intervals"
     assert rule.waited_too_long(waited_s=20.5, interval_s=10.0)

@@ -330,7 +330,7 @@ def test_a_step_is_impatient_once_it_has_waited_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unfinished", "cut_in_step", "trained", "cut", "may"),
+    ("unfinished", "truncated_in_step", "trained", "truncated", "may"),
     [
         (3, 0, 300, 0, True),
         (4, 0, 300, 0, False),  # more than a tenth of 30
@@ -341,8 +341,15 @@ def test_a_step_is_impatient_once_it_has_waited_long() -> None:
     ],
 )
 def test_no_more_is_cut_than_its_share_of_the_step_and_of_the_run(
-    unfinished: int, cut_in_step: int, trained: int, cut: int, may: bool
+    unfinished: int, truncated_in_step: int, trained: int, truncated: int, may: bool
 ) -> None:
     rule = Truncate(patience=1.0, share=0.1)
-    assert rule.may_truncate(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut) is may
-    assert not StragglerRule().may_truncate(unfinished, per_step=30, cut_in_step=cut_in_step, trained=trained, cut=cut)
+    assert (
+        rule.may_truncate(
+            unfinished, per_step=30, truncated_in_step=truncated_in_step, trained=trained, truncated=truncated
+        )
+        is may
+    )
+    assert not StragglerRule().may_truncate(
+        unfinished, per_step=30, truncated_in_step=truncated_in_step, trained=trained, truncated=truncated
+    )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from staleflow.stores.in_flight.spool_entries import AnswerGiven, decode, encode
+from staleflow.stores.in_flight.spool_entries import ObservationDelivered, decode, encode
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
 from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_chat, read_generate
 from staleflow.tasks.engines.stop_strings import StopCheck
@@ -163,11 +163,11 @@ def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_th
     held.apply(drawn(0))
     held.apply(routed(0, 1))
     assert held.apply(sampled(1, 0, [0, 0]))
-    entry = AnswerGiven(
+    entry = ObservationDelivered(
         trajectory=ID, first=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, stop=stop
     )
     again = decode(encode(entry))
-    assert isinstance(again, AnswerGiven)
+    assert isinstance(again, ObservationDelivered)
     assert again.stop == stop
     assert held.apply(again)
     assert held.stops == {ID: stop}

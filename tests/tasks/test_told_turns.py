@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.stores.errors import ConfigError
-from staleflow.stores.in_flight.spool_entries import AnswerGiven, RewardDelivered, decode, encode
+from staleflow.stores.in_flight.spool_entries import ObservationDelivered, RewardDelivered, decode, encode
 from staleflow.stores.trajectory import (
     EnvSpan,
     FinishReason,
@@ -122,11 +122,11 @@ def test_a_turns_limit_is_spooled_with_the_answer_before_it() -> None:
     held.apply(drawn(0))
     held.apply(routed(0, 1))
     assert held.apply(sampled(1, 0, [0, 0]))
-    entry = AnswerGiven(
+    entry = ObservationDelivered(
         trajectory=ID, first=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, turn_tokens=5
     )
     read = decode(encode(entry))
-    assert isinstance(read, AnswerGiven)
+    assert isinstance(read, ObservationDelivered)
     assert held.apply(read)
     assert held.turn_tokens == {ID: 5}
     assert held.after(resumed(0)).turn_tokens == {}
@@ -136,7 +136,7 @@ def test_a_turns_limit_is_spooled_with_the_answer_before_it() -> None:
     assert held.apply(replace(entry, first=4, turn_tokens=0))
     assert held.turn_tokens == {}
     plain = decode(encode(replace(entry, turn_tokens=0)))
-    assert isinstance(plain, AnswerGiven)
+    assert isinstance(plain, ObservationDelivered)
     assert plain.turn_tokens == 0
 
 
@@ -251,12 +251,12 @@ def test_branches_and_auxiliary_turns_survive_the_spool() -> None:
     held.apply(drawn(0))
     held.apply(routed(0, 1))
     assert held.apply(sampled(1, 0, [0, 0]))
-    entry = AnswerGiven(
+    entry = ObservationDelivered(
         trajectory=ID, first=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, after=1,
         auxiliary=True,
     )  # fmt: skip
     read = decode(encode(entry))
-    assert isinstance(read, AnswerGiven)
+    assert isinstance(read, ObservationDelivered)
     assert (read.after, read.auxiliary, read.turn_tokens) == (1, True, 0)
     assert held.apply(read)
     held.apply(routed(0, 2))
