@@ -186,13 +186,13 @@ class Decides:
                 drafted_tokens=load.drafted_tokens - before.drafted_tokens,
                 accepted_tokens=load.accepted_tokens - before.accepted_tokens,
             )
-            self._drafts.hear(self._one.instance, self._one.draft_length, taken)
+            self._drafts.observe(self._one.instance, self._one.draft_length, taken)
             self._drafts.replan(self._fleet)
         for gone in list(self._one.trajectories):
             self._fleet.remove(self._one, gone, 0)
         for trajectory, _ in load.progress:
             self._fleet.add(self._one, trajectory, 0)
-        for row, length in self._drafts.due(self._fleet):
+        for row, length in self._drafts.choose_changes(self._fleet):
             self._fleet.set_draft_length(self._fleet[row], length)
             self._engine.set_draft_length(length)
 

@@ -101,8 +101,8 @@ class Display(RunListener):
             f"{snapshot.num_started} started, {snapshot.num_live} in flight",
             ", ".join(f"{n} {k}" for k, n in snapshot.ended.items()),
         )
-        if snapshot.num_evaluated:
-            head.add_row(evaluating(snapshot.evaluated_version, snapshot.num_evaluated))
+        if snapshot.num_eval_in_flight:
+            head.add_row(evaluating(snapshot.evaluated_version, snapshot.num_eval_in_flight))
         if outcomes.instances:
             head.add_row(outcomes.instances)
         buffers = Table.grid(padding=(0, 1))

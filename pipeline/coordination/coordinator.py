@@ -208,7 +208,7 @@ class Coordinator(CoordinatorInspection):
             return
         self._state.hear_progress(instance, event.progress, event.delivered)
         if event.steps is not None:
-            self._drafts.hear(event.instance, instance.draft_length, event.steps)
+            self._drafts.observe(event.instance, instance.draft_length, event.steps)
 
     def _on_sampled(self, event: TrajectorySampled) -> None:
         live = self._state.running(event.trajectory, event.route_number)
@@ -219,8 +219,8 @@ class Coordinator(CoordinatorInspection):
             self._step_environment(live, f"turn {live.turns + 1} sampled, {tokens_sampled(event)}")
             return
         self._state.finish_sampling(live, event.tokens)
-        if not live.evaluated:  # by other rules: greedily, say
-            self.forecast.finished(live.group, event.tokens, live.forecast)
+        if not live.is_eval:  # by other rules: greedily, say
+            self.forecast.observe(live.group, event.tokens, live.forecast)
         self._score(live, f"sampled, {tokens_sampled(event)}")
 
     def _on_interrupted(self, event: TrajectoryInterrupted) -> None:
@@ -262,14 +262,14 @@ class Coordinator(CoordinatorInspection):
         if live is None or live.phase not in {Phase.SCORING, Phase.IN_ENVIRONMENT}:
             return
         if live.phase is Phase.IN_ENVIRONMENT:
-            if not live.evaluated:  # of the others, sampling has told
+            if not live.is_eval:  # of the others, sampling has told
                 if not live.truncated:
-                    self.forecast.finished(live.group, live.tokens, live.forecast)
-                self.forecast.episodes.ended(live.tokens, live.given_tokens)
+                    self.forecast.observe(live.group, live.tokens, live.forecast)
+                self.forecast.episodes.observe(live.tokens, live.given_tokens)
             self._release_cache(live.id, self._state.pop_cached_instance(live))
         complete = self._state.score(live, None if event.error else event.reward)
         self._history.note(live.id, f"reward {event.reward:g}" + (f", {event.error}" if event.error else ""))
-        if live.evaluated and self._state.end_evaluated(live):
+        if live.is_eval and self._state.end_eval_trajectory(live):
             self._finish_evaluation()
         if complete:
             self._judge(live.group)
@@ -316,7 +316,7 @@ class Coordinator(CoordinatorInspection):
         """Decide anew what may come out differently by now: each decision after those that bear on it."""
         if self._state.pop_batch_changed():
             self._train()
-        self._state.release_hosts()
+        self._state.unpin_idle()
         if loads := self._state.take_load_changes():
             self._synchronize(loads)
         if self._state.take_room_change():
@@ -348,10 +348,10 @@ class Coordinator(CoordinatorInspection):
 
     def _pin_instances(self) -> None:
         """Have as many instances as an evaluation may have sample for it; give it up if none can."""
-        for instance in self._pinning.new_hosts():
+        for instance in self._pinning.choose_pins():
             if self._pinning.must_pull(instance):
                 self._pull(instance)
-            self._state.stay(instance)
+            self._state.pin(instance)
         if self._pinning.cannot_finish:
             self._finish_evaluation(abandoned=True)
 
@@ -374,7 +374,7 @@ class Coordinator(CoordinatorInspection):
             if level is None:
                 return
             live = queue.head(level)
-            place = self._pinning.place(live) if live.evaluated else self._planner.place(live)
+            place = self._pinning.choose_instance(live) if live.is_eval else self._planner.choose_instance(live)
             if isinstance(place, str):
                 self._history.refused(live.id, place, again=not self._state.refuse(live, place))
                 blocked.add(level)
@@ -382,13 +382,13 @@ class Coordinator(CoordinatorInspection):
                 self._send(live, place)
 
     def _set_draft_lengths(self) -> None:
-        for row, length in self._drafts.due(self._state.fleet):
+        for row, length in self._drafts.choose_changes(self._state.fleet):
             instance = self._state.fleet[row]
             self._state.set_draft_length(instance, length)
             self._commands.append(SetDraftLength(instance=instance.instance, length=length, cause=self._history.cause))
 
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
-        fresh = live.v_traj < 0 and not live.evaluated
+        fresh = live.v_traj < 0 and not live.is_eval
         forecast = self.forecast.expected_remaining(live.group, 0) if fresh else live.forecast
         # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
         self._state.pop_cached_instance(live)
@@ -443,7 +443,7 @@ class Coordinator(CoordinatorInspection):
                 if live is not None:  # a sibling's last attempt may have ended it
                     self._retry(live, Transition.INSTANCE_LOST, f"{name} was lost: {why}")
             self._state.lose(instance)
-            self._drafts.lost(name)
+            self._drafts.remove(name)
 
     def _retry(self, live: LiveTrajectory, transition: Transition, note: str) -> None:
         """Queue a trajectory once more, or give it up after too many attempts."""
@@ -454,21 +454,21 @@ class Coordinator(CoordinatorInspection):
 
     def _give_up(self, live: LiveTrajectory, reason: AbortReason) -> None:
         """End a queued trajectory, and its group if too few are left."""
-        if not live.evaluated:
+        if not live.is_eval:
             self._discard(self._state.abort(live.group, reason, live.id))
             return
         self._history.note(live.id, f"given up: {reason.value}")
-        if self._state.end_evaluated(live):
+        if self._state.end_eval_trajectory(live):
             self._finish_evaluation()
 
     def _finish_evaluation(self, *, abandoned: bool = False) -> None:
-        """End the evaluation under way, and have it summed up."""
+        """End the running evaluation, and summarize it."""
         evaluation, left = self._state.close_evaluation()
         self._stop(left)
         self._commands.append(
             FinishEvaluation(
                 evaluation=evaluation.number,
-                version=evaluation.evaluated,
+                version=evaluation.evaluated_version,
                 failed=tuple(evaluation.failed),
                 abandoned=abandoned,
                 cause=self._history.cause,

@@ -1,18 +1,18 @@
 """How many tokens each instance should draft for a decode step. Pure.
 
-A drafted token is worth verifying where an instance runs few requests, and costs where it runs many. What a step costs
-by the tokens that it computes is learned from the instances' reports: with n requests and without drafts it computes n,
-so an instance that drains shows what as many verified tokens would cost (`CostModel.verify_share` of each).
-What drafts bring is learned while an instance drafts: how many requests of a step have one, how long they are, and how
-often a drafted token is sampled.
+To verify drafted tokens pays on an instance that runs few requests, and costs time on one that runs many. Two models
+are learned from the reports of instances. The first gives the time of a decode step by the number of tokens it
+computes: n for n requests without drafts, so that an instance whose requests end one by one also shows what verified
+tokens cost (`CostModel.verify_share` of each). The second gives the gain, learned while an instance drafts: the share
+of requests that have a draft, the length of drafts, and the probability that a drafted token is accepted.
 
-A model of both gives the seconds that a token of a request takes, for each number of requests and each length; the
-length with the least is the one to draft. It changes only if that gains GAIN at least, so that it does not follow every
-request that comes or goes.
+Together they give the seconds per token of a request, for each number of requests and each draft length; the length
+with the least is chosen. It changes only for a gain of at least GAIN, so that it does not follow every request that
+comes or goes.
 
-What was seen of drafts counts less with every step of training, since responses change, and so does what steps with
-drafts took while none are made, since the machine may have been busy; where nothing is known, drafts are taken to be
-worth a try. So an instance that does not draft tries it now and then, and stops if it does not pay.
+Draft statistics decay with each training step, because responses change, and so do the times of steps with drafts
+while there are none, because the machine may have been busy. Without data, drafting counts as worth a try. So an
+instance that does not draft tries it now and then, and stops if it does not pay.
 """
 
 from __future__ import annotations
@@ -30,220 +30,222 @@ from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.emulation.cost_model import CostModel, DraftingCosts, Numbers, probability_at
 
 GAIN = 0.05
-"""Share by which the seconds of a token must get less for an instance to draft more tokens or fewer."""
-KEPT = 0.7
-"""Share of what is known of drafts that one training step leaves of it."""
-PRIOR = 50.0
-"""Requests' steps after which what was seen of drafts weighs as much as what is assumed."""
-HAS_DRAFT, GOES_ON, ACCEPTED = 0.8, 1.0, 0.7
-"""What is assumed: a request's step has a draft, a draft has one token more, a drafted token is sampled."""
-REMEMBERED = 5_000.0
-"""Requests' steps at which all so far begin to count half."""
-STEPS_KEPT = 9
-"""Latest steps of equally many tokens whose median is taken."""
-FEWEST_STEPS = 3
-"""Decode steps of a report from which on it says what one takes."""
-SIZES = 2
-"""Steps are of one size up to the SIZES-th root of two in the tokens that they compute."""
+"""Least reduction of the seconds per token, as a share, for which an instance changes its draft length."""
+DECAY_PER_STEP = 0.7
+"""Factor by which all draft statistics are multiplied with each training step."""
+PRIOR_STEPS = 50.0
+"""Weight of the prior rates, as a number of decode steps of one request: after as many, data weigh as much."""
+PRIOR_HAS_DRAFT, PRIOR_CONTINUES, PRIOR_ACCEPTED = 0.8, 1.0, 0.7
+"""Prior probabilities of DraftRates."""
+HALVE_AFTER = 5_000.0
+"""Decode steps of one request after which all statistics are halved, so that later data weigh more."""
+MEDIAN_STEPS = 9
+"""Number of latest measurements of a step size whose median is used."""
+MIN_STEPS = 3
+"""Least number of decode steps in a report from which the time of one is computed."""
+SIZES_PER_OCTAVE = 2
+"""Steps are grouped by the tokens that they compute: so many sizes for each factor of two."""
 
 
 @dataclass(slots=True)
 class DecayingDraftStats:
-    """What was seen of drafts. steps: of requests, while their instance drafted. most: sum of the lengths that the
-    drafts might have had."""
+    """Counts of drafts. steps: decode steps, each of one request, while its instance drafted. drafts: steps with a
+    draft. max_drafted: the tokens that these drafts might have had at most. drafted, accepted: the tokens they had."""
 
     steps: float = 0.0
     drafts: float = 0.0
-    most: float = 0.0
+    max_drafted: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
 
-    def add(self, gained: float, steps: DecodeStats, length: int) -> None:
-        """Count what an instance has drafted in so many steps of requests, at most `length` tokens each time."""
-        if self.steps >= REMEMBERED:
+    def add(self, request_steps: float, steps: DecodeStats, length: int) -> None:
+        """Add the report of an instance. request_steps: decode steps times requests. length: most tokens of a draft."""
+        if self.steps >= HALVE_AFTER:
             self.fade(0.5)
-        self.steps += gained
+        self.steps += request_steps
         self.drafts += steps.drafts
-        self.most += steps.drafts * length
+        self.max_drafted += steps.drafts * length
         self.drafted += steps.drafted_tokens
         self.accepted += steps.accepted_tokens
 
     def fade(self, share: float) -> None:
-        """Leave this share of all counts."""
+        """Multiply all counts by `share`."""
         self.steps *= share
         self.drafts *= share
-        self.most *= share
+        self.max_drafted *= share
         self.drafted *= share
         self.accepted *= share
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRates:
-    """Probabilities: that a request's step has a draft, that a draft goes on by one token more, that a drafted token is
-    sampled if those before it were."""
+    """Probabilities of drafts. has_draft: a request has a draft in a step. continues: a draft has one more token, up to
+    its limit. accepted: a drafted token is accepted, if those before it were."""
 
-    has_draft: float = HAS_DRAFT
-    goes_on: float = GOES_ON
-    accepted: float = ACCEPTED
+    has_draft: float = PRIOR_HAS_DRAFT
+    continues: float = PRIOR_CONTINUES
+    accepted: float = PRIOR_ACCEPTED
 
     def drafted(self, lengths: Numbers) -> Numbers:
-        """Mean drafted tokens of a request's step, by the most that it may have: 0, 1, 2, ..."""
-        return np.concatenate([[0.0], np.cumsum(self.has_draft * self.goes_on ** (lengths[1:] - 1))])
+        """Mean drafted tokens per step of a request, for each limit 0, 1, 2, ... on a draft's length."""
+        return np.concatenate([[0.0], np.cumsum(self.has_draft * self.continues ** (lengths[1:] - 1))])
 
-    def gained(self, lengths: Numbers) -> Numbers:
-        """Mean tokens that a request gains by a step, by the most that are drafted: 0, 1, 2, ..."""
-        sampled = self.has_draft * self.goes_on ** (lengths[1:] - 1) * self.accepted ** lengths[1:]
+    def tokens_per_step(self, lengths: Numbers) -> Numbers:
+        """Mean sampled tokens per step of a request, for each limit 0, 1, 2, ... on a draft's length."""
+        sampled = self.has_draft * self.continues ** (lengths[1:] - 1) * self.accepted ** lengths[1:]
         return np.concatenate([[1.0], 1.0 + np.cumsum(sampled)])
 
 
-def rates(seen: DecayingDraftStats, most: int) -> DraftRates:
-    """The rates that explain what was seen, drawn by PRIOR towards what is assumed. most: tokens a draft may have."""
-    assumed = PRIOR * HAS_DRAFT
-    length = max(1, round(seen.most / seen.drafts)) if seen.drafts else most
+def rates(stats: DecayingDraftStats, max_length: int) -> DraftRates:
+    """Estimate the rates from statistics and the prior. max_length: most tokens that a draft may have."""
+    prior_drafts = PRIOR_STEPS * PRIOR_HAS_DRAFT
+    length = max(1, round(stats.max_drafted / stats.drafts)) if stats.drafts else max_length
 
-    def drafted(goes_on: float) -> float:
-        rates = DraftRates(1.0, goes_on)
-        return seen.drafts * _last(rates.drafted, length) + assumed * _last(rates.drafted, most)
+    def drafted(continues: float) -> float:
+        rates = DraftRates(1.0, continues)
+        return stats.drafts * _last(rates.drafted, length) + prior_drafts * _last(rates.drafted, max_length)
 
-    def accepted(goes_on: float, share: float) -> float:
-        return _last(DraftRates(1.0, goes_on, share).gained, length) - 1.0
+    def accepted(continues: float, share: float) -> float:
+        return _last(DraftRates(1.0, continues, share).tokens_per_step, length) - 1.0
 
-    # Of drafts of one token nothing is learned of how they would go on: what is assumed is left.
-    goes_on = probability_at(drafted, seen.drafted + assumed * _last(DraftRates(1.0).drafted, most))
-    mean = (seen.accepted + assumed * accepted(goes_on, ACCEPTED)) / (seen.drafts + assumed)
+    # Drafts of one token do not show whether they would continue: then only the prior counts.
+    continues = probability_at(drafted, stats.drafted + prior_drafts * _last(DraftRates(1.0).drafted, max_length))
+    mean = (stats.accepted + prior_drafts * accepted(continues, PRIOR_ACCEPTED)) / (stats.drafts + prior_drafts)
     return DraftRates(
-        has_draft=min(1.0, (seen.drafts + assumed) / (seen.steps + PRIOR)),
-        goes_on=goes_on,
-        accepted=probability_at(lambda share: accepted(goes_on, share), mean),
+        has_draft=min(1.0, (stats.drafts + prior_drafts) / (stats.steps + PRIOR_STEPS)),
+        continues=continues,
+        accepted=probability_at(lambda share: accepted(continues, share), mean),
     )
 
 
 class StepTimeCorrection:
-    """By how much steps take longer than was predicted, by the tokens that they compute: the median of those of a size,
-    and between sizes that were seen what lies between."""
+    """Learns the factor by which decode steps take longer than predicted, by the number of tokens they compute: the
+    median for each measured size, interpolated between them."""
 
     def __init__(self) -> None:
         self._by_size: dict[int, deque[float]] = {}
-        self._fresh: set[int] = set()
+        self._updated: set[int] = set()
 
     def add(self, tokens: float, factor: float) -> None:
-        size = round(SIZES * math.log2(tokens))
-        self._by_size.setdefault(size, deque(maxlen=STEPS_KEPT)).append(factor)
-        self._fresh.add(size)
+        size = round(SIZES_PER_OCTAVE * math.log2(tokens))
+        self._by_size.setdefault(size, deque(maxlen=MEDIAN_STEPS)).append(factor)
+        self._updated.add(size)
 
     def fade(self) -> None:
-        """Forget the oldest step of each size of which none was seen since the last call."""
-        for size in self._by_size.keys() - self._fresh:
+        """Drop the oldest measurement of each size that had no new one since the last call."""
+        for size in self._by_size.keys() - self._updated:
             self._by_size[size].popleft()
             if not self._by_size[size]:
                 del self._by_size[size]
-        self._fresh.clear()
+        self._updated.clear()
 
     def of(self, tokens: Numbers) -> Numbers:
         if not self._by_size:
             return np.ones_like(tokens)
         sizes = sorted(self._by_size)
         known = [float(np.median(self._by_size[size])) for size in sizes]
-        factors: Numbers = np.interp(SIZES * np.log2(np.maximum(tokens, 1.0)), sizes, known)
+        factors: Numbers = np.interp(SIZES_PER_OCTAVE * np.log2(np.maximum(tokens, 1.0)), sizes, known)
         return factors
 
 
 class StepSeconds:
-    """Seconds of a decode step by the tokens that it computes, drafted ones included: those of the cost model, each
-    corrected by what steps of about as many tokens took; with drafts once more, for what drafting costs."""
+    """Learns the seconds of a decode step by the number of tokens it computes, drafted ones included: those of the cost
+    model, times a learned correction, times another one for steps with drafts."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
         self._factors = StepTimeCorrection()
-        self._of_drafts = StepTimeCorrection()
+        self._draft_factors = StepTimeCorrection()
 
     def observe(self, tokens: float, kv_tokens: float, step_s: float, *, drafted: bool) -> None:
-        """A step that computed so many tokens took so long. drafted: some of them were drafts."""
+        """Learn from the measured time of a step. drafted: whether some of its tokens were drafts."""
         size, kv = np.asarray(tokens), np.asarray(float(kv_tokens))
         if drafted:
-            self._of_drafts.add(tokens, step_s / float(self.plain(size, kv)))
+            self._draft_factors.add(tokens, step_s / float(self.plain(size, kv)))
         else:
             self._factors.add(tokens, step_s / float(self._cost.steps_s(size, kv)))
 
     def fade(self) -> None:
-        """Let what was seen of steps with drafts, and is not seen any more, count less. Those without are seen all the
-        time."""
-        self._of_drafts.fade()
+        """Let old measurements of steps with drafts expire. Steps without drafts are measured all the time."""
+        self._draft_factors.fade()
 
     def plain(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
         """Seconds of steps without drafts."""
         return self._cost.steps_s(tokens, kv_tokens) * self._factors.of(tokens)
 
     def drafted(self, tokens: Numbers, kv_tokens: Numbers) -> Numbers:
-        """Seconds of steps with drafts; tokens: with these."""
-        return self.plain(tokens, kv_tokens) * self._of_drafts.of(tokens)
+        """Seconds of steps with drafts. tokens: drafted ones included."""
+        return self.plain(tokens, kv_tokens) * self._draft_factors.of(tokens)
 
 
 class DraftLengths:
-    """Decides how many tokens instances draft, 0 to `most`. They begin with none. most = 0: nothing is decided, since
-    they do not draft, or as they were set up."""
+    """Decides how many tokens instances draft, from 0, at first, to `max_length`. If that is 0, it decides nothing:
+    instances do not draft, or always as in the job file."""
 
-    def __init__(self, cost: CostModel, most: int) -> None:
+    def __init__(self, cost: CostModel, max_length: int) -> None:
         self.costs = DraftingCosts(cost)
-        """What steps cost that draft as is decided here, for whoever plans with them."""
+        """Costs of decode steps with the draft lengths decided here, for routing and forecasts."""
         self._cost = cost
-        self._most = most
+        self._max_length = max_length
         self._seconds_of = StepSeconds(cost)
-        self._seen = DecayingDraftStats()
-        self._before: dict[InstanceId, tuple[int, int]] = {}
-        """By instance: the requests it ran when it reported last, and the tokens it drafted at most."""
-        self._seconds = np.zeros((0, most + 1))
-        """Seconds that a token of a request takes, by the requests that run less one, and by length."""
+        self._stats = DecayingDraftStats()
+        self._last_report: dict[InstanceId, tuple[int, int]] = {}
+        """By instance: its running requests and its draft length in its last report."""
+        self._seconds = np.zeros((0, max_length + 1))
+        """[running - 1, length] seconds per token of a request."""
         self._best = np.zeros(0, np.int64)
+        """[running - 1] the length with the least seconds."""
         self.rates = DraftRates()
-        """As last learned."""
+        """The latest estimate."""
 
-    def hear(self, instance: InstanceId, length: int, steps: DecodeStats) -> None:
-        """Learn from what an instance that drafts up to `length` tokens has decoded since its report before. Only if it
-        ran as many requests then, and drafted as many tokens: else what a step took is not known."""
-        running, gained = steps.running, steps.tokens - steps.accepted_tokens
-        before, self._before[instance] = self._before.get(instance), (running, length)
-        if not self._most or before != (running, length) or not running or gained < FEWEST_STEPS * running:
+    def observe(self, instance: InstanceId, length: int, steps: DecodeStats) -> None:
+        """Learn from the report of an instance that drafts up to `length` tokens. Ignored if its number of requests or
+        its length has changed since the report before, since then the time of one step is not known."""
+        running, request_steps = steps.running, steps.tokens - steps.accepted_tokens
+        last_report, self._last_report[instance] = self._last_report.get(instance), (running, length)
+        if not self._max_length or last_report != (running, length):
+            return
+        if not running or request_steps < MIN_STEPS * running:
             return
         if length:
-            self._seen.add(gained, steps, length)
+            self._stats.add(request_steps, steps, length)
         elif steps.drafts:
-            return  # some of these steps were before it was told to draft none
-        tokens = running * (1.0 + self._cost.verify_share * steps.drafted_tokens / gained)
-        step_s = steps.seconds * running / gained
+            return  # the command not to draft reached it after some of these steps
+        tokens = running * (1.0 + self._cost.verify_share * steps.drafted_tokens / request_steps)
+        step_s = steps.seconds * running / request_steps
         self._seconds_of.observe(tokens, steps.kv_tokens, step_s, drafted=steps.drafts > 0)
 
-    def lost(self, instance: InstanceId) -> None:
-        """An instance is gone; one of its name that joins begins anew."""
-        self._before.pop(instance, None)
+    def remove(self, instance: InstanceId) -> None:
+        """Forget an instance that is lost."""
+        self._last_report.pop(instance, None)
 
     def step_finished(self) -> None:
-        """A training step has ended."""
-        self._seen.fade(KEPT)
+        """Let statistics decay after a training step."""
+        self._stats.fade(DECAY_PER_STEP)
         self._seconds_of.fade()
 
     def replan(self, fleet: Fleet) -> None:
-        """Weigh lengths anew by what has been learned."""
-        if not self._most:
+        """Compute the best length for each number of requests from what was learned so far."""
+        if not self._max_length:
             return
         most_running = max((instance.max_running for instance in fleet), default=0)
         total = float(fleet.running.sum())
-        each_kv = float(fleet.kv_tokens.sum()) / total if total else 0.0
+        mean_kv = float(fleet.kv_tokens.sum()) / total if total else 0.0
         running = np.arange(1.0, most_running + 1)
-        lengths = np.arange(self._most + 1, dtype=np.float64)
-        self.rates = learned = rates(self._seen, self._most)
+        lengths = np.arange(self._max_length + 1, dtype=np.float64)
+        self.rates = learned = rates(self._stats, self._max_length)
         drafted = learned.drafted(lengths)
         tokens = running[:, None] * (1.0 + self._cost.verify_share * drafted)
-        kv_tokens = np.broadcast_to((running * each_kv)[:, None], tokens.shape)
-        self._seconds = self._seconds_of.drafted(tokens, kv_tokens) / learned.gained(lengths)
+        kv_tokens = np.broadcast_to((running * mean_kv)[:, None], tokens.shape)
+        self._seconds = self._seconds_of.drafted(tokens, kv_tokens) / learned.tokens_per_step(lengths)
         self._seconds[:, 0] = self._seconds_of.plain(running, kv_tokens[:, 0])
         self._best = self._seconds.argmin(axis=1)
         lengths_of = np.concatenate([[0], self._best])
-        self.costs.tell(drafted[lengths_of], learned.gained(lengths)[lengths_of])
+        self.costs.set_rates(drafted[lengths_of], learned.tokens_per_step(lengths)[lengths_of])
 
-    def due(self, fleet: Fleet) -> list[tuple[int, int]]:
-        """(row, length) of the instances that should draft more tokens than they do, or fewer."""
-        if not self._most:
+    def choose_changes(self, fleet: Fleet) -> list[tuple[int, int]]:
+        """Choose new draft lengths: (row in the fleet, length) of each instance that should change its own."""
+        if not self._max_length:
             return []
         if not len(self._best):
             self.replan(fleet)
@@ -254,11 +256,11 @@ class DraftLengths:
         rows = np.flatnonzero((best != fleet.draft_lengths) & (running >= 0))
         if not len(rows):
             return []
-        now, then = fleet.draft_lengths[rows].astype(np.int64), best[rows]
+        current, best_lengths = fleet.draft_lengths[rows].astype(np.int64), best[rows]
         seconds = self._seconds[running[rows]]
-        each = np.arange(len(rows))
-        worth_it = seconds[each, then] < (1.0 - GAIN) * seconds[each, now]
-        return [(int(row), int(length)) for row, length in zip(rows[worth_it], then[worth_it], strict=True)]
+        index = np.arange(len(rows))
+        worth_it = seconds[index, best_lengths] < (1.0 - GAIN) * seconds[index, current]
+        return [(int(row), int(length)) for row, length in zip(rows[worth_it], best_lengths[worth_it], strict=True)]
 
 
 def _last(of_lengths: Callable[[Numbers], Numbers], length: int) -> float:

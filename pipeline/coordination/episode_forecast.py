@@ -1,7 +1,6 @@
-"""The share of episodes' tokens that environments give, learned during the run. Pure.
+"""Forecasts the share of an episode's tokens that are sampled; the others are observations of its environment. Pure.
 
-Lengths count given tokens too; an instance samples only the others. The share is learned over the latest finished
-episodes.
+The share is learned over the latest finished episodes.
 """
 
 from __future__ import annotations
@@ -9,22 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LATEST = 256
-"""Finished episodes over which the means are taken, roughly: those before count less and less."""
+"""Number of finished episodes that the running means cover, roughly: older ones count less and less."""
 
 
 @dataclass(slots=True)
 class EpisodeForecast:
-    """Splits the tokens that trajectories still get. Where no environment answers, all are sampled."""
+    """Forecasts the sampled share of further tokens of trajectories: all of them in a run without environments."""
 
     _tokens: float = 0.0
-    _given: float = 0.0
+    _given_tokens: float = 0.0
 
-    def ended(self, tokens: int, given_tokens: int) -> None:
-        """An episode of `tokens` has ended, of which so many were given by its environment."""
-        keep = 1 - 1 / LATEST
-        self._tokens = self._tokens * keep + tokens
-        self._given = self._given * keep + given_tokens
+    def observe(self, tokens: int, given_tokens: int) -> None:
+        """Learn from a finished episode of `tokens`, of which `given_tokens` were observations of its environment."""
+        decay = 1 - 1 / LATEST
+        self._tokens = self._tokens * decay + tokens
+        self._given_tokens = self._given_tokens * decay + given_tokens
 
-    def sampled(self, tokens: float) -> float:
-        """How many of the next `tokens` of a trajectory an instance samples."""
-        return tokens * (1 - self._given / self._tokens) if self._tokens else tokens
+    def expected_sampled(self, tokens: float) -> float:
+        """Expected number of sampled tokens among the next `tokens` of a trajectory."""
+        return tokens * (1 - self._given_tokens / self._tokens) if self._tokens else tokens

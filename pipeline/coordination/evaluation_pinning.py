@@ -1,8 +1,9 @@
-"""Chooses the rollout instances that are pinned to the evaluated version, and routes its trajectories to them. Pure."""
+"""Chooses the rollout instances that are pinned to an evaluated version, and the one that each of its trajectories is
+routed to. Pure."""
 
 from __future__ import annotations
 
-from staleflow.pipeline.coordination.evaluations import Places, places_of
+from staleflow.pipeline.coordination.evaluations import EvaluationSlots, slots_of_share
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.route_planner import RoutePlanner
 from staleflow.pipeline.coordination.state import CoordinatorState
@@ -12,79 +13,82 @@ from staleflow.stores.errors import ProtocolViolation
 
 
 class EvaluationPinning:
-    """Proposes the hosts of an evaluation: rollout instances that stay at the evaluated version to sample for it.
+    """Proposes the instances to pin for an evaluation: they keep serving the evaluated version to sample for it.
 
-    It holds no state and changes none: the coordinator asks before it routes, and carries out the proposals. share: the
-    part of the fleet's concurrent requests (`max_running`) that an evaluation may have while the run trains. A host
-    uses all of its own for the evaluation while training has nothing to sample at its version.
-    """
+    It only reads the coordinator's state, which coordination/evaluations.py describes; the coordinator carries out its
+    proposals. share: the part of the fleet's slots (`max_running` of each instance) that an evaluation may use while
+    the run trains. A pinned instance gives it all of its slots while training has nothing to sample at its version."""
 
     def __init__(self, state: CoordinatorState, planner: RoutePlanner, share: float) -> None:
         self._state = state
         self._planner = planner
         self._share = share
 
-    def new_hosts(self) -> list[Instance]:
-        """Instances that should become hosts of the evaluation now, if necessary after a pull of the published version.
+    def choose_pins(self) -> list[Instance]:
+        """Choose the instances to pin now, if necessary after a pull of the published version.
 
-        Those that need no pull come first, then those with the fewest tokens in progress.
+        Those that need no pull come first, then those with the fewest KV tokens.
         """
         evaluation, fleet = self._state.evaluation, self._state.fleet
         if evaluation is None or not self._state.queue.count(EVALUATION):
             return []
         published = self._state.ledger.version
-        version = evaluation.evaluated if evaluation.evaluated >= 0 else published
-        places = self._places
-        wanted = places.hosts if self._trained else min(places.hosts, -(-evaluation.to_sample // places.of_each))
-        # A host that is leaving (max_running 0) samples nothing more; its trajectories go back into the queue.
-        missing = wanted - sum(
-            instance is not None and instance.max_running > 0 for instance in map(fleet.get, evaluation.hosts)
+        version = evaluation.evaluated_version if evaluation.evaluated_version >= 0 else published
+        slots = self._slots
+        num_needed = slots.instances
+        if not self._training_done:
+            num_needed = min(num_needed, -(-evaluation.to_sample // slots.per_instance))
+        # An instance that is leaving (max_running 0) samples nothing more; its trajectories go back into the queue.
+        num_missing = num_needed - sum(
+            instance is not None and instance.max_running > 0 for instance in map(fleet.get, evaluation.pinned)
         )
-        if missing <= 0:
+        if num_missing <= 0:
             return []
-        able = [
+        candidates = [
             instance
             for instance in fleet
-            if instance.instance not in evaluation.hosts
+            if instance.instance not in evaluation.pinned
             and instance.max_running > 0
             and (instance.version == version or (version == published and not instance.pulling))
         ]
-        return sorted(able, key=lambda instance: (instance.version != version, instance.kv_tokens, instance.row))[
-            :missing
-        ]
+        candidates.sort(key=lambda instance: (instance.version != version, instance.kv_tokens, instance.row))
+        return candidates[:num_missing]
 
     def must_pull(self, instance: Instance) -> bool:
-        """Whether a new host has to pull the published version, since it does not serve the evaluated one yet."""
+        """Whether an instance to pin has to pull the published version, since it does not serve the evaluated one."""
         evaluation = self._state.evaluation
         return (
             evaluation is not None
-            and instance.version != evaluation.evaluated
+            and instance.version != evaluation.evaluated_version
             and instance.version < self._state.ledger.version
         )
 
-    def place(self, live: LiveTrajectory) -> Instance | str:
-        """The host that is to sample a trajectory, or the reason why it has to wait.
+    def choose_instance(self, live: LiveTrajectory) -> Instance | str:
+        """Choose the pinned instance for a trajectory of the evaluation; otherwise the reason why it has to wait.
 
-        Its last instance is preferred, where its context may be cached, then the host with the fewest evaluation
-        trajectories.
+        Its last instance is preferred, where its context may be cached, then the one with the fewest trajectories of
+        the evaluation.
         """
-        evaluation, of_each = self._state.evaluation, self._places.of_each
+        evaluation, per_instance = self._state.evaluation, self._slots.per_instance
         if evaluation is None:
-            raise ProtocolViolation(f"{live.id} is queued for an evaluation that is not under way")
-        if evaluation.evaluated >= 0 and not self._planner.demand(evaluation.evaluated):
-            of_each = max((host.max_running for host in self._state.fleet), default=of_each)
-        able = [
-            host
-            for name in evaluation.hosts
-            if (host := self._state.fleet.get(name)) is not None
-            and host.version == evaluation.evaluated
-            and host.num_evaluated < of_each
-            and host.num_running < host.max_running
-            and (host.kv_tokens + live.kv_tokens <= host.kv_capacity or not host.trajectories)
+            raise ProtocolViolation(f"{live.id} is queued for an evaluation, but none is running")
+        if evaluation.evaluated_version >= 0 and not self._planner.num_routable(evaluation.evaluated_version):
+            per_instance = max((instance.max_running for instance in self._state.fleet), default=per_instance)
+        candidates = [
+            instance
+            for name in evaluation.pinned
+            if (instance := self._state.fleet.get(name)) is not None
+            and instance.version == evaluation.evaluated_version
+            and instance.num_eval_running < per_instance
+            and instance.num_running < instance.max_running
+            and (instance.kv_tokens + live.kv_tokens <= instance.kv_capacity or not instance.trajectories)
         ]
-        if not able:
+        if not candidates:
             return "no place for the evaluation"
-        return min(able, key=lambda host: (host.instance != live.home, host.num_evaluated, host.row))
+        return min(
+            candidates,
+            key=lambda instance: (instance.instance != live.cached_on, instance.num_eval_running, instance.row),
+        )
 
     @property
     def cannot_finish(self) -> bool:
@@ -92,23 +96,23 @@ class EvaluationPinning:
         evaluation, state = self._state.evaluation, self._state
         if (
             evaluation is None
-            or evaluation.evaluated < 0
+            or evaluation.evaluated_version < 0
             or not evaluation.to_sample
-            or evaluation.evaluated == state.ledger.version
+            or evaluation.evaluated_version == state.ledger.version
         ):
             return False
         return not any(
-            instance.version == evaluation.evaluated and instance.max_running > 0 for instance in state.fleet
+            instance.version == evaluation.evaluated_version and instance.max_running > 0 for instance in state.fleet
         )
 
     @property
-    def _trained(self) -> bool:
-        """Whether all training steps are done, so that the evaluation may have the whole fleet."""
+    def _training_done(self) -> bool:
+        """Whether all training steps have ended, so that the evaluation may use the whole fleet."""
         return self._state.ledger.version >= self._state.ledger.num_steps
 
     @property
-    def _places(self) -> Places:
+    def _slots(self) -> EvaluationSlots:
         fleet = self._state.fleet
-        caps = [instance.max_running for instance in fleet]
-        share = 1.0 if self._trained else self._share
-        return places_of(share, len(caps), max(caps, default=1))
+        limits = [instance.max_running for instance in fleet]
+        share = 1.0 if self._training_done else self._share
+        return slots_of_share(share, len(limits), max(limits, default=1))

@@ -1,20 +1,21 @@
-"""Evaluations beside training: the one under way, the instances that sample for it, and where each of its
-trajectories goes. Pure.
+"""The running evaluation beside training: its trajectories, and the instances that are pinned to its version. Pure.
 
-A version is evaluated by trajectories of its own, sampled under that version alone from the first token to the last.
-They are routed, interrupted, retried and scored like all others, but they hold no promise of the ledger, so no step
-waits for them, and none trains on them. What keeps versions apart are the *hosts*: a few instances that serve the
-evaluated version and do not pull until they have nothing more to sample for it. The others pull as ever.
+A version is evaluated by trajectories of its own, each sampled under that version alone, from the first token to the
+last. They are routed, interrupted, retried and scored like all others, but the ledger does not know them, so no
+training step waits for them or consumes them. A few instances are *pinned*: they serve the evaluated version and do not
+pull until they have nothing more to sample for it. The others pull as usual.
 
-- Training is not starved: a share bounds the places that an evaluation has. As few instances as have so many places
-  are hosts, since each of them lags for as long as its longest response takes. Within its places an evaluation comes
-  first: the sooner it is over, the sooner its hosts pull. A host that could be given nothing to train on, since all
-  that the bound allows at its version is under way, has all of its places for it. After the last step it has all.
-- No deadlock: what is queued for an evaluation waits for its hosts only, and they need nothing from training. A host
-  that lags is given no new work once its version is too old for the bound; then its places are empty.
-- A lost host, or one that leaves, is replaced by any other that still serves the version; what was sampled goes on
-  there. If there is none, and a newer version is published, the evaluation is abandoned, and may begin again as one of
-  the newer version.
+- Training does not starve: an evaluation has at most a share of the fleet's slots (running requests). As few instances
+  as have so many slots are pinned, since each of them lags behind for as long as its longest response takes. Within its
+  slots an evaluation comes first: the sooner it is over, the sooner its instances pull. A pinned instance that training
+  cannot use, since the staleness bound allows no more work at its version, gives all of its slots to the evaluation.
+  After the last training step it has the whole fleet.
+- No deadlock: queued trajectories of an evaluation wait for pinned instances only, and these need nothing from
+  training. A pinned instance that lags gets no new training work once its version is too old for the bound; then its
+  slots are free.
+- A pinned instance that is lost or leaves is replaced by any other that still serves the version; its trajectories
+  continue there. If there is none, and a newer version is published, the evaluation is abandoned, and may begin again
+  with the newer version.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
 
 
 @dataclass(slots=True)
-class EvaluationUnderWay:
-    """An evaluation that was requested and is not concluded. Written by `MutableEvaluations` only."""
+class RunningEvaluation:
+    """An evaluation that was requested and has not ended. Written by `MutableEvaluations` only."""
 
     number: int
     members: set[TrajectoryId]
-    """Those that have not ended."""
+    """Its trajectories that have not ended."""
     to_sample: int
-    """Those of them that are not sampled to their end yet."""
-    evaluated: PolicyVersion = PolicyVersion(-1)
-    """The version it is of; -1 until an instance samples for it."""
-    hosts: dict[InstanceId, None] = field(default_factory=dict)
-    """Instances that stay at that version for it."""
+    """Number of these that are not completely sampled yet."""
+    evaluated_version: PolicyVersion = PolicyVersion(-1)
+    """The evaluated version; -1 until an instance is pinned."""
+    pinned: dict[InstanceId, None] = field(default_factory=dict)
+    """The pinned instances, in the order of their pinning."""
     failed: list[TrajectoryId] = field(default_factory=list)
-    """Those that have ended because nothing could finish them."""
+    """Trajectories that ended without a score."""
 
 
 class MutableEvaluations:
-    """The evaluation under way with the methods by which the state changes it."""
+    """Holds the running evaluation; the coordinator's state changes it by these methods."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.under_way: EvaluationUnderWay | None = None
+        self.current: RunningEvaluation | None = None
 
     def begin(self, number: int, groups: Iterable[NewGroup], members: int, now: float) -> list[LiveTrajectory]:
         """Begin an evaluation; returns its trajectories, one for each group. members: ids that each group has."""
-        if self.under_way is not None:
-            raise ProtocolViolation(f"evaluation {number} is requested, but {self.under_way.number} is under way")
+        if self.current is not None:
+            raise ProtocolViolation(f"evaluation {number} is requested, but {self.current.number} is running")
         lives = [
             LiveTrajectory(
                 id=TrajectoryId(new.group * members), group=new.group, prompt_tokens=new.prompt_tokens, since=now
@@ -65,79 +66,82 @@ class MutableEvaluations:
             for new in groups
         ]
         ids = {live.id for live in lives}
-        if len(ids) < len(lives) or not all(live.evaluated for live in lives):
+        if len(ids) < len(lives) or not all(live.is_eval for live in lives):
             raise ProtocolViolation(f"evaluation {number} needs groups of its own, with negative numbers")
-        self.under_way = EvaluationUnderWay(number=number, members=ids, to_sample=len(ids))
+        self.current = RunningEvaluation(number=number, members=ids, to_sample=len(ids))
         return lives
 
-    def stay(self, instance: Instance) -> None:
-        """Have an instance stay at its version, which becomes the one that is evaluated."""
-        evaluation = self._found()
-        if evaluation.evaluated not in {-1, instance.version}:
+    def pin(self, instance: Instance) -> None:
+        """Pin an instance to its version, which becomes the evaluated one."""
+        evaluation = self._require()
+        if evaluation.evaluated_version not in {-1, instance.version}:
             raise ProtocolViolation(
-                f"{instance.instance} at version {instance.version} for one of {evaluation.evaluated}"
+                f"{instance.instance} at version {instance.version} for one of {evaluation.evaluated_version}"
             )
-        evaluation.evaluated = instance.version
-        evaluation.hosts[instance.instance] = None
+        evaluation.evaluated_version = instance.version
+        evaluation.pinned[instance.instance] = None
 
-    def release(self) -> list[Instance]:
-        """Let the hosts go that have nothing more to sample; returns those that are there."""
-        evaluation = self.under_way
-        if evaluation is None or not evaluation.hosts:
+    def unpin_idle(self) -> list[Instance]:
+        """Unpin the instances that have nothing more to sample for the evaluation; returns them."""
+        evaluation = self.current
+        if evaluation is None or not evaluation.pinned:
             return []
-        hosts = [host for name in evaluation.hosts if (host := self._fleet.get(name)) is not None]
-        if evaluation.to_sample > sum(
-            host.num_evaluated for host in hosts
-        ):  # the others are queued, or return from their environment
-            return []
-        done = [host for host in hosts if not host.num_evaluated]
-        for host in done:
-            del evaluation.hosts[host.instance]
-        return done
+        instances = [instance for name in evaluation.pinned if (instance := self._fleet.get(name)) is not None]
+        if evaluation.to_sample > sum(instance.num_eval_running for instance in instances):
+            return []  # the others are queued, or will come back from their environment
+        idle = [instance for instance in instances if not instance.num_eval_running]
+        for instance in idle:
+            del evaluation.pinned[instance.instance]
+        return idle
 
-    def lose(self, instance: InstanceId) -> None:
-        """Note that an instance is gone. One that joins under its name later has nothing to stay for."""
-        if self.under_way is not None:
-            self.under_way.hosts.pop(instance, None)
+    def remove(self, instance: InstanceId) -> None:
+        """Unpin an instance that is lost. Another one may join under its name later."""
+        if self.current is not None:
+            self.current.pinned.pop(instance, None)
 
     def sampled(self, live: LiveTrajectory) -> None:
-        """Note that one of its trajectories is sampled to its end."""
-        if live.evaluated:
-            self._found().to_sample -= 1
+        """Note that a trajectory is completely sampled, if it is of the evaluation."""
+        if live.is_eval:
+            self._require().to_sample -= 1
 
-    def end(self, live: LiveTrajectory, *, answered: bool) -> bool:
-        """Note that one of its trajectories has ended. answered: whether it was scored. True if it was the last."""
-        evaluation = self._found()
-        if not answered:
+    def end(self, live: LiveTrajectory, *, scored: bool) -> bool:
+        """Note that a trajectory of the evaluation has ended. scored: whether it has a score. True if it was the
+        last."""
+        evaluation = self._require()
+        if not scored:
             self.sampled(live)
             evaluation.failed.append(live.id)
         evaluation.members.discard(live.id)
         return not evaluation.members
 
-    def close(self) -> EvaluationUnderWay:
-        """Forget the evaluation under way; returns it."""
-        evaluation, self.under_way = self._found(), None
+    def close(self) -> RunningEvaluation:
+        """End the running evaluation; returns it."""
+        evaluation, self.current = self._require(), None
         return evaluation
 
-    def _found(self) -> EvaluationUnderWay:
-        if self.under_way is None:
-            raise ProtocolViolation("no evaluation is under way")
-        return self.under_way
+    def _require(self) -> RunningEvaluation:
+        if self.current is None:
+            raise ProtocolViolation("no evaluation is running")
+        return self.current
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """The places of an evaluation. hosts: instances; of_each: trajectories that each runs for it at once."""
+class EvaluationSlots:
+    """The slots of an evaluation. instances: number of pinned instances; per_instance: trajectories of the evaluation
+    that each may run at once."""
 
-    hosts: int
-    of_each: int
+    instances: int
+    per_instance: int
 
 
-def places_of(share: float, num_instances: int, max_running: int) -> Places:
-    """The places that a share of a fleet is: as few instances as have them.
+def slots_of_share(share: float, num_instances: int, max_running: int) -> EvaluationSlots:
+    """The slots of an evaluation that may have a share of a fleet: on as few instances as have them.
 
-    >>> places_of(0.25, 1, 64), places_of(0.25, 3, 64), places_of(0.25, 16, 64)
-    (Places(hosts=1, of_each=16), Places(hosts=1, of_each=48), Places(hosts=4, of_each=64))
+    >>> slots_of_share(0.25, 3, 64)
+    EvaluationSlots(instances=1, per_instance=48)
+    >>> slots_of_share(0.25, 16, 64)
+    EvaluationSlots(instances=4, per_instance=64)
     """
-    hosts = max(1, math.ceil(share * num_instances))
-    return Places(hosts=hosts, of_each=max(1, int(share * num_instances / hosts * max_running)))
+    instances = max(1, math.ceil(share * num_instances))
+    per_instance = int(share * num_instances / instances * max_running)
+    return EvaluationSlots(instances=instances, per_instance=max(1, per_instance))

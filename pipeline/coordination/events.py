@@ -47,7 +47,7 @@ class GroupsArrived:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequested:
     """The published version is to be evaluated: one response to each of these prompts, whose groups have negative
-    numbers and one member each. No other evaluation is under way."""
+    numbers and one member each. No other evaluation is running."""
 
     evaluation: int
     groups: tuple[NewGroup, ...]

@@ -31,14 +31,14 @@ class Instance:
     row: int
     pulling: bool = False
     in_transit: int = 0
-    """Moves to it or from it that were ordered and are not finished."""
+    """Number of unfinished moves of trajectories to it or from it."""
     kv_tokens: int = 0
-    """Of the trajectories it runs."""
+    """KV tokens of the trajectories it runs."""
     trajectories: dict[TrajectoryId, None] = field(default_factory=dict)
-    num_evaluated: int = 0
-    """Of these, the ones that belong to an evaluation."""
+    num_eval_running: int = 0
+    """Number of these that belong to an evaluation."""
     draft_length: int = 0
-    """Tokens that it was told to draft at most for a decode step of a request."""
+    """Most tokens that it drafts for a decode step of a request, by the latest command."""
 
     @property
     def num_running(self) -> int:
@@ -69,8 +69,8 @@ class Fleet:
     def get(self, instance: InstanceId | None) -> Instance | None:
         return self._by_id.get(instance) if instance is not None else None
 
-    def keeping(self, instance: InstanceId | None, version: PolicyVersion) -> Instance | None:
-        """An instance, if what it has cached since it served `version` is still of use."""
+    def with_cache(self, instance: InstanceId | None, version: PolicyVersion) -> Instance | None:
+        """An instance, if what it cached when it served `version` is still valid."""
         match = self.get(instance)
         return match if match is not None and (self.side_by_side or match.version == version) else None
 
@@ -181,14 +181,14 @@ class MutableFleet(Fleet):
     def add(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
         """Let an instance run one more trajectory."""
         instance.trajectories[trajectory] = None
-        instance.num_evaluated += is_evaluation(trajectory)
+        instance.num_eval_running += is_evaluation(trajectory)
         instance.kv_tokens += kv_tokens
         self._update(instance)
 
     def remove(self, instance: Instance, trajectory: TrajectoryId, kv_tokens: int) -> None:
         """Take a trajectory off an instance. kv_tokens: what it was counted with."""
         del instance.trajectories[trajectory]
-        instance.num_evaluated -= is_evaluation(trajectory)
+        instance.num_eval_running -= is_evaluation(trajectory)
         instance.kv_tokens -= kv_tokens
         self._update(instance)
 

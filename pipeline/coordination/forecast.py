@@ -1,9 +1,9 @@
-"""Forecasts of response lengths, learned during the run. Pure; deterministic in the order of what is reported.
+"""Forecasts of response lengths, learned during the run. Pure; deterministic in the order of observations.
 
-Two sources. The lengths of the run's latest finished trajectories: given that one has reached `tokens` already, those
-longer than that say how much is to be expected, and with a heavy tail that is the more the longer it has run. And the
-finished siblings of its group: if lengths within a group are alike (measured as the correlation of log lengths, not
-assumed), a group's finished members scale what is expected of the others.
+Two sources. The lengths of the latest finished trajectories: for one that has reached `tokens` already, the expected
+length is the mean of those that are longer; with a heavy tail its expected rest grows the longer it has run. And the
+finished members of its group: if lengths within a group are alike (measured as the correlation of log lengths, not
+assumed), they scale the forecast for the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
 from staleflow.stores.trajectory import GroupId
 
 WINDOW = 4096
-"""Finished lengths that are remembered: enough to see one in a thousand, few enough to follow a policy that drifts."""
+"""Number of finished lengths kept: enough for one in a thousand to appear, few enough to follow a policy that
+drifts."""
 MIN_LENGTHS = 32
-"""Fewest finished lengths to forecast from: the first to finish are the short ones."""
+"""Least number of finished lengths to forecast from: the first to finish are the short ones."""
 REFRESH = 0.02
-"""Share of new lengths after which the sums over the sorted window are made again."""
+"""Share of new lengths after which the sums over the sorted window are computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class ForecastError:
     bias: float
     """Mean of forecast - length."""
     sibling_correlation: float
-    """Of log lengths within a group, -1 to 1; how much a finished sibling predicts of the others."""
+    """Correlation of log lengths within a group, -1 to 1: how well finished members predict the others."""
 
 
 @dataclass(slots=True)
@@ -45,7 +46,7 @@ class _Siblings:
 
 
 class LengthForecast:
-    """Forecasts response lengths. max_tokens: a response's limit."""
+    """Forecasts response lengths. max_tokens: limit of a response."""
 
     def __init__(self, max_tokens: int) -> None:
         self.episodes = EpisodeForecast()
@@ -66,8 +67,8 @@ class LengthForecast:
 
     # -- updating ------------------------------------------------------------------------------------------------
 
-    def finished(self, group: GroupId, length: int, forecast: float) -> None:
-        """A trajectory of `group` ended by itself; `forecast` is what was expected of it when it was first routed."""
+    def observe(self, group: GroupId, length: int, forecast: float) -> None:
+        """Learn the length of a trajectory that was not truncated. forecast: its expected length when first routed."""
         self._latest.append(length)
         insort(self._sorted, length)
         if len(self._latest) > WINDOW:
@@ -83,7 +84,7 @@ class LengthForecast:
         self._learn_siblings(group, math.log(max(1, length)))
 
     def forget(self, group: GroupId) -> None:
-        """A group has ended."""
+        """Drop the lengths of a group that has ended."""
         self._groups.pop(group, None)
 
     # -- forecasting ---------------------------------------------------------------------------------------------
@@ -96,15 +97,16 @@ class LengthForecast:
     def expected_remaining(self, group: GroupId, tokens: int) -> float:
         """Expected further tokens of a trajectory with `tokens` so far; half of the allowed ones while too few lengths
         are known."""
-        most = max(1, self._max_tokens - tokens)
+        max_remaining = max(1, self._max_tokens - tokens)
         if not self.has_enough_lengths:
-            return most / 2
+            return max_remaining / 2
         scale = self._scale(group)
-        at = bisect_right(self._lengths, tokens / scale)
-        left = len(self._lengths) - at
-        if not left:
-            return most / 2
-        return min(float(most), max(1.0, self._tails[at] / left * scale - tokens))
+        first_longer = bisect_right(self._lengths, tokens / scale)
+        num_longer = len(self._lengths) - first_longer
+        if not num_longer:
+            return max_remaining / 2
+        mean_longer = self._tails[first_longer] / num_longer
+        return min(float(max_remaining), max(1.0, mean_longer * scale - tokens))
 
     @property
     def mean_position(self) -> float:

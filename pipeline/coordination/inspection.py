@@ -22,7 +22,7 @@ class CoordinatorInspection:
 
     @property
     def finished(self) -> bool:
-        """All planned steps are trained and published, and no evaluation is under way."""
+        """All planned steps are trained and published, and no evaluation is running."""
         return self.ledger.version >= self.ledger.num_steps and self._state.evaluation is None
 
     @property

@@ -45,11 +45,11 @@ def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
         raise ProtocolViolation(f"{live.id} is {live.phase.value} but not listed so on {live.instance}")
     if (live.phase is Phase.RUNNING) != (live.instance is not None):
         raise ProtocolViolation(f"{live.id} is {live.phase.value} on {live.instance}")
-    if not live.evaluated:
+    if not live.is_eval:
         entry = state.ledger.entries[live.group]
         if (live.phase is Phase.DONE) != (live.id in entry.completed):
             raise ProtocolViolation(f"{live.id} is {live.phase.value}, its group has {entry.completed} completed")
-    routed = live.route_number > 0 if live.evaluated else live.id in state.ledger.entries[live.group].routed
+    routed = live.route_number > 0 if live.is_eval else live.id in state.ledger.entries[live.group].routed
     if (live.v_traj >= 0) != routed or routed != (live.route_number > 0):
         raise ProtocolViolation(f"{live.id} was routed {live.route_number} times, with version {live.v_traj}")
     if not 0 <= live.delivered_tokens <= live.tokens:
@@ -63,12 +63,14 @@ def _validate_trajectory(state: CoordinatorState, live: LiveTrajectory) -> None:
 def _validate_evaluation(state: CoordinatorState) -> None:
     """All of an evaluation is sampled under its one version, and the instances that sample for it serve that one."""
     evaluation = state.evaluation
-    members = {live.id for live in state.live.values() if live.evaluated}
+    members = {live.id for live in state.live.values() if live.is_eval}
     if members != (set() if evaluation is None else evaluation.members):
         raise ProtocolViolation(f"trajectories {sorted(members)[:10]} are evaluated, but no evaluation has them all")
     for instance in state.fleet:
-        if instance.num_evaluated != sum(is_evaluation(member) for member in instance.trajectories):
-            raise ProtocolViolation(f"{instance.instance} is taken to run {instance.num_evaluated} for an evaluation")
+        if instance.num_eval_running != sum(is_evaluation(member) for member in instance.trajectories):
+            raise ProtocolViolation(
+                f"{instance.instance} is taken to run {instance.num_eval_running} for an evaluation"
+            )
     if evaluation is None:
         return
     sampling = {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
@@ -76,19 +78,21 @@ def _validate_evaluation(state: CoordinatorState) -> None:
         raise ProtocolViolation(
             f"{evaluation.to_sample} are taken to be sampled yet for evaluation {evaluation.number}"
         )
-    if gone := [name for name in evaluation.hosts if state.fleet.get(name) is None]:
+    if gone := [name for name in evaluation.pinned if state.fleet.get(name) is None]:
         raise ProtocolViolation(f"evaluation {evaluation.number} has hosts that are gone: {gone}")
     for member in members:
         live = state.live[member]
         target = state.fleet.get(live.instance)
-        if live.v_traj not in {-1, evaluation.evaluated}:
+        if live.v_traj not in {-1, evaluation.evaluated_version}:
             raise ProtocolViolation(
-                f"{live.id} is of version {live.v_traj}, version {evaluation.evaluated} is evaluated"
+                f"{live.id} is of version {live.v_traj}, version {evaluation.evaluated_version} is evaluated"
             )
-        if target is not None and (target.version != evaluation.evaluated or target.instance not in evaluation.hosts):
+        if target is not None and (
+            target.version != evaluation.evaluated_version or target.instance not in evaluation.pinned
+        ):
             raise ProtocolViolation(
                 f"{live.id} is sampled on {target.instance} at version {target.version}, for an evaluation of "
-                f"version {evaluation.evaluated}"
+                f"version {evaluation.evaluated_version}"
             )
 
 

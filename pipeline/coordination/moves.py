@@ -65,7 +65,7 @@ class Moves:
             views = [
                 Movable(
                     kv_tokens=live.kv_tokens,
-                    remaining=self._forecast.episodes.sampled(
+                    remaining=self._forecast.episodes.expected_sampled(
                         self._forecast.expected_remaining(live.group, live.tokens)
                     ),
                     due=ledger.deadline(ledger.entries[live.group].version),
@@ -100,7 +100,7 @@ class Moves:
 
     def _is_due(self, live: LiveTrajectory) -> bool:
         """Whether the next step waits for this trajectory to be sampled."""
-        if live.evaluated:
+        if live.is_eval:
             return False
         ledger = self._state.ledger
         unfinished = live.phase in {Phase.QUEUED, Phase.RUNNING, Phase.IN_ENVIRONMENT}
@@ -119,7 +119,7 @@ class Moves:
 
     def _may_leave(self, live: LiveTrajectory) -> bool:
         """At most once per version and never in transit: otherwise it could be moved for ever and never finish."""
-        return not live.leaving and not live.evaluated and live.moved_at != self._state.ledger.version
+        return not live.leaving and not live.is_eval and live.moved_at != self._state.ledger.version
 
     def _by_speed(self) -> list[Instance]:
         """Instances by the seconds of their decode step, fastest first."""

@@ -1,15 +1,14 @@
-"""The phases of a trajectory in flight, and what moves it from one to the next. Pure.
+"""The phases of a trajectory in flight, and the transitions between them. Pure.
 
-    QUEUED --ROUTED--> RUNNING --SAMPLED, CUT_OFF--> SCORING --SCORED--> DONE --CONSUMED--> ENDED
-     ^  ^                 | |                                              ^
-     |  +-----------------+ |  INTERRUPTED, FAILED, INSTANCE_LOST          |
-     |                      +--TURN_SAMPLED--> ACTING --SCORED-------------+
-     +-------------------------------------------+  ANSWERED, RESTARTED
+    QUEUED --ROUTED--> RUNNING --SAMPLED, TRUNCATED--> SCORING --SCORED--> DONE --CONSUMED--> ENDED
+     ^  ^                 | |                                                ^
+     |  +-----------------+ |  INTERRUPTED, FAILED, INSTANCE_LOST            |
+     |                      +--TURN_SAMPLED--> IN_ENVIRONMENT --SCORED-------+
+     +-------------------------------------------+  ENVIRONMENT_STEPPED, RESTARTED
 
-A response that an environment answers is ACTING after each turn, the last one included; others are SCORING once.
-GIVEN_UP leads to ENDED from every phase before it. `NEXT_PHASE` is the whole rule: a pair that is not in it is a bug,
-and is refused. A late answer is no bug: the coordinator recognises it by its route number and ignores it before asking
-here.
+With an environment a trajectory is IN_ENVIRONMENT after each turn, the last one included; without, it is SCORING once.
+GIVEN_UP leads to ENDED from every other phase. `NEXT_PHASE` has all transitions; any other is a bug, and raises. Late
+events are no bugs: the coordinator recognises them by their route number and ignores them before it looks here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Phase(Enum):
     QUEUED = "queued"
     RUNNING = "running"
     IN_ENVIRONMENT = "acting"
-    """Its environment takes the step that its latest turn asks for."""
+    """Its environment takes a step with its latest turn."""
     SCORING = "scoring"
     DONE = "done"
     """Scored; waits for the rest of its group, then for the trainer."""
@@ -34,7 +33,7 @@ class Phase(Enum):
 
 
 class Transition(Enum):
-    """What moves a trajectory to its next phase."""
+    """A change that moves a trajectory to its next phase."""
 
     ROUTED = "routed"
     SAMPLED = "sampled"
@@ -42,9 +41,9 @@ class Transition(Enum):
     """Interrupted, to be scored with the tokens it has."""
     TURN_SAMPLED = "sampled for a turn"
     ENVIRONMENT_STEPPED = "answered"
-    """Its environment has answered; the next turn follows."""
+    """Its environment has returned an observation; the next turn follows."""
     RESTARTED = "restarted"
-    """Its environment has failed; it begins again with its prompt."""
+    """Its environment has failed; it restarts from its prompt."""
     INTERRUPTED = "interrupted"
     FAILED = "failed"
     INSTANCE_LOST = "instance lost"
@@ -78,8 +77,8 @@ NEXT_PHASE: dict[tuple[Phase, Transition], Phase] = {
 
 
 def next_phase(phase: Phase, transition: Transition) -> Phase:
-    """The phase that `transition` leads to from `phase`. Raises `ProtocolViolation` if it leads nowhere from there."""
-    following = NEXT_PHASE.get((phase, transition))
-    if following is None:
+    """The phase after a transition from `phase`. Raises ProtocolViolation if there is no such transition."""
+    result = NEXT_PHASE.get((phase, transition))
+    if result is None:
         raise ProtocolViolation(f"a trajectory that is {phase.value} cannot be {transition.value}")
-    return following
+    return result

@@ -22,31 +22,31 @@ class Pulls:
     def due(self, looked_at: Iterable[Instance]) -> Iterator[Instance]:
         """Those of `looked_at` that should pull. Work that one gets after its pull is not counted for the next."""
         published, rule, placement = self._state.ledger.version, self._rule, self._placement
-        pinned = self._state.evaluation.hosts if self._state.evaluation is not None else ()
+        pinned = self._state.evaluation.pinned if self._state.evaluation is not None else ()
         lagging = [i for i in looked_at if i.version < published and not i.pulling and i.instance not in pinned]
         if not lagging:
             return
         if rule.needs_added_if_pulled:  # the cheapest to interrupt come first, and get the work that is there
             lagging.sort(key=lambda i: i.kv_tokens)
-        demand = placement.demand(published)
+        num_routable = placement.num_routable(published)
         sample = placement.typical_new_work()
         measured = self._state.measured
         # Beside those it serves, an instance loads a version while it goes on decoding.
         pull_s = 0.0 if self._state.fleet.side_by_side else measured.pull_s.value
         for instance in lagging:
             num_accepted = placement.num_accepted(instance, sample)
-            num_added_if_pulled = min(num_accepted, demand) if rule.needs_added_if_pulled else 0
+            num_added_if_pulled = min(num_accepted, num_routable) if rule.needs_added_if_pulled else 0
             view = LaggingInstance(
                 lag=published - instance.version,
                 num_running=instance.num_running,
                 max_running=instance.max_running,
                 kv_tokens=instance.kv_tokens,
-                num_added_without_pull=min(num_accepted, placement.demand(instance.version)),
+                num_added_without_pull=min(num_accepted, placement.num_routable(instance.version)),
                 num_added_if_pulled=num_added_if_pulled,
                 added_kv_tokens=sample.kv_tokens,
                 interval_s=measured.interval_s.value,
                 pull_s=pull_s,
             )
             if rule.should_pull(view):
-                demand -= num_added_if_pulled
+                num_routable -= num_added_if_pulled
                 yield instance

@@ -33,7 +33,7 @@ class RoutePlanner:
         self._affinity = affinity
         self._forecast = forecast
 
-    def place(self, live: LiveTrajectory) -> Instance | str:
+    def choose_instance(self, live: LiveTrajectory) -> Instance | str:
         """The instance that takes a trajectory, or why it has to wait."""
         fleet, routing = self._state.fleet, self._routing
         least_version = self._least_version(live)
@@ -49,9 +49,9 @@ class RoutePlanner:
         row = routing.choose(self.work(live), fleet, fitting)
         if row is not None and not (0 <= row < len(fleet) and fitting[row]):
             return "routing named an instance that does not fit"
-        home = self._home(live, fitting)
-        if home is not None and (row is None or self._stays(live, home, fleet[row])):
-            return home
+        cached_on = self._cached_instance(live, fitting)
+        if cached_on is not None and (row is None or self._stays(live, cached_on, fleet[row])):
+            return cached_on
         if row is None:
             return "gain too small"
         return fleet[row]
@@ -64,8 +64,8 @@ class RoutePlanner:
         """A trajectory as it will be drawn next, halfway through its response."""
         return Candidate(kv_tokens=int(self._state.measured.prompt_tokens.value + self._forecast.mean_position))
 
-    def demand(self, version: PolicyVersion) -> int:
-        """Trajectories that an instance serving `version` could be given, from the queue or freshly drawn."""
+    def num_routable(self, version: PolicyVersion) -> int:
+        """Number of trajectories that could be routed to an instance serving `version`, queued or still to be drawn."""
         ledger = self._state.ledger
         promised = self._state.queue.promised(version)
         if self._admission.refusal(ledger, version) is not None:
@@ -86,16 +86,16 @@ class RoutePlanner:
                 high = middle
         return low
 
-    def _home(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
+    def _cached_instance(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
         """The instance that may hold a trajectory's context in its cache, if it fits there."""
-        home = self._state.fleet.keeping(live.home, live.home_version)
-        return home if home is not None and fitting[home.row] else None
+        cached_on = self._state.fleet.with_cache(live.cached_on, live.cached_version)
+        return cached_on if cached_on is not None and fitting[cached_on.row] else None
 
-    def _stays(self, live: LiveTrajectory, home: Instance, other: Instance) -> bool:
-        if self._affinity is None or home is other:
-            return home is other
-        remaining = self._forecast.episodes.sampled(self._forecast.expected_remaining(live.group, live.tokens))
-        return self._affinity.stays(_load(home), _load(other), live.kv_tokens, remaining)
+    def _stays(self, live: LiveTrajectory, cached_on: Instance, other: Instance) -> bool:
+        if self._affinity is None or cached_on is other:
+            return cached_on is other
+        remaining = self._forecast.episodes.expected_sampled(self._forecast.expected_remaining(live.group, live.tokens))
+        return self._affinity.stays(_load(cached_on), _load(other), live.kv_tokens, remaining)
 
     def _least_version(self, live: LiveTrajectory) -> int | None:
         """The oldest version in service that an instance may have for this trajectory; None if no version would do."""

@@ -54,15 +54,15 @@ class Snapshot:
     """Accuracy of the length forecast."""
     evaluated_version: int = -1
     """The version that is being evaluated; -1 if none is, or none is chosen yet."""
-    num_evaluated: int = 0
-    """Trajectories in flight for that, which are in no other number but those of instances."""
+    num_eval_in_flight: int = 0
+    """Its trajectories in flight. Other numbers do not count them, except those of instances."""
 
 
 def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: ForecastError) -> Snapshot:
     """The run as it is now. O(live trajectories + groups + instances)."""
     phases = dict.fromkeys(Phase, 0)
     for live in state.live.values():
-        phases[live.phase] += not live.evaluated
+        phases[live.phase] += not live.is_eval
     ledger = state.ledger
     ages: dict[EntryState, list[int]] = {s: [] for s in EntryState}
     for entry in ledger.entries.values():
@@ -98,8 +98,8 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: F
         ),
         refusals=dict(refusals),
         forecast=forecast,
-        evaluated_version=-1 if state.evaluation is None else state.evaluation.evaluated,
-        num_evaluated=0 if state.evaluation is None else len(state.evaluation.members),
+        evaluated_version=-1 if state.evaluation is None else state.evaluation.evaluated_version,
+        num_eval_in_flight=0 if state.evaluation is None else len(state.evaluation.members),
     )
 
 
@@ -110,14 +110,14 @@ def waiting_for(state: CoordinatorState, limit: int) -> str:
         return f"step {ledger.next_step - 1} is training"
     if state.evaluation is not None and ledger.version >= ledger.num_steps:
         evaluation = state.evaluation
-        return f"the evaluation of version {evaluation.evaluated} waits for {len(evaluation.members)} responses"
+        return f"the evaluation of version {evaluation.evaluated_version} waits for {len(evaluation.members)} responses"
     head = (
         f"step {ledger.next_step} waits for {ledger.groups_per_step - ledger.num_occupied} more of its "
         f"{ledger.groups_per_step} groups; {ledger.num_reserved} are being sampled, "
         f"{len(state.unreserved_groups)} queued, {len(state.fleet)} instances"
     )
     oldest = sorted(
-        (t for t in state.live.values() if t.phase is not Phase.DONE and not t.evaluated),
+        (t for t in state.live.values() if t.phase is not Phase.DONE and not t.is_eval),
         key=lambda t: (FRESH if (version := ledger.entries[t.group].version) < 0 else version, t.since),
     )[:limit]
     lines = [

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Set
 from types import MappingProxyType
 
 from staleflow.pipeline.coordination.discarded import DiscardedTrajectory, TrainBatch
-from staleflow.pipeline.coordination.evaluations import EvaluationUnderWay, MutableEvaluations
+from staleflow.pipeline.coordination.evaluations import MutableEvaluations, RunningEvaluation
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
 from staleflow.pipeline.coordination.mixture import Mixture
@@ -77,9 +77,9 @@ class CoordinatorState(ReplanFlags):
         return self._training
 
     @property
-    def evaluation(self) -> EvaluationUnderWay | None:
-        """The evaluation under way, if there is one."""
-        return self._evaluations.under_way
+    def evaluation(self) -> RunningEvaluation | None:
+        """The running evaluation, if there is one."""
+        return self._evaluations.current
 
     @property
     def waited_s(self) -> float:
@@ -222,7 +222,7 @@ class CoordinatorState(ReplanFlags):
     # -- evaluations ---------------------------------------------------------------------------------------------
 
     def begin_evaluation(self, number: int, groups: Iterable[NewGroup]) -> list[TrajectoryId]:
-        """Queue what an evaluation samples; returns the ids."""
+        """Queue the trajectories of an evaluation; returns their ids."""
         lives = self._evaluations.begin(number, groups, self.ledger.members_started, self._now)
         for live in lives:
             self._live[live.id] = live
@@ -230,15 +230,15 @@ class CoordinatorState(ReplanFlags):
         self._routing_changed = True
         return [live.id for live in lives]
 
-    def stay(self, instance: Instance) -> None:
-        """Have an instance stay at its version and sample for the evaluation under way."""
-        self._evaluations.stay(instance)
+    def pin(self, instance: Instance) -> None:
+        """Pin an instance to its version, to sample for the running evaluation."""
+        self._evaluations.pin(instance)
 
-    def release_hosts(self) -> None:
-        """Let instances pull again that have nothing more to sample for the evaluation."""
-        self._loads_changed |= {instance.instance: instance for instance in self._evaluations.release()}
+    def unpin_idle(self) -> None:
+        """Unpin the instances that have nothing more to sample for the evaluation, so that they pull again."""
+        self._loads_changed |= {instance.instance: instance for instance in self._evaluations.unpin_idle()}
 
-    def end_evaluated(self, live: LiveTrajectory) -> bool:
+    def end_eval_trajectory(self, live: LiveTrajectory) -> bool:
         """Note that an evaluation's trajectory has ended: scored, or, if it is queued, given up. True if it was the
         last."""
         queued = live.phase is Phase.QUEUED
@@ -246,10 +246,10 @@ class CoordinatorState(ReplanFlags):
             live.phase = next_phase(live.phase, Transition.GIVEN_UP)
             self._queue.remove(live, live.level)
         del self._live[live.id]
-        return self._evaluations.end(live, answered=not queued)
+        return self._evaluations.end(live, scored=not queued)
 
-    def close_evaluation(self) -> tuple[EvaluationUnderWay, tuple[DiscardedTrajectory, ...]]:
-        """End the evaluation under way; returns it, and what it still had in flight."""
+    def close_evaluation(self) -> tuple[RunningEvaluation, tuple[DiscardedTrajectory, ...]]:
+        """End the running evaluation; returns it, and its trajectories that were still in flight."""
         evaluation, step = self._evaluations.close(), self.ledger.next_step
         self._all_loads_changed = True
         return evaluation, self._end(
@@ -263,7 +263,7 @@ class CoordinatorState(ReplanFlags):
         """Route a queued trajectory, under a promise. forecast: tokens expected of it; kept the first time only."""
         phase = next_phase(live.phase, Transition.ROUTED)
         promised = self.level(live.group)
-        if live.evaluated:
+        if live.is_eval:
             live.v_traj = instance.version
         elif live.v_traj < 0:
             self.ledger.reserve(live.group, live.id, instance.version)
@@ -315,7 +315,7 @@ class CoordinatorState(ReplanFlags):
         phase = next_phase(live.phase, Transition.TURN_SAMPLED)
         source = self._fleet.get(live.instance)
         assert source is not None
-        live.home, live.home_version = source.instance, source.version
+        live.cached_on, live.cached_version = source.instance, source.version
         self._leave_instance(live)
         self._finish_move(live)
         if live.truncating and not truncated:  # it ended by itself before it could be cut off: the next turn may be
@@ -361,17 +361,17 @@ class CoordinatorState(ReplanFlags):
         return live.attempts
 
     def pop_cached_instance(self, live: LiveTrajectory) -> InstanceId | None:
-        """Note that what is kept of a trajectory where it took its latest turn is taken over now, or of no use any
-        more. Returns the instance if there may be something."""
-        home, live.home = self._fleet.keeping(live.home, live.home_version), None
-        return home.instance if home is not None else None
+        """Clear the instance that may have a trajectory's context cached; returns it if the cache may still be
+        there."""
+        instance, live.cached_on = self._fleet.with_cache(live.cached_on, live.cached_version), None
+        return instance.instance if instance is not None else None
 
     def score(self, live: LiveTrajectory, reward: float | None) -> bool:
         """Note a trajectory's reward, None if it has none. True if its group now has all the members it needs."""
         phase = next_phase(live.phase, Transition.SCORED)
         if live.phase is Phase.IN_ENVIRONMENT:
             self._evaluations.sampled(live)
-        complete = not live.evaluated and self.ledger.complete(live.group, live.id)
+        complete = not live.is_eval and self.ledger.complete(live.group, live.id)
         live.reward = reward
         live.phase, live.since = phase, self._now
         self._batch_changed |= complete
@@ -394,7 +394,7 @@ class CoordinatorState(ReplanFlags):
     def lose(self, instance: Instance) -> None:
         """Remove an instance, after everything that ran on it was queued or given up."""
         self._fleet.lose(instance)
-        self._evaluations.lose(instance.instance)
+        self._evaluations.remove(instance.instance)
         self._loads_changed.pop(instance.instance, None)
         self._pull_started_s.pop(instance.instance, None)
 

@@ -35,10 +35,11 @@ class LiveTrajectory:
     """Turns that its environment was asked to answer, since its episode began."""
     given_tokens: int = 0
     """Of its tokens, those that its environment gave."""
-    home: InstanceId | None = None
+    cached_on: InstanceId | None = None
     """Where its latest turn was sampled, until the next one is: what it has so far may be cached there."""
-    home_version: PolicyVersion = PolicyVersion(-1)
-    """The version that `home` served then; under another, nothing is cached, unless it serves them side by side."""
+    cached_version: PolicyVersion = PolicyVersion(-1)
+    """The version that `cached_on` served then; under another, nothing is cached, unless it serves them side by
+    side."""
     reward: float | None = None
     """None until it is scored, and for good if it could not be."""
     since: float = 0.0
@@ -62,7 +63,7 @@ class LiveTrajectory:
         return self.prompt_tokens + self.tokens
 
     @property
-    def evaluated(self) -> bool:
+    def is_eval(self) -> bool:
         """Whether it belongs to an evaluation, and never to a batch."""
         return is_evaluation(self.id)
 

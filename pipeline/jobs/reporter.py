@@ -73,14 +73,14 @@ class Reporter(RunListener):
         self._log(evaluation.line)
 
     def status(self, snapshot: Snapshot, report: RunReport) -> None:
-        under_way = snapshot.num_evaluated > 0
+        under_way = snapshot.num_eval_in_flight > 0
         self._status = {
             **CODEC.encode(snapshot),
             "losses": list(report.losses),
             "fleet": report.instances,
             "environments": [CODEC.encode(host) for host in report.environments],
             "limit": next(reversed(report.limits.values()), ""),
-            "evaluating": evaluating(snapshot.evaluated_version, snapshot.num_evaluated) if under_way else "",
+            "evaluating": evaluating(snapshot.evaluated_version, snapshot.num_eval_in_flight) if under_way else "",
             "evaluated": [alike[-1].line for alike in by_set(report.evaluations).values()],
         }
 

@@ -1,5 +1,5 @@
-"""Where the next turn of a trajectory goes: back to the instance that may still hold its context in its cache, or to
-the one that routing prefers, which computes the whole context anew. Pure."""
+"""Cache affinity: whether the next turn of a trajectory goes back to the instance that may still have its context in
+the KV cache, or to the one that routing prefers, which has to prefill the whole context. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from staleflow.tasks.emulation.cost_model import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class CacheAffinity:
-    """Weighs the seconds of a prefill, for which all that runs on an instance waits, against slower decoding."""
+    """Weighs the time of a prefill, which delays all requests of an instance, against slower decoding."""
 
     cost: StepCosts
 
-    def stays(self, home: Load, other: Load, kv_tokens: int, remaining: float) -> bool:
-        """Whether a trajectory with a context of `kv_tokens` goes on at its `home`. other: the load of the instance
-        that routing prefers. remaining: tokens it is expected to sample yet."""
+    def stays(self, cached_on: Load, other: Load, kv_tokens: int, remaining: float) -> bool:
+        """Whether the trajectory goes back to its cached context.
+
+        Args:
+            cached_on: Load of the instance that has the context.
+            other: Load of the instance that routing prefers.
+            kv_tokens: Length of the context.
+            remaining: Tokens that the trajectory is expected to sample yet.
+        """
 
         def step_s(load: Load) -> float:
             return self.cost.step_s(load.running + 1, load.kv_tokens + kv_tokens)
 
         prefill_s = self.cost.prefill * kv_tokens * (other.running + 1)
-        return remaining * (step_s(home) - step_s(other)) <= prefill_s
+        return remaining * (step_s(cached_on) - step_s(other)) <= prefill_s

@@ -120,11 +120,13 @@ class CostModel:
         """
         return self.verifying(length, tokens_per_step(length, acceptance)) if length else self
 
-    def verifying(self, drafted: float, gained: float) -> CostModel:
-        """The same for steps that verify so many drafted tokens of each trajectory, which gains so many tokens."""
+    def verifying(self, drafted: float, tokens_per_step: float) -> CostModel:
+        """The cost of each sampled token where a step verifies `drafted` tokens of each trajectory, and samples
+        `tokens_per_step` of them on average."""
+        share = 1.0 / tokens_per_step
         return CostModel(
-            k1=self.k1 / gained, k2=self.k2 / gained, k3=self.k3 * (1.0 + self.verify_share * drafted) / gained,
-            k4=self.k4 / gained, b=self.b / gained, prefill=self.prefill, verify_share=self.verify_share,
+            k1=self.k1 * share, k2=self.k2 * share, k3=self.k3 * (1.0 + self.verify_share * drafted) * share,
+            k4=self.k4 * share, b=self.b * share, prefill=self.prefill, verify_share=self.verify_share,
         )  # fmt: skip
 
     def best_length(self, running: int, kv_tokens: float, most: int, acceptance: float) -> int:
@@ -156,16 +158,17 @@ class CostModel:
 
 class DraftingCosts:
     """Costs of decode steps where an instance drafts as is best for the number of trajectories that it runs. Without
-    drafts until `tell` is called."""
+    drafts until `set_rates` is called."""
 
     def __init__(self, cost: CostModel) -> None:
         self._cost = cost
-        self._drafted, self._gained = np.zeros(2), np.ones(2)
+        self._drafted, self._tokens_per_step = np.zeros(2), np.ones(2)
         self._models: dict[int, CostModel] = {}
 
-    def tell(self, drafted: Numbers, gained: Numbers) -> None:
-        """Set draft and gained tokens per step, by running trajectories 0, 1, 2, ...; the last entry holds for more."""
-        self._drafted, self._gained = drafted, gained
+    def set_rates(self, drafted: Numbers, tokens_per_step: Numbers) -> None:
+        """Set drafted and sampled tokens per step of a trajectory, by running trajectories 0, 1, 2, ...; the last entry
+        holds for more."""
+        self._drafted, self._tokens_per_step = drafted, tokens_per_step
         self._models.clear()
 
     @property
@@ -176,10 +179,10 @@ class DraftingCosts:
         return self._of(running).step_s(running, kv_tokens)
 
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
-        cost, row = self._cost, np.minimum(running, len(self._gained) - 1).astype(np.int64)
+        cost, row = self._cost, np.minimum(running, len(self._tokens_per_step) - 1).astype(np.int64)
         computed = running * (1.0 + cost.verify_share * self._drafted[row])
         compute_s = np.maximum(cost.k2, cost.b + cost.k3 * computed) + cost.k4
-        seconds: Numbers = (cost.k1 * kv_tokens + compute_s) / self._gained[row]
+        seconds: Numbers = (cost.k1 * kv_tokens + compute_s) / self._tokens_per_step[row]
         return seconds
 
     def marginal_gain(self, running: int, kv_tokens: float, added_kv_tokens: float) -> float:
@@ -193,8 +196,9 @@ class DraftingCosts:
 
     def _of(self, running: int) -> CostModel:
         """The model of an instance that runs so many."""
-        row = min(running, len(self._gained) - 1)
+        row = min(running, len(self._tokens_per_step) - 1)
         model = self._models.get(row)
         if model is None:
-            model = self._models[row] = self._cost.verifying(float(self._drafted[row]), float(self._gained[row]))
+            drafted, tokens_per_step = float(self._drafted[row]), float(self._tokens_per_step[row])
+            model = self._models[row] = self._cost.verifying(drafted, tokens_per_step)
         return model

@@ -47,93 +47,93 @@ def steps(
 def heard(drafts: DraftLengths, instance: InstanceId, length: int, taken: DecodeStats) -> None:
     """Two reports of the same: of the first nobody knows what ran before."""
     for _ in range(2):
-        drafts.hear(instance, length, taken)
+        drafts.observe(instance, length, taken)
 
 
 def test_the_rates_that_made_them_are_found_in_counts() -> None:
     """Of many steps; a mean draft of 1 + .5 + .25 + .125 tokens."""
-    made = DraftRates(has_draft=0.6, goes_on=0.5, accepted=0.7)
+    made = DraftRates(has_draft=0.6, continues=0.5, accepted=0.7)
     count = 1e6
     mean, kept = 1.875, 0.7 + 0.5 * 0.7**2 + 0.25 * 0.7**3 + 0.125 * 0.7**4
-    seen = DecayingDraftStats(steps=count, drafts=0.6 * count, most=2.4 * count, drafted=0.6 * mean * count)
+    seen = DecayingDraftStats(steps=count, drafts=0.6 * count, max_drafted=2.4 * count, drafted=0.6 * mean * count)
     seen.accepted = 0.6 * kept * count
     result = rates(seen, 8)
     assert result.has_draft == pytest.approx(made.has_draft, rel=1e-3)
-    assert result.goes_on == pytest.approx(made.goes_on, rel=1e-3)
+    assert result.continues == pytest.approx(made.continues, rel=1e-3)
     assert result.accepted == pytest.approx(made.accepted, rel=1e-3)
 
 
 def test_of_drafts_of_one_token_nothing_is_learned_of_longer_ones() -> None:
-    result = rates(DecayingDraftStats(steps=1e6, drafts=1e6, most=1e6, drafted=1e6, accepted=0.9e6), 4)
-    assert result.goes_on > 0.99
+    result = rates(DecayingDraftStats(steps=1e6, drafts=1e6, max_drafted=1e6, drafted=1e6, accepted=0.9e6), 4)
+    assert result.continues > 0.99
     assert result.accepted == pytest.approx(0.9, rel=1e-3)
 
 
 @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (1e6, 0), (4e6, 4e6)])
 def test_rates_are_probabilities_whatever_was_seen(drafted: float, accepted: float) -> None:
     result = rates(
-        DecayingDraftStats(steps=1e6, drafts=min(drafted, 1e6), most=4e6, drafted=drafted, accepted=accepted), 4
+        DecayingDraftStats(steps=1e6, drafts=min(drafted, 1e6), max_drafted=4e6, drafted=drafted, accepted=accepted), 4
     )
     assert 0 <= result.has_draft <= 1
-    assert 0 <= result.goes_on <= 1
+    assert 0 <= result.continues <= 1
     assert 0 <= result.accepted <= 1
 
 
 def test_drafts_are_tried_where_few_run_and_not_where_many_do() -> None:
-    assert dict(DraftLengths(COST, 4).due(fleet_of(a=1, b=60))) == {0: 4}
+    assert dict(DraftLengths(COST, 4).choose_changes(fleet_of(a=1, b=60))) == {0: 4}
 
 
 def test_an_instance_drafts_less_as_more_runs() -> None:
     drafts, told = DraftLengths(COST, 4), []
     for running in (1, 2, 4, 8, 16):
-        told.append(dict(drafts.due(fleet_of(a=running))).get(0, 0))
+        told.append(dict(drafts.choose_changes(fleet_of(a=running))).get(0, 0))
     assert told == sorted(told, reverse=True)
     assert (told[0], told[-1]) == (4, 0)
 
 
 def test_drafts_that_are_not_sampled_are_given_up_and_tried_again_in_time() -> None:
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=4)
-    assert drafts.due(fleet) == [(0, 1)]
+    assert drafts.choose_changes(fleet) == [(0, 1)]
     fleet.set_draft_length(fleet[0], 1)
     heard(drafts, A, 1, steps(4, length=1, acceptance=0.0))
     drafts.replan(fleet)
-    assert drafts.due(fleet) == []  # a draft of one token costs nothing here: a step of eight takes as long
+    assert drafts.choose_changes(fleet) == []  # a draft of one token costs nothing here: a step of eight takes as long
     fleet.set_draft_length(fleet[0], 4)
     heard(drafts, A, 4, steps(4, length=4, acceptance=0.0))
     drafts.replan(fleet)
-    (told,) = drafts.due(fleet)
+    (told,) = drafts.choose_changes(fleet)
     assert told[1] <= 1
     for _ in range(30):
         drafts.step_finished()
     fleet.set_draft_length(fleet[0], 0)
     drafts.replan(fleet)
-    assert drafts.due(fleet) == [(0, 1)]
+    assert drafts.choose_changes(fleet) == [(0, 1)]
 
 
 def test_drafts_that_are_sampled_are_drafted_longer() -> None:
     cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0)
     drafts, fleet = DraftLengths(cost, 8), fleet_of(a=4)
-    ((_, first),) = drafts.due(fleet)
+    ((_, first),) = drafts.choose_changes(fleet)
     assert first < 8
     fleet.set_draft_length(fleet[0], first)
     heard(drafts, A, first, steps(4, length=first, acceptance=1.0, cost=cost, count=1000))
     drafts.replan(fleet)
-    assert drafts.due(fleet) == [(0, 8)]
+    assert drafts.choose_changes(fleet) == [(0, 8)]
 
 
 def test_where_verifying_is_known_to_be_dear_it_is_tried_on_fewer() -> None:
     cost = CostModel(k1=0.0, k2=8.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0)
     dear, cheap = (DraftLengths(dataclasses.replace(cost, verify_share=verified), 4) for verified in (4.0, 0.0))
-    lengths = [dict(drafts.due(fleet_of(a=2))).get(0, 0) for drafts in (dear, DraftLengths(cost, 4), cheap)]
+    lengths = [dict(drafts.choose_changes(fleet_of(a=2))).get(0, 0) for drafts in (dear, DraftLengths(cost, 4), cheap)]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[-1]) == (1, 4)
-    assert dict(cheap.due(fleet_of(a=60))) == {0: 4}
+    assert dict(cheap.choose_changes(fleet_of(a=60))) == {0: 4}
     for drafts in (dear, cheap):
-        ((_, length),) = drafts.due(fleet_of(a=1))
+        ((_, length),) = drafts.choose_changes(fleet_of(a=1))
         share = drafts.rates.drafted(np.arange(length + 1.0))[-1]
         computed = 1 + (4.0 if drafts is dear else 0.0) * share
         assert drafts.costs.step_s(1, 0.0) == pytest.approx(
-            max(8.0, computed) / drafts.rates.gained(np.arange(length + 1.0))[-1]
+            max(8.0, computed) / drafts.rates.tokens_per_step(np.arange(length + 1.0))[-1]
         )
 
 
@@ -142,11 +142,11 @@ def test_what_a_step_of_more_tokens_costs_is_learned_without_drafts() -> None:
     wrong = CostModel(k1=0.0, k2=8.0, k3=0.0, k4=0.0, b=0.0, prefill=0.0)
     right = CostModel(k1=0.0, k2=0.0, k3=8.0, k4=0.0, b=0.0, prefill=0.0)
     drafts, fleet = DraftLengths(wrong, 4), fleet_of(a=2)
-    assert drafts.due(fleet) == [(0, 4)]
+    assert drafts.choose_changes(fleet) == [(0, 4)]
     for running in (1, 2, 4, 8, 16):
         heard(drafts, A, 0, steps(running, cost=right))
     drafts.replan(fleet)
-    assert drafts.due(fleet) == []
+    assert drafts.choose_changes(fleet) == []
 
 
 def test_what_drafting_itself_costs_counts() -> None:
@@ -156,14 +156,14 @@ def test_what_drafting_itself_costs_counts() -> None:
     for _ in range(9):
         heard(drafts, A, 4, steps(1, length=4, acceptance=0.7, cost=slow))
     drafts.replan(fleet)
-    assert drafts.due(fleet) == [(0, 0)]
+    assert drafts.choose_changes(fleet) == [(0, 0)]
     # The machine may have been busy with something else: in time it is tried again.
     fleet.set_draft_length(fleet[0], 0)
     heard(drafts, A, 0, steps(1))
     for _ in range(30):
         drafts.step_finished()
     drafts.replan(fleet)
-    ((_, again),) = drafts.due(fleet)
+    ((_, again),) = drafts.choose_changes(fleet)
     assert again > 0
 
 
@@ -171,12 +171,12 @@ def test_a_report_of_changing_work_teaches_nothing() -> None:
     drafts, same, fleet = DraftLengths(COST, 4), DraftLengths(COST, 4), fleet_of(a=4)
     absurd = COST.times(1000.0)
     for running, length in ((8, 0), (4, 0), (4, 1), (3, 1), (4, 0)):
-        drafts.hear(A, length, steps(running, length=length, cost=absurd))
-    drafts.hear(B, 0, steps(8, cost=absurd, count=1))
-    drafts.hear(B, 0, steps(8, cost=absurd, count=1))  # too few steps to tell what one takes
+        drafts.observe(A, length, steps(running, length=length, cost=absurd))
+    drafts.observe(B, 0, steps(8, cost=absurd, count=1))
+    drafts.observe(B, 0, steps(8, cost=absurd, count=1))  # too few steps to tell what one takes
     drafts.replan(fleet)
     same.replan(fleet)
-    assert drafts.due(fleet) == same.due(fleet)
+    assert drafts.choose_changes(fleet) == same.choose_changes(fleet)
     assert drafts.costs.step_s(4, 0) == same.costs.step_s(4, 0)
 
 
@@ -185,29 +185,29 @@ def test_a_request_that_comes_and_goes_does_not_change_what_is_worth_about_as_mu
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=6)
     received = []
     for _ in range(3):
-        received.append(drafts.due(fleet))
+        received.append(drafts.choose_changes(fleet))
         fleet.set_draft_length(fleet[0], 1)
         fleet.add(fleet[0], TrajectoryId(100), 1)
-        received.append(drafts.due(fleet))
+        received.append(drafts.choose_changes(fleet))
         fleet.remove(fleet[0], TrajectoryId(100), 1)
     assert received == [[(0, 1)], [], [], [], [], []]
     fleet.set_draft_length(fleet[0], 0)
     fleet.add(fleet[0], TrajectoryId(100), 1)
-    assert drafts.due(fleet) == []
+    assert drafts.choose_changes(fleet) == []
     fleet.set_draft_length(fleet[0], 1)
     fleet.add(fleet[0], TrajectoryId(101), 1)
-    assert drafts.due(fleet) == [(0, 0)]
+    assert drafts.choose_changes(fleet) == [(0, 0)]
 
 
 def test_where_all_that_are_left_are_leaving_nothing_is_decided() -> None:
     drafts, fleet = DraftLengths(COST, 4), fleet_of(a=3)
     fleet.empty(fleet[0])
     drafts.replan(fleet)
-    assert drafts.due(fleet) == []
+    assert drafts.choose_changes(fleet) == []
     fleet.join(B, PolicyVersion(0), 10_000, 64)
     fleet.add(fleet[1], TrajectoryId(100), 1)
     drafts.replan(fleet)
-    assert [row for row, _ in drafts.due(fleet)] == [0, 1]
+    assert [row for row, _ in drafts.choose_changes(fleet)] == [0, 1]
 
 
 def test_costs_for_planning_are_those_of_the_lengths_decided() -> None:

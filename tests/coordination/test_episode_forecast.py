@@ -12,16 +12,16 @@ from tests.simulator.test_environments import agents
 
 def test_without_environments_all_tokens_are_sampled() -> None:
     forecast = EpisodeForecast()
-    assert forecast.sampled(123.0) == 123.0
+    assert forecast.expected_sampled(123.0) == 123.0
 
 
 def test_the_shares_are_those_of_the_latest_episodes() -> None:
     forecast = EpisodeForecast()
     for _ in range(3000):
-        forecast.ended(100, 90)
+        forecast.observe(100, 90)
     for _ in range(3000):
-        forecast.ended(200, 50)
-    assert forecast.sampled(400.0) == pytest.approx(300.0, rel=1e-3)
+        forecast.observe(200, 50)
+    assert forecast.expected_sampled(400.0) == pytest.approx(300.0, rel=1e-3)
 
 
 def test_a_run_learns_what_its_environments_take() -> None:
@@ -33,4 +33,4 @@ def test_a_run_learns_what_its_environments_take() -> None:
     tokens = sum(turn.tokens + turn.tool_tokens for response in turns for turn in response)
     given = sum(turn.tool_tokens for response in turns for turn in response)
     learned = simulated.coordinator.forecast.episodes
-    assert learned.sampled(1.0) == pytest.approx(1 - given / tokens, abs=0.05)
+    assert learned.expected_sampled(1.0) == pytest.approx(1 - given / tokens, abs=0.05)

@@ -95,7 +95,7 @@ def test_a_resumed_episode_teaches_what_a_whole_one_does() -> None:
         bench.sampled(0, 1000)
         bench.tell(TrajectoryScored(trajectory=TrajectoryId(0), reward=1.0))
     episodes = [bench.coordinator.forecast.episodes for bench in (whole, resumed)]
-    assert [episode.sampled(1000) for episode in episodes] == pytest.approx([100, 100])
+    assert [episode.expected_sampled(1000) for episode in episodes] == pytest.approx([100, 100])
 
 
 @pytest.mark.parametrize("turn", [1, 2])

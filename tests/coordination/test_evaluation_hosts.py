@@ -41,7 +41,7 @@ def test_a_host_that_restarts_at_a_newer_version_hosts_no_more() -> None:
     bench.finish(0)
     bench.publish(1)  # the others pull it
     assert evaluated(bench.join(A, version=1)) == []
-    on_b = next(i for i, live in bench.coordinator._state.live.items() if live.instance == B and live.evaluated)
+    on_b = next(i for i, live in bench.coordinator._state.live.items() if live.instance == B and live.is_eval)
     assert evaluated(bench.sampled(on_b)) == [(B, 0)]
 
 

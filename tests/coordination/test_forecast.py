@@ -16,7 +16,7 @@ def test_its_error_is_that_of_the_latest(pairs: list[tuple[float, int]], window:
     try:
         learned = LengthForecast(500)
         for expected, length in pairs:
-            learned.finished(GroupId(0), length, expected)
+            learned.observe(GroupId(0), length, expected)
     finally:
         forecast.WINDOW = before
     latest = pairs[-window:]

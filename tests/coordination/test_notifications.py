@@ -42,19 +42,19 @@ from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, in_flight, member
 
 COLLABORATORS: dict[type[Any], tuple[str, ...]] = {
-    LengthForecast: ("finished", "forget"),
-    EpisodeForecast: ("ended",),
-    DraftLengths: ("hear", "lost", "step_finished", "replan"),
-    MutableEvaluations: ("begin", "stay", "lose", "sampled", "end", "close"),
+    LengthForecast: ("observe", "forget"),
+    EpisodeForecast: ("observe",),
+    DraftLengths: ("observe", "remove", "step_finished", "replan"),
+    MutableEvaluations: ("begin", "pin", "remove", "sampled", "end", "close"),
     TruncationCounts: ("step_taken", "add"),
     RunningMean: ("add",),
 }
 """The methods of a coordinator's collaborators that change what they know."""
 QUESTIONS = {
     LengthForecast: {"expected_remaining"},
-    EpisodeForecast: {"sampled"},
-    DraftLengths: {"due"},
-    MutableEvaluations: {"release"},
+    EpisodeForecast: {"expected_sampled"},
+    DraftLengths: {"choose_changes"},
+    MutableEvaluations: {"unpin_idle"},
     TruncationCounts: set(),
     RunningMean: set(),
 }
@@ -88,7 +88,7 @@ class NotedBench(Bench):
             means = {id(getattr(measured, field.name)): field.name for field in fields(Measured)}
             return f"{means[id(subject)]}.add({args[0]:g})" if id(subject) in means else ""
         shown = {
-            MutableEvaluations: (), DraftLengths: args[:1] if name in ("hear", "lost") else (),
+            MutableEvaluations: (), DraftLengths: args[:1] if name in ("observe", "remove") else (),
         }.get(type(subject), args[:2])  # fmt: skip
         return f"{type(subject).__name__}.{name}({', '.join(f'{value}' for value in shown)})"
 
@@ -208,7 +208,7 @@ CASES = (
         "an evaluation is requested",
         routed(eta=1),
         lambda bench: EvaluationRequested(evaluation=0, groups=(NewGroup(group=GroupId(-1), prompt_tokens=7),)),
-        ("MutableEvaluations.begin()", "MutableEvaluations.stay()"),
+        ("MutableEvaluations.begin()", "MutableEvaluations.pin()"),
     ),
     Case(
         "an instance joins",
@@ -220,19 +220,19 @@ CASES = (
         "an instance is lost",
         routed(eta=1, max_attempts=3),
         lambda bench: InstanceLost(instance=A, why="killed"),
-        ("MutableEvaluations.lose()", "DraftLengths.lost(a)"),
+        ("MutableEvaluations.remove()", "DraftLengths.remove(a)"),
     ),
     Case(
         "one of two instances is lost",
         lambda: with_two(routed(eta=1, max_attempts=3)()),
         lambda bench: InstanceLost(instance=B, why="killed"),
-        ("MutableEvaluations.lose()", "DraftLengths.lost(b)"),
+        ("MutableEvaluations.remove()", "DraftLengths.remove(b)"),
     ),
     Case(
         "the last attempt of a trajectory is lost with its instance",
         routed(eta=1, max_attempts=0),
         lambda bench: InstanceLost(instance=A, why="killed"),
-        ("LengthForecast.forget(0)", "MutableEvaluations.lose()", "DraftLengths.lost(a)"),
+        ("LengthForecast.forget(0)", "MutableEvaluations.remove()", "DraftLengths.remove(a)"),
     ),
     Case(
         "an instance leaves", routed(eta=1), lambda bench: InstanceLeaving(instance=A), ()
@@ -241,13 +241,13 @@ CASES = (
         "an instance reports what it has decoded",
         routed(eta=1),
         lambda bench: InstanceReported(instance=A, progress=((ZERO, 4),), steps=STEPS),
-        ("DraftLengths.hear(a)",),
+        ("DraftLengths.observe(a)",),
     ),
     Case(
         "a trajectory is sampled",
         routed(eta=1),
         sampled(0),
-        ("MutableEvaluations.sampled()", "LengthForecast.finished(0, 5)"),
+        ("MutableEvaluations.sampled()", "LengthForecast.observe(0, 5)"),
     ),
     Case(
         "a turn is sampled", routed(eta=1, environments=True), sampled(0), ()
@@ -293,7 +293,7 @@ CASES = (
         lambda: acted(NotedBench(eta=1, environments=True)),
         scored(0),
         (
-            "LengthForecast.finished(0, 5)", "EpisodeForecast.ended(5, 0)", "MutableEvaluations.sampled()",
+            "LengthForecast.observe(0, 5)", "EpisodeForecast.observe(5, 0)", "MutableEvaluations.sampled()",
             "TruncationCounts.step_taken(1)", "LengthForecast.forget(0)",
         ),
     ),
@@ -344,7 +344,7 @@ CASES = (
         "a straggler ends by itself before it could be cut off",
         cut,
         sampled(3),
-        ("MutableEvaluations.sampled()", "TruncationCounts.add(-1)", "LengthForecast.finished(3, 5)"),
+        ("MutableEvaluations.sampled()", "TruncationCounts.add(-1)", "LengthForecast.observe(3, 5)"),
     ),
 )  # fmt: skip
 

@@ -114,7 +114,7 @@ BREAKS: dict[str, tuple[Callable[[CoordinatorState], object], str]] = {
     "routing without a version": (lambda s: setattr(live(s, 2), "v_traj", PolicyVersion(-1)), "version -1"),
     "routed without an route_number": (lambda s: setattr(live(s, 2), "route_number", 0), "was routed 0 times"),
     "more safe than sampled": (lambda s: setattr(live(s, 4), "delivered_tokens", 3), "3 of them delivered"),
-    "cut off after it left": (lambda s: setattr(live(s, 4), "cut", True), "4 is to be cut off but queued"),
+    "cut off after it left": (lambda s: setattr(live(s, 4), "truncating", True), "4 is to be cut off but queued"),
     "moved after it was sampled": (
         lambda s: setattr(live(s, 2), "target", InstanceId("c")),
         "continue at c but scoring",

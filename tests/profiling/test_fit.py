@@ -129,7 +129,7 @@ def learned(lengths: list[list[int]], max_tokens: int = 16_000) -> LengthForecas
     forecast = LengthForecast(max_tokens)
     for group, members in enumerate(lengths):
         for length in members:
-            forecast.finished(GroupId(group), length, forecast.expected_remaining(GroupId(group), 0))
+            forecast.observe(GroupId(group), length, forecast.expected_remaining(GroupId(group), 0))
     return forecast
 
 

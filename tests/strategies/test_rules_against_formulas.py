@@ -92,12 +92,12 @@ def test_a_move_that_gains_nothing_is_not_made() -> None:
 
 @given(load, load, st.integers(0, 50), st.integers(0, 40))
 def test_a_turn_stays_at_home_unless_the_prefill_is_earned_back(
-    home: Load, other: Load, kv_tokens: int, remaining: int
+    cached_on: Load, other: Load, kv_tokens: int, remaining: int
 ) -> None:
-    slower_s = step_s(home.running + 1, home.kv_tokens + kv_tokens)
+    slower_s = step_s(cached_on.running + 1, cached_on.kv_tokens + kv_tokens)
     slower_s -= step_s(other.running + 1, other.kv_tokens + kv_tokens)
     stays = remaining * slower_s <= 0.125 * kv_tokens * (other.running + 1)
-    assert CacheAffinity(COST).stays(home, other, kv_tokens, remaining) is stays
+    assert CacheAffinity(COST).stays(cached_on, other, kv_tokens, remaining) is stays
 
 
 # -- routing ---------------------------------------------------------------------------------------------------------
