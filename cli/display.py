@@ -21,7 +21,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.snapshot import Snapshot
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.jobs.summary import step_line
-from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluating, not_comparable, shown
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, evaluating, not_comparable
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.metrics import tokens_per_s
@@ -127,18 +127,7 @@ class Display(RunListener):
     def summarize(self, end: RunEnd) -> None:
         """Print the results of a run, and the commands that show more."""
         console, summary = self.console, end.summary
-        rows: Any = summary["evaluations"]
-        evaluations = [Evaluation.from_json(row) for row in rows]
-        table = Table(title=f"{self._config.name}: {summary['steps']} steps")
-        for column in ("held-out reward", "sampled", "greedy", "basis"):
-            table.add_column(column)
-        for e in evaluations:
-            sampled, greedy = shown(e.sampled, e.sampled_stderr), shown(e.greedy, e.greedy_stderr)
-            table.add_row(f"{e.name}, version {e.version}", sampled, greedy, escape(e.basis))
-        if rows:
-            console.print(table)
-        for line in not_comparable(evaluations):
-            console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
+        self._show_evaluations(summary)
         seconds: Any = summary["seconds"]
         overhead: Any = summary["overhead"]
         console.print(
@@ -191,3 +180,23 @@ class Display(RunListener):
             highlight=False,
             soft_wrap=True,
         )
+
+    def _show_evaluations(self, summary: Mapping[str, object]) -> None:
+        """Print the held-out rewards of a run, with their figures."""
+        rows: Any = summary["evaluations"]
+        evaluations = [Evaluation.from_json(row) for row in rows]
+        table = Table(title=f"{self._config.name}: {summary['steps']} steps")
+        for column in ("held-out reward", "sampled", "greedy", "basis"):
+            table.add_column(column)
+        for e in evaluations:
+            means = (escape(mean) for mean in (e.sampled_mean, e.greedy_mean))
+            table.add_row(f"{e.name}, version {e.version}", *means, escape(e.basis))
+        if rows:
+            self.console.print(table)
+        for e in evaluations:
+            for line in e.figures.lines(e.samples):
+                self.console.print(
+                    f"{e.name}, version {e.version}: {line}", highlight=False, markup=False, soft_wrap=True
+                )
+        for line in not_comparable(evaluations):
+            self.console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)

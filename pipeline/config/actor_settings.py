@@ -144,6 +144,7 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 
     own = {name or HELD_OUT: number for number, name in enumerate(config.task.named)}
+    tasks = list(config.task.named.values())
     return tuple(
         EvaluationSet(
             name=name,
@@ -152,10 +153,11 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
                 source=settings.source if name not in own and config.has_texts else "",
                 max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
             ),
-            columns=next(iter(config.task.named.values())).columns,
+            columns=tasks[0].columns,
             seed=config.seed,
             main=name in own,
             task_source=own.get(name, 0),
+            answer_pattern=tasks[own.get(name, 0)].answer_pattern,
         )
         for name, settings in config.evaluation_sets.items()
     )

@@ -2,9 +2,9 @@
 
 runs/NAME/ holds config.toml (resolved), fingerprints.json, code/ (user code that decides or trains, all that was given
 as a Python object, and all user code of a submitted job), rows.jsonl (rows that were given as Python objects), store/,
-events.jsonl, evaluations.json, checkpoints/, resume/ (the latest resume points), tensorboard/, summary.json,
-summary.png, job.json and job.log (its state and log); a submitted job's also job.txt (its id). A resumed run keeps the
-job file and the events of each earlier start as config.N.toml and events.N.jsonl.
+events.jsonl, evaluations.json, evaluations/ (rewards by prompt), checkpoints/, resume/ (the latest resume points),
+tensorboard/, summary.json, summary.png, job.json and job.log (its state and log); a submitted job's also job.txt (its
+id). A resumed run keeps the job file and the events of each earlier start as config.N.toml and events.N.jsonl.
 
 Two guarantees. Nothing in the folder is written before its lock is held. And a run uses the folder it is given, even
 after a move: paths in config.toml that point into the folder's place at the time of writing are read as paths into its

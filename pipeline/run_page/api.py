@@ -16,7 +16,7 @@ from staleflow.pipeline.recovery.resumption import parts
 from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
 from staleflow.pipeline.run_page.run_reader import RunReader, Stored
-from staleflow.pipeline.runtime.evaluation_results import not_comparable
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, not_comparable
 from staleflow.pipeline.stored_runs.branch_diff import difference
 from staleflow.pipeline.stored_runs.conversations import passages
 from staleflow.pipeline.stored_runs.views import facts, trajectory_view
@@ -64,10 +64,7 @@ class RunApi:
             "branches": [MAIN, *sorted(stored.store.branches())] if stored else [MAIN],
             "ended": {in_words(key): count for key, count in ended.items()},
             "in_flight": stored.records[-1].ledger.num_live if stored and stored.records else 0,
-            "evaluations": [
-                {key: value for key, value in asdict(e).items() if key not in ("reward", "data", "template")}
-                for e in evaluations
-            ],
+            "evaluations": [_shown(evaluation) for evaluation in evaluations],
             "notes": [
                 *summary_notes(summary),
                 *(stored.weight_lines if stored and "weights" not in summary else ()),
@@ -297,6 +294,15 @@ class RunApi:
         if stored is None:
             raise ConfigError("nothing is stored yet: the first step has not ended")
         return stored
+
+
+def _shown(evaluation: Evaluation) -> dict[str, Any]:
+    """An evaluation in values, and as the lines that people read."""
+    values = asdict(evaluation)
+    for hidden in ("reward", "data", "template", "figures"):
+        del values[hidden]
+    means = {"sampled_mean": evaluation.sampled_mean, "greedy_mean": evaluation.greedy_mean}
+    return values | means | {"lines": evaluation.figures.lines(evaluation.samples)}
 
 
 def _strip_part(span: Span) -> list[Any]:

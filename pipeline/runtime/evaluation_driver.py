@@ -21,7 +21,9 @@ from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.coordination.events import EvaluationRequested, Event, NewGroup
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.best_checkpoint import BestCheckpoint
+from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, figures_of
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts, write_evaluations
+from staleflow.pipeline.runtime.evaluation_rewards import prompt_rewards, read_rewards, write_rewards
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
@@ -129,6 +131,11 @@ class EvaluationDriver:
         if strays:
             raise ProtocolViolation(f"version {command.version} was evaluated with tokens of versions {sorted(strays)}")
         seconds = self._elapsed_s() - self._began_s
+        rewards = {
+            name: prompt_rewards([pair for pair in zip(self._items, answered, strict=True) if pair[0].of == name])
+            for name in self._sets
+        }
+        base = self._base_rewards() if command.version else {}
         results = []
         for name, evaluation_set in self._sets.items():
             own = [(item, response) for item, response in zip(self._items, answered, strict=True) if item.of == name]
@@ -140,9 +147,17 @@ class EvaluationDriver:
                 Evaluation.of(
                     command.version, sampled, greedy, self._prints(name), self._changed(name), name=name,
                     samples=evaluation_set.samples, tokens=sum(response.tokens for _, response in own), seconds=seconds,
+                    figures=figures_of(rewards[name], evaluation_set.samples, base.get(name, {})),
                 )
             )  # fmt: skip
+        write_rewards(self._run_dir, command.version, rewards)
         write_evaluations(self._run_dir, [*self._results, *results])
         self._results += results
         await self.best.finish_evaluation(command.version, results)
         return results
+
+    def _base_rewards(self) -> dict[str, dict[str, PromptRewards]]:
+        """The rewards of version 0, by set, of the sets whose reward is still the same."""
+        rewards = read_rewards(self._run_dir, 0)
+        evaluated = {result.name: result.reward for result in self._results if result.version == 0}
+        return {name: rewards[name] for name in rewards if evaluated.get(name) == self._prints(name).get("reward", "")}

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
+from staleflow.pipeline.runtime.evaluation_figures import NO_FIGURES, EvaluationFigures
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_text
+from staleflow.stores.reward_statistics import Estimate, Interval, estimate
+from staleflow.stores.serialization import Codec
 from staleflow.tasks.sources.reward_process import ScoredResponse
 
+CODEC = Codec()
 NO_RESPONSE = ScoredResponse(reward=0.0, error="the engine gave no response")
 
 NOT_ASKED = -1
@@ -58,6 +60,8 @@ class Evaluation:
     """Tokens that were sampled for it."""
     seconds: float = 0.0
     """From its request to its last score."""
+    figures: EvaluationFigures = NO_FIGURES
+    """Intervals, pass@k, majority and the change since version 0."""
 
     @classmethod
     def of(
@@ -72,18 +76,19 @@ class Evaluation:
         samples: int = 1,
         tokens: int = 0,
         seconds: float = 0.0,
+        figures: EvaluationFigures = NO_FIGURES,
     ) -> Evaluation:
         """Summarize scores that lie prompt by prompt: `samples` sampled ones of each, and a greedy one, or either.
         prints: fingerprints of reward, data and template."""
         failures = [s.error for s in (*sampled, *greedy) if s.error]
-        at_temperature, at_greedy = _mean(sampled, samples), _mean(greedy, 1)
+        at_temperature, at_greedy = _estimate(sampled, samples), _estimate(greedy, 1)
         return cls(
             version=version,
             num_prompts=len(greedy) or len(sampled) // max(1, samples),
-            sampled=at_temperature[0],
-            greedy=at_greedy[0],
-            sampled_stderr=at_temperature[1],
-            greedy_stderr=at_greedy[1],
+            sampled=at_temperature.mean,
+            greedy=at_greedy.mean,
+            sampled_stderr=at_temperature.stderr,
+            greedy_stderr=at_greedy.stderr,
             sampled_failed=sum(bool(s.error) for s in sampled),
             greedy_failed=sum(bool(s.error) for s in greedy) if greedy else NOT_ASKED,
             failure=next((line for f in failures for line in f.splitlines() if line.strip()), ""),
@@ -92,21 +97,36 @@ class Evaluation:
             samples=samples,
             tokens=tokens,
             seconds=seconds,
+            figures=figures,
             **prints,
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `asdict`."""
-        return cls(**{**value, "changed": tuple(value["changed"])})
+        """The inverse of `asdict`. Raises ValueError."""
+        return CODEC.decode(value, cls)
 
     @property
     def line(self) -> str:
         """A one-line summary for display."""
-        sampled = f"{shown(self.sampled, self.sampled_stderr)} at temperature"
-        greedy = f"{shown(self.greedy, self.greedy_stderr)} greedy"
+        sampled, greedy = f"{self.sampled_mean} at temperature", f"{self.greedy_mean} greedy"
         means = ", ".join([sampled] * bool(self.samples) + [greedy] * (self.greedy_failed != NOT_ASKED))
-        return f"{self.name} reward at version {self.version}: {means} ({self.basis})"
+        figures = "".join(f"; {line}" for line in self.figures.lines(self.samples))
+        return f"{self.name} reward at version {self.version}: {means} ({self.basis}){figures}"
+
+    @property
+    def sampled_mean(self) -> str:
+        """The mean at temperature with its standard error and interval, for display; "-" if none was sampled."""
+        if not self.samples:
+            return "-"
+        return shown(self.sampled, self.sampled_stderr, self.figures.sampled_interval)
+
+    @property
+    def greedy_mean(self) -> str:
+        """The greedy mean with its standard error and interval, for display."""
+        if self.greedy_failed == NOT_ASKED:
+            return "-"
+        return shown(self.greedy, self.greedy_stderr, self.figures.greedy_interval)
 
     @property
     def figure(self) -> float | None:
@@ -125,15 +145,15 @@ class Evaluation:
         return f"{self.num_prompts} prompts{failed}" + (f"; first: {self.failure}" if self.failure else "")
 
 
-def shown(mean: float | None, stderr: float | None) -> str:
-    """Format a mean and its standard error for display.
+def shown(mean: float | None, stderr: float | None, interval: Interval | None = None) -> str:
+    """Format a mean, its standard error and its 95 % interval for display.
 
-    >>> shown(0.4713, 0.0249)
-    '0.471 ± 0.025'
+    >>> shown(0.4713, 0.0249, Interval(low=0.421, high=0.521))
+    '0.471 ± 0.025 [0.421, 0.521]'
     """
     if mean is None:
         return "none scored"
-    return f"{mean:.3f}" if stderr is None else f"{mean:.3f} ± {stderr:.3f}"
+    return f"{mean:.3f}" + (f" ± {stderr:.3f}" if stderr is not None else "") + (f" {interval}" if interval else "")
 
 
 def evaluating(version: int, num_left: int) -> str:
@@ -179,13 +199,12 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
     try:
         parsed = json.loads(path.read_text()) if path.is_file() else []
-        if not isinstance(parsed, list):
-            raise TypeError
-        return [Evaluation.from_json(e) for e in parsed]
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
-    except (TypeError, AttributeError, KeyError) as error:
-        raise StoreError(f"{path}: is no list of a run's evaluations; {remedy}") from error
+    try:
+        return CODEC.decode(parsed, list[Evaluation])
+    except ValueError as error:
+        raise StoreError(f"{path}: is no list of a run's evaluations: {error}; {remedy}") from error
 
 
 def after_resuming(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:
@@ -201,12 +220,7 @@ def by_set(evaluations: Iterable[Evaluation]) -> dict[str, list[Evaluation]]:
     return results
 
 
-def _mean(scores: Sequence[ScoredResponse], per_prompt: int) -> tuple[float | None, float | None]:
-    """(mean over prompts, its standard error) of the scores without error, which lie prompt by prompt."""
+def _estimate(scores: Sequence[ScoredResponse], per_prompt: int) -> Estimate:
+    """The mean over prompts of the scores without error, which lie prompt by prompt."""
     prompts = [scores[i : i + per_prompt] for i in range(0, len(scores), max(1, per_prompt))]
-    scored = [[s.reward for s in group if not s.error] for group in prompts]
-    rewards = [statistics.fmean(group) for group in scored if group]
-    if not rewards:
-        return None, None
-    error = statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else None
-    return statistics.fmean(rewards), error
+    return estimate([[s.reward for s in group if not s.error] for group in prompts])

@@ -6,7 +6,8 @@ and is in no batch, no count and no commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -15,16 +16,19 @@ from staleflow.stores.in_flight.spool_entries import Entry, EvaluationEnded, Gro
 from staleflow.stores.trajectory import GroupId, TrajectoryId, is_evaluation
 from staleflow.tasks.actors.server_messages import EvaluatedResponse
 from staleflow.tasks.actors.task_cache import TaskCache
-from staleflow.tasks.sources.evaluation_items import EvaluationItem
+from staleflow.tasks.sources.evaluation_items import EvaluationItem, short_digest
 from staleflow.tasks.sources.reward_process import ScoredResponse
+from staleflow.tasks.sources.task_sources import extract_answer
 
 
 class EvaluationTrajectories:
     """Evaluation trajectories of one run. Returns the spool entries to write."""
 
-    def __init__(self, flight: InFlightState, tasks: TaskCache) -> None:
+    def __init__(self, flight: InFlightState, tasks: TaskCache, text: Callable[[Sequence[int]], str]) -> None:
+        """text: decodes a response. Threads may share it."""
         self._flight = flight
         self._tasks = tasks
+        self._text = text
 
     async def begin(
         self, routed: Iterable[TrajectoryId], now: float
@@ -48,10 +52,23 @@ class EvaluationTrajectories:
         items = await self._tasks.evaluated(evaluated) if evaluated else {}
         return {group: item.of.config.max_new_tokens for group, item in items.items()}
 
-    def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
-        """Return the state of each group's response."""
-        members = [TrajectoryId(group * self._flight.members) for group in groups]
-        return [self._response(member) for member in members]
+    async def responses(self, groups: Sequence[GroupId]) -> list[EvaluatedResponse]:
+        """Return the state of each group's response, with a digest of the answer in it."""
+        responses = [self._response(self._member(group)) for group in groups]
+        # The pattern may fail on what the reward has failed on. An episode has turns instead of one answer.
+        answered = {
+            group: live.response_tokens.tolist()
+            for group, response in zip(groups, responses, strict=True)
+            if response.score and not response.score.error
+            if not (live := self._flight.live[self._member(group)]).has_env_steps
+        }
+        items = await self._tasks.evaluated(answered)
+        answers = await asyncio.to_thread(
+            lambda: {group: self._digest(items[group], tokens) for group, tokens in answered.items()}
+        )
+        return [
+            response._replace(answer=answers.get(group, "")) for group, response in zip(groups, responses, strict=True)
+        ]
 
     def end(self, now: float) -> tuple[set[GroupId], list[Entry]]:
         """Drop all evaluation trajectories. Returns their groups, and the spool entries to write."""
@@ -59,6 +76,12 @@ class EvaluationTrajectories:
         entry = EvaluationEnded(at_s=now)
         self._tasks.forget(groups)
         return groups, [entry] if self._flight.apply(entry) else []
+
+    def _digest(self, item: EvaluationItem, tokens: Sequence[int]) -> str:
+        return short_digest(extract_answer(item.of.answer_pattern, self._text(tokens)))
+
+    def _member(self, group: GroupId) -> TrajectoryId:
+        return TrajectoryId(group * self._flight.members)
 
     def _response(self, member: TrajectoryId) -> EvaluatedResponse:
         t = self._flight.live.get(member)

@@ -23,11 +23,13 @@ class DrawnGroup:
 
 
 class EvaluatedResponse(NamedTuple):
-    """The state of an evaluation's response. score: None if it has none yet. versions: of its tokens."""
+    """The state of an evaluation's response. score: None if it has none yet. versions: of its tokens. answer: digest of
+    the answer in it; empty if it could not be scored, or has many turns."""
 
     tokens: int
     versions: tuple[PolicyVersion, ...]
     score: ScoredResponse | None
+    answer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ class TrajectoryServer:
         self._last_record: StepRecord | None = None
         self._storing = StoreThread(self._store, settings.commit_s)
         self._writing = AsyncSpool(self._spool)
-        self._evaluated = EvaluationTrajectories(self._flight, self._tasks)
+        self._evaluated = EvaluationTrajectories(self._flight, self._tasks, self._prompts.text)
         self._answers = ObservationEncoder(self._prompts)
         self._batches = StepBatches(self._flight, self._storing, settings)
         if stored is None:
@@ -231,7 +231,7 @@ class TrajectoryServer:
 
     async def evaluated(self, groups: list[GroupId]) -> list[EvaluatedResponse]:
         """Return the state of an evaluation's responses."""
-        return self._evaluated.responses(groups)
+        return await self._evaluated.responses(groups)
 
     async def end_evaluation(self) -> None:
         """Drop all trajectories of evaluations. Idempotent."""

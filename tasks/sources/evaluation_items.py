@@ -6,6 +6,7 @@ group says which item it answers, and a server that has forgotten the item finds
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class EvaluationItem:
     """Number of the response to it."""
     tokens: tuple[int, ...]
     record: Record
+    digest: str
+    """Of the prompt's text or messages: the same in every run, whatever the tokenizer is."""
 
     @property
     def greedy(self) -> bool:
@@ -45,6 +48,7 @@ class ItemView(NamedTuple):
     prompt: int
     sample: int
     prompt_tokens: int
+    digest: str = ""
 
 
 class EvaluationItems:
@@ -64,7 +68,7 @@ class EvaluationItems:
 
     def views(self) -> list[ItemView]:
         """The items in numbers."""
-        return [ItemView(i.of.name, i.prompt, i.sample, len(i.tokens)) for i in self.all()]
+        return [ItemView(i.of.name, i.prompt, i.sample, len(i.tokens), i.digest) for i in self.all()]
 
     def item(self, group: GroupId) -> EvaluationItem:
         """The item that belongs to a group of an evaluation."""
@@ -74,7 +78,14 @@ class EvaluationItems:
     def _of(self, eval_set: EvaluationSet) -> list[EvaluationItem]:
         numbers = [*range(eval_set.config.samples), *([GREEDY] if eval_set.config.greedy else [])]
         return [
-            EvaluationItem(of=eval_set, prompt=number, sample=sample, tokens=self._prompts.encode(task), record=record)
+            EvaluationItem(
+                of=eval_set,
+                prompt=number,
+                sample=sample,
+                tokens=self._prompts.encode(task),
+                record=record,
+                digest=short_digest(repr(task.identity)),
+            )
             for number, task in enumerate(self._tasks(eval_set))
             for record in (task.record if eval_set.main else EvaluationRecord.named(eval_set.name, task.record),)
             for sample in numbers
@@ -84,6 +95,11 @@ class EvaluationItems:
         if not eval_set.config.source:
             return self._prompts.held_out(eval_set.config.prompts, eval_set.task_source)
         return distinct_held_out(eval_set.build(), eval_set.config.prompts)
+
+
+def short_digest(text: str) -> str:
+    """16 digits that tell texts apart."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def group_of(evaluation: int, item: int, num_items: int) -> GroupId:

@@ -27,6 +27,9 @@ class EvaluationSet:
     task_source: int = 0
     """Without a source: the number of the run's task source that its prompts are of."""
 
+    answer_pattern: str = ""
+    """Finds the answer in a response; empty: it is the whole response."""
+
     def build(self) -> TaskSource:
         """Create its source, which it must name. Raises ConfigError."""
         key = f"evaluation.sets.{self.name}.source"

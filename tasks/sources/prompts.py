@@ -138,7 +138,7 @@ class EmulatedPrompts:
         return [self.task(i) for i in range(count)]
 
     def task(self, index: int) -> Task:
-        return Task(prompt="", record={"prompt": "", "answer": "", "group": index}, row=index)
+        return Task(prompt=f"prompt {index}", record={"prompt": "", "answer": "", "group": index}, row=index)
 
     def tasks(self, indices: Sequence[int], source: int = 0) -> list[Task]:
         return [self.task(i) for i in indices]

@@ -15,7 +15,10 @@ import pytest
 from staleflow.pipeline.run_page.api import RunApi
 from staleflow.pipeline.run_page.page_server import listen, make_server
 from staleflow.pipeline.run_page.run_reader import RunReader
+from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, figures_of
+from staleflow.pipeline.runtime.evaluation_results import Evaluation, write_evaluations
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason
+from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support.browser import in_browser, opened
 from tests.support.stored_runs import Response, StoredRun
 
@@ -74,6 +77,11 @@ def run(tmp_path: Path) -> StoredRun:
         ]
     )
     (stored.run_dir / "events.jsonl").write_text(JOURNAL)
+    rewards = {f"prompt {i}": PromptRewards(sampled=(0.0, 1.0), greedy=(1.0,)) for i in range(12)}
+    scores = [ScoredResponse(reward=reward) for reward in (0.0, 1.0)] * 12
+    figures = figures_of(rewards, 2, rewards)
+    evaluation = Evaluation.of(3, scores, [], {}, name=f"set {HOSTILE}", samples=2, figures=figures)
+    write_evaluations(stored.run_dir, [evaluation])
     return stored
 
 
@@ -102,7 +110,13 @@ JOURNAL = journal()
 
 def test_what_a_model_wrote_is_shown_and_never_executed_or_hidden(run: StoredRun) -> None:
     async def at(page: Any, address: str) -> None:
-        for view in ("/step/1", "/trajectories?sort=trajectory", "/trajectory/3", "/trajectory/3?colour=probability"):
+        for view in (
+            "/",
+            "/step/1",
+            "/trajectories?sort=trajectory",
+            "/trajectory/3",
+            "/trajectory/3?colour=probability",
+        ):
             await page.goto(address + view)
             await page.get_by_text("</script>").first.wait_for()
             assert await page.evaluate("window.hacked") is None, view
@@ -212,6 +226,9 @@ def test_every_view_fits_the_width_and_says_something(run: StoredRun, viewport: 
         for view in VIEWS:
             await page.goto(address + view)
             await page.locator("main h1, main .tile").first.wait_for()
+            if view == "/":
+                await page.get_by_text("0.500 ± 0.000 [0.254, 0.746]").wait_for()
+                await page.get_by_text("greedy since version 0: +0.000 [0.000, 0.000], p = 1.000").wait_for()
             wide = await page.evaluate("document.documentElement.scrollWidth")
             assert wide <= viewport["width"], view
             assert len(await page.locator("main").inner_text()) > 60, view

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config.actor_settings import make_workload
+from staleflow.pipeline.runtime.evaluation_rewards import read_rewards
 from staleflow.stores.trajectory import is_evaluation
 from staleflow.tasks.sources.evaluation_items import group_of
 from tests.runtime.test_taking_up import SHAPES, killed, resumption_of
@@ -47,9 +48,15 @@ def test_every_version_is_evaluated_beside_training(body: Body) -> None:
 
 
 def test_a_run_is_evaluated_before_and_after_by_default(body: Body) -> None:
-    run = body.run(*EVALUATED, "evaluation.every=0")
+    run = body.run(*EVALUATED, "evaluation.every=0", "task.eval_prompts=12")
     check(run)
     assert versions(run) == [0, 3]
+    before, after = (evaluation.figures for evaluation in run.outcomes.evaluations)
+    rewards = [read_rewards(run.config.run_dir, version)["held-out"] for version in (0, 3)]
+    assert before.sampled_change is None and after.sampled_change is not None
+    assert [len(of.sampled) + len(of.greedy) for version in rewards for of in version.values()] == [2] * 24
+    differences = [after.sampled[0] - rewards[0][prompt].sampled[0] for prompt, after in rewards[1].items()]
+    assert after.sampled_change.mean == pytest.approx(sum(differences) / 12)
 
 
 def test_an_instance_that_samples_for_an_evaluation_pulls_once_it_is_done(body: Body) -> None:

@@ -18,6 +18,7 @@ from staleflow.pipeline.coordination.commands import FinishEvaluation
 from staleflow.pipeline.jobs import summary as report
 from staleflow.pipeline.jobs.execution import RunEnd
 from staleflow.pipeline.runtime.evaluation_driver import EvaluationDriver
+from staleflow.pipeline.runtime.evaluation_figures import PromptRewards, figures_of
 from staleflow.pipeline.runtime.evaluation_results import (
     Evaluation,
     fewer_prompts,
@@ -25,6 +26,7 @@ from staleflow.pipeline.runtime.evaluation_results import (
     read_evaluations,
     write_evaluations,
 )
+from staleflow.pipeline.runtime.evaluation_rewards import read_rewards, write_rewards
 from staleflow.pipeline.runtime.run_report import RunReport
 from staleflow.stores.errors import StoreError
 from staleflow.stores.metrics import with_rate
@@ -116,8 +118,8 @@ def test_what_failed_is_left_out_and_prompts_count_once(job: Path, tmp_path: Pat
     assert (result.sampled_failed, result.greedy_failed) == (2, 2)
     assert (result.reward, result.changed) == ("r", ("a change of held-out",))
     assert result.line == (
-        "held-out reward at version 3: 0.667 ± 0.333 at temperature, 0.667 ± 0.333 greedy (5 prompts, 2 not scored; "
-        f"first: {result.failure})"
+        "held-out reward at version 3: 0.667 ± 0.333 [0.208, 0.939] at temperature, 0.667 ± 0.333 [0.208, 0.939] "
+        f"greedy (5 prompts, 2 not scored; first: {result.failure})"
     )
     assert "\n" not in result.line
     assert fewer_prompts(200, 5, "jsonl:x") == (
@@ -159,8 +161,14 @@ def test_nothing_scored_is_said_and_drawn(job: Path, tmp_path: Path, capsys: pyt
 
 
 def test_evaluations_are_read_as_they_were_written(tmp_path: Path) -> None:
-    written = Evaluation.of(5, [score(1)] * 200, [score(1)] * 200, {"reward": "a"}, ["changed"])
+    rewards = {f"p{i}": PromptRewards(sampled=(0.0, 1.0), answers=("a", "b"), greedy=(1.0,)) for i in range(20)}
+    figures = figures_of(rewards, 2, rewards)
+    scores = [score(1)] * 200
+    written = Evaluation.of(5, scores, scores, {"reward": "a"}, ["changed"], samples=2, figures=figures)
     write_evaluations(tmp_path, [written])
+    write_rewards(tmp_path, 5, {"held-out": rewards})
+    assert read_rewards(tmp_path, 5) == {"held-out": rewards}
+    assert read_rewards(tmp_path, 6) == {}
     assert read_evaluations(tmp_path) == [written]
     (tmp_path / "evaluations.json").write_text('[{"version"')
     with pytest.raises(StoreError, match=r"evaluations\.json: cannot be read"):
@@ -168,6 +176,32 @@ def test_evaluations_are_read_as_they_were_written(tmp_path: Path) -> None:
     (tmp_path / "evaluations.json").write_text('[{"version": 5}]')
     with pytest.raises(StoreError, match=r"evaluations\.json: is no list of a run's evaluations"):
         read_evaluations(tmp_path)
+
+
+def test_figures_are_over_prompts_whose_responses_were_all_scored(tmp_path: Path) -> None:
+    """Three answers to each of 12 prompts: one right, and two alike that are wrong. Of one prompt, one was not scored,
+    and of another the greedy one, which before training was wrong everywhere."""
+    right_once = PromptRewards(sampled=(0.0, 1.0, 0.0), answers=("a", "b", "a"), greedy=(1.0,))
+    rewards = {f"p{i}": right_once for i in range(10)}
+    rewards["one is missing"] = PromptRewards(sampled=(1.0, 1.0), answers=("b", "b"), greedy=(1.0,))
+    rewards["no greedy one"] = PromptRewards(sampled=(0.0, 1.0, 0.0), answers=("a", "b", "a"))
+    base = {prompt: PromptRewards(sampled=(0.0, 1.0, 0.0), greedy=(0.0,)) for prompt in [*rewards, "only before"]}
+    figures = figures_of(rewards, 3, base)
+    assert figures.best_of == pytest.approx({2: 2 / 3, 3: 1.0})
+    assert figures.majority == 0.0
+    assert figures.greedy_change is not None and figures.sampled_change is not None
+    assert (figures.greedy_change.num_prompts, figures.greedy_change.mean) == (11, 1.0)
+    assert figures.sampled_change.num_prompts == 12
+    assert figures.sampled_change.mean == pytest.approx(2 / 3 / 12)
+    assert figures.lines(3) == [
+        "pass@2 0.667",
+        "pass@3 1.000 [0.741, 1.000]",
+        "majority@3 0.000 [0.000, 0.259]",
+        "sampled since version 0: +0.056 [-0.067, 0.178], p = 1.000",
+        "greedy since version 0: +1.000 [1.000, 1.000], p < 0.001",
+    ]
+    graded = figures_of({"p": PromptRewards(sampled=(0.5, 0.25))}, 2, {})
+    assert graded.lines(2) == ["best@2 0.500"], "no interval of one prompt, no majority of two"
 
 
 def test_evaluations_by_two_rewards_are_not_set_against_each_other() -> None:

@@ -3,6 +3,7 @@
 import { ask, changed, go, to, value } from "./address.js";
 import { Board } from "./charts.js";
 import { h, short, visible } from "./dom.js";
+import { evaluationsTable } from "./evaluations.js";
 
 const SPANS = [
   ["", "auto"],
@@ -16,6 +17,7 @@ export async function stepsView(run) {
   const data = run.num_steps ? await ask("steps") : empty();
   const notes = h("ul", { class: "notes" });
   const figures = h("div", { class: "figures" });
+  const evaluations = h("section", {});
   const board = new Board({
     pick: (step) => data.step.includes(step) && go(to(`/step/${step}`)),
     zoom: (from, until) => go(changed({ from, to: until })),
@@ -32,6 +34,7 @@ export async function stepsView(run) {
   const draw = () => {
     notes.replaceChildren(...run.notes.map((note) => h("li", {}, visible(note))));
     figures.replaceChildren(...tiles(run, data));
+    evaluations.replaceChildren(...evaluationsTable(run));
     const [first, last] = range();
     board.update(data, [first, last], Number(value("smooth")) || automatic(last - first + 1));
   };
@@ -62,6 +65,7 @@ export async function stepsView(run) {
       notes,
       tools,
       h("div", { class: "board" }, cards),
+      evaluations,
       data.step.length
         ? null
         : h("p", { class: "quiet" }, "No step is stored yet; this page shows the first as soon as it is."),

@@ -1,0 +1,104 @@
+"""What an evaluation shows beyond its means: intervals, pass@k, majority, and the change since the base model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from staleflow.stores.reward_statistics import (
+    Interval,
+    PairedDifference,
+    best_of,
+    best_of_counts,
+    estimate,
+    is_binary,
+    majority,
+    paired_difference,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRewards:
+    """The rewards of one prompt's responses, without those that could not be scored."""
+
+    sampled: tuple[float, ...] = ()
+    answers: tuple[str, ...] = ()
+    """Digests of the sampled responses' answers, as task.answer_pattern finds them; empty for episodes of turns."""
+    greedy: tuple[float, ...] = ()
+    """One, or none."""
+
+
+SetRewards = Mapping[str, PromptRewards]
+"""The rewards of an evaluation set, by the digest of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFigures:
+    """The figures of one evaluation set at one policy version, besides its means."""
+
+    sampled_interval: Interval | None = None
+    """Of the mean of the sampled responses; None if there are too few prompts for one."""
+    greedy_interval: Interval | None = None
+    binary: bool = False
+    """Whether all rewards are 0 or 1: then the best of k is pass@k."""
+    best_of: dict[int, float] = field(default_factory=dict)
+    """Expected highest reward of k sampled responses, by k, over the prompts whose responses could all be scored; empty
+    with one response per prompt."""
+    best_of_intervals: dict[int, Interval] = field(default_factory=dict)
+    majority: float | None = None
+    """Reward of the most frequent answer of all sampled responses, over the same prompts; None with fewer than three
+    responses per prompt, or without answers."""
+    majority_interval: Interval | None = None
+    sampled_change: PairedDifference | None = None
+    """Since version 0, over the same prompts; None at version 0, and where that cannot be compared."""
+    greedy_change: PairedDifference | None = None
+
+    def lines(self, samples: int) -> list[str]:
+        """The figures as short lines for display. samples: sampled responses per prompt."""
+        best = "pass" if self.binary else "best"
+        rows = [f"{best}@{k} {with_interval(mean, self.best_of_intervals.get(k))}" for k, mean in self.best_of.items()]
+        if self.majority is not None:
+            rows.append(f"majority@{samples} {with_interval(self.majority, self.majority_interval)}")
+        for name, change in (("sampled", self.sampled_change), ("greedy", self.greedy_change)):
+            if change is not None:
+                p = f"p = {change.p:.3f}" if change.p >= 0.001 else "p < 0.001"
+                rows.append(f"{name} since version 0: {change.mean:+.3f} {change.interval}, {p}")
+        return rows
+
+
+NO_FIGURES = EvaluationFigures()
+
+
+def with_interval(mean: float, interval: Interval | None) -> str:
+    """Format a mean and its interval for display."""
+    return f"{mean:.3f}" + (f" {interval}" if interval else "")
+
+
+def figures_of(rewards: SetRewards, samples: int, base: SetRewards) -> EvaluationFigures:
+    """Compute the figures of an evaluation. samples: sampled responses per prompt. base: the rewards of version 0;
+    empty if they cannot be compared."""
+    prompts = list(rewards.values())
+    complete = [p for p in prompts if len(p.sampled) == samples]
+    best = {k: estimate([[best_of(p.sampled, k)] for p in complete]) for k in best_of_counts(samples)}
+    votes = [[majority(p.answers, p.sampled)] for p in complete if p.answers] if samples > 2 else []
+    voted = estimate(votes)
+    sampled, greedy = estimate([p.sampled for p in prompts]), estimate([p.greedy for p in prompts])
+    return EvaluationFigures(
+        sampled_interval=sampled.interval,
+        greedy_interval=greedy.interval,
+        binary=is_binary([(*p.sampled, *p.greedy) for p in prompts]),
+        best_of={k: result.mean for k, result in best.items() if result.mean is not None},
+        best_of_intervals={k: result.interval for k, result in best.items() if result.interval},
+        majority=voted.mean,
+        majority_interval=voted.interval,
+        sampled_change=paired_difference(_sampled(base), _sampled(rewards)),
+        greedy_change=paired_difference(_greedy(base), _greedy(rewards)),
+    )
+
+
+def _sampled(rewards: SetRewards) -> dict[str, Sequence[float]]:
+    return {prompt: of.sampled for prompt, of in rewards.items()}
+
+
+def _greedy(rewards: SetRewards) -> dict[str, Sequence[float]]:
+    return {prompt: of.greedy for prompt, of in rewards.items()}

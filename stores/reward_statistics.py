@@ -1,0 +1,218 @@
+"""Figures of an evaluation: means with intervals, pass@k, majority, and differences of the same prompts. Pure.
+
+Rewards come prompt by prompt: a sequence for each prompt, of its responses. The prompts are the sample: responses to
+one prompt resemble each other, so they do not count as independent (Miller 2024, arXiv 2411.00640, section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LEVEL = 0.95
+"""Share of intervals that contain the true mean."""
+MIN_PROMPTS = 10
+"""Fewest prompts for an interval that supposes a normal mean, and for a paired test: with fewer, one prompt decides."""
+MOST_EXACT = 12
+"""Prompts with a difference up to which all signs are enumerated: 4,096 sums."""
+NUM_DRAWS = 9_999
+"""Random signs for more prompts: the standard error of a p-value of .05 is .002."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Bounds of a mean, 95 %."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"[{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over prompts."""
+
+    mean: float | None
+    """None without prompts."""
+    num_prompts: int
+    stderr: float | None = None
+    """Over prompts; None for fewer than two."""
+    interval: Interval | None = None
+    """95 %; None if there are too few prompts for one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedDifference:
+    """The mean difference of two evaluations over the prompts that both have, and whether it may be chance."""
+
+    mean: float
+    num_prompts: int
+    stderr: float
+    interval: Interval
+    p: float
+    """Two-sided p-value of a sign-flip test: the share of random signs of the differences with a mean as large."""
+
+
+def estimate(rewards: Sequence[Sequence[float]]) -> Estimate:
+    """The mean over prompts of the mean over a prompt's responses, with its standard error and 95 % interval.
+
+    Its standard error is the deviation of the prompts' means over the square root of their number: with equally many
+    responses to each, the clustered one (arXiv 2411.00640, equation 4) times sqrt(P / (P - 1)).
+
+    The interval of rewards of 0 and 1 is Wilson's, whose number of trials is what would have this standard error if
+    responses were independent, at least the number of prompts: all right or all wrong is not certainty. Of other
+    rewards it is Student's, and None where all prompts have the same mean.
+
+    rewards: prompts without responses are left out.
+    """
+    by_prompt = [responses for responses in rewards if responses]
+    if not by_prompt:
+        return Estimate(mean=None, num_prompts=0)
+    means = [statistics.fmean(responses) for responses in by_prompt]
+    mean, count = statistics.fmean(means), len(means)
+    stderr = statistics.stdev(means) / math.sqrt(count) if count > 1 else None
+    interval = None
+    if is_binary(by_prompt):
+        trials: float = count
+        if stderr:
+            trials = min(max(count, mean * (1 - mean) / stderr**2), sum(map(len, by_prompt)))
+        interval = wilson(mean, trials)
+    elif stderr and count >= MIN_PROMPTS:
+        interval = _student(mean, stderr, count)
+    return Estimate(mean=mean, num_prompts=count, stderr=stderr, interval=interval)
+
+
+def is_binary(rewards: Sequence[Sequence[float]]) -> bool:
+    """Whether all rewards are 0 or 1."""
+    return all(reward in (0.0, 1.0) for responses in rewards for reward in responses)
+
+
+def wilson(share: float, trials: float) -> Interval:
+    """Wilson's 95 % interval of a share (Wilson 1927; Brown, Cai and DasGupta 2001, equation 4).
+
+    >>> print(wilson(0.0, 10))
+    [0.000, 0.278]
+    """
+    z = _normal_quantile()
+    scale = 1 + z * z / trials
+    centre = (share + z * z / (2 * trials)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return Interval(low=max(0.0, centre - half), high=min(1.0, centre + half))
+
+
+def best_of(rewards: Sequence[float], k: int) -> float:
+    """The expected highest reward of k of these responses, drawn without replacement.
+
+    Of rewards of 0 and 1 this is pass@k, 1 - C(n - c, k) / C(n, k) with c of n right (Chen et al. 2021, arXiv
+    2107.03374, equation 1), which is unbiased. Raises ValueError unless there are k responses.
+
+    >>> best_of([0, 1, 0, 0], 2)
+    0.5
+    """
+    if not 1 <= k <= len(rewards):
+        raise ValueError(f"best of {k} of {len(rewards)} responses")
+    # The i-th lowest, from 0, is the highest of C(i, k - 1) of the C(n, k) choices.
+    ways = math.comb(len(rewards), k)
+    return sum(math.comb(i, k - 1) / ways * reward for i, reward in enumerate(sorted(rewards)))
+
+
+def best_of_counts(num_samples: int) -> list[int]:
+    """The k for which pass@k is quoted: powers of two above 1, and the number of samples itself.
+
+    >>> best_of_counts(12)
+    [2, 4, 8, 12]
+    """
+    powers = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
+    return [*powers, num_samples] if num_samples > 1 else []
+
+
+def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
+    """The reward of the most frequent answer, maj@n of these n responses. Where several are as frequent, the mean of
+    theirs: what a random choice among them would expect. Raises ValueError without responses.
+
+    >>> majority(["7", "8", "7"], [1.0, 0.0, 1.0])
+    1.0
+    """
+    by_answer: dict[str, list[float]] = {}
+    for answer, reward in zip(answers, rewards, strict=True):
+        by_answer.setdefault(answer, []).append(reward)
+    most = max(map(len, by_answer.values()))
+    return statistics.fmean(statistics.fmean(same) for same in by_answer.values() if len(same) == most)
+
+
+def paired_difference(
+    base: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]
+) -> PairedDifference | None:
+    """How much higher `other` is than `base` over the prompts that have responses in both (arXiv 2411.00640, section
+    4.2: prompts differ more than policies, so pairing them leaves a far smaller error).
+
+    The p-value holds without assumptions on the distribution: were the policies alike, each prompt's difference would
+    as well have the other sign.
+
+    base, other: the rewards by prompt. Returns None for fewer than `MIN_PROMPTS` such prompts.
+    """
+    shared = [prompt for prompt in base if base[prompt] and other.get(prompt)]
+    if len(shared) < MIN_PROMPTS:
+        return None
+    differences = [statistics.fmean(other[prompt]) - statistics.fmean(base[prompt]) for prompt in shared]
+    mean = statistics.fmean(differences)
+    stderr = statistics.stdev(differences) / math.sqrt(len(differences))
+    return PairedDifference(
+        mean=mean,
+        num_prompts=len(shared),
+        stderr=stderr,
+        interval=_student(mean, stderr, len(shared)),
+        p=sign_flip_p(differences),
+    )
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided p-value of the hypothesis that each difference is as likely to have the other sign: exact for few,
+    otherwise of random signs from a fixed seed, their own sum counted among them.
+
+    >>> sign_flip_p([1.0] * 5)
+    0.0625
+    """
+    changed = np.array([difference for difference in differences if difference], np.float64)
+    observed = abs(changed.sum())
+    enough = observed - 1e-9 * np.abs(changed).sum()  # sums of the same parts in another order
+    if len(changed) <= MOST_EXACT:
+        bits = np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))
+        return float(np.mean(np.abs((1 - 2 * (bits & 1)) @ changed) >= enough))
+    rng, extreme = np.random.default_rng(0), 1
+    for begin in range(0, NUM_DRAWS, 1000):
+        signs = rng.integers(0, 2, (min(1000, NUM_DRAWS - begin), len(changed)), np.int8)
+        extreme += int(np.sum(np.abs((1.0 - 2 * signs) @ changed) >= enough))
+    return extreme / (NUM_DRAWS + 1)
+
+
+def student_quantile(degrees: int) -> float:
+    """The quantile that bounds a 95 % interval of Student's t, by its expansion in the normal one (Abramowitz and
+    Stegun 26.7.5): within .1 % from 8 degrees of freedom on.
+
+    >>> round(student_quantile(9), 2), round(student_quantile(100), 3)
+    (2.26, 1.984)
+    """
+    z = _normal_quantile()
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return math.fsum(term / degrees**power for power, term in enumerate(terms))
+
+
+def _normal_quantile() -> float:
+    return statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+def _student(mean: float, stderr: float, count: int) -> Interval:
+    half = student_quantile(count - 1) * stderr
+    return Interval(low=mean - half, high=mean + half)
