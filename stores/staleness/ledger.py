@@ -111,8 +111,6 @@ class StalenessLedger:
     def can_reserve(self, group: GroupId, version: PolicyVersion) -> bool:
         """Whether a member of `group` may be sampled under `version` or newer."""
         entry = self.entries[group]
-        if entry.state is EntryState.RESERVED and version >= entry.version:
-            return self.deadline(version) >= self.next_step
         if entry.state is EntryState.QUEUED:
             return self.refusal(version) is None
         return entry.state is EntryState.RESERVED and self._moved_refusal(entry, version) is None
@@ -442,7 +440,8 @@ class StalenessLedger:
         return None
 
     def _moved_refusal(self, entry: Entry, version: PolicyVersion) -> str | None:
-        """The reason a reserved group cannot take the older `version`; None if every promise can still be kept."""
+        """The reason a reserved group cannot take `version`; None if every promise can still be kept. One that is not
+        older only needs a deadline that is not over."""
         return self._shortage(self.deadline(version), self.deadline(entry.version) - 1)
 
     def _live(self, group: GroupId) -> Entry:

@@ -121,7 +121,7 @@ class _Module:
                 yield self._mutant(name, "statement", node, "pass")
             case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
                 yield self._mutant(name, "statement", node, "pass")
-            case ast.Return(value=value) if value is not None and ast.unparse(value) != "None":
+            case ast.Return(value=value) if value is not None and ast.unparse(value) not in ("None", "False"):
                 yield self._mutant(name, "return", node, "return None")
             case ast.If(test=test) | ast.While(test=test) if not isinstance(test, ast.Compare | ast.Constant):
                 yield self._mutant(name, "condition", test, f"(not ({ast.unparse(test)}))")

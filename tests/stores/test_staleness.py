@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import doctest
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 import staleflow.stores.staleness.ledger
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.staleness.ledger import StalenessLedger
-from staleflow.stores.staleness.ledger_entries import Ending
+from staleflow.stores.staleness.ledger_entries import Ending, Entry, EntryState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_machine import LedgerMachine
 
@@ -107,11 +110,14 @@ def test_surplus_members_end_when_their_group_is_complete() -> None:
 
 
 def test_surplus_groups_end_as_soon_as_finished_work_fills_every_legal_step() -> None:
-    ledger = make(0, batch=1, groups_started=2)
-    route(ledger, 0, 0)
-    route(ledger, 1, 0)
-    endings = finish(ledger, 1)
-    assert [(e.group, e.reason) for e in endings] == [(0, AbortReason.SURPLUS_GROUP)]
+    ledger = make(0, batch=1, groups_started=3, members_started=2)
+    for group in (0, 1, 2):
+        route(ledger, group, 0)
+    ledger.reserve(GroupId(0), TrajectoryId(1), PolicyVersion(0))  # keeps its place in the order
+    endings = finish(ledger, 2)
+    assert [(e.group, e.reason) for e in endings] == [
+        (2, AbortReason.SURPLUS_MEMBER), *[(group, AbortReason.SURPLUS_GROUP) for group in (0, 0, 1, 1)],
+    ]  # fmt: skip
 
 
 def test_surplus_that_a_later_step_can_take_lives_on() -> None:
@@ -136,8 +142,14 @@ def test_redundancy_sheds_no_more_than_was_started_in_excess() -> None:
 
 
 def test_nothing_is_promised_beyond_the_planned_end() -> None:
-    ledger = make(3, batch=2, num_steps=2)
+    ledger = make(2, batch=2, num_steps=2)
     assert ledger.room(PolicyVersion(0)) == 4
+    for group in range(4):
+        route(ledger, group, 0)
+    finish(ledger, 0)
+    assert not ledger.ready()
+    finish(ledger, 1)
+    assert ledger.ready(), "all four are due by step 1, none of them a second time later"
 
 
 def test_a_filtered_groups_place_is_free_again() -> None:
@@ -204,3 +216,65 @@ def test_within_a_window_a_step_passes_over_unfinished_groups_and_no_further() -
     for group in (0, 1, 5):
         finish(free, group)
     assert free.consume(0).groups == (0, 1, 5)
+
+
+def add(ledger: Any, state: EntryState, count: int) -> None:
+    """Have so many more groups of version 0 in a state than there are places for."""
+    index = ledger._reserved if state is EntryState.RESERVED else ledger._occupied
+    for group in range(10, 10 + count):
+        done = [group] if state is EntryState.OCCUPIED else []
+        entry = Entry(group=group, waiting={group} - {*done}, completed=done, state=state, version=0, routed={group})  # type: ignore[arg-type]
+        ledger.entries[group] = index.setdefault(0, {})[group] = entry
+        ledger.num_started += 1
+
+
+def end_all(ledger: Any) -> None:
+    """Count as many trajectories consumed as two steps take."""
+    ledger.num_ended[Fate.CONSUMED, AbortReason.NONE] = 2
+    ledger.num_started += 2
+    ledger.next_step = ledger.version = 2
+
+
+@pytest.mark.parametrize(
+    ("message", "spoil"),
+    [
+        ("a group is RESERVED under two versions", lambda ledger: ledger._reserved.update({1: {0: None}})),
+        ("RESERVED index and entries differ", lambda ledger: ledger._reserved[0].clear()),
+        ("OCCUPIED index and entries differ", lambda ledger: ledger._occupied[0].clear()),
+        ("group 0: members both waiting and done", lambda ledger: ledger.entries[0].completed.append(0)),
+        ("group 1: members both waiting and done", lambda ledger: ledger.entries[1].routed.clear()),
+        ("group 2 is QUEUED with version -1", lambda ledger: ledger.entries[2].routed.add(2)),
+        ("group 2 is QUEUED with version 0", lambda ledger: setattr(ledger.entries[2], "version", 0)),
+        ("started 4 - ended 0 = 4, but 3 live", lambda ledger: setattr(ledger, "num_started", 4)),
+        ("2 trajectories consumed by 0 steps", lambda ledger: (end_all(ledger), setattr(ledger, "next_step", 0))),
+        ("4 groups (3 finished) are due by step 1, which has 2 places",
+         lambda ledger: add(ledger, EntryState.OCCUPIED, 2)),
+        ("3 groups (1 finished) are due by step 1, which has 2 places",
+         lambda ledger: add(ledger, EntryState.RESERVED, 1)),
+        ("live work of version 0 at step 2, bound 1", end_all),
+    ],
+)  # fmt: skip
+def test_validate_says_what_is_broken(message: str, spoil: Callable[[Any], object]) -> None:
+    """One place in each of steps 0 and 1; group 0 is reserved, 1 finished and 2 queued."""
+    ledger = make(1)
+    route(ledger, 0, 0)
+    route(ledger, 1, 0)
+    finish(ledger, 1)
+    ledger.start(GroupId(2))
+    ledger.validate()
+    spoil(ledger)
+    with pytest.raises(ProtocolViolation, match=re.escape(message)):
+        ledger.validate()
+
+
+def test_with_redundancy_more_may_be_reserved_than_there_are_places_but_not_finished() -> None:
+    ledger = make(0, groups_started=3)
+    for group in (0, 1, 2):
+        route(ledger, group, 0)
+    ledger.validate()
+    finish(ledger, 2)
+    add(ledger, EntryState.OCCUPIED, 1)
+    with pytest.raises(
+        ProtocolViolation, match=re.escape("2 groups (2 finished) are due by step 0, which has 1 places")
+    ):
+        ledger.validate()
