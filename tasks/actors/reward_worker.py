@@ -25,9 +25,8 @@ class RewardWorker:
         """Raise ConfigError if the reward function cannot be loaded."""
         await asyncio.get_running_loop().run_in_executor(self._executor, self._scorer.check)
 
-    async def ping(self) -> bool:
+    async def ping(self) -> None:
         """Answer, also while responses are being scored."""
-        return True
 
     async def score(self, server: Any, trajectories: tuple[TrajectoryId, ...]) -> list[tuple[TrajectoryId, float, str]]:
         """Score trajectories that are still live, and send the scores to the server. Returns (trajectory, reward,

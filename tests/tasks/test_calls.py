@@ -75,6 +75,20 @@ def test_an_error_of_the_method_itself_is_passed_on() -> None:
         asyncio.run(whole())
 
 
+@pytest.mark.parametrize(("who", "named"), [("", "rollout-0"), ("server", "server")])
+@pytest.mark.parametrize("kind", [ActorLost, ActorFailed])
+def test_an_error_names_the_actor_that_it_is_of(kind: type[ActorLost | ActorFailed], who: str, named: str) -> None:
+    """The called actor, unless the error already names another that this one called."""
+
+    class Raising:
+        async def answer(self) -> None:
+            raise kind("connection closed", who)
+
+    with pytest.raises(kind) as error:
+        asyncio.run(call_actor(Raising(), "answer", timeout_s=60.0, actor_name="rollout-0"))
+    assert error.value.who == named
+
+
 @remote_methods
 class Answering:
     """An actor on a cluster's worker."""

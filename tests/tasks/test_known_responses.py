@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.tasks.actors import draft_corpus
 from staleflow.tasks.actors.draft_corpus import DraftCorpus, NewResponses
+from staleflow.tasks.actors.rollout_instance import LEARN_S
 from staleflow.tasks.engines.base import PromptResponses
 from tests.support import virtual_time
 from tests.support.bodies import Body
@@ -188,6 +190,31 @@ def test_a_server_that_is_lost_while_it_is_asked_for_drafts_fails_nothing(tmp_pa
         assert len(await one.next_events(server, 9.0)) == 1
 
     virtual_time.run(scenario())
+
+
+def test_a_server_is_asked_for_drafts_no_more_than_once_in_a_while(tmp_path: Path) -> None:
+    requests: list[float] = []
+
+    async def scenario() -> None:
+        world = World(length=lambda trajectory: 90)
+
+        class Counting(server_class(world)):  # type: ignore[misc]  # a class that a function makes
+            async def other_responses(self, *args: Any) -> NewResponses:
+                requests.append(asyncio.get_running_loop().time())
+                answer: NewResponses = await super().other_responses(*args)
+                return answer
+
+        config = Body(tmp_path).config("batch.group_size=2")
+        server = Counting(replace(actor_settings.server_settings(config, tmp_path / "store", 128), drafts=True), 0.0)
+        one = VirtualRolloutInstance(LearningSettings(world), InstanceId("one"), 1, 30.0, 0.0, True)
+        await server.draw(0, 1)
+        await one.route(server, (route_item(0, 1),))
+        while asyncio.get_running_loop().time() < 3.3:
+            await one.next_events(server, 0.1)
+
+    virtual_time.run(scenario())
+    gaps = np.diff(requests)
+    assert len(gaps) == 3 and gaps.min() >= LEARN_S
 
 
 def test_an_instance_hears_of_siblings_that_finished_on_another(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from staleflow.pipeline.config import actor_settings
+from staleflow.stores.in_flight.in_flight_state import InFlightState
+from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord
+from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import (
     EndedTrajectory,
     EnvSpan,
@@ -25,6 +29,7 @@ from staleflow.stores.trajectory import (
     TrajectoryId,
 )
 from staleflow.tasks.actors import step_batches
+from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.trainer import Trainer
 from staleflow.tasks.training.microbatches import MOST_LAG, BatchMessage, Row, RowArrays, microbatches, part_end
 from staleflow.tasks.training.rank import ALONE, Rank
@@ -148,6 +153,40 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
     asyncio.run(whole())
     assert requests == [0, 1, 2]
     assert all(same(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
+
+
+def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_batches, "part_end", lambda rows, first: part_end(rows, first, 220))
+    rows = [replace(row, step=0) for row in consumed([(3, [5]), (4, [40]), (2, [1, 2]), (9, [9])])]
+    store = VersionedStore.create(
+        tmp_path / "s", RunHeader(run="r", eta=2, groups_per_step=4, group_size=1, members_started=1)
+    )
+    ledger = LedgerState(num_started=4, num_ended={"consumed:none": 4}, live=(), next_step=1, version=0)
+    store.commit(StepRecord(kind="step", step=0, ledger=ledger), rows)
+    readings: list[int] = []
+
+    class Counted(StoreThread):
+        async def consumed(self, step: int) -> list[EndedTrajectory]:
+            readings.append(step)
+            return await super().consumed(step)
+
+    async def whole() -> list[Row]:
+        thread = Counted(store, 60.0)
+        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
+        batches = step_batches.StepBatches(InFlightState(members=1), thread, settings)
+        parts: list[Row] = []
+        for count in (1, 2):
+            parts = []
+            while len(parts) < len(rows):
+                message = await batches.part(0, len(parts))
+                parts += message.packed.rows()
+                assert message.rest == len(rows) - len(parts)
+            assert readings == [0] * count
+            assert batches._again == [], "what is sent is not kept"
+        thread.close()
+        return parts
+
+    assert all(same(a, Row.of(b)) for a, b in zip(asyncio.run(whole()), rows, strict=True))
 
 
 def test_a_batch_larger_than_a_message_is_fetched_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

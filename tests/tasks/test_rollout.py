@@ -267,6 +267,71 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
     virtual_time.run(scenario())
 
 
+@pytest.mark.parametrize("verb", ["next_events", "next_events_at_the_end", "flush", "interrupt"])
+def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Path, verb: str) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda _: 90)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        ended = verb == "next_events_at_the_end"
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 0.0 if ended else 1.0)
+        may_answer = asyncio.Event()
+
+        class Slow:
+            async def deliver(self, sampled: list[SampledTokens]) -> Any:
+                await may_answer.wait()
+                return await server.deliver(sampled)
+
+        await server.draw(0, 1)
+        await one.route(server, (route_item(0, 1),))
+        assert await one.next_events(server, 0.25) == []  # the spool is due a second after this
+        await asyncio.sleep(20.0 if ended else 1.5)
+        match verb:
+            case "flush":
+                call = asyncio.ensure_future(one.flush(Slow()))
+            case "interrupt":
+                call = asyncio.ensure_future(one.interrupt(Slow(), (TrajectoryId(0),)))
+            case _:
+                call = asyncio.ensure_future(one.next_events(Slow(), 0.25))
+        await asyncio.sleep(5.0)
+        assert not call.done()
+        may_answer.set()
+        await call
+        assert server._flight.live[TrajectoryId(0)].num_tokens >= 10
+
+    virtual_time.run(scenario())
+
+
+def test_commands_that_wait_when_an_instance_is_closed_do_not_reach_its_engine() -> None:
+    gate, calls = Gate(), []
+
+    class Busy:
+        version = PolicyVersion(0)
+
+        def abort(self, trajectories: tuple[TrajectoryId, ...]) -> None:
+            calls.append(trajectories)
+            gate.wait()
+
+        def close(self) -> None: ...
+
+    class Settings:
+        def build(self, instance: InstanceId, threads: int) -> Busy:
+            return Busy()
+
+    async def scenario() -> None:
+        one = RolloutInstance(Settings(), InstanceId("one"), 1, 30.0, 0.0)
+        running = [asyncio.ensure_future(one.abort((TrajectoryId(i),))) for i in (0, 1)]
+        while not calls:
+            await asyncio.sleep(0.001)
+        await one.close()
+        await gate.open()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert results[0] is None and isinstance(results[1], asyncio.CancelledError)
+
+    asyncio.run(scenario())
+    assert calls == [(TrajectoryId(0),)]
+
+
 def test_what_was_interrupted_reaches_the_server_even_if_that_was_away(tmp_path: Path) -> None:
     async def scenario() -> None:
         world = World(length=lambda _: 90)
