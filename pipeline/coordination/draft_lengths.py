@@ -191,12 +191,10 @@ class DraftLengths:
         self._stats = DecayingDraftStats()
         self._last_report: dict[InstanceId, tuple[int, int]] = {}
         """By instance: its running requests and its draft length in its last report."""
-        self._seconds = np.zeros((0, max_length + 1))
+        self._seconds: Numbers
         """[running - 1, length] seconds per token of a request."""
         self._best = np.zeros(0, np.int64)
         """[running - 1] the length with the least seconds."""
-        self.rates = DraftRates()
-        """The latest estimate."""
 
     def observe(self, instance: InstanceId, length: int, steps: DecodeStats) -> None:
         """Learn from the report of an instance that drafts up to `length` tokens. Ignored if its number of requests or
@@ -233,7 +231,7 @@ class DraftLengths:
         mean_kv = float(fleet.kv_tokens.sum()) / total if total else 0.0
         running = np.arange(1.0, most_running + 1)
         lengths = np.arange(self._max_length + 1, dtype=np.float64)
-        self.rates = learned = rates(self._stats, self._max_length)
+        learned = rates(self._stats, self._max_length)
         drafted = learned.drafted(lengths)
         tokens = running[:, None] * (1.0 + self._cost.verify_share * drafted)
         kv_tokens = np.broadcast_to((running * mean_kv)[:, None], tokens.shape)

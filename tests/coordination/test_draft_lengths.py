@@ -8,7 +8,21 @@ import itertools
 import numpy as np
 import pytest
 
-from staleflow.pipeline.coordination.draft_lengths import DecayingDraftStats, DraftLengths, DraftRates, rates
+from staleflow.pipeline.coordination import draft_lengths
+from staleflow.pipeline.coordination.draft_lengths import (
+    DECAY_PER_STEP,
+    HALVE_AFTER,
+    MEDIAN_STEPS,
+    MIN_STEPS,
+    PRIOR_HAS_DRAFT,
+    PRIOR_STEPS,
+    DecayingDraftStats,
+    DraftLengths,
+    DraftRates,
+    StepSeconds,
+    StepTimeCorrection,
+    rates,
+)
 from staleflow.pipeline.coordination.events import DecodeStats
 from staleflow.pipeline.coordination.fleet import MutableFleet
 from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
@@ -130,10 +144,11 @@ def test_where_verifying_is_known_to_be_dear_it_is_tried_on_fewer() -> None:
     assert dict(cheap.choose_changes(fleet_of(a=60))) == {0: 4}
     for drafts in (dear, cheap):
         ((_, length),) = drafts.choose_changes(fleet_of(a=1))
-        share = drafts.rates.drafted(np.arange(length + 1.0))[-1]
+        assumed = DraftRates()
+        share = assumed.drafted(np.arange(length + 1.0))[-1]
         computed = 1 + (4.0 if drafts is dear else 0.0) * share
         assert drafts.costs.step_s(1, 0.0) == pytest.approx(
-            max(8.0, computed) / drafts.rates.tokens_per_step(np.arange(length + 1.0))[-1]
+            max(8.0, computed) / assumed.tokens_per_step(np.arange(length + 1.0))[-1]
         )
 
 
@@ -229,6 +244,174 @@ def test_without_drafts_the_costs_are_the_models() -> None:
     assert each.marginal_gain(0, 0, 9) == pytest.approx(cost.marginal_gain(0, 0, 9))
     running, held = _floats((0, 3, 9)), _floats((0, 70, 200))
     assert each.marginal_gains(running, held, 9.0) == pytest.approx(cost.marginal_gains(running, held, 9.0))
+
+
+def mean_length(continues: float, most: int) -> float:
+    """Mean tokens of a draft of at most so many."""
+    return float(sum(continues**token for token in range(most)))
+
+
+def mean_accepted(continues: float, accepted: float, most: int) -> float:
+    """Mean tokens of a draft that are sampled."""
+    return float(sum(continues**token * accepted ** (token + 1) for token in range(most)))
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        DecayingDraftStats(steps=100.0, drafts=60.0, max_drafted=180.0, drafted=110.0, accepted=50.0),
+        DecayingDraftStats(steps=10.0, drafts=2.0, max_drafted=4.0, drafted=3.0, accepted=0.0),
+        DecayingDraftStats(steps=400.0, drafts=390.0, max_drafted=2340.0, drafted=700.0, accepted=600.0),
+    ],
+)
+def test_few_counts_are_weighed_with_what_is_assumed(seen: DecayingDraftStats) -> None:
+    most, assumed, result = 4, PRIOR_STEPS * PRIOR_HAS_DRAFT, rates(seen, 4)
+    length = round(seen.max_drafted / seen.drafts)
+    assert result.has_draft == pytest.approx((seen.drafts + assumed) / (seen.steps + PRIOR_STEPS))
+    drafted = seen.drafts * mean_length(result.continues, length) + assumed * mean_length(result.continues, most)
+    assert 0 < result.continues < 1
+    assert drafted == pytest.approx(seen.drafted + assumed * most)
+    assert 0 < result.accepted < 1
+    accepted = seen.accepted + assumed * mean_accepted(result.continues, draft_lengths.PRIOR_ACCEPTED, length)
+    assert mean_accepted(result.continues, result.accepted, length) == pytest.approx(accepted / (seen.drafts + assumed))
+
+
+def test_counts_begin_to_count_half_when_there_are_enough() -> None:
+    taken = steps(2, length=3, acceptance=1.0, count=5)
+    almost, enough = (DecayingDraftStats(count, 8.0, 16.0, 12.0, 4.0) for count in (HALVE_AFTER - 1.0, HALVE_AFTER))
+    for seen in (almost, enough):
+        seen.add(10.0, taken, 3)
+    assert almost == DecayingDraftStats(HALVE_AFTER + 9.0, 18.0, 46.0, 42.0, 34.0)
+    assert enough == DecayingDraftStats(HALVE_AFTER / 2 + 10.0, 14.0, 38.0, 36.0, 32.0)
+
+
+def test_a_training_step_leaves_a_share_of_what_is_known_of_drafts() -> None:
+    drafts = DraftLengths(COST, 4)
+    heard(drafts, A, 3, steps(2, length=3, acceptance=1.0, count=5))
+    assert drafts._stats == DecayingDraftStats(10.0, 10.0, 30.0, 30.0, 30.0)
+    drafts.step_finished()
+    left = [DECAY_PER_STEP * count for count in (10.0, 10.0, 30.0, 30.0, 30.0)]
+    assert dataclasses.astuple(drafts._stats) == pytest.approx(left)
+
+
+def test_steps_are_corrected_by_the_median_of_their_size_and_by_what_lies_between() -> None:
+    """Of steps with 1, 2 and 8 tokens; those of 2 are seen in every training step."""
+    correction = StepTimeCorrection()
+    assert correction.of(_floats((1, 100))).tolist() == [1.0, 1.0]
+    for tokens, factors in ((1, (3.0, 9.0, 4.0)), (2, (6.0,)), (8, (2.0, 1.0))):
+        for factor in factors:
+            correction.add(tokens, factor)
+    assert correction.of(np.asarray([0.5, 1.0, 2**0.5, 2.0, 4.0, 8.0, 99.0])).tolist() == [
+        4.0, 4.0, 5.0, 6.0, 3.75, 1.5, 1.5,
+    ]  # fmt: skip
+    correction.fade()
+    assert correction.of(_floats((1, 2, 8))).tolist() == [4.0, 6.0, 1.5], "all were seen since"
+    for expected in ([6.5, 6.0, 1.0], [4.0, 6.0, 6.0], [6.0, 6.0, 6.0]):
+        correction.add(2, 6.0)
+        correction.fade()
+        assert correction.of(_floats((1, 2, 8))).tolist() == expected
+    for factor in range(1, MEDIAN_STEPS + 3):
+        correction.add(16, float(factor))
+    assert correction.of(_floats((16,))).tolist() == [MEDIAN_STEPS // 2 + 3.0]
+
+
+def test_steps_with_drafts_are_corrected_once_more() -> None:
+    cost = CostModel(k1=0.5, k2=8.0, k3=1.0, k4=2.0, b=0.0, prefill=0.0)
+    seconds = StepSeconds(cost)
+    seconds.observe(4.0, 10.0, 2 * cost.step_s(4, 10), drafted=False)
+    seconds.observe(4.0, 30.0, 6 * cost.step_s(4, 30), drafted=True)
+    at = _floats((4, 9)), _floats((20, 0))
+    for factor, of in ((2.0, seconds.plain), (6.0, seconds.drafted)):
+        assert of(*at) == pytest.approx([factor * cost.step_s(4, 20), factor * cost.step_s(9, 0)])
+    for _ in range(2):  # what was seen since the last call stays
+        seconds.fade()
+    assert seconds.plain(*at) == pytest.approx(seconds.drafted(*at))
+
+
+@pytest.mark.parametrize("verify_share", [0.5, 1.0])
+def test_a_report_says_what_a_step_takes_of_as_many_tokens_as_it_verifies(verify_share: float) -> None:
+    """Steps with drafts count as such if there was one draft at least; drafts may be found in some steps only."""
+    cost = CostModel(k1=0.25, k2=1.0, k3=1.0, k4=0.0, b=0.0, prefill=0.0, verify_share=verify_share)
+    drafts = DraftLengths(cost, 4)
+    plain = DecodeStats(running=4, kv_tokens=20, seconds=50.0, tokens=20, drafts=0, drafted_tokens=0, accepted_tokens=0)
+    heard(drafts, A, 2, plain)  # it may draft, and found nothing to draft from
+    assert drafts._seconds_of.plain(_floats((4,)), _floats((20,))) == pytest.approx([10.0])
+    assert drafts._seconds_of.drafted(_floats((4,)), _floats((20,))) == pytest.approx([10.0])
+    once = dataclasses.replace(plain, seconds=75.0, tokens=22, drafts=1, drafted_tokens=5, accepted_tokens=2)
+    drafts.observe(A, 2, once)
+    computed = 4 * (1 + verify_share * 5 / 20)
+    assert drafts._seconds_of.drafted(_floats((1,)) * computed, _floats((20,))) == pytest.approx([15.0])
+    assert drafts._seconds_of.plain(_floats((4,)), _floats((20,))) == pytest.approx([10.0])
+
+
+@pytest.mark.parametrize(("count", "learns"), [(MIN_STEPS, True), (MIN_STEPS - 1, False)])
+def test_a_report_of_too_few_steps_teaches_nothing(count: int, learns: bool) -> None:
+    drafts = DraftLengths(COST, 4)
+    heard(drafts, A, 2, steps(4, length=2, acceptance=0.0, count=count))
+    assert (drafts._stats.steps > 0) == learns
+
+
+def test_of_an_instance_that_comes_back_nobody_knows_what_ran_before() -> None:
+    drafts, taken = DraftLengths(COST, 4), steps(4, length=2)
+    drafts.observe(A, 2, taken)
+    drafts.remove(A)
+    drafts.remove(B)
+    drafts.observe(A, 2, taken)
+    assert drafts._stats.steps == 0
+    drafts.observe(A, 2, taken)
+    assert drafts._stats.steps == 400
+
+
+def test_the_length_with_the_fewest_seconds_for_a_token_is_drafted() -> None:
+    """By plain loops over the requests that run and over lengths; each request has 5 tokens in the cache."""
+    cost = CostModel(k1=0.25, k2=8.0, k3=1.0, k4=2.0, b=0.0, prefill=0.0)
+    drafts, fleet = DraftLengths(cost, 4), fleet_of(a=2, b=4)
+    for row in (0, 1):
+        fleet.grow(fleet[row], 4 * len(fleet[row].trajectories))
+    drafts.replan(fleet)
+    assumed = DraftRates()
+    best = [0]
+    for running in range(1, 65):
+        seconds = []
+        for length in range(5):
+            drafted = assumed.has_draft * mean_length(assumed.continues, length)
+            gained = 1 + assumed.has_draft * mean_accepted(assumed.continues, assumed.accepted, length)
+            step_s = 0.25 * 5 * running + max(8.0, running * (1 + drafted)) + 2.0
+            seconds.append(step_s / gained)
+        assert drafts._seconds[running - 1] == pytest.approx(seconds)
+        best.append(seconds.index(min(seconds)))
+    assert len(drafts._seconds) == 64
+    assert dict(drafts.choose_changes(fleet)) == {0: best[2], 1: best[4]}
+    for running in (1, 3, 64):
+        drafted = assumed.drafted(np.arange(best[running] + 1.0))[-1]
+        gained = assumed.tokens_per_step(np.arange(best[running] + 1.0))[-1]
+        expected = (0.25 * 7 + max(8.0, running * (1 + drafted)) + 2.0) / gained
+        assert drafts.costs.step_s(running, 7) == pytest.approx(expected)
+    assert drafts.costs.step_s(0, 7) == pytest.approx(cost.step_s(0, 7))
+
+
+def test_without_instances_or_drafts_nothing_is_drafted() -> None:
+    drafts, nothing = DraftLengths(COST, 4), DraftLengths(COST, 0)
+    drafts.replan(MutableFleet())
+    assert drafts.costs.step_s(1, 0) == COST.step_s(1, 0)
+    assert nothing.choose_changes(fleet_of(a=1)) == []
+    heard(nothing, A, 2, steps(4, length=2))
+    assert nothing._stats == DecayingDraftStats()
+
+
+def test_an_instance_that_runs_nothing_keeps_its_length() -> None:
+    drafts, fleet = DraftLengths(COST, 4), fleet_of(a=0, b=1)
+    fleet.set_draft_length(fleet[0], 4)  # of as many requests as it may run, it should draft none
+    assert drafts.choose_changes(fleet) == [(1, 4)]
+
+
+def test_a_length_that_gains_no_more_than_the_least_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_lengths, "GAIN", 0.5)
+    drafts, fleet = DraftLengths(COST, 1), fleet_of(a=1)
+    drafts.replan(fleet)
+    for seconds, due in ((1.0, []), (0.9, [(0, 1)])):
+        drafts._seconds[0] = (2.0, seconds)
+        assert drafts.choose_changes(fleet) == due
 
 
 def _floats(values: tuple[int, ...]) -> Numbers:

@@ -1,13 +1,23 @@
-"""Forecasts of lengths: how good they were, over the latest ones."""
+"""Forecasts of lengths: compared with plain sums over what has finished, and how good they were."""
 
 from __future__ import annotations
 
+import math
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from staleflow.pipeline.coordination import forecast
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.stores.trajectory import GroupId
+
+MOST = 400
+"""A response's limit."""
 
 
 @given(st.lists(st.tuples(st.floats(1.0, 500.0), st.integers(1, 500)), max_size=60), st.integers(1, 20))
@@ -29,3 +39,103 @@ def test_its_error_is_that_of_the_latest(pairs: list[tuple[float, int]], window:
         (error.bias, [expected - length for expected, length in latest]),
     ):
         assert abs(mean - sum(values) / max(1, count)) < 1e-6
+
+
+@dataclass
+class PlainForecast:
+    """All that has finished, in order; everything is computed anew from that."""
+
+    window: int
+    finished: list[tuple[int, int]] = field(default_factory=list)
+    """(group, length)."""
+    known: list[int] = field(default_factory=list)
+    """The lengths that forecasts are made from, since the last refresh."""
+    since_refresh: int = 0
+    pairs: list[float] = field(default_factory=list)
+    """Products of the deviations of a log length and of the mean of its siblings before it."""
+    siblings: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, group: int, length: int) -> None:
+        self.finished.append((group, length))
+        self.since_refresh += 1
+        if self.since_refresh > forecast.REFRESH * len(self.known):
+            self.known, self.since_refresh = [n for _, n in self.finished[-self.window :]], 0
+        log, mean = math.log(max(1, length)), float(np.mean(self.logs))
+        if earlier := self.siblings[group]:
+            self.pairs.append((log - mean) * (float(np.mean(earlier)) - mean))
+        earlier.append(log)
+
+    @property
+    def logs(self) -> list[float]:
+        return [math.log(max(1, length)) for _, length in self.finished]
+
+    def correlation(self) -> float:
+        variance = float(np.var(self.logs))
+        if len(self.pairs) < forecast.MIN_LENGTHS or variance <= 1e-12:
+            return 0.0
+        return max(-1.0, min(1.0, float(np.mean(self.pairs)) / variance))
+
+    def scale(self, group: int) -> float:
+        correlation, siblings = self.correlation(), self.siblings.get(group)
+        if not siblings or correlation <= 0.05:
+            return 1.0
+        weight = len(siblings) * correlation / (1 + (len(siblings) - 1) * correlation)
+        deviation = float(np.mean(siblings)) - float(np.mean(self.logs))
+        return math.exp(weight * deviation - weight * correlation * float(np.var(self.logs)) / 2)
+
+    def remaining(self, group: int, tokens: int) -> float:
+        most = max(1, MOST - tokens)
+        scale = self.scale(group)
+        longer = [n for n in self.known if n > tokens / scale]
+        if len(self.known) < forecast.MIN_LENGTHS or not longer:
+            return most / 2
+        return min(most, max(1, float(np.mean(longer)) * scale - tokens))
+
+    def position(self) -> float:
+        if len(self.known) < forecast.MIN_LENGTHS:
+            return MOST / 4
+        return sum(n * n for n in self.known) / (2 * sum(self.known))
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.8, 1.0, -0.8])
+def test_forecasts_are_those_of_plain_sums_over_what_has_finished(
+    alike: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """alike: what a group's lengths have in common; below 0, every second one is as short as the others are long."""
+    monkeypatch.setattr(forecast, "WINDOW", 60)
+    monkeypatch.setattr(forecast, "MIN_LENGTHS", 8)
+    learned, plain, rng = LengthForecast(MOST), PlainForecast(60), random.Random(3)
+    groups = [rng.gauss(0, 1) for _ in range(40)]
+    for i in range(200):
+        group = rng.randrange(max(0, i // 8 - 1), i // 8 + 3)
+        sign = -1 if alike < 0 and len(plain.siblings.get(group, ())) % 2 else 1
+        spread = sign * abs(alike) * groups[group] + math.sqrt(1 - alike**2) * rng.gauss(0, 1)
+        length = max(0, min(MOST, round(40 * math.exp(spread))))
+        learned.observe(GroupId(group), length, 0.0)
+        plain.add(group, length)
+        assert learned.has_enough_lengths == (len(plain.known) >= 8)
+        assert learned.error.sibling_correlation == pytest.approx(plain.correlation(), abs=1e-9)
+        assert learned.mean_position == pytest.approx(plain.position())
+        for of_group in (group, group + 50):
+            for tokens in (0, length, rng.randrange(MOST + 20)):
+                expected = plain.remaining(of_group, tokens)
+                assert learned.expected_remaining(GroupId(of_group), tokens) == pytest.approx(expected)
+        if i % 7 == 0:
+            learned.forget(GroupId(group))
+            plain.siblings.pop(group)
+    assert learned.error.count == 0, "nothing was expected of any of them"
+
+
+def test_before_anything_has_finished_half_of_what_is_allowed_is_expected() -> None:
+    learned = LengthForecast(MOST)
+    assert (learned.expected_remaining(GroupId(0), 100), learned.mean_position) == (150.0, 100.0)
+    assert learned.expected_remaining(GroupId(0), MOST + 7) == 0.5
+    assert (learned.has_enough_lengths, learned.error.sibling_correlation) == (False, 0.0)
+
+
+def test_lengths_that_are_all_alike_say_nothing_of_siblings() -> None:
+    learned = LengthForecast(MOST)
+    for i in range(100):
+        learned.observe(GroupId(i // 2), 50, 0.0)
+    assert learned.error.sibling_correlation == 0.0
+    assert learned.expected_remaining(GroupId(0), 20) == 30.0

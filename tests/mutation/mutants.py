@@ -1,8 +1,8 @@
 """The mistakes that are planted: one change of one node of a module's syntax tree each, inside its functions.
 
 Beside the usual ones (comparisons, booleans, arithmetic, constants, returns) there are those that this code base is
-about: a statement left out, and an answer that is not waited for. Texts for people (messages, logs), annotations and
-docstrings are left as they are.
+about: a statement left out, and an answer that is not waited for. Texts for people (messages, logs), annotations,
+docstrings, assertions and zip's `strict` are left as they are.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class _Module:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 yield from self._expression(child, name)
-            elif isinstance(child, ast.keyword | ast.comprehension):
+            elif isinstance(child, ast.keyword | ast.comprehension) and not _is_zip(node):
                 yield from self._within(child, name)
 
     def _expr(self, name: str, kind: str, node: ast.expr, new: ast.expr) -> Mutant:
@@ -199,6 +199,11 @@ def _lines(node: ast.stmt) -> tuple[int, int]:
 def _is_log(value: ast.expr) -> bool:
     """Whether an expression is a line of a log."""
     return isinstance(value, ast.Call) and ast.unparse(value.func).startswith("logger.")
+
+
+def _is_zip(node: ast.expr) -> bool:
+    """Whether an expression is a call of zip, whose keyword asserts that all are equally long."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "zip"
 
 
 def _is_text(*values: ast.expr) -> bool:

@@ -73,6 +73,8 @@ PACKAGES = (
             "journal": ("tests/coordination/test_journal.py", "tests/runtime/test_run_journal.py"),
             "state": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
             "fleet": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
+            "journal_conversion": ("tests/coordination/test_journal_conversion.py",),
+            "mixture": ("tests/coordination/test_mixture.py",),
         },
     ),
     Package(
@@ -82,6 +84,7 @@ PACKAGES = (
             "tests/strategies", "tests/coordination/test_coordinator.py", "tests/config/test_config.py",
             "tests/config/test_own_code.py", "tests/simulator/test_simulator.py",
         ),
+        own={"samplers": ("tests/coordination/test_mixture.py",)},
     ),
     Package(
         name="losses",
@@ -96,6 +99,7 @@ PACKAGES = (
         paths=("tasks/actors", "pipeline/runtime/actors.py"),
         tests=SERVERS,
         own={
+            "async_spool": ("tests/tasks/test_async_spool.py",),
             "actors": (*RUNTIME, "tests/runtime/test_membership.py"),
             "trainer": ("tests/tasks/test_trainer.py",),
             "step_batches": ("tests/tasks/test_packing.py",),

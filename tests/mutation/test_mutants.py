@@ -27,6 +27,8 @@ class Server:
         if count < 0 or not self.open:
             raise ValueError(f"{count + 1}")
         self.total = count * 2
+        assert dict(zip(self.names, self.values, strict=True))
+        self.pairs = list(zip(self.names, self.values, strict=True))
         await self.written
         return self.total
 '''
@@ -46,6 +48,7 @@ def test_it_plants_what_it_says_and_nothing_into_texts_and_annotations() -> None
         ("return", "return self.total", "return None"),
         ("statement", "await self.written", "pass"),
         ("statement", 'raise ValueError(f"{count + 1}")', "pass"),
+        ("statement", "self.pairs = list(zip(self.names, self.values, strict=True))", "pass"),
         ("statement", "self.total = count * 2", "pass"),
     ]
     assert {item.function for item in result} == {"Server.take"}

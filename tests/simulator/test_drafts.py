@@ -11,6 +11,7 @@ from staleflow.pipeline.config import actor_settings, factories
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.commands import Command, SetDraftLength
+from staleflow.pipeline.coordination.draft_lengths import rates
 from staleflow.pipeline.coordination.events import Event
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from staleflow.tasks.emulation.batch_simulator import DraftedTokens, DraftSettings, SimulatedBatch
@@ -151,7 +152,7 @@ def test_the_coordinator_finds_out_how_much_is_accepted(acceptance: float) -> No
     one, commands = told(job(workload__acceptance_rate=acceptance, **DECIDED))
     drafts = one.coordinator._drafts
     assert drafts is not None
-    assert drafts.rates.accepted == pytest.approx(acceptance, abs=0.1)
+    assert rates(drafts._stats, drafts._max_length).accepted == pytest.approx(acceptance, abs=0.1)
     assert commands
     alone = drafts.costs.step_s(1, 0)
     assert alone == pytest.approx(min(COST_OF_JOB.drafting(n, acceptance).step_s(1, 0) for n in range(7)), rel=0.1)
