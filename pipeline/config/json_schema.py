@@ -24,11 +24,24 @@ def json_schema(cls: type[Any]) -> dict[str, Any]:
 def _table(cls: type[Any]) -> dict[str, Any]:
     declared = {f.name: f for f in dataclasses.fields(cls)}
     properties = {
-        name: _table(hint) if spec is None else _value(hint, spec, default_of(declared[name]))
+        name: _table_or_list(hint) if spec is None else _value(hint, spec, default_of(declared[name]))
         for name, (hint, spec) in keys_of(cls).items()
     }
     doc = " ".join((cls.__doc__ or "").split())
     return {"type": "object", "description": doc, "properties": properties, "additionalProperties": False}
+
+
+def _table_or_list(cls: type[Any]) -> dict[str, Any]:
+    """A table; where a list of tables with names is short for entries of one of its keys, either."""
+    table = _table(cls)
+    if not (key := getattr(cls, "LIST", "")):
+        return table
+    entry = _table(entry_type(keys_of(cls)[key][0]) or cls)
+    entry["properties"] = {"name": {"type": "string", "pattern": NAME}} | entry["properties"]
+    return {
+        "description": table["description"],
+        "anyOf": [table, {"type": "array", "items": entry | {"required": ["name"]}}],
+    }
 
 
 def _choice(spec: Choice) -> dict[str, Any]:

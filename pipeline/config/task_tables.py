@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from staleflow.pipeline.strategies.samplers import SAMPLERS, Sampler
 from staleflow.stores.errors import ConfigError
@@ -42,6 +42,9 @@ class MixedTaskConfig(SampledTaskConfig):
 class TaskTableConfig(SampledTaskConfig):
     """Source of prompts, and how they are presented to the model; or several sources."""
 
+    LIST: ClassVar[str] = "sources"
+    """The key whose entries a list of tables with `name` is short for."""
+
     sources: dict[str, MixedTaskConfig] = knob(
         {}, "several sources by name, in place of all other keys of this table; [[task]] tables with `name` are these"
     )
@@ -72,4 +75,4 @@ def with_named_tasks(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name in sources:
             raise ConfigError(f"{where}: two [[task]] tables have name = {name!r}; rename one")
         sources[name] = {key: value for key, value in table.items() if key != "name"}
-    return {**tree, "task": {"sources": sources}}
+    return {**tree, "task": {TaskTableConfig.LIST: sources}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -296,7 +297,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The values of a tree by dotted key; a table that is free in form is one."""
     results: dict[str, Any] = {}
     for name, value in tree.items():
-        table = isinstance(value, Mapping) and f"{prefix}{name}" not in FREE
+        # Each of several task sources has the keys of [task].
+        key = re.sub(r"^task\.sources\.[^.]+\.", "task.", f"{prefix}{name}")
+        table = isinstance(value, Mapping) and (key not in FREE or (key == "task.sources" and value))
         results |= flat(value, f"{prefix}{name}.") if table else {f"{prefix}{name}": value}
     return results
 
