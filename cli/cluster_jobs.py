@@ -242,6 +242,7 @@ def _details(job: dict[str, Any]) -> list[str]:
             f"{host['host']:<14} {host['num_acting']} in environment, {host['places']} slots"
             for host in status.get("environments", ())
         ]
+        lines += status.get("sources", ())
         lines += [f"lost: {loss}" for loss in status["losses"]]
     if job["stop"] and job["state"] in ("running", "waiting"):
         lines.append(f"stop requested: {job['stop']}")

@@ -143,6 +143,9 @@ class Display(RunListener):
             highlight=False,
             soft_wrap=True,
         )
+        tasks: Any = summary["tasks"]
+        for task in tasks:
+            console.print(task["line"], highlight=False, markup=False, soft_wrap=True)
         if "diagnosis" in summary:
             diagnosis: Any = summary["diagnosis"]
             console.print(f"[bold]{escape(diagnosis['line'])}[/]", highlight=False, soft_wrap=True)

@@ -163,6 +163,15 @@ EVALUATION = "evaluation/"
 """Beginning of the names under which trackers have the values of evaluations."""
 REWARD_PART = "reward/"
 """Beginning of the names of metrics that a job's own reward brings: the mean of each part, by the part's name."""
+TASK = "task/"
+"""Beginning of the names of metrics of a job's task sources: then the source's name, and one of OF_TASK."""
+OF_TASK = {
+    "reward": "mean reward of the source's groups in the batch",
+    "reward_scored": "mean reward of all its groups that were scored since the step before, filtered ones included",
+    "trained_share": "its share of the groups trained on since the run began",
+    "drawn_share": "its share of the groups drawn since the run began",
+}
+"""Metrics of a task source, by the end of their names."""
 STEP = {m.name: m for m in METRICS if m.kind is Kind.STEP}
 OF_EVALUATION = {m.name: m for m in METRICS if m.kind is Kind.EVALUATION}
 """Metrics of a training step, by name."""
@@ -211,7 +220,8 @@ HEADINGS = {
 SECTIONS = {
     Kind.STEP: "Values of a training step: in TensorBoard under these names, and in its record in the store\n"
     f"(`staleflow store show RUN --json`), except {' and '.join(sorted(DERIVED))}. A reward with parts adds\n"
-    f"`{REWARD_PART}NAME`, the mean of part NAME over the batch's responses that could be scored.",
+    f"`{REWARD_PART}NAME`, the mean of part NAME over the batch's responses that could be scored. Several task\n"
+    f"sources add `{TASK}NAME/...` of each: " + ";\n".join(f"`{name}`, {doc}" for name, doc in OF_TASK.items()) + ".",
     Kind.EVALUATION: f"Values of one evaluation set: in TensorBoard as `{EVALUATION}SET/NAME`, at the evaluated\n"
     "version, and in evaluations.json.",
     Kind.RUN: "Values over all steps of a run.",

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from staleflow.pipeline.strategies.samplers import Draw, Sampler
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
+from staleflow.stores.metrics import TASK
 from staleflow.stores.trajectories.records import SourceState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId
 
@@ -66,6 +67,9 @@ class _Source:
     """Tasks whose prompts have not arrived."""
     rewards: dict[GroupId, float] = field(default_factory=dict)
     """Mean reward of groups in flight that are complete."""
+    scored: list[float] = field(default_factory=list)
+    trained: list[float] = field(default_factory=list)
+    """Rewards of groups that were scored, and that were trained on, since the latest step's metrics."""
 
     @property
     def failing(self) -> bool:
@@ -91,6 +95,36 @@ class SourceView:
     num_filtered: int
     num_aborted: int
     failing: bool
+
+    @property
+    def line(self) -> str:
+        """The shares in words."""
+        return (
+            f"task {self.name}: {self.trained_share:.1%} of the trained groups (ratio {self.ratio:.1%}), "
+            f"{self.drawn_share:.1%} of the drawn; {self.num_trained} trained, {self.num_filtered} filtered, "
+            f"{self.num_aborted} aborted" + (", failing" if self.failing else "")
+        )
+
+
+def source_views(ratios: Mapping[str, float], states: Sequence[SourceState]) -> tuple[SourceView, ...]:
+    """Each source's counts, for people. ratios: by the sources' names. states: of the sources, as the store has them;
+    empty if it has none yet."""
+    weights = sum(ratios.values())
+    drawn, trained = max(1, sum(s.num_drawn for s in states)), max(1, sum(s.num_trained for s in states))
+    return tuple(
+        SourceView(
+            name=name,
+            ratio=ratio / weights,
+            drawn_share=state.num_drawn / drawn,
+            trained_share=state.num_trained / trained,
+            num_drawn=state.num_drawn,
+            num_trained=state.num_trained,
+            num_filtered=state.num_filtered,
+            num_aborted=state.num_aborted,
+            failing=state.num_useless >= PATIENCE,
+        )
+        for (name, ratio), state in zip(ratios.items(), states, strict=bool(states))
+    )
 
 
 class Mixture:
@@ -131,22 +165,19 @@ class Mixture:
 
     def views(self) -> tuple[SourceView, ...]:
         """Each source's counts."""
-        drawn = max(1, sum(s.num_drawn for s in self._sources))
-        trained = max(1, sum(s.num_trained for s in self._sources))
-        return tuple(
-            SourceView(
-                name=s.settings.name,
-                ratio=s.weight,
-                drawn_share=s.num_drawn / drawn,
-                trained_share=s.num_trained / trained,
-                num_drawn=s.num_drawn,
-                num_trained=s.num_trained,
-                num_filtered=s.num_filtered,
-                num_aborted=s.num_aborted,
-                failing=s.failing,
-            )
-            for s in self._sources
-        )
+        return source_views({s.settings.name: s.weight for s in self._sources}, self.states)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of a step, of each source. Rewards are of what has happened since this was asked last."""
+        metrics: dict[str, float] = {}
+        for source, view in zip(self._sources, self.views(), strict=True):
+            name = f"{TASK}{view.name}/"
+            for end, rewards in (("reward", source.trained), ("reward_scored", source.scored)):
+                if rewards:
+                    metrics[name + end] = sum(rewards) / len(rewards)
+            metrics[f"{name}trained_share"], metrics[f"{name}drawn_share"] = view.trained_share, view.drawn_share
+            source.scored, source.trained = [], []
+        return metrics
 
     def take_notices(self) -> list[str]:
         """Lines on sources that began or ceased to fail since this was asked last."""
@@ -200,11 +231,15 @@ class Mixture:
     def score(self, group: GroupId, rewards: Sequence[float]) -> None:
         """Note the rewards of a complete group, without those that could not be computed."""
         if rewards:
-            self._of[group].rewards[group] = sum(rewards) / len(rewards)
+            source, mean = self._of[group], sum(rewards) / len(rewards)
+            source.rewards[group] = mean
+            source.scored.append(mean)
 
     def train(self, groups: Iterable[GroupId]) -> None:
         """Count groups as trained on."""
         for group in groups:
+            if (reward := self._of[group].rewards.get(group)) is not None:
+                self._of[group].trained.append(reward)
             source = self._leave(group)
             if source.failing:
                 self._notices.append(f"task {source.settings.name!r}: a group of it was trained on again")

@@ -106,6 +106,7 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
             "clip_share_mean": sum(clipped) / len(clipped) if clipped else None,
             "updates_dropped": int(sum(s.get("updates_dropped", 0.0) for s in outcomes.steps)),
         },
+        "tasks": [{**asdict(source), "line": source.line} for source in outcomes.sources],
         "commands": outcomes.commands,
         "cost_model": _cost_model(config, outcomes),
         "forecast": asdict(outcomes.snapshot.forecast) if outcomes.snapshot else None,

@@ -37,7 +37,7 @@ from staleflow.pipeline.runtime.evaluation_results import Evaluation
 from staleflow.pipeline.runtime.run_listener import RunListener
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.files import replace_text
-from staleflow.stores.metrics import EVALUATION, OF_EVALUATION, REWARD_PART, STEP
+from staleflow.stores.metrics import EVALUATION, OF_EVALUATION, OF_TASK, REWARD_PART, STEP, TASK
 from staleflow.tasks.settings import user_code
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ class TensorBoard:
                 about = OF_EVALUATION[name.rpartition("/")[2]].help
             if name.startswith(REWARD_PART):
                 about = f"mean of part {name.removeprefix(REWARD_PART)} of the reward"
+            if name.startswith(TASK):
+                about = OF_TASK[name.rpartition("/")[2]]
             self._writer.add_scalar(name, value, step, summary_description=about)
         self._writer.flush()
 

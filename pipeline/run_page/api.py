@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import files, num_bytes
+from staleflow.pipeline.coordination.mixture import source_views
 from staleflow.pipeline.jobs.replaying import replay_run
 from staleflow.pipeline.recovery.resumption import parts
 from staleflow.pipeline.run_page import listing
@@ -67,11 +69,12 @@ class RunApi:
             "evaluations": [_shown(evaluation) for evaluation in evaluations],
             "notes": [
                 *summary_notes(summary),
+                *_source_lines(config, stored),
                 *(stored.weight_lines if stored and "weights" not in summary else ()),
                 *not_comparable(evaluations),
             ],
             "many_turns": any_many_turns(stored.records) if stored else False,
-            "charts": [chart.plain() for chart in charts(stored.records if stored else ())],
+            "charts": [chart.plain() for chart in charts(stored.records if stored else (), [*config.task.sources])],
         }
 
     def steps(self, branch: str, first: int) -> dict[str, Any]:
@@ -310,6 +313,14 @@ def _strip_part(span: Span) -> list[Any]:
     if isinstance(span, EnvSpan):
         return [int(NO_VERSION), span.role, len(span.tokens), span.seconds]
     return [int(span.version), str(span.instance), len(span.tokens)]
+
+
+def _source_lines(config: RunConfig, stored: Stored | None) -> list[str]:
+    """What was drawn from and trained on of each of several task sources, by the newest commit."""
+    if not config.task.sources or stored is None or not stored.records:
+        return []
+    ratios = {name: source.ratio for name, source in config.task.sources.items()}
+    return [view.line for view in source_views(ratios, stored.records[-1].ledger.sources)]
 
 
 def summary_notes(summary: Mapping[str, Any]) -> list[str]:

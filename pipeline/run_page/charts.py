@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staleflow.stores.metrics import STEP, with_rates
+from staleflow.stores.metrics import OF_TASK, STEP, TASK, with_rates
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import Fate
 
@@ -31,9 +31,9 @@ class Chart:
         """The chart as plain values for the page, with unit and descriptions."""
         return {
             "title": self.title, "hint": self.hint, "eta": self.eta, "held_out": self.held_out,
-            "unit": STEP[self.names[0]].unit,
+            "unit": "" if self.names[0].startswith(TASK) else STEP[self.names[0]].unit,
             "lines": [
-                {"name": name, "label": self._label(name), "doc": STEP[name].doc}
+                {"name": name, "label": self._label(name), "doc": self._doc(name)}
                 for name in self.names
             ],
         }  # fmt: skip
@@ -42,7 +42,13 @@ class Chart:
         """A line's label; a line alone needs none besides the title."""
         if len(self.names) == 1 and not self.held_out:
             return ""
+        if name.startswith(TASK):
+            return name.removeprefix(TASK).rpartition("/")[0]
         return STEP[name].label or name.removesuffix("_s").replace("_", " ")
+
+    def _doc(self, name: str) -> str:
+        """What a line shows."""
+        return OF_TASK[name.rpartition("/")[2]] if name.startswith(TASK) else STEP[name].doc
 
 
 CHARTS = (
@@ -83,10 +89,21 @@ CHARTS = (
 )
 
 
-def charts(records: Sequence[StepRecord]) -> list[Chart]:
-    """The charts of a run with these step records, without those that do not apply to it."""
+CHARTS_OF_TASKS = {"reward": "reward by task", "trained_share": "trained groups by task"}
+"""Titles of the charts with a line for each of several task sources, by the end of their metrics' names."""
+
+
+def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[Chart]:
+    """The charts of a run with these step records, without those that do not apply to it. sources: names of its task
+    sources, if it has several."""
     many_turns = any_many_turns(records)
-    return [chart for chart in CHARTS if many_turns or not chart.many_turns]
+    of_tasks = [
+        Chart(title=title, names=tuple(f"{TASK}{source}/{end}" for source in sources), hint=OF_TASK[end])
+        for end, title in CHARTS_OF_TASKS.items()
+        if sources
+    ]
+    shown = [chart for chart in CHARTS if many_turns or not chart.many_turns]
+    return [*shown[:1], *of_tasks, *shown[1:]]
 
 
 def any_many_turns(records: Sequence[StepRecord]) -> bool:
@@ -104,7 +121,7 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
     before = steps[first - 1] if first else None
     rated = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
     names = {name for chart in CHARTS for name in chart.names}
-    present = sorted({name for step in rated for name in step if name in names})
+    present = sorted({name for step in rated for name in step if name in names or name.startswith(TASK)})
     shown = steps[first:]
     counts = [r.ledger.num_ended for r in ([before] if before else []) + shown]
     reasons = sorted({key for count in counts for key in count if not key.startswith(Fate.CONSUMED.value)})

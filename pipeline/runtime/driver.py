@@ -53,6 +53,7 @@ from staleflow.pipeline.coordination.events import (
     Tick,
     VersionPublished,
 )
+from staleflow.pipeline.coordination.mixture import SourceView
 from staleflow.pipeline.coordination.resume_plan import plan_resume
 from staleflow.pipeline.processes.background import Background
 from staleflow.pipeline.processes.clock import now_s
@@ -397,6 +398,8 @@ class Driver:
         self._actors.publish(result)
         result.metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
         result.metrics["probe_limit"] = self._actors.drift_limit
+        if (mixture := self._coordinator.mixture) is not None:
+            result.metrics.update(mixture.take_metrics())
         self._measurements.idle()
         for alarm in self._training_watch.heard(result.version - 1, result.metrics):
             self.outcomes.alarms.append(alarm)
@@ -463,6 +466,7 @@ class Driver:
             snapshot = self._coordinator.snapshot()
             self.outcomes.instances = self._membership.line
             self.outcomes.environments = self._acting.view
+            self.outcomes.sources = self._sources()
             self._measurements.ticked(snapshot)
             self._listener.status(snapshot, self.outcomes)
 
@@ -488,11 +492,17 @@ class Driver:
             tasks_in_flight=() if mixture is None else mixture.tasks_in_flight,
         )
 
+    def _sources(self) -> list[SourceView]:
+        """The task sources, if the job has several."""
+        mixture = self._coordinator.mixture
+        return [] if mixture is None or not self._config.task.sources else list(mixture.views())
+
     def _sum_up(self) -> None:
         """Fill in the outcomes that are known only once the run has ended, well or not."""
         # First: what follows may take a second, which is none of the run's.
         self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
         self.outcomes.snapshot = self._coordinator.snapshot()
+        self.outcomes.sources = self._sources()
         self.outcomes.diagnosis = self._measurements.diagnosis
         self.outcomes.profile = self._measurements.profile(str(self._run_dir))
 

@@ -22,8 +22,10 @@ from staleflow.pipeline.cluster.job_registry import JobRegistry
 from staleflow.pipeline.cluster.plugin import ensure
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.coordination.mixture import source_views
 from staleflow.pipeline.processes.dask_workers import connect
 from staleflow.stores.metrics import STEP as STEP_METRICS
+from staleflow.stores.trajectories.records import SourceState
 from tests.support.browser import in_browser, opened
 from tests.support.stored_runs import Response, StoredRun
 
@@ -179,6 +181,14 @@ def test_the_status_of_a_job_says_what_waits_for_each_environment_host() -> None
     lines = _details({"run_dir": "/runs/one", "last": {}, "status": STATUS, "stop": "", "state": "running"})
     assert any("6 sampling, 80 in environment, 1 scoring" in line for line in lines)
     assert "environment-0  80 in environment, 64 slots" in lines
+
+
+def test_the_status_of_a_job_with_several_tasks_states_the_share_of_each() -> None:
+    states = [SourceState(num_drawn=9, num_trained=6), SourceState(num_drawn=11, num_trained=2, num_useless=64)]
+    line = "task sums: 25.0% of the trained groups (ratio 50.0%), 55.0% of the drawn; 2 trained, 0 filtered, 0 aborted"
+    status = STATUS | {"sources": [view.line for view in source_views({"letters": 1, "sums": 1}, states)]}
+    lines = _details({"run_dir": "/runs/one", "last": {}, "status": status, "stop": "", "state": "running"})
+    assert f"{line}, failing" in lines
 
 
 @in_browser

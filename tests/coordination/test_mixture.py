@@ -82,21 +82,22 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("ratios", "usable", "in_flight"),
+    ("ratios", "usable", "in_flight", "surplus"),
     [
-        ([1, 1], [1.0, 0.1], 32),
-        ([3, 1], [0.9, 0.2], 256),
-        ([1, 2, 5], [0.1, 1.0, 0.5], 64),
-        ([0.5, 0.3, 0.15, 0.05], [0.3, 0.9, 0.15, 0.6], 32),
+        ([3, 1], [0.9, 0.2], 256, 0.0),
+        ([0.5, 0.3, 0.15, 0.05], [0.3, 0.9, 0.0, 0.6], 32, 0.2),
     ],
 )
 def test_ratio_holds_within_one_percent_over_ten_thousand_groups(
-    ratios: list[float], usable: list[float], in_flight: int
+    ratios: list[float], usable: list[float], in_flight: int, surplus: float
 ) -> None:
+    """With filters, redundant groups and a source that only fails, whose part the others share."""
     run = Run(ratios, usable, in_flight=in_flight)
-    run.train(10_000)
+    run.train(10_000, surplus=surplus)
     shares = run.shares()
-    assert shares == pytest.approx([r / sum(ratios) for r in ratios], abs=0.01)
+    working = sum(r for r, share in zip(ratios, usable, strict=True) if share)
+    expected = [r / working if share else 0.0 for r, share in zip(ratios, usable, strict=True)]
+    assert shares == pytest.approx(expected, abs=0.01)
     views = run.mixture.views()
     assert [v.trained_share for v in views] == pytest.approx(shares)
     drawn = Counter(run.drawn)
@@ -192,3 +193,17 @@ def test_state_is_the_same_after_a_store_and_a_resume() -> None:
     before = run.mixture.states, run.mixture.tasks_in_flight, run.mixture.draw(40)
     run.kill(before[0], run.num_groups)
     assert (run.mixture.states, run.mixture.tasks_in_flight, run.mixture.draw(40)) == before
+
+
+def test_metrics_of_a_step_have_rewards_of_what_was_trained_and_of_all_that_was_scored() -> None:
+    mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
+    for group, rewards in enumerate(([1.0, 1.0], [0.0, 1.0])):
+        mixture.draw(1)
+        mixture.arrive(GroupId(group), 0, group)
+        mixture.score(GroupId(group), rewards)
+    mixture.end({GroupId(0): FILTERED})
+    mixture.train([GroupId(1)])
+    shares = {"task/a/trained_share": 1.0, "task/a/drawn_share": 1.0, "task/b/trained_share": 0.0}
+    shares["task/b/drawn_share"] = 0.0
+    assert mixture.take_metrics() == {"task/a/reward": 0.5, "task/a/reward_scored": 0.75, **shares}
+    assert mixture.take_metrics() == shares

@@ -172,6 +172,15 @@ def test_charts_of_turns_are_drawn_where_there_are_any() -> None:
     assert {chart.title for chart in of_many} - {chart.title for chart in of_one} == {"turns", "branches", "tools"}
 
 
+def test_charts_of_several_tasks_have_a_line_for_each() -> None:
+    assert [c.title for c in charts.charts(RECORDS, ["a"])][1:3] == ["reward by task", "trained groups by task"]
+    (chart,) = [c for c in charts.charts(RECORDS, ["sums", "letters"]) if c.title == "reward by task"]
+    assert [line["label"] for line in chart.plain()["lines"]] == ["sums", "letters"]
+    values = {"task/sums/reward": 0.5, "task/letters/trained_share": 0.25}
+    lines = charts.series([record(0, {}, **values)], 0)["lines"]
+    assert {name: lines[name] for name in values} == {name: [value] for name, value in values.items()}
+
+
 def test_every_chart_has_known_metrics_of_one_unit_and_each_is_drawn_once() -> None:
     drawn = [name for chart in charts.CHARTS for name in chart.names]
     assert len(drawn) == len(set(drawn))

@@ -116,9 +116,12 @@ def check_whole(run: Run) -> None:
 
 
 def check_sources(run: Run) -> None:
-    """The last commit counts of each source what is stored, and of those drawn in order no task was left out."""
+    """The last commit counts of each source what is stored, and of those drawn in order no task was left out. Filtered
+    groups are replaced: no batch is smaller than another."""
     ledger = run.records[-1].ledger
     assert ledger.tasks_in_flight == ()
+    batches = Counter(row.step for row in run.store.ended() if row.fate is Fate.CONSUMED)
+    assert set(batches.values()) == {run.config.trajectories_per_step}
     rows = {row.trajectory.group: row for row in run.store.ended() if row.reason is not AbortReason.SURPLUS_MEMBER}
     for number, state in enumerate(ledger.sources):
         groups = [row for row in rows.values() if row.trajectory.source == number]
