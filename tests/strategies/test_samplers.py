@@ -1,0 +1,143 @@
+"""Samplers, and the faults that samplers of other systems had: pools that drain, and a failing task drawn for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from staleflow.pipeline.strategies.samplers import (
+    SAMPLERS,
+    Curriculum,
+    DifficultyWindow,
+    Draw,
+    InOrder,
+    LearningProgress,
+    Sampler,
+    State,
+    Uniform,
+    UserSampler,
+)
+from staleflow.stores.errors import ConfigError
+
+TASKS = 20
+
+
+def drawn(
+    sampler: Sampler, count: int, reward: Callable[[int], float | None], state: State | None = None
+) -> tuple[list[int], State]:
+    """Tasks drawn one after the other, each with a group that ends before the next draw; and the sampler's state."""
+    state = {} if state is None else state
+    tasks = []
+    for number in range(count):
+        task = sampler.choose(Draw(number=number, seed=1), state)
+        tasks.append(task)
+        sampler.learn(task, reward(task), state)
+    return tasks, state
+
+
+ALL = [
+    InOrder(),
+    Uniform(tasks=TASKS),
+    DifficultyWindow(tasks=TASKS),
+    LearningProgress(tasks=TASKS),
+    Curriculum(tasks=TASKS),
+]
+
+
+@pytest.mark.parametrize("sampler", ALL, ids=lambda s: s.name)
+def test_choice_depends_on_seed_number_and_state_alone(sampler: Sampler) -> None:
+    tasks, state = drawn(sampler, 50, lambda task: task / TASKS)
+    before = {name: list(numbers) for name, numbers in state.items()}
+    draw = Draw(number=50, seed=1, in_flight={3, 4})
+    assert sampler.choose(draw, state) == sampler.choose(draw, state)
+    assert state == before, "choosing changed the state"
+    assert drawn(sampler, 50, lambda task: task / TASKS) == (tasks, state)
+
+
+@pytest.mark.parametrize("sampler", ALL[1:], ids=lambda s: s.name)
+@pytest.mark.parametrize("reward", [0.0, 0.5, 1.0, None])
+def test_no_set_of_tasks_is_drained(sampler: Sampler, reward: float | None) -> None:
+    """Whatever all tasks give, none is excluded: those of the stage, for a curriculum."""
+    tasks, _ = drawn(sampler, 1000, lambda task: reward)
+    expected = range(TASKS // 4) if isinstance(sampler, Curriculum) and reward != 1.0 else range(TASKS)
+    assert set(tasks) == set(expected)
+
+
+@pytest.mark.parametrize("sampler", ALL[1:], ids=lambda s: s.name)
+def test_task_that_only_fails_does_not_become_the_only_one(sampler: Sampler) -> None:
+    """It is not new any more after its first group, though no reward of it was ever computed."""
+    tasks, _ = drawn(sampler, 1000, lambda task: None if task == 0 else 0.5)
+    assert 0 < tasks.count(0) < 1000 * 0.3
+
+
+def test_uniform_draws_each_task_once_an_epoch() -> None:
+    tasks, _ = drawn(Uniform(tasks=TASKS), 3 * TASKS, lambda task: 0.0)
+    epochs = [tasks[i * TASKS : (i + 1) * TASKS] for i in range(3)]
+    assert all(sorted(epoch) == list(range(TASKS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_difficulty_window_prefers_tasks_in_it_and_takes_them_back() -> None:
+    sampler = DifficultyWindow(tasks=TASKS, outside=0.1)
+    tasks, state = drawn(sampler, 2000, lambda task: 0.5 if task < 5 else 1.0)
+    late = Counter(tasks[500:])
+    inside = sum(late[task] for task in range(5)) / 1500
+    assert inside == pytest.approx(5 / (5 + 15 * 0.1), abs=0.05)
+    # Mastered tasks are found again once they are difficult again.
+    tasks, _ = drawn(sampler, 2000, lambda task: 0.5, state)
+    assert Counter(tasks[1000:])[12] == pytest.approx(50, abs=25)
+
+
+def test_learning_progress_prefers_tasks_that_change() -> None:
+    sampler, state = LearningProgress(tasks=TASKS, explore=0.3), State()
+    counts: Counter[int] = Counter()
+    for number in range(2000):
+        task = sampler.choose(Draw(number=number, seed=1), state)
+        counts[task] += 1
+        sampler.learn(task, min(1.0, counts[task] / 400) if task < 2 else 0.5, state)
+    assert counts[0] + counts[1] > 600
+    assert min(counts.values()) > 2000 * 0.3 / TASKS / 2
+
+
+def test_curriculum_goes_on_when_a_stage_is_learned_or_has_had_its_groups() -> None:
+    sampler = Curriculum(tasks=TASKS, stages=4, reward=0.7, groups=10, review=0.2)
+    _, state = drawn(sampler, 9, lambda task: 1.0)
+    assert state["stage"] == [0]
+    tasks, state = drawn(sampler, 200, lambda task: 1.0 if task < 10 else 0.5)
+    assert state["stage"] == [2]
+    assert tasks[:10] != tasks[10:20]
+    assert max(tasks) == 14
+    assert sum(task < 10 for task in tasks[100:]) == pytest.approx(20, abs=12)
+    _, state = drawn(Curriculum(tasks=TASKS, stages=4, most_groups=50), 120, lambda task: 0.0)
+    assert state["stage"] == [2]
+
+
+def test_task_in_flight_is_drawn_again_only_if_all_are() -> None:
+    sampler = DifficultyWindow(tasks=3)
+    chosen = {sampler.choose(Draw(number=n, seed=1, in_flight={0, 2}), {}) for n in range(20)}
+    assert chosen == {1}
+    chosen = {sampler.choose(Draw(number=n, seed=1, in_flight={0, 1, 2}), {}) for n in range(40)}
+    assert chosen == {0, 1, 2}
+
+
+def test_users_sampler_is_loaded_with_its_knobs_and_its_errors_carry_its_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from staleflow import knob\n"
+        "@dataclass\n"
+        "class Every:\n"
+        "    stride: int = knob(2, 'distance of two tasks', low=1)\n"
+        "    def choose(self, draw, state):\n"
+        "        return draw.number * self.stride if self.stride < 9 else -1\n"
+        "    def learn(self, task, reward, state):\n"
+        "        state.setdefault('seen', []).append(task)\n"
+    )
+    name = f"{tmp_path}/mine.py:Every"
+    tasks, state = drawn(SAMPLERS.make(UserSampler(name=name, knobs={"stride": 3})), 3, lambda task: 1.0)
+    assert tasks == state["seen"] == [0, 3, 6]
+    wrong = SAMPLERS.make(UserSampler(name=name, knobs={"stride": 9}))
+    with pytest.raises(ConfigError, match=r"mine.py:Every': choose returned -1; it must return the number of a task"):
+        wrong.choose(Draw(number=0, seed=1), {})
