@@ -98,6 +98,12 @@ def episode_settings(config: RunConfig) -> EpisodeSettings:
     no tools, or has both."""
     from staleflow.tasks.episodes.episode_host import EpisodeSettings
 
+    if config.task.sources:
+        return EpisodeSettings(
+            source=source_settings(config),
+            scoring=scoring_settings(config),
+            environments={name: source_settings(config, task) for name, task in _environments(config).items()},
+        )
     is_episodic = is_environment(config.task.source, "task.source")
     if config.task.eval_source and is_environment(config.task.eval_source, "task.eval_source") != is_episodic:
         raise ConfigError(
@@ -128,6 +134,7 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
     """Settings from which a reward worker or environment host builds the job's reward."""
     from staleflow.tasks.sources.reward_process import ScoringSettings, SourceReward
 
+    environments = _environments(config)
     return ScoringSettings(
         source=source_settings(config),
         reward=config.reward,
@@ -135,8 +142,18 @@ def scoring_settings(config: RunConfig) -> ScoringSettings:
         sources=tuple(
             SourceReward(name=name, source=source_settings(config, task), function=task.reward)
             for name, task in config.task.sources.items()
+            if name not in environments  # which reward their episodes themselves
         ),
     )
+
+
+def _environments(config: RunConfig) -> dict[str, TaskConfig]:
+    """Those of several task sources that are environments of many turns. Raises ConfigError."""
+    return {
+        name: task
+        for name, task in config.task.sources.items()
+        if config.has_texts and is_environment(task.source, f"task.sources.{name}.source")
+    }
 
 
 def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
@@ -174,15 +191,9 @@ def prompt_settings(
     """
     from staleflow.tasks.sources.prompts import NamedSource, PromptSettings
 
-    source, system = source_settings(config), config.task.system
-    if "{tools}" in system and config.environment.tools:
-        from staleflow.tasks.episodes.tools import describe_tools
-
-        system = system.replace("{tools}", describe_tools(config.environment))
-        source = dataclasses.replace(source, task=dataclasses.replace(source.task, system=system))
     return PromptSettings(
         tokenizer=config.model.path,
-        source=source,
+        source=_with_tools(config, source_settings(config)),
         max_new_tokens=config.rollout.max_new_tokens,
         context=context,
         kv_tokens=config.rollout.engine.kv_tokens,
@@ -194,7 +205,7 @@ def prompt_settings(
         sources=tuple(
             NamedSource(
                 name=name,
-                settings=source_settings(config, task),
+                settings=_with_tools(config, source_settings(config, task)),
                 held_out=task.eval_prompts,
                 max_new_tokens=task.max_new_tokens or config.rollout.max_new_tokens,
             )
@@ -202,6 +213,17 @@ def prompt_settings(
             if config.has_texts
         ),
     )
+
+
+def _with_tools(config: RunConfig, source: SourceSettings) -> SourceSettings:
+    """A source whose system message describes the tools, where it asks for that."""
+    system = source.task.system
+    if "{tools}" not in system or not config.environment.tools:
+        return source
+    from staleflow.tasks.episodes.tools import describe_tools
+
+    system = system.replace("{tools}", describe_tools(config.environment))
+    return dataclasses.replace(source, task=dataclasses.replace(source.task, system=system))
 
 
 def max_prompt_tokens(config: RunConfig, context: int) -> int | None:

@@ -143,11 +143,6 @@ def _check_sources(config: RunConfig) -> Iterator[str]:
             )
         if name in (HELD_OUT, *config.evaluation.sets):
             yield f"{key}: an evaluation set has this name; rename one"
-    if config.acts:
-        yield (
-            "task.sources: environments of many turns and environment.tools are not supported with several sources; "
-            "use one [task]"
-        )
     if config.training.sft.steps:
         yield "training.sft.steps is not supported with several task sources; set it to 0, or use one [task]"
     for name, evaluation_set in config.evaluation.sets.items():
@@ -197,7 +192,7 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
     most, sets = config.rollout.max_new_tokens, config.evaluation_sets
     if HELD_OUT in config.evaluation.sets:
         yield f"evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it"
-    plays = config.acts and not config.environment.tools
+    plays = config.acts and not config.environment.tools and not config.task.sources
     for name, evaluation_set in config.evaluation.sets.items():
         key = f"evaluation.sets.{name}"
         if not evaluation_set.responses_per_prompt:

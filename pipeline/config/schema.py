@@ -282,10 +282,14 @@ class RunConfig:
         return {name: self._with_source(task) for name, task in self.task.sources.items()}
 
     def _with_source(self, task: MixedTaskConfig) -> RunConfig:
+        function, environment = task.reward, self.environment
+        if _has_turns(task.source):  # it rewards its episodes itself, and has tools of its own
+            function, environment = function or "task", replace(environment, tools=[])
         return replace(
             self,
             task=TaskTableConfig(**{f.name: getattr(task, f.name) for f in fields(SampledTaskConfig)}),
-            reward=replace(self.reward, function=task.reward, parts={}) if task.reward else self.reward,
+            environment=environment,
+            reward=replace(self.reward, function=function, parts={}) if function else self.reward,
             rollout=replace(self.rollout, max_new_tokens=task.max_new_tokens or self.rollout.max_new_tokens),
         )
 

@@ -40,7 +40,12 @@ class EvaluationTrajectories:
             return {}, []
         items = await self._tasks.evaluated(set(groups.values()))
         entries = [
-            GroupDrawn(group=group, prompt_tokens=np.asarray(item.tokens, np.int32), at_s=now)
+            GroupDrawn(
+                group=group,
+                prompt_tokens=np.asarray(item.tokens, np.int32),
+                at_s=now,
+                source=item.of.task_source,
+            )
             for group, item in items.items()
         ]
         begun: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]

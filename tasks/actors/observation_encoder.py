@@ -72,7 +72,7 @@ class ObservationEncoder:
         if after_turn:
             earlier = replace(t, spans=t.spans[: _turn_end(t, after_turn)])
             return ObservationTokens(self._bridge(earlier, messages), len(t.prompt_tokens) + earlier.num_tokens)
-        ids = np.asarray(self._prompts.render(messages), np.int32)
+        ids = np.asarray(self._prompts.render(messages, t.source), np.int32)
         if not len(ids):
             raise ConfigError("the request's conversation has no tokens; send a message with a text")
         num_shared, after = longest_shared_prefix(t.branches, sequence, ids)
@@ -82,7 +82,7 @@ class ObservationEncoder:
         """Return the token ids between a trajectory's newest turn and the next one."""
         context = t.context.tolist()
         middle = len(context) - t.num_turn_tokens
-        return self._prompts.bridge_tokens(context[:middle], context[middle:], messages, len(t.turns))
+        return self._prompts.bridge_tokens(context[:middle], context[middle:], messages, len(t.turns), t.source)
 
     def _same_observations(self, t: Trajectory, replayed: tuple[tuple[Message, ...], ...]) -> bool:
         """Return True if a trajectory's first observations are these."""

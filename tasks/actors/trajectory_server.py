@@ -255,7 +255,7 @@ class TrajectoryServer:
         evaluated, begun = await self._evaluated.begin((item.trajectory for item in items), self._now())
         await self._writing.append(begun)
         records: dict[GroupId, Record] = {}
-        if self._settings.prompts.source.is_agent_source:
+        if self._settings.prompts.has_agents:
             live = [self._flight.live[item.trajectory] for item in items if item.trajectory in self._flight.live]
             records = await self._tasks.records(t.group for t in live if not t.has_env_steps)
         items = tuple(item for item in items if item.trajectory in self._flight.live)
@@ -337,7 +337,7 @@ class TrajectoryServer:
             turns=turns,
             tokens=t.num_tokens,
             held_out=is_evaluation(t.id),
-            full=t.num_tokens >= (max_new_tokens or self._settings.prompts.max_new_tokens),
+            full=t.num_tokens >= (max_new_tokens or self._settings.prompts.response_tokens(t.source)),
             answered=bool(t.spans) and not isinstance(t.spans[-1], Segment),
             restarted=not self._flight.accepts(t.id, route_number),
             score=self._score(t.id),
@@ -351,10 +351,10 @@ class TrajectoryServer:
         )
         awaited = [self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) for item in items]
         trajectories = [self._flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]
-        default = self._settings.prompts.max_new_tokens
+        longest = self._settings.prompts.response_tokens
         encoded = await asyncio.to_thread(
             lambda: [
-                self._answers.encode(t, item, max_new_tokens.get(t.group, default)) if t else None
+                self._answers.encode(t, item, max_new_tokens.get(t.group) or longest(t.source)) if t else None
                 for t, item in zip(trajectories, items, strict=True)
             ]
         )

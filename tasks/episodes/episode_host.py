@@ -36,7 +36,7 @@ from staleflow.tasks.rendering.task_source import Message, Prompt, Record, promp
 from staleflow.tasks.settings.seeds import task_seed
 from staleflow.tasks.settings.source_kinds import SourceType, is_agent, open_source
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
-from staleflow.tasks.sources.task_sources import SourceSettings
+from staleflow.tasks.sources.task_sources import LabelledRecord, SourceSettings
 
 LONGEST_FAILURE = 1000
 """Characters of the reason why an episode failed."""
@@ -49,10 +49,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeSettings:
     """Settings of an environment host. scoring: of tasks of a single turn, whose answers are scored; None for
-    environments, which reward their episodes themselves."""
+    environments, which reward their episodes themselves. environments: of those task sources of several that are
+    environments, by the sources' names; tasks of all other sources are of a single turn."""
 
     source: SourceSettings
     scoring: ScoringSettings | None = None
+    environments: Mapping[str, SourceSettings] = field(default_factory=dict)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -61,10 +63,16 @@ class EpisodeSettings:
             return ()
         return (OBSERVED,) if self.scoring is None else (TOOL_ROLE,)
 
+    def environment_of(self, record: Record) -> str | None:
+        """The key of the environment that plays a task; None if its answer is scored."""
+        if isinstance(record, LabelledRecord) and record.of in self.environments:
+            return record.of
+        return "" if self.scoring is None else None
+
     @property
     def needs_token_ids(self) -> bool:
         """Whether episodes need the token ids and logprobs of turns, and not only their texts."""
-        return self.source.is_agent_source
+        return any(source.is_agent_source for source in (self.source, *self.environments.values()))
 
     def build(self) -> EpisodeHost:
         return EpisodeHost(self)
@@ -107,7 +115,8 @@ class EpisodeHost:
         self._hosted: dict[EpisodeKey, HostedEpisode] = {}
         self._ended: dict[EpisodeKey, tuple[tuple[str, ...], HostedStepResult]] = {}
         self._slots = asyncio.Semaphore(self._limits.concurrency)
-        self._kinds: dict[bool, EpisodeMaker] = {}
+        self._makers: dict[tuple[str | None, bool], EpisodeMaker] = {}
+        """By (key of the environment, whether it is that of held-out tasks)."""
         self._making = threading.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         self._scoring = ThreadPoolExecutor(1, thread_name_prefix="score")
@@ -115,21 +124,28 @@ class EpisodeHost:
 
     async def check(self) -> None:
         """Raise ConfigError if the environment cannot be made, or begins in two ways with one seed."""
-        if self._settings.scoring is not None:
-            kind = await asyncio.to_thread(self._kind, False)
-            await check_tools(kind.tools, self._limits)
-            return
-        for held_out in (False, True) if self._settings.source.task.eval_source else (False,):
-            source = self._settings.source
+        settings = self._settings
+        if settings.scoring is not None:
+            await check_tools((await asyncio.to_thread(self._maker, None, False)).tools, self._limits)
+        else:
+            await self._check_environment("", settings.source)
+        for name, source in settings.environments.items():
+            try:
+                await self._check_environment(name, source)
+            except ConfigError as error:
+                raise ConfigError(f"task {name!r}: {error}") from error
+
+    async def _check_environment(self, name: str, source: SourceSettings) -> None:
+        for held_out in (False, True) if source.task.eval_source else (False,):
             where = f"{'task.eval_source' if held_out else 'task.source'} = " + repr(
                 source.task.eval_source if held_out else source.task.source
             )
-            kind = await asyncio.to_thread(self._kind, held_out)
+            maker = await asyncio.to_thread(self._maker, name, held_out)
             seed = task_seed(source.seed, 0, held_out=held_out)
             start = {"index": 0, "held_out": held_out, "seed": seed}
             begun: list[Prompt] = []
             for _ in range(2):
-                episode, programs = kind.make(start), ChildPrograms()
+                episode, programs = maker.make(start), ChildPrograms()
                 try:
                     with programs.owning():
                         begun.append(
@@ -181,7 +197,7 @@ class EpisodeHost:
             self.cancel([key])
             hosted = None
         if hosted is None:
-            if len(requested) > 1 and not (await asyncio.to_thread(self._kind, key.held_out)).repeatable:
+            if len(requested) > 1 and not (await self._maker_of(key, record)).repeatable:
                 error = "this host does not have the episode, and its environment cannot be set back; start it again"
                 return replace(_failed(error), lost=True)
             hosted = self._hosted.get(key)  # it may have been asked for meanwhile
@@ -247,9 +263,9 @@ class EpisodeHost:
         await asyncio.gather(*self._closing, return_exceptions=True)
         self._scoring.shutdown(wait=False, cancel_futures=True)
         await self._endpoint.stop()
-        for kind in self._kinds.values():
-            kind.close()
-        self._kinds.clear()
+        for maker in self._makers.values():
+            maker.close()
+        self._makers.clear()
 
     async def _advance(
         self,
@@ -294,8 +310,7 @@ class EpisodeHost:
 
     async def _begin(self, key: EpisodeKey, record: Record, hosted: HostedEpisode) -> None:
         try:
-            kind = await asyncio.to_thread(self._kind, key.held_out)
-            hosted.episode = kind.make(record)
+            hosted.episode = (await self._maker_of(key, record)).make(record)
         except (ConfigError, KeyError) as error:
             raise EpisodeFailed(f"the environment cannot be made: {error_line(error)}") from error
         prompt = await self._timed(hosted, hosted.episode.begin(), "reset")
@@ -317,7 +332,7 @@ class EpisodeHost:
 
     async def _scored(self, key: EpisodeKey, answer: str, record: Record) -> HostedStepResult:
         """Score the last turn of an episode, within reward.timeout_s."""
-        score = self._kind(key.held_out).score
+        score = (await self._maker_of(key, record)).score
         assert score is not None
         try:
             scored = await asyncio.get_running_loop().run_in_executor(self._scoring, score, answer, record)
@@ -378,18 +393,24 @@ class EpisodeHost:
             episode.kill()
             hosted.programs.close()
 
-    def _kind(self, held_out: bool) -> EpisodeMaker:
-        """Return the maker of training or held-out episodes. Raises ConfigError."""
-        scoring = self._settings.scoring
-        other = held_out and scoring is None and bool(self._settings.source.task.eval_source)
+    async def _maker_of(self, key: EpisodeKey, record: Record) -> EpisodeMaker:
+        """Return the maker of a task's episodes. Raises ConfigError."""
+        return await asyncio.to_thread(self._maker, self._settings.environment_of(record), key.held_out)
+
+    def _maker(self, name: str | None, held_out: bool) -> EpisodeMaker:
+        """Return the maker of training or held-out episodes. name: key of the environment; None: answers are scored.
+        Raises ConfigError."""
+        settings = self._settings
+        source = settings.environments.get(name or "", settings.source)
+        other = held_out and name is not None and bool(source.task.eval_source)
         with self._making:
-            if other not in self._kinds:
-                self._kinds[other] = (
-                    environment_maker(self._settings, other, self._endpoint)
-                    if scoring is None
-                    else tool_episodes(scoring, self._limits)
-                )
-            return self._kinds[other]
+            if (name, other) not in self._makers:
+                if name is None:
+                    assert settings.scoring is not None
+                    self._makers[name, other] = tool_episodes(settings.scoring, self._limits)
+                else:
+                    self._makers[name, other] = environment_maker(source, other, self._endpoint)
+            return self._makers[name, other]
 
 
 _UNLIKE = (
@@ -397,15 +418,14 @@ _UNLIKE = (
 )
 
 
-def environment_maker(settings: EpisodeSettings, other: bool, endpoint: EndpointServer) -> EpisodeMaker:
+def environment_maker(source: SourceSettings, other: bool, endpoint: EndpointServer) -> EpisodeMaker:
     """Make the maker of an environment's episodes, isolated as the job says. other: the environment of held-out tasks.
     endpoint: of agents. Raises ConfigError."""
-    source = settings.source
     key = "task.eval_source" if other else "task.source"
     task = source.task
     named, options = (task.eval_source, source.eval_options) if other else (task.source, source.options)
     if is_agent(named):
-        return agent_episodes(settings, named, options, key, endpoint)
+        return agent_episodes(source.limits, named, options, key, endpoint)
     traits = traits_of(named, key)
     if source.limits.isolation == "process" or traits.blocking:
         server = ForkServer(
@@ -422,12 +442,11 @@ def environment_maker(settings: EpisodeSettings, other: bool, endpoint: Endpoint
 
 
 def agent_episodes(
-    settings: EpisodeSettings, named: str, options: Mapping[str, Any], key: str, endpoint: EndpointServer
+    limits: EnvironmentConfig, named: str, options: Mapping[str, Any], key: str, endpoint: EndpointServer
 ) -> EpisodeMaker:
     """Make the maker of an agent's episodes. Coroutines run on the host's loop, all else in a process each, unless the
     job says otherwise. Raises ConfigError."""
     agent: LoadedAgent = open_source(SourceType.AGENT, named, options, f"{key} = {named!r}")
-    limits = settings.source.limits
     if not (limits.isolation == "process" or agent.blocking):
         return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)
     forks = ForkServer(ForkSettings(source=named, options=dict(options), key=key, memory_mib=limits.memory_mib))

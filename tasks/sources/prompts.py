@@ -75,6 +75,11 @@ class PromptSettings:
     sources: tuple[NamedSource, ...] = ()
     """In place of `source`: several."""
 
+    @property
+    def has_agents(self) -> bool:
+        """Whether prompts may have limits of their own for their first turns, as an agent's requests have."""
+        return any(source.is_agent_source for source in (self.source, *(s.settings for s in self.sources)))
+
     def response_tokens(self, source: int) -> int:
         """The most tokens of a response to a prompt of a source."""
         return self.sources[source].max_new_tokens if self.sources else self.max_new_tokens
@@ -115,12 +120,12 @@ class Prompts(Protocol):
     def text(self, tokens: Sequence[int]) -> str: ...
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
         """Encode the messages between two turns, with what closes the first and opens the next; see Bridge.ids."""
         ...
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
         """Encode a complete conversation, up to where the next turn starts."""
         ...
 
@@ -151,13 +156,13 @@ class EmulatedPrompts:
         return self._texts.text(tokens)
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
         """As many meaningless tokens as the messages say."""
         count = sum(int(message.content) for message in messages)
         return [int(t) for t in emulated_ids(0, len(before) + len(turn), count)]
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
         return self.bridge_tokens((), (), messages, 0)
 
 
@@ -279,14 +284,14 @@ class TokenizedPrompts:
         return self._texts.text(tokens)
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
         directions, shown = split_params(tuple(messages))
         if directions.token_ids is not None:
             return list(directions.token_ids)
         return self.bridge.ids(before, turn, [m for m in shown if isinstance(m, Message)], number)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
         directions, shown = split_params(tuple(messages))
         if directions.token_ids is not None:
             return list(directions.token_ids)
@@ -343,9 +348,9 @@ class MixedPrompts:
         return self.each[0].text(tokens)
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int
+        self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
-        return self.each[0].bridge_tokens(before, turn, messages, number)
+        return self.each[source].bridge_tokens(before, turn, messages, number)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        return self.each[0].render(messages)
+    def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
+        return self.each[source].render(messages)

@@ -152,7 +152,7 @@ class PlayedPrompts:
         return " ".join(map(str, response))
 
     def bridge_tokens(
-        self, before: Sequence[int], turn: Sequence[int], messages: tuple[Message, ...], number: int
+        self, before: Sequence[int], turn: Sequence[int], messages: tuple[Message, ...], number: int, source: int = 0
     ) -> list[int]:
         return [int(word) for message in messages for word in message.content.split()]
 

@@ -20,6 +20,7 @@ from staleflow.tasks.environments.episode import EpisodeStart, record_of
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey
 from staleflow.tasks.rendering.task_source import Message
+from staleflow.tasks.sources.task_sources import labelled
 from tests.support.games import GAMES, acted, played, running, said, settings
 from tests.tasks.chat_models import MODELS
 
@@ -302,6 +303,45 @@ def test_held_out_tasks_may_be_of_another_environment(games: Path) -> None:
         await episodes.check()
         assert said([await acted(episodes, train, "8")]) == higher("lower")
         assert said([await acted(episodes, held_out, "8", held_out=True)]) == higher("1")
+        await episodes.close()
+
+    running(work())
+
+
+SOURCES = """
+[model]
+path = "x"
+[[task]]
+name = "guess"
+source = "{games}:Guess"
+[[task]]
+name = "moody"
+source = "{games}:AsyncMoody"
+[[task]]
+name = "sums"
+source = "reasoning_gym:chain_sum"
+answer_pattern = '(-?\\d+)'
+"""
+
+
+def test_tasks_of_several_sources_are_played_in_the_environment_of_each_or_scored(games: Path, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(SOURCES.format(games=games))
+    config = loading.load(tmp_path / "job.toml")
+    assert config.acts
+    made = actor_settings.episode_settings(config)
+    assert list(made.environments) == ["guess", "moody"]
+    tasks = {}
+    for name, source in config.task.sources.items():
+        task = actor_settings.source_settings(config, source).build().task(0)
+        tasks[name] = replace(task, record=labelled(name, task.record))
+
+    async def work() -> None:
+        episodes = EpisodeHost(made)
+        await episodes.check()
+        assert said([await acted(episodes, tasks["guess"], "8", task=0)]) == higher("lower")
+        assert said([await acted(episodes, tasks["moody"], "8", task=1)]) == higher("1")
+        right = await acted(episodes, tasks["sums"], f"it is {tasks['sums'].record['answer']}", task=2)
+        assert (right.ended, right.reward, right.error) == (True, 1.0, "")
         await episodes.close()
 
     running(work())

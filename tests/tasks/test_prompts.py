@@ -13,6 +13,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, tokenizer_texts
+from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.prompts import Prompts, TokenizedPrompts
 from tests.tasks.test_rows import MESSAGES
 
@@ -59,6 +60,24 @@ def test_texts_and_messages_are_rendered_by_the_chat_template(job: Path) -> None
     around = ("task.chat=true", "task.system='9'", "task.template=0{prompt}0")
     system = prompts_of(job, ["1+2", conversation, own], *around)
     assert [rendered(system, i) for i in range(3)] == ["+9;-01+20;=", "+9;-1;=2;-030;=", "+4;-050;="]
+
+
+@pytest.mark.usefixtures("templated")
+def test_each_of_several_sources_is_rendered_its_own_way(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "0"}) + "\n" for p in "1234"))
+    sources = {
+        "plain": {"source": f"jsonl:{path}", "template": "so {prompt}", "eval_prompts": 0},
+        "chat": {"source": f"jsonl:{path}", "chat": True, "eval_prompts": 0},
+    }
+    config = loading.from_tree({"model": {"path": str(tiny_model)}, "task": {"sources": sources}})
+    prompts = actor_settings.prompt_settings(config, held_out=0, longest_prompt=None).build()
+    tasks = [prompts.tasks([1], source)[0] for source in (0, 1)]
+    assert [prompts.text(prompts.encode(task)) for task in tasks] == ["so2", "-2;="]
+    said = [Message("user", "3")]
+    between = [prompts.text(prompts.bridge_tokens([], [], said, 1, source)) for source in (0, 1)]
+    assert between[0] != between[1]
+    assert [prompts.text(prompts.render(said, source)) for source in (0, 1)] == [between[0], "-3;="]
 
 
 @pytest.mark.usefixtures("templated")

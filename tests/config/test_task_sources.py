@@ -1,0 +1,100 @@
+"""Several [[task]] tables of a job file: how they are read, and what is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from staleflow.pipeline.config import actor_settings, user_files
+from staleflow.pipeline.config.factories import make_strategies
+from staleflow.pipeline.config.loading import load
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery.source_fingerprints import changes, compute
+from staleflow.stores.errors import ConfigError
+
+TWO = """
+[model]
+path = "x"
+[rollout]
+max_new_tokens = 32
+[[task]]
+name = "a"
+ratio = 3
+[[task]]
+name = "b"
+source = "mine.py:Numbers"
+reward = "mine.py:score"
+max_new_tokens = 8
+"""
+
+
+def read(folder: Path, text: str, *overrides: str) -> RunConfig:
+    (folder / "job.toml").write_text(text)
+    return load(folder / "job.toml", overrides)
+
+
+def test_each_table_is_a_source_by_its_name(tmp_path: Path) -> None:
+    config = read(tmp_path, TWO, "task.sources.b.ratio=0.5", "task.sources.b.sampler.name=uniform")
+    assert {name: task.ratio for name, task in config.task.sources.items()} == {"a": 3, "b": 0.5}
+    jobs = config.by_source
+    assert [job.rollout.max_new_tokens for job in jobs.values()] == [32, 8]
+    assert [job.reward.function for job in jobs.values()] == ["task", "mine.py:score"]
+    assert list(config.evaluation_sets) == ["a", "b"]
+    assert "mine.py" in user_files.located(config).task.sources["b"].reward
+    assert make_strategies(config).mixture is not None
+    assert make_strategies(RunConfig()).mixture is None
+
+
+def test_source_without_a_mixture_may_have_a_sampler(tmp_path: Path) -> None:
+    config = read(tmp_path, '[model]\npath = "x"\n[task]\nsampler = "uniform"\n')
+    mixture = make_strategies(config).mixture
+    assert mixture is not None
+    assert len({task for _, task in mixture.draw(100)}) == 100
+
+
+def test_environment_among_several_sources_rewards_its_episodes_itself_and_has_its_own_tools(tmp_path: Path) -> None:
+    config = read(
+        tmp_path,
+        TWO.replace('"mine.py:Numbers"', '"gymnasium:CartPole-v1"').replace('reward = "mine.py:score"', ""),
+        "environment.tools=['calculator']",
+        "reward.function=math_verify",
+    )
+    assert config.acts
+    a, b = config.by_source.values()
+    assert (a.reward.function, b.reward.function) == ("math_verify", "task")
+    assert (len(a.environment.tools), len(b.environment.tools)) == (1, 0)
+    scoring = actor_settings.scoring_settings(config)
+    assert [source.name for source in scoring.sources] == ["a"]
+
+
+def test_fingerprints_are_those_of_each_source(tmp_path: Path) -> None:
+    config = read(tmp_path, TWO)
+    changed = read(tmp_path, TWO, 'task.sources.b.template="{prompt}!"')
+    (line,) = changes(compute(config), compute(changed))
+    assert line == "template changed since the run began: b: task.template was '{prompt}', is '{prompt}!'"
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (("[[task]]\nname = \"a\"", "[[task]]"), '[[task]] number 1 needs a name, such as name = "sums"'),
+        (('"b"', '"a"'), "two [[task]] tables have name = 'a'; rename one"),
+        (("ratio = 3", "ratio = 0"), "task.sources.a.ratio = 0.0 is out of range; it must be > 0, <= 1000000"),
+        (("= 8", "= 80"), "task.sources.b.max_new_tokens = 80 is more than rollout.max_new_tokens = 32"),
+        (('"a"', '"held-out"'), "task.sources.held-out: an evaluation set has this name; rename one"),
+        (("[rollout]", "[training.sft]\nsteps = 3\n[rollout]"), "training.sft.steps is not supported with several"),
+        (("[rollout]", "[evaluation.sets.c]\n[rollout]"), "evaluation.sets.c needs a source"),
+        (("ratio = 3", 'template = "x"'), "task.sources.a.template must contain {prompt}"),
+    ],
+)  # fmt: skip
+def test_mistake_is_one_line(tmp_path: Path, change: tuple[str, str], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, TWO.replace(*change))
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_key_of_one_source_beside_several_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task\.chat is set beside several sources; set task\.sources\.NAME\.chat"):
+        read(tmp_path, TWO, "task.chat=true")
