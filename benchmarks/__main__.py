@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "learning": (("--set", "runs_dir={folder}"),),
     "time_to_quality": (("--set", "runs_dir={folder}", "--out", "{folder}"),),
     "soak": ((),),
+    "sources": ((),),
     "endpoint": (("load",), ("identity",)),
     "agent_seeds": ((),),
     "taskset": ((),),

@@ -109,11 +109,22 @@ def _hows(run_dir: Path) -> dict[int, str]:
     return hows
 
 
-async def kill_all(job: Path, overrides: tuple[str, ...], run_dir: Path, times: int, rng: random.Random) -> list[str]:
-    """Run a job to its end through `times` kills of everything; returns the findings."""
+async def kill_all(
+    job: Path,
+    overrides: tuple[str, ...],
+    run_dir: Path,
+    times: int,
+    rng: random.Random,
+    *,
+    limit_s: float = math.inf,
+) -> list[str]:
+    """Run a job to its end through `times` kills of everything, fewer if they take longer than `limit_s`; returns the
+    findings."""
     findings: list[str] = []
     begin = time.monotonic()
-    for number in range(1, times + 1):
+    number = 0
+    while number < times and time.monotonic() - begin < limit_s:
+        number += 1
         begun = (run_dir / "config.toml").is_file()
         words = ["resume", str(run_dir)] if begun else ["run", str(job), *_sets(overrides)]
         with _started(words) as process:
@@ -131,9 +142,7 @@ async def kill_all(job: Path, overrides: tuple[str, ...], run_dir: Path, times: 
             findings.append(f"the last resume: exit {process.returncode}: {err.strip().splitlines()[-1:]}")
     findings += await audited(run_dir)
     found = kept(run_dir)
-    print(
-        f"{times} kills: {found.finished} responses finished before one; {found.again} sampled again, lost {found.lost}"
-    )
+    print(f"{number} kills: {found.finished} responses finished before; {found.again} sampled again, lost {found.lost}")
     if not found.whole:
         findings.append(f"of {found.finished} finished responses {found.again} were sampled again, lost: {found.lost}")
     return findings
