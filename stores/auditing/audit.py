@@ -183,7 +183,7 @@ def _damage(store: StoreReader) -> Iterator[Finding]:
     """Every corrupt chunk, with the number of trajectories lost with it. All others can still be read."""
     damage = list(store.damage())
     num_damaged = [0] * len(damage)
-    num_rows = store.array_lengths()[NUM_ROWS]
+    num_rows, countable = store.array_lengths()[NUM_ROWS], True
     try:
         for first in range(0, num_rows, ROWS_AT_ONCE):
             table = store.table(first, first + ROWS_AT_ONCE, (*PLACES, "text_offset", "text_bytes"))
@@ -196,10 +196,10 @@ def _damage(store: StoreReader) -> Iterator[Finding]:
     except StoreUnavailable:
         raise
     except StoreError:
-        num_rows = -1
+        countable = False
     for chunk, count in zip(damage, num_damaged, strict=True):
         message = chunk.error
-        if num_rows >= 0 and (chunk.array == "text" or chunk.array.startswith("tokens/")):
+        if countable and (chunk.array == "text" or chunk.array.startswith("tokens/")):
             message += f"; it holds parts of {count} of {num_rows} trajectories; the others can be read"
         yield Finding(check="arrays", where=chunk.array, message=message)
 

@@ -109,6 +109,8 @@ def unpack(
     try:
         extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
         stored = [parse_span(*span) for span in extra["segments"]]
+        if min(row["finish"], row["fate"], row["reason"]) < 0:  # Python would count from the end
+            raise IndexError("finish, fate and reason must not be negative")
         finish, fate, reason = FINISHES[row["finish"]], FATES[row["fate"]], REASONS[row["reason"]]
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         # A flipped bit that decompression did not detect.

@@ -137,7 +137,7 @@ class ReinforcePlusPlus(Advantage):
     compares_members = False
 
     def estimate(self, rewards: Rewards, valid: Valid) -> Rewards:
-        return _whitened(_centred(rewards.reshape(1, -1), valid.reshape(1, -1))[0], valid).reshape(rewards.shape)
+        return _whitened(_centred(rewards.ravel()[None], valid.ravel()[None])[0], valid).reshape(rewards.shape)
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")

@@ -554,6 +554,19 @@ def test_the_last_of_a_stuck_step_is_cut_off_once() -> None:
     assert only(bench.scored(3), Train)
 
 
+def test_the_last_of_the_very_first_step_is_cut_off_too() -> None:
+    """Of the groups that no step waits for yet, none is."""
+    bench = Bench(eta=0, groups=2, stragglers="truncate")
+    bench.join(A)
+    bench.arrive(0, 1)
+    bench.finish(0)
+    bench.tell(InstanceReported(instance=A, progress=((TrajectoryId(1), 4),)))
+    bench.coordinator._state.measured.interval_s.add(1.0)
+    bench.arrive(2, 3)
+    orders = [o for _ in range(20) for o in only(bench.tell(Tick()), Interrupt)]
+    assert [o.trajectory for o in orders] == [1]
+
+
 def test_a_refusal_stands_in_the_story_once_while_its_reason_is_the_same() -> None:
     bench = Bench(eta=1, groups=4)
     bench.join(A, max_running=2)

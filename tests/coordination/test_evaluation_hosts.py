@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
+
+import pytest
 
 from staleflow.pipeline.coordination.commands import Command, FinishEvaluation, Interrupt, Route
 from staleflow.pipeline.coordination.events import EvaluationRequested, InstanceLeaving, InstanceLost, NewGroup, Tick
 from staleflow.pipeline.coordination.events import TrajectoryInterrupted as Interrupted
-from staleflow.stores.trajectory import GroupId, InstanceId
+from staleflow.pipeline.coordination.fleet import Instance
+from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, only
 
 
@@ -82,3 +87,80 @@ def test_a_host_that_leaves_is_replaced_before_it_is_gone() -> None:
     ]
     assert evaluated([command for commands in routed for command in commands]) == [(B, 0)] * 4
     assert not only(bench.tell(InstanceLost(instance=A, why="it has left")), FinishEvaluation)
+
+
+def random_fleet(rng: random.Random) -> Bench:
+    """A run at version 1 with an evaluation and up to five instances in any state, of which some are pinned."""
+    bench = Bench(eta=2, num_steps=rng.choice([1, 9]))
+    state = bench.coordinator._state
+    for name in "abcde"[: rng.randrange(6)]:
+        state.join(InstanceId(name), PolicyVersion(rng.randrange(2)), 100, rng.choice([0, 2, 4]))
+    groups = [NewGroup(group=GroupId(-1 - i), prompt_tokens=10) for i in range(rng.randrange(1, 9))]
+    state.begin_evaluation(0, groups)
+    state.ledger.version = PolicyVersion(1)
+    assert state.evaluation is not None
+    state.evaluation.evaluated_version = PolicyVersion(rng.randrange(-1, 2))
+    state.evaluation.to_sample = rng.randrange(len(groups) + 1)
+    for instance in state.fleet:
+        instance.pulling = rng.random() < 0.3
+        instance.kv_tokens = rng.choice([0, 10, 90, 91])
+        instance.num_eval_running = rng.randrange(3)
+        instance.trajectories = dict.fromkeys(map(TrajectoryId, range(rng.randrange(5))))
+        if rng.random() < 0.4:
+            state.evaluation.pinned[instance.instance] = None
+    if rng.random() < 0.2:
+        state.evaluation.pinned[InstanceId("lost")] = None
+    return bench
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_instances_are_pinned_and_chosen_by_their_rules(part: int) -> None:
+    for seed in range(60 * part, 60 * part + 60):
+        check_rules(random_fleet(random.Random(seed)))
+
+
+def check_rules(bench: Bench) -> None:
+    """Compare what is proposed with the rules, written plainly."""
+    pinning, planner, state = bench.coordinator._pinning, bench.coordinator._planner, bench.coordinator._state
+    evaluation, fleet, done = state.evaluation, list(state.fleet), state.ledger.num_steps == 1
+    assert evaluation is not None
+    evaluated = evaluation.evaluated_version
+    share = 1.0 if done else pinning._share
+    num_pinned = max(1, math.ceil(share * len(fleet)))
+    largest = max([instance.max_running for instance in fleet], default=1)
+    each = max(1, int(share * len(fleet) / num_pinned * largest))
+    needed = num_pinned if done else min(num_pinned, math.ceil(evaluation.to_sample / each))
+    missing = needed - len([i for i in fleet if i.instance in evaluation.pinned and i.max_running > 0])
+
+    wanted = 1 if evaluated == -1 else evaluated
+    ready = [i for i in fleet if i.version == wanted and i.max_running and i.instance not in evaluation.pinned]
+    after_a_pull = [
+        i for i in fleet
+        if i.version != wanted == 1 and i.max_running and not i.pulling and i.instance not in evaluation.pinned
+    ]  # fmt: skip
+    expected = [*sorted(ready, key=lambda i: i.kv_tokens), *sorted(after_a_pull, key=lambda i: i.kv_tokens)]
+    assert pinning.choose_pins() == expected[: max(0, missing)]
+    for instance in fleet:
+        assert pinning.must_pull(instance) is (instance.version == 0 and evaluated != 0)
+    serves = [i for i in fleet if i.version == evaluated and i.max_running > 0]
+    assert pinning.cannot_finish is (evaluated == 0 and evaluation.to_sample > 0 and not serves)
+
+    live = state.live[min(evaluation.members)]
+    if evaluated >= 0 and not planner.num_routable(evaluated):
+        each = largest
+    able = [i for i in serves if i.instance in evaluation.pinned and i.num_eval_running < each]
+    able = [i for i in able if len(i.trajectories) < i.max_running and (i.kv_tokens <= 90 or not i.trajectories)]
+    fewest = sorted(able, key=lambda i: i.num_eval_running)
+    for home in [None, *fleet]:
+        live.cached_on = home.instance if home else None
+        chosen: Instance | str = home if home in able else fewest[0] if fewest else "no place for the evaluation"
+        assert pinning.choose_instance(live) == chosen
+
+
+def test_nothing_is_pinned_for_what_is_not_queued() -> None:
+    bench = two()
+    pinning, state = bench.coordinator._pinning, bench.coordinator._state
+    assert pinning.choose_pins() == []
+    state.close_evaluation()
+    assert (pinning.choose_pins(), pinning.cannot_finish) == ([], False)
+    assert not any(map(pinning.must_pull, state.fleet))

@@ -13,8 +13,10 @@ import pytest
 
 from staleflow.pipeline.coordination.events import NewGroup
 from staleflow.pipeline.coordination.fleet import Fleet, Instance, MutableFleet
+from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.invariants import validate
 from staleflow.pipeline.coordination.phases import Phase, Transition
+from staleflow.pipeline.coordination.snapshot import take_snapshot, waiting_for
 from staleflow.pipeline.coordination.state import CoordinatorState
 from staleflow.pipeline.coordination.trajectories import LiveTrajectory
 from staleflow.pipeline.coordination.work_queue import MutableWorkQueue, WorkQueue
@@ -273,6 +275,43 @@ def test_what_fails_falls_back_to_its_safe_tokens_and_an_empty_instance_is_in_no
     assert (live(state, 0).tokens, live(state, 0).delivered_tokens) == (9, 9)
     assert state.fleet[1].kv_tokens == 0
     validate(state)
+
+
+def test_before_its_first_event_no_time_has_passed_for_a_state() -> None:
+    state = CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3))
+    assert (state.now, state.waited_s, state.training, state.groups_requested) == (0.0, 0.0, False, 0)
+
+
+def test_a_snapshot_counts_what_is_in_each_phase() -> None:
+    """0 to 2 are trained on next, 3 is done, 4 is scored, 6 runs; three versions were published since."""
+    state = busy_state()
+    for member in (4, 6):
+        send(state, member)
+    for member in (0, 1, 4):
+        state.finish_sampling(live(state, member), 20)
+    assert [state.score(live(state, member), 0.0) for member in (0, 1, 2)] == [False, False, True]
+    state.occupy(GroupId(0))
+    state.ledger.version = PolicyVersion(3)
+    state.ledger.entries[GroupId(1)].version = PolicyVersion(1)
+    view = take_snapshot(state, {"KV memory": 2}, LengthForecast(100).error)
+    phases = (view.num_queued, view.num_running, view.num_acting, view.num_scoring)
+    assert phases == (3, 1, 0, 1)
+    assert (view.version, view.next_step, view.training, view.num_started, view.num_live) == (3, 0, False, 9, 9)
+    assert (view.staleness_in_flight, view.staleness_in_queue) == (2.5, 3.0)
+    assert (view.evaluated_version, view.num_eval_in_flight, view.refusals) == (-1, 0, {"KV memory": 2})
+    empty = take_snapshot(CoordinatorState(StalenessLedger(eta=1, groups_per_step=2, group_size=3)), {}, view.forecast)
+    assert (empty.staleness_in_flight, empty.staleness_in_queue, empty.num_queued, empty.ended) == (0.0, 0.0, 0, {})
+
+
+def test_what_a_stuck_step_waits_for_begins_with_the_oldest_version() -> None:
+    """Then those without a promise; of equals, what is longest in its phase."""
+    state = busy_state()
+    state.start_event(9.0)
+    state.interrupt(live(state, 1), 5)
+    lines = waiting_for(state, 7).splitlines()
+    assert [int(line.partition("trajectory ")[2].partition(":")[0]) for line in lines[1:]] == [0, 2, 4, 5, 1, 6, 7]
+    assert lines[0] == "step 0 waits for 2 more of its 2 groups; 2 are being sampled, 1 queued, 2 instances"
+    assert lines[1] == "  group 0, trajectory 0: running for 8.0 s on a, 2 tokens, version 0"
 
 
 def test_what_everybody_may_read_cannot_be_written() -> None:

@@ -35,7 +35,7 @@ MEMORY_BYTES = 6 * 2**30
 """That a mistake may have a fork take beyond what it starts with: some loops never end."""
 FUNCTION = 0x1
 """Flag of code that is a function's, not a class body's."""
-REPEATED = 100
+REPEATED = 1000
 """Calls of a function in one test that execute no further line of it, after which the test is not traced there."""
 PR_SET_CHILD_SUBREAPER = 36
 

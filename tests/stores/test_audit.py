@@ -33,7 +33,7 @@ from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRe
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import AbortReason, EndedTrajectory, Fate, InstanceId, PolicyVersion, outcome_key
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
-from tests.stores.plain_audit import conservation_of, plain_audit
+from tests.stores.plain_audit import _token_faults, conservation_of, plain_audit
 from tests.stores.store_conformance import ended, verified
 from tests.support.examples import num_examples
 
@@ -435,6 +435,26 @@ def test_weights_are_counted_pull_by_pull_and_refused_tokens_row_by_row(
             for (instance, version), count in expected.items()
             if count
         )
+
+
+token = st.tuples(st.sampled_from([-1, 0, 3]), st.sampled_from([0.0, -0.5, float("nan")]), st.integers(0, 2))
+
+
+@given(st.lists(token, max_size=5), st.integers(0, 5), st.integers(0, 1))
+def test_contradictions_of_token_arrays_are_counted_as_token_by_token(
+    tokens: list[tuple[int, float, int]], prompt: int, trained: int
+) -> None:
+    versions, logprobs, mask = zip(*tokens, strict=True) if tokens else ((), (), ())
+    found = row_checks.token_faults(
+        np.asarray(versions, np.int32), np.asarray(logprobs, np.float32), np.asarray(mask, np.uint8), prompt, trained
+    )
+    assert list(found) == list(_token_faults(prompt, trained != 0, tokens))
+
+
+def test_a_run_without_a_verified_pull_does_not_read_as_verified() -> None:
+    pulls, parts = WeightCounts(not_verified=2, contradicted=1, parts_verified=5).lines
+    assert pulls == "weights of instances: NOT VERIFIED at any pull (0 pulls verified, 2 not verified, 1 contradicted)"
+    assert parts == "5 parts verified, 0 not verified, 0 contradicted"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +32,7 @@ from staleflow.stores.auditing import (
 )
 from staleflow.stores.auditing.findings import Finding
 from staleflow.stores.trajectories import derived_branches
+from staleflow.stores.trajectories.columns import FATES, FINISHES, REASONS
 from staleflow.stores.trajectories.layout import COMMIT_AT
 from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectories.records import LedgerState, RunHeader, StepRecord, batch_fingerprint
@@ -500,12 +501,27 @@ HISTORY = (
 ALL = (*FAULTS, *HISTORY)
 
 
-def test_a_sound_run_has_no_findings_and_no_row_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sound_run_has_no_findings_and_no_row_is_read_alone_or_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(row_checks, "token_faults")
+    monkeypatch.delattr(audit, "hash_batches")
     monkeypatch.delattr(StoreReader, "unpacked")
     written(tmp_path / "s")
     assert found_in(tmp_path / "s") == []
     assert found_in(tmp_path / "s", history=True) == []
+
+
+@pytest.mark.parametrize("number", [-1, 99, None])
+@pytest.mark.parametrize(("name", "members"), [("finish", FINISHES), ("fate", FATES), ("reason", REASONS)])
+def test_a_number_that_names_nothing_is_found(
+    name: str, members: Sequence[Any], number: int | None, tmp_path: Path
+) -> None:
+    def edit(root: Any) -> None:
+        root[f"rows/{name}"][2] = len(members) if number is None else number
+
+    written(tmp_path / "s", Fault(name="", check="", where="", message="", edit=edit))
+    assert found_in(tmp_path / "s")
 
 
 @pytest.mark.parametrize("fault", ALL, ids=str)

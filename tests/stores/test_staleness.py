@@ -146,10 +146,47 @@ def test_nothing_is_promised_beyond_the_planned_end() -> None:
     assert ledger.room(PolicyVersion(0)) == 4
     for group in range(4):
         route(ledger, group, 0)
+    assert ledger.room(PolicyVersion(0)) == 0
     finish(ledger, 0)
     assert not ledger.ready()
     finish(ledger, 1)
     assert ledger.ready(), "all four are due by step 1, none of them a second time later"
+
+
+def test_a_member_that_has_ended_cannot_be_aborted_alone() -> None:
+    ledger = make(0, size=2, members_started=3)
+    route(ledger, 0, 0)
+    ledger.complete(GroupId(0), TrajectoryId(0))
+    for member in (0, 7):
+        with pytest.raises(ProtocolViolation, match=f"trajectory {member} of group 0 cannot be aborted"):
+            ledger.abort(GroupId(0), AbortReason.ENGINE_FAILED, TrajectoryId(member))
+    ledger.validate()
+    assert ledger.num_live == 3
+
+
+def test_no_step_takes_a_group_beyond_its_bound_whatever_led_to_that() -> None:
+    ledger = make(1)
+    route(ledger, 0, 0)
+    finish(ledger, 0)
+    ledger.next_step, ledger.version = 2, PolicyVersion(2)
+    with pytest.raises(ProtocolViolation, match="group 0 of version 0 at step 2"):
+        ledger.consume(2)
+    assert ledger.num_occupied == 1
+
+
+def test_the_view_has_finished_groups_early_and_reserved_ones_late() -> None:
+    ledger = make(2, batch=2)
+    for group in range(5):
+        route(ledger, group, 0)
+    for group in (1, 3, 4):
+        finish(ledger, group)
+    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
+    assert views == [(0, {}, {0: 2}, 2), (1, {}, {0: 1}, 2), (2, {0: 2}, {}, 2)]
+    ledger.consume(0)
+    ledger.publish(PolicyVersion(1))
+    route(ledger, 5, 1)
+    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
+    assert views == [(1, {}, {0: 1}, 2), (2, {0: 2}, {}, 2), (3, {1: 1}, {}, 2)]
 
 
 def test_a_filtered_groups_place_is_free_again() -> None:
@@ -263,6 +300,18 @@ def test_validate_says_what_is_broken(message: str, spoil: Callable[[Any], objec
     ledger.start(GroupId(2))
     ledger.validate()
     spoil(ledger)
+    with pytest.raises(ProtocolViolation, match=re.escape(message)):
+        ledger.validate()
+
+
+def test_places_are_counted_from_the_next_step() -> None:
+    ledger = make(1)
+    route(ledger, 0, 0)
+    finish(ledger, 0)
+    ledger.consume(0)
+    ledger.publish(PolicyVersion(1))
+    add(ledger, EntryState.OCCUPIED, 2)
+    message = "2 groups (2 finished) are due by step 1, which has 1 places"
     with pytest.raises(ProtocolViolation, match=re.escape(message)):
         ledger.validate()
 

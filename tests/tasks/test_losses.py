@@ -368,6 +368,12 @@ def at(ratio: float, advantage: float) -> Tokens:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "ratio_of"), CASES)
+def test_a_report_counts_tokens_as_clipped_beyond_a_range_around_one(name: str, ratio_of: str) -> None:
+    low, high = loss_of(name, ratio_of).clip_range
+    assert 0.0 <= low < 1.0 < high
+
+
 def test_a_ratio_of_just_the_bound_is_within_it() -> None:
     """A ratio of e, whose logarithm is exact."""
     e = float(torch.tensor(1.0, dtype=torch.float64).exp())
