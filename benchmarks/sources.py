@@ -115,7 +115,10 @@ def shares(run_dir: Path) -> list[str]:
         if abs(trained[number] - expected) > in_flight:
             findings.append(f"{name}: {trained[number]} trained groups, {expected:.0f} ± {in_flight} by its ratio")
     notes = json.loads((run_dir / "summary.json").read_text())["notes"]
-    print(*(note for note in notes if note.startswith("task ")), sep="\n")
+    named = [note for note in notes if note.startswith("task 'failing' has one draw in")]
+    print(*named, sep="\n")
+    if not named:
+        findings.append("failing: no note of the run names it")
     states = store.steps()[-1].ledger.sources
     if states[2].num_trained or drawn[2] > 64 + in_flight + drawn.total() / 8:
         findings.append(f"failing: {drawn[2]} of {drawn.total()} groups were drawn from it")

@@ -195,6 +195,8 @@ class Mixture:
             source.credit, source.usable_share = state.credit, state.usable_share
             source.num_useless = state.num_useless
             source.sampler = {name: list(numbers) for name, numbers in state.sampler.items()}
+            if source.failing:
+                self._notices.append(f"{_failing(source)}, before the resume")
         for group in in_flight:
             self.arrive(group.group, group.source, group.task)
             if group.group < num_groups:  # which is counted already
@@ -261,10 +263,7 @@ class Mixture:
             source.usable_share *= 1 - UPDATE
             source.num_useless += filtered or reason in FAILURES
             if source.failing and not failed:
-                self._notices.append(
-                    f"task {source.settings.name!r}: none of its last {PATIENCE} groups could be trained on, the "
-                    f"latest for the reason {reason.value}; until one can, it has one draw in {PROBE}"
-                )
+                self._notices.append(f"{_failing(source)}, the latest for the reason {reason.value}")
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -299,3 +298,11 @@ class Mixture:
         task, reward = source.in_flight.pop(group), source.rewards.pop(group, None)
         source.settings.sampler.learn(task, reward, source.sampler)
         return source
+
+
+def _failing(source: _Source) -> str:
+    """Which source fails, and what follows."""
+    return (
+        f"task {source.settings.name!r} has one draw in {PROBE} until a group of it can be trained on: none of its "
+        f"last {source.num_useless} could"
+    )

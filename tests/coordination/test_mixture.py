@@ -126,8 +126,13 @@ def test_source_that_always_fails_is_named_once_and_does_not_stall_the_others() 
     run = Run([1, 1, 2], [1.0, 0.0, 0.5])
     run.train(3000)
     (line,) = run.lines
-    assert line.startswith("task 's1': none of its last 64 groups could be trained on")
-    assert "no_signal" in line
+    assert line == (
+        "task 's1' has one draw in 16 until a group of it can be trained on: none of its last 64 could, the latest for "
+        "the reason no_signal"
+    )
+    run.kill(run.mixture.states, run.num_groups)
+    (line,) = run.mixture.take_notices()
+    assert line.startswith("task 's1' has one draw in 16") and line.endswith("could, before the resume")
     assert run.shares() == pytest.approx([1 / 3, 0, 2 / 3], abs=0.01)
     assert run.drawn.count(1) <= len(run.drawn) / PROBE + 4 * PATIENCE
 

@@ -129,7 +129,7 @@ def test_a_turns_limit_is_spooled_with_the_answer_before_it() -> None:
     assert isinstance(read, ObservationDelivered)
     assert held.apply(read)
     assert held.turn_tokens == {ID: 5}
-    assert held.after(resumed(0)).turn_tokens == {}
+    assert held.copy_with(resumed(0)).turn_tokens == {}
     # The next turn's answer says none.
     held.apply(routed(0, 2))
     assert held.apply(sampled(2, 3, [0]))
