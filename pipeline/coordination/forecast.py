@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 
 from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
 from staleflow.stores.trajectory import GroupId
@@ -55,8 +56,8 @@ class LengthForecast:
         self._sorted: list[int] = []
         # Of the sorted window at the last refresh, and the sums of its tails: tails[i] = sum(lengths[i:]).
         self._lengths: list[int] = []
-        self._tails: list[float] = [0.0]
-        self._squares = 0
+        self._tails: list[int]
+        self._squares: int
         self._since_refresh = 0
         self._groups: dict[GroupId, _Siblings] = {}
         self._log_count, self._log_mean, self._log_square = 0, 0.0, 0.0
@@ -136,11 +137,7 @@ class LengthForecast:
     def _refresh(self) -> None:
         self._since_refresh = 0
         self._lengths = list(self._sorted)
-        tails, total = [0.0], 0.0
-        for length in reversed(self._lengths):
-            total += length
-            tails.append(total)
-        self._tails = tails[::-1]
+        self._tails = list(accumulate(reversed(self._lengths)))[::-1]
         self._squares = sum(n * n for n in self._lengths)
 
     def _learn_siblings(self, group: GroupId, log_length: float) -> None:

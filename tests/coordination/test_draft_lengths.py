@@ -83,6 +83,11 @@ def test_of_drafts_of_one_token_nothing_is_learned_of_longer_ones() -> None:
     assert result.accepted == pytest.approx(0.9, rel=1e-3)
 
 
+def test_more_drafts_than_steps_are_one_in_each() -> None:
+    """A report may count a step's drafts before the step."""
+    assert rates(DecayingDraftStats(steps=10.0, drafts=90.0, max_drafted=180.0), 4).has_draft == 1.0
+
+
 @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (1e6, 0), (4e6, 4e6)])
 def test_rates_are_probabilities_whatever_was_seen(drafted: float, accepted: float) -> None:
     result = rates(
@@ -387,7 +392,10 @@ def test_the_length_with_the_fewest_seconds_for_a_token_is_drafted() -> None:
         gained = assumed.tokens_per_step(np.arange(best[running] + 1.0))[-1]
         expected = (0.25 * 7 + max(8.0, running * (1 + drafted)) + 2.0) / gained
         assert drafts.costs.step_s(running, 7) == pytest.approx(expected)
-    assert drafts.costs.step_s(0, 7) == pytest.approx(cost.step_s(0, 7))
+    nothing = _floats((0,)), _floats((7,))
+    assert drafts.costs.steps_s(*nothing) == pytest.approx(cost.steps_s(*nothing))
+    drafts.replan(fleet_of(a=0))
+    assert drafts._seconds[0][0] == pytest.approx(cost.step_s(1, 0)), "where nothing runs, nothing is cached"
 
 
 def test_without_instances_or_drafts_nothing_is_drafted() -> None:

@@ -110,7 +110,7 @@ def test_forecasts_are_those_of_plain_sums_over_what_has_finished(
         group = rng.randrange(max(0, i // 8 - 1), i // 8 + 3)
         sign = -1 if alike < 0 and len(plain.siblings.get(group, ())) % 2 else 1
         spread = sign * abs(alike) * groups[group] + math.sqrt(1 - alike**2) * rng.gauss(0, 1)
-        length = max(0, min(MOST, round(40 * math.exp(spread))))
+        length = max(0, min(MOST, round(40 * math.exp(spread)))) if i % 10 else rng.randrange(3)
         learned.observe(GroupId(group), length, 0.0)
         plain.add(group, length)
         assert learned.has_enough_lengths == (len(plain.known) >= 8)
@@ -131,6 +131,32 @@ def test_before_anything_has_finished_half_of_what_is_allowed_is_expected() -> N
     assert (learned.expected_remaining(GroupId(0), 100), learned.mean_position) == (150.0, 100.0)
     assert learned.expected_remaining(GroupId(0), MOST + 7) == 0.5
     assert (learned.has_enough_lengths, learned.error.sibling_correlation) == (False, 0.0)
+
+
+@pytest.mark.parametrize("lengths", [(50, 51), (10, 300)])
+def test_lengths_of_two_kinds_say_what_siblings_have_in_common(lengths: tuple[int, int]) -> None:
+    """Alike within groups, or one of each kind in every group."""
+    for siblings, correlation in (((0, 0, 1, 1), 1.0), ((0, 1, 1, 0), -1.0)):
+        learned, plain = LengthForecast(MOST), PlainForecast(forecast.WINDOW)
+        for i in range(400):
+            learned.observe(GroupId(i // 2), lengths[siblings[i % 4]], 0.0)
+            plain.add(i // 2, lengths[siblings[i % 4]])
+        assert learned.error.sibling_correlation == pytest.approx(plain.correlation())
+        assert learned.error.sibling_correlation == pytest.approx(correlation, abs=0.05)
+        for group in (198, 199):
+            expected = plain.remaining(group, 5)
+            assert learned.expected_remaining(GroupId(group), 5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("correlation", "scaled"), [(0.05, False), (0.051, True)])
+def test_a_correlation_that_may_be_chance_scales_nothing(
+    correlation: float, scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LengthForecast, "_correlation", correlation)
+    learned = LengthForecast(MOST)
+    for i in range(40):
+        learned.observe(GroupId(i), 50 + i, 0.0)
+    assert (learned._scale(GroupId(0)) != 1.0) is scaled
 
 
 def test_lengths_that_are_all_alike_say_nothing_of_siblings() -> None:

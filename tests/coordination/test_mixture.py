@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from dataclasses import asdict
 
@@ -212,3 +213,82 @@ def test_metrics_of_a_step_have_rewards_of_what_was_trained_and_of_all_that_was_
     shares["task/b/drawn_share"] = 0.0
     assert mixture.take_metrics() == {"task/a/reward": 0.5, "task/a/reward_scored": 0.75, **shares}
     assert mixture.take_metrics() == shares
+
+
+def test_counts_and_choices_are_those_of_plain_formulas() -> None:  # noqa: PLR0915  one case per event
+    """Over random draws, arrivals and endings of three sources, one of which fails for a while."""
+    rng = random.Random(1)
+    ratios = [5.0, 3.0, 2.0]
+    mixture = Mixture([MixedSource(name=f"s{i}", ratio=r, sampler=InOrder()) for i, r in enumerate(ratios)], 0)
+    weights = [ratio / sum(ratios) for ratio in ratios]
+    counts = [Counter[str]() for _ in ratios]
+    credit, usable, useless = [0.0] * 3, [1.0] * 3, [0] * 3
+    requested: list[tuple[int, int]] = []
+    live: dict[GroupId, tuple[int, int]] = {}
+    num_probes = 0
+    for number in range(3000):
+        failing = [i for i in range(3) if useless[i] >= PATIENCE]
+        match rng.randrange(3):
+            case 0 if len(requested) < 5:
+                total = sum(c["drawn"] for c in counts) + len(requested)
+                of_each = [[s for s, _ in requested + list(live.values())].count(i) for i in range(3)]
+                coming = [of_each[i] * max(1 / 256, usable[i]) for i in range(3)]
+                healthy = [i for i in range(3) if i not in failing]
+                if failing and total % PROBE == PROBE - 1:
+                    expected = failing[total // PROBE % len(failing)]
+                    num_probes += 1
+                else:
+                    shares = sum(weights[i] for i in healthy)
+                    num_coming = 1 + sum(coming[i] for i in healthy)
+                    lags = {i: credit[i] + weights[i] / shares * num_coming - coming[i] for i in healthy}
+                    expected = max(healthy, key=lambda i: (lags[i], -i))
+                ((source, task),) = mixture.draw(1)
+                assert source == expected
+                assert task == counts[source]["drawn"] + [s for s, _ in requested].count(source)
+                requested.append((source, task))
+            case 1 if requested:
+                source, task = requested.pop(0)
+                live[GroupId(number)] = source, task
+                counts[source]["drawn"] += 1
+                mixture.arrive(GroupId(number), source, task)
+            case 2 if live:
+                group = rng.choice(list(live))
+                source, _ = live.pop(group)
+                useful = rng.random() < (0.8, 0.5, 0.0 if number < 2000 else 0.9)[source]
+                if useful:
+                    mixture.train([group])
+                    counts[source]["trained"] += 1
+                    usable[source] += (1 - usable[source]) / 32
+                    useless[source] = 0
+                    credit[source] -= 1
+                    shares = sum(weights[i] for i in range(3) if useless[i] < PATIENCE)
+                    for i in range(3):
+                        due = credit[i] + weights[i]
+                        credit[i] = min(64.0, due) if useless[i] >= PATIENCE else credit[i] + weights[i] / shares
+                else:
+                    ending = rng.choice([FILTERED, FAILED, SURPLUS])
+                    mixture.end({group: ending, GroupId(-5): SURPLUS})
+                    counts[source]["filtered" if ending == FILTERED else "aborted"] += 1
+                    usable[source] *= 31 / 32
+                    useless[source] += ending != SURPLUS
+        for state, count in zip(mixture.states, counts, strict=True):
+            numbers = state.num_drawn, state.num_trained, state.num_filtered, state.num_aborted
+            assert numbers == tuple(count[name] for name in ("drawn", "trained", "filtered", "aborted"))
+        assert [state.credit for state in mixture.states] == pytest.approx(credit)
+        assert [state.usable_share for state in mixture.states] == pytest.approx(usable)
+        assert [state.num_useless for state in mixture.states] == useless
+        assert mixture.tasks_in_flight == tuple(sorted((int(g), *of) for g, of in live.items()))
+    assert num_probes > 0
+    assert useless[2] < PATIENCE, "it has recovered"
+    for view, weight, count in zip(mixture.views(), weights, counts, strict=True):
+        assert view.ratio == pytest.approx(weight)
+        assert view.drawn_share == pytest.approx(count["drawn"] / sum(c["drawn"] for c in counts))
+        assert view.trained_share == pytest.approx(count["trained"] / sum(c["trained"] for c in counts))
+
+
+def test_before_anything_is_drawn_all_shares_are_zero() -> None:
+    mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
+    assert [(view.drawn_share, view.trained_share) for view in mixture.views()] == [(0.0, 0.0)] * 2
+    mixture.draw(1)
+    mixture.arrive(GroupId(0), 0, 0)
+    assert [view.drawn_share for view in mixture.views()] == [1.0, 0.0]

@@ -84,7 +84,6 @@ PACKAGES = (
             "tests/strategies", "tests/coordination/test_coordinator.py", "tests/config/test_config.py",
             "tests/config/test_own_code.py", "tests/simulator/test_simulator.py",
         ),
-        own={"samplers": ("tests/coordination/test_mixture.py",)},
     ),
     Package(
         name="losses",

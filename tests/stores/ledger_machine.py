@@ -246,6 +246,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "ledger"):
             return
         self.ledger.validate()
+        assert all([*self.ledger._reserved.values(), *self.ledger._occupied.values()]), "no version without a group"
         naive = self.naive
         assert self.ledger.num_started == naive.started
         assert self.ledger.num_live == len(list(naive.live()))

@@ -60,6 +60,21 @@ def test_eta_zero_starts_nothing_while_the_trainer_works() -> None:
     assert ledger.room(PolicyVersion(1)) == 1
 
 
+def test_a_refusal_says_how_many_places_are_promised() -> None:
+    ledger = make(1, batch=2)
+    for group in range(4):
+        route(ledger, group, 0)
+    assert ledger.refusal(PolicyVersion(0)) == "4 groups are promised the 4 places up to step 1"
+    finish(ledger, 0)
+    finish(ledger, 1)
+    ledger.consume(0)
+    ledger.publish(PolicyVersion(1))
+    assert ledger.refusal(PolicyVersion(0)) == "2 groups are promised the 2 places up to step 1"
+    for group in (4, 5):
+        route(ledger, group, 1)
+    assert ledger.refusal(PolicyVersion(1)) == "4 groups are promised the 4 places up to step 2"
+
+
 def test_finished_work_trains_before_older_unfinished_work_if_that_can_still_make_it() -> None:
     ledger = make(1)
     route(ledger, 0, 0)
@@ -160,6 +175,8 @@ def test_a_member_that_has_ended_cannot_be_aborted_alone() -> None:
     for member in (0, 7):
         with pytest.raises(ProtocolViolation, match=f"trajectory {member} of group 0 cannot be aborted"):
             ledger.abort(GroupId(0), AbortReason.ENGINE_FAILED, TrajectoryId(member))
+    with pytest.raises(ProtocolViolation, match="trajectory 0 of group 0 is not waiting to be sampled"):
+        ledger.reserve(GroupId(0), TrajectoryId(0), PolicyVersion(0))
     ledger.validate()
     assert ledger.num_live == 3
 
@@ -187,6 +204,10 @@ def test_the_view_has_finished_groups_early_and_reserved_ones_late() -> None:
     route(ledger, 5, 1)
     views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
     assert views == [(1, {}, {0: 1}, 2), (2, {0: 2}, {}, 2), (3, {1: 1}, {}, 2)]
+    for group in (6, 7):  # the newest take the latest places first
+        route(ledger, group, 1)
+    views = [(view.step, view.reserved, view.occupied, view.capacity) for view in ledger.view()]
+    assert views == [(1, {0: 1}, {0: 1}, 2), (2, {1: 1, 0: 1}, {}, 2), (3, {1: 2}, {}, 2)]
 
 
 def test_a_filtered_groups_place_is_free_again() -> None:
