@@ -93,6 +93,8 @@ def actors(folder: Path, settings: Any, ranks: int) -> tuple[Trainer, list[Train
 
 def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
     group = Together(3)
+    closed: list[Any] = []
+    before = set(threading.enumerate())
 
     async def whole() -> None:
         lead, others = actors(tmp_path, group, 3)
@@ -106,8 +108,12 @@ def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
         assert again.as_recorded
         for actor in (lead, *others):
             await actor.close()
+            closed.append(actor)  # or its threads would end because it is forgotten
 
     asyncio.run(whole())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60.0)
+        assert not thread.is_alive(), f"{thread.name} of {closed} runs on"
     expected = ["build", "published", "probe", "step", "published", "probe", "begin_save", "load_state"]
     assert list(group.done.values()) == [[*expected, "published", "probe", "close"]] * 3
     assert sorted((place.number, place.count, place.host) for place in group.places) == [
