@@ -210,6 +210,47 @@ def test_the_view_has_finished_groups_early_and_reserved_ones_late() -> None:
     assert views == [(1, {0: 1}, {0: 1}, 2), (2, {1: 1, 0: 1}, {}, 2), (3, {1: 2}, {}, 2)]
 
 
+def test_the_view_ends_with_the_planned_end() -> None:
+    ledger = make(2, num_steps=2)
+    for group in (0, 1):
+        route(ledger, group, 0)
+    views = [(view.step, view.reserved, view.occupied) for view in ledger.view()]
+    assert views == [(0, {0: 1}, {}), (1, {0: 1}, {})]
+
+
+def test_a_step_begins_only_once_the_version_before_it_is_published() -> None:
+    ledger = make(1)
+    for group in (0, 1):
+        route(ledger, group, 0)
+        finish(ledger, group)
+    ledger.consume(0)
+    assert not ledger.ready()
+    ledger.publish(PolicyVersion(1))
+    assert ledger.ready()
+
+
+@pytest.mark.parametrize("version", [-1, 1])
+def test_no_place_is_promised_for_a_version_that_is_not_published(version: int) -> None:
+    ledger = make(1)
+    ledger.start(GroupId(0))
+    with pytest.raises(ProtocolViolation, match=f"group 0: version {version} is not published, only 0 to 0 are"):
+        ledger.reserve(GroupId(0), TrajectoryId(0), PolicyVersion(version))
+
+
+def test_finished_work_that_is_due_earlier_fills_places_of_later_steps() -> None:
+    """With redundancy more may be promised than there are places, so that finished work is counted on its own."""
+    ledger = make(1, groups_started=2)
+    for group in (0, 1):
+        route(ledger, group, 0)
+        finish(ledger, group)
+    ledger.consume(0)
+    ledger.publish(PolicyVersion(1))
+    route(ledger, 2, 1)
+    finish(ledger, 2)
+    assert ledger.refusal(PolicyVersion(1)) == "finished groups fill all places up to step 2"
+    assert ledger.room(PolicyVersion(1)) == 0
+
+
 def test_a_filtered_groups_place_is_free_again() -> None:
     ledger = make(0)
     route(ledger, 0, 0)
@@ -309,6 +350,8 @@ def end_all(ledger: Any) -> None:
          lambda ledger: add(ledger, EntryState.OCCUPIED, 2)),
         ("3 groups (1 finished) are due by step 1, which has 2 places",
          lambda ledger: add(ledger, EntryState.RESERVED, 1)),
+        ("2 groups (1 finished) are due by step 1, which has 0 places",
+         lambda ledger: (end_all(ledger), setattr(ledger, "version", 1))),
         ("live work of version 0 at step 2, bound 1", end_all),
     ],
 )  # fmt: skip
