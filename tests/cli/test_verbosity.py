@@ -33,7 +33,7 @@ METRICS = "reward response_mean staleness_mean staleness_max loss grad_norm trai
 STEP = dict.fromkeys(METRICS.split(), 0.5)
 SUMMARY: dict[str, Any] = {
     "steps": 2, "evaluations": [], "seconds": {}, "alarms": [], "trajectories_consumed": 0, "response_tokens": 0,
-    "staleness_histogram": {}, "eta": 1, "cost_model": {"measured_over_predicted": None, "drifted": False},
+    "staleness_histogram": {}, "eta": 1, "tasks": [], "cost_model": {"measured_over_predicted": None, "drifted": False},
     "overhead": {"trainer_waits_though_ready": 0.0, "rollout_idle_though_routable": 0.0},
 }  # fmt: skip
 

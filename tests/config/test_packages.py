@@ -95,7 +95,7 @@ def test_a_kind_of_environment_is_found_by_each_command(play: Path, tmp_path: Pa
     assert rows["acts"]["value"] is True
     assert "dungeon:NAME" in rows["task.source"]["doc"]
     schema = json.loads(fresh("config", "schema").stdout)["properties"]
-    assert "dungeon:NAME" in schema["task"]["properties"]["source"]["description"]
+    assert "dungeon:NAME" in schema["task"]["anyOf"][0]["properties"]["source"]["description"]
     assert "treasure" in schema["reward"]["properties"]["function"]["anyOf"][0]["enum"]
     simulated = command("simulate", play, "--json")
     assert simulated.returncode == 0, simulated.stderr

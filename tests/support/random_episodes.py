@@ -120,12 +120,6 @@ class Subject:
 # -- the server --------------------------------------------------------------------------------------------------
 
 
-class PlayedSource(NamedTuple):
-    """What the server asks of a task source."""
-
-    is_agent_source: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class PlayedPrompts:
     """Prompts of given lengths, and a tokenizer of numbers: a message's content names its ids."""
@@ -134,7 +128,7 @@ class PlayedPrompts:
     max_new_tokens: int = MAX_TOKENS
     held_out_notice: str = ""
     sets: tuple[EvaluationSet, ...] = ()
-    source: PlayedSource = PlayedSource()
+    has_agents: bool = False
 
     def build(self) -> PlayedPrompts:
         return self
@@ -142,8 +136,11 @@ class PlayedPrompts:
     def task(self, number: int) -> Task:
         return Task(prompt=str(number), record={})
 
-    def tasks(self, numbers: Sequence[int]) -> list[Task]:
+    def tasks(self, numbers: Sequence[int], source: int = 0) -> list[Task]:
         return [self.task(number) for number in numbers]
+
+    def response_tokens(self, source: int = 0) -> int:
+        return self.max_new_tokens
 
     def encode(self, task: Task) -> tuple[int, ...]:
         return words(int(str(task.prompt)), self.lengths[int(str(task.prompt))])

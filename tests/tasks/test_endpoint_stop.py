@@ -171,7 +171,7 @@ def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_th
     assert again.stop == stop
     assert held.apply(again)
     assert held.stops == {ID: stop}
-    assert held.after(resumed(0)).stops == {}
+    assert held.copy_with(resumed(0)).stops == {}
     held.apply(routed(0, 2))
     assert held.apply(sampled(2, 3, [0]))
     assert held.apply(replace(entry, first=4, stop=NO_STOP))
