@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
+DOCS_STAMP := $(VENV)/.installed-docs
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 AGENTS_VENV ?= .venv-agents
@@ -15,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test quick install install-test generated models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
+.PHONY: demo demo-agent test quick install install-test generated docs models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
 
 install: $(STAMP)  ## what running jobs needs, and nothing else
 
@@ -120,6 +121,15 @@ generated: install-test  ## the files that are made from the code
 	$(BIN)/staleflow config schema > docs/job.schema.json
 	$(BIN)/python -m staleflow.stores.metrics > docs/metrics.md
 	$(BIN)/python -m docs.architecture > docs/architecture.svg
+
+$(DOCS_STAMP): $(TEST_STAMP)
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
+NOTEBOOKS ?= cache
+docs: $(DOCS_STAMP)  ## the site, in build/site; executes notebooks that changed, none with NOTEBOOKS=off
+	NOTEBOOKS=$(NOTEBOOKS) $(BIN)/sphinx-build -q -W --keep-going -c docs -d build/doctrees . build/site
+	$(BIN)/pytest -q -m slow tests/test_site.py
 
 nightly-tests: install-test  ## the same tests with many more examples, and the slow ones
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest -m 'not gpu'

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import staleflow
+from docs import site_pages
 
 PAGES = sorted([*Path().glob("*.md"), *Path("docs").glob("*.md")])
 
@@ -53,7 +54,8 @@ def test_the_modules_that_the_architecture_page_names_exist() -> None:
 def job_keys(schema: dict[str, Any], prefix: str = "") -> set[str]:
     """The keys of a job file and of its tables, such as `rollout.engine`, by its JSON Schema."""
     keys: set[str] = set()
-    for part in (schema, *schema.get("anyOf", []), *schema.get("oneOf", [])):
+    forms = [schema, *schema.get("anyOf", []), *schema.get("oneOf", [])]
+    for part in (*forms, *(form["items"] for form in forms if "items" in form)):
         for name, value in part.get("properties", {}).items():
             keys |= {prefix + name, *job_keys(value, f"{prefix}{name}.")}
     return keys
@@ -71,6 +73,30 @@ def test_pages_name_keys_that_a_job_file_may_have() -> None:
     }
     assert len(named) > 100
     assert [where for where in sorted(named) if where[1] not in keys | {example}] == []
+
+
+def test_the_job_file_page_describes_every_key() -> None:
+    schema = json.loads(Path("docs/job.schema.json").read_text())
+    tables: dict[str, list[str]] = {}
+    for section in site_pages.job_file_page(schema).split("\n##")[1:]:
+        title = section.strip("# ").partition("\n")[0].strip("[]")
+        tables.setdefault(title, []).extend(re.findall(r"^`(\w+)` \(", section, flags=re.MULTILINE))
+    described = {*tables.pop("Top level"), *(f"{table}.{key}" for table, keys in tables.items() for key in keys)}
+    described |= {*tables, *(f"{table}.name" for table in tables), *(table.removesuffix(".NAME") for table in tables)}
+    assert len(job_keys(schema)) > 200
+    assert job_keys(schema) - described == set()
+
+
+def test_the_navigation_has_every_page_once_in_the_order_of_the_index() -> None:
+    index = site_pages.with_navigation(Path("docs/index.md").read_text())
+    trees = re.findall(r"```\{toctree\}\n:hidden:\n:caption: ([^\n]+)\n\n(.*?)\n```", index, flags=re.DOTALL)
+    assert [caption for caption, _ in trees] == ["Tutorials", "How to", "Reference", "Explanation", "Results"]
+    entries = [entry for _, tree in trees for entry in re.findall(r"<(.+)>", tree)]
+    assert len(entries) == len(set(entries))
+    pages = {Path("docs", entry).resolve() for entry in entries if not entry.startswith("generated/")}
+    assert pages == {path.resolve() for path in (*PAGES, *Path("examples").glob("*.ipynb"))} - {
+        Path("docs/index.md").resolve()
+    }
 
 
 def test_the_version_is_stated_in_pyproject_and_heads_the_changelog_once_released() -> None:

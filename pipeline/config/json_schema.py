@@ -37,7 +37,8 @@ def _table_or_list(cls: type[Any]) -> dict[str, Any]:
     if not (key := getattr(cls, "LIST", "")):
         return table
     entry = _table(entry_type(keys_of(cls)[key][0]) or cls)
-    entry["properties"] = {"name": {"type": "string", "pattern": NAME}} | entry["properties"]
+    name = {"description": "a name for it, which its metrics have", "type": "string", "pattern": NAME}
+    entry["properties"] = {"name": name} | entry["properties"]
     return {
         "description": table["description"],
         "anyOf": [table, {"type": "array", "items": entry | {"required": ["name"]}}],

@@ -75,9 +75,9 @@ class LogprobComparison:
     ratio: float
     """Mean of pi_model / pi_rollout over tokens."""
     distance: float
-    """Mean |log ratio|, nats."""
+    """Mean absolute log ratio, nats."""
     farthest: float
-    """Largest |log ratio|, nats."""
+    """Largest absolute log ratio, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import staleflow
+from docs import site_pages
 from tests.test_architecture import contract, loaded_by
 
 HEAVY = contract("What decides is pure")[1] - {"asyncio"} | {"numpy", "pandas"}
@@ -39,6 +40,12 @@ def test_every_public_name_can_be_imported_and_is_listed() -> None:
 def test_public_names_are_documented() -> None:
     for name in staleflow._MODULES:
         assert getattr(staleflow, name).__doc__, name
+
+
+def test_the_api_page_has_every_public_name_once() -> None:
+    listed = [name for names in site_pages.api_groups().values() for name in names]
+    assert sorted(listed) == sorted(staleflow._MODULES)
+    assert all(f"staleflow.{name}\n" in site_pages.python_api_page() for name in listed if name != "tiny_model")
 
 
 def test_an_unknown_name_is_an_error_that_names_the_nearest() -> None:

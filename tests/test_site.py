@@ -1,0 +1,59 @@
+"""The built site in a browser: no page is wider than a telephone, a tablet or a desktop, and its navigation works."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.support.browser import in_browser, opened
+
+SITE = Path("build/site").resolve()
+WIDTHS = (360, 800, 1400)
+
+pytestmark = [
+    pytest.mark.slow,
+    in_browser,
+    pytest.mark.skipif(not (SITE / "index.html").exists(), reason="needs the site: make docs"),
+]
+
+
+def pages() -> list[str]:
+    paths = {path for path in SITE.rglob("*.html") if "_static" not in path.parts} - {SITE / "index.html"}
+    return sorted(str(path.relative_to(SITE)) for path in paths)
+
+
+def test_no_page_is_wider_than_the_window() -> None:
+    async def too_wide() -> list[tuple[str, int, int]]:
+        wide = []
+        for width in WIDTHS:
+            async with opened(viewport={"width": width, "height": 900}) as page:
+                for name in pages():
+                    await page.goto(f"file://{SITE}/{name}")
+                    needed = await page.evaluate("document.scrollingElement.scrollWidth")
+                    wide += [(name, width, needed)] * (needed > width)
+        return wide
+
+    assert len(pages()) > 30
+    assert asyncio.run(too_wide()) == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_navigation_leads_to_every_page(width: int) -> None:
+    async def visit() -> tuple[list[str], str]:
+        async with opened(viewport={"width": width, "height": 900}) as page:
+            await page.goto(f"file://{SITE}/index.html")
+            await page.wait_for_url("**/docs/index.html")
+            captions = await page.locator(".sidebar-tree .caption-text").all_inner_texts()
+            if width < 1000:
+                await page.locator(".nav-overlay-icon").first.click()
+            await page.locator(".sidebar-tree a", has_text="Staleness protocol").click()
+            await page.wait_for_url("**/docs/protocol.html")
+            return captions, await page.locator("h1").inner_text()
+
+    captions, heading = asyncio.run(visit())
+    assert [caption.lower() for caption in captions] == [
+        "tutorials", "how to", "reference", "explanation", "results",
+    ]  # fmt: skip
+    assert "staleness" in heading.lower()
