@@ -60,6 +60,7 @@ def test_the_first_ends_a_run_in_order_and_it_can_be_resumed_and_ended_again(job
             ended_well(shown)
             assert "interrupted: stopping; Ctrl-C again ends at once" in shown.text
             assert "staleflow resume runs/job" in shown.text
+            assert "staleflow store show" in shown.text
         store = VersionedStore.open(folder / "runs" / "job" / "store")
         assert store.steps()[-1].kind == "end"
         assert audit(store).findings == ()

@@ -324,7 +324,7 @@ def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside:
 
 
 def test_a_job_that_waits_does_not_disturb_the_one_that_runs(cluster: Cluster, tmp_path: Path) -> None:
-    waits_while_another_runs(cluster, tmp_path, 5, 15)
+    waits_while_another_runs(cluster, tmp_path, 3, 6)
 
 
 @pytest.mark.slow  # a quarter of an hour

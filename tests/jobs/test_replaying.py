@@ -87,7 +87,7 @@ def test_a_torn_line_is_said_and_a_garbled_one_is_one_line(tmp_path: Path) -> No
 def test_every_trajectory_has_a_story_however_long_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision_log, "STORY_LINES", 20)
     body = run_folder(tmp_path / "run")
-    for trajectory in range(body.brain.ledger.num_started):
+    for trajectory in {0, body.brain.ledger.num_started - 1, *{fate: t for t, fate in body.ended.items()}.values()}:
         told = command("replay", tmp_path / "run", "--trajectory", trajectory, "--json")
         assert told.returncode == 0
         story = json.loads(told.stdout)["story"]

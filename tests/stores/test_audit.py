@@ -243,7 +243,7 @@ def plain(findings: Iterable[Any]) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("faults", [0, 1, 6])
-@settings(max_examples=max(5, num_examples() // 25))
+@settings(max_examples=max(2, num_examples() // 25))
 @given(seed=st.integers(0, 2**32))
 def test_whatever_is_wrong_is_found_as_the_plain_audit_finds_it(
     tmp_path_factory: pytest.TempPathFactory, faults: int, seed: int
