@@ -16,7 +16,7 @@ from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, EntryState
-from staleflow.stores.trajectories.records import LedgerState
+from staleflow.stores.trajectories.records import LedgerState, SourceState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId, outcome_key
 
 
@@ -186,3 +186,97 @@ def test_members_that_are_not_the_groups_are_refused() -> None:
     assert ledger.start(GroupId(0), [TrajectoryId(2), TrajectoryId(0)]) == (2, 0)
     assert ledger.entries[GroupId(0)].state is EntryState.QUEUED
     assert ledger.num_live == 2
+
+
+SCORED, SURPLUS = "scored", "sampled"
+
+
+def members_of(group: int, *states: tuple[int, float | None] | int) -> GroupInFlight:
+    """A group of which each member has a version and, if it is scored, a reward."""
+    members = []
+    for i, state in enumerate(states):
+        version, reward = state if isinstance(state, tuple) else (state, None)
+        scored = isinstance(state, tuple)
+        member = MemberInFlight(
+            trajectory=TrajectoryId(3 * group + i), version=PolicyVersion(version), tokens=5 * (version >= 0),
+            sampled=scored, scored=scored, reward=reward,
+        )  # fmt: skip
+        members.append(member)
+    return GroupInFlight(group=GroupId(group), prompt_tokens=4, members=tuple(members))
+
+
+def taken_up(
+    eta: int, *groups: GroupInFlight, extra_groups: int = 0
+) -> tuple[list[tuple[int, list[tuple[int, str]]]], tuple[int, ...]]:
+    """What a run of two groups a step, two to three members each, takes up at version 2: groups in order, with the
+    version and the state of each member; and what starts again."""
+    consumed = {outcome_key(Fate.CONSUMED, AbortReason.NONE): 8}
+    stored = LedgerState(num_started=8, num_ended=consumed, live=(), next_step=2, version=2)
+    event, again = plan_resume(new_ledger(eta, 2, 2, extra_groups, 1), NoSignal(), stored, groups)
+    assert (event.step, event.num_ended, event.num_groups) == (2, tuple(consumed.items()), 0)
+    states = [
+        (g.group, [(m.version, SCORED if m.scored else SURPLUS if m.sampled else "") for m in g.members])
+        for g in event.groups
+    ]
+    return states, again
+
+
+def test_groups_to_be_filtered_are_taken_up_first_then_complete_ones_then_the_oldest() -> None:
+    groups = (
+        members_of(3, -1, -1, -1),
+        members_of(4, 2, -1, 2),
+        members_of(5, 2, 1, -1),
+        members_of(6, 2, (0, 0.0), -1),
+        members_of(7, (2, 1.0), (2, 0.0), 1),
+        members_of(8, (2, 1.0), (2, 0.0), -1),
+        members_of(9, (2, 1.0), (2, 1.0), (2, 0.0)),
+        members_of(10, (2, None), (2, 1.0), -1),
+    )
+    for order in (groups, groups[::-1]):
+        states, again = taken_up(9, *order)
+        assert [group for group, _ in states] == [9, 10, 7, 8, 6, 5, 4, 3]
+        assert again == ()
+
+
+def test_a_reward_that_came_after_enough_others_is_not_taken_up() -> None:
+    states, again = taken_up(1, members_of(3, (2, 1.0), (2, 0.0), (2, 0.5)))
+    assert states == [(3, [(2, SCORED), (2, SCORED), (2, SURPLUS)])]
+    assert again == ()
+
+
+def test_members_too_old_for_a_place_start_again_and_the_others_are_kept() -> None:
+    states, again = taken_up(1, members_of(3, (0, 1.0), (1, 0.0), 2), members_of(4, 0, -1, 0))
+    assert states == [(3, [(-1, ""), (1, SCORED), (2, "")]), (4, [(-1, ""), (-1, ""), (-1, "")])]
+    assert again == (9, 12, 14)
+
+
+def test_without_a_place_left_a_group_starts_again() -> None:
+    """Two places in steps 2 and 3 each."""
+    states, again = taken_up(1, *(members_of(group, 2, -1, -1) for group in (7, 6, 5, 4, 3)))
+    assert [(group, members[0][0]) for group, members in states] == [(3, 2), (4, 2), (5, 2), (6, 2), (7, -1)]
+    assert again == (21,)
+    complete = [members_of(group, (2, 1.0), (2, 0.0), -1) for group in (8, 9)]
+    states, again = taken_up(1, *(members_of(group, 2, -1, -1) for group in (5, 4, 3)), *complete)
+    assert [group for group, _ in states] == [8, 9, 3, 4, 5]
+    assert again == (15,)
+    # Those that are filtered give their places back, so that all the others have one.
+    same = members_of(8, (2, 1.0), (2, 1.0), -1)
+    states, again = taken_up(1, *(members_of(group, 2, -1, -1) for group in (6, 5, 4, 3)), same)
+    assert [group for group, _ in states] == [8, 3, 4, 5, 6]
+    assert again == ()
+
+
+def test_with_redundancy_nothing_is_taken_up_beside_complete_groups_that_fill_all_places() -> None:
+    complete = [members_of(group, (2, 1.0), (2, 0.0), -1) for group in (8, 9)]
+    states, again = taken_up(0, members_of(3, 2, -1, -1), *complete, extra_groups=1)
+    assert [group for group, _ in states] == [8, 9, 3]
+    assert again == (9,)
+
+
+def test_a_run_of_several_sources_goes_on_drawing_after_the_groups_it_had_started() -> None:
+    consumed = {outcome_key(Fate.CONSUMED, AbortReason.NONE): 8}
+    stored = LedgerState(
+        num_started=12, num_ended=consumed, live=(), next_step=2, version=2, sources=(SourceState(num_drawn=4),)
+    )
+    event, _ = plan_resume(new_ledger(1, 2, 2, 0, 1), KeepAll(), stored, ())
+    assert (event.num_groups, event.sources) == (4, stored.sources)
