@@ -388,11 +388,9 @@ class Coordinator(CoordinatorInspection):
             self._commands.append(SetDraftLength(instance=instance.instance, length=length, cause=self._history.cause))
 
     def _send(self, live: LiveTrajectory, instance: Instance) -> None:
-        fresh = live.v_traj < 0 and not live.is_eval
-        forecast = self.forecast.expected_remaining(live.group, 0) if fresh else live.forecast
         # What is kept is taken over where it is routed to; elsewhere it stays, in case a later turn returns.
         self._state.pop_cached_instance(live)
-        self._state.send(live, instance, forecast=forecast)
+        self._state.send(live, instance, forecast=self.forecast.expected_remaining(live.group, 0))
         self._history.note(live.id, f"routed to {instance.instance} at version {instance.version}")
         self._commands.append(
             Route(

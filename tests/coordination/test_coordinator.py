@@ -19,6 +19,7 @@ from staleflow.pipeline.coordination.commands import (
     ReleaseCache,
     Route,
     Score,
+    SetDraftLength,
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
@@ -215,6 +216,27 @@ def test_a_lost_instances_work_moves_and_keeps_its_version() -> None:
     bench.join(B)
     commands = bench.tell(InstanceLost(instance=A, why="killed"))
     assert {(r.trajectory, r.instance, r.version) for r in only(commands, Route)} == {(0, B, 0), (1, B, 0)}
+
+
+def test_an_instance_may_be_closed_once_it_leaves_and_runs_nothing() -> None:
+    bench = Bench()
+    bench.join()
+    assert not bench.coordinator.has_left(A), "it is in service"
+    bench.arrive(0)
+    assert only(bench.tell(InstanceLeaving(instance=A)), Interrupt)
+    assert not bench.coordinator.has_left(A), "what it runs is on its way"
+    bench.tell(TrajectoryInterrupted(trajectory=TrajectoryId(0), route_number=1, tokens=3))
+    assert bench.coordinator.has_left(A)
+    assert bench.coordinator.has_left(B), "nobody knows it"
+
+
+def test_a_draft_length_is_set_once() -> None:
+    bench = Bench()
+    bench.coordinator._drafts = DraftLengths(CostModel(k1=0.0, k2=8.0, k3=1.0, k4=4.0, b=0.0, prefill=0.0), 4)
+    bench.join()
+    (change,) = only(bench.arrive(0), SetDraftLength)
+    assert (change.instance, bench.coordinator._state.fleet[0].draft_length) == (A, change.length)
+    assert only(bench.tell(Tick()), SetDraftLength) == []
 
 
 def test_a_story_tells_drafted_and_accepted_tokens() -> None:

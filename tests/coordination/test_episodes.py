@@ -17,9 +17,11 @@ from staleflow.pipeline.coordination.events import (
     TrajectoryInterrupted,
     TrajectoryScored,
 )
+from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.routing import UserRouting
-from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
-from tests.coordination.test_coordinator import A, Bench, in_flight, member, only
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.tasks.emulation.cost_model import CostModel
+from tests.coordination.test_coordinator import A, B, Bench, in_flight, member, only
 
 LAST = TrajectoryId(3)
 
@@ -116,3 +118,19 @@ def test_a_row_that_is_no_instance_is_refused_in_every_turn(turn: int) -> None:
         bench.sampled(0)
         assert only(answered(bench, 0, 9), Route) == []
     assert list(bench.coordinator.snapshot().refusals) == ["routing named an instance that does not fit"]
+
+
+@pytest.mark.parametrize(("prefill", "instance"), [(None, B), (0.0, B), (1.0, A)])
+def test_a_next_turn_goes_back_to_its_cached_context_if_a_prefill_costs_more(
+    prefill: float | None, instance: InstanceId
+) -> None:
+    """One trajectory more runs on a, so that routing prefers b. None: cached contexts are of no account."""
+    bench = Bench(eta=0, groups=3, environments=True)
+    cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002, prefill=prefill or 0.0)
+    bench.coordinator._planner._affinity = None if prefill is None else CacheAffinity(cost)
+    bench.join(A)
+    bench.arrive(0, 1, 2)
+    bench.join(B)
+    bench.sampled(0, 5)
+    (route,) = only(answered(bench, 0, 9), Route)
+    assert route.instance == instance

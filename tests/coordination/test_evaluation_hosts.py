@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,8 @@ from staleflow.pipeline.coordination.commands import Command, FinishEvaluation, 
 from staleflow.pipeline.coordination.events import EvaluationRequested, InstanceLeaving, InstanceLost, NewGroup, Tick
 from staleflow.pipeline.coordination.events import TrajectoryInterrupted as Interrupted
 from staleflow.pipeline.coordination.fleet import Instance
+from staleflow.pipeline.coordination.invariants import validate
+from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion, TrajectoryId
 from tests.coordination.test_coordinator import A, B, Bench, only
 
@@ -164,3 +168,24 @@ def test_nothing_is_pinned_for_what_is_not_queued() -> None:
     state.close_evaluation()
     assert (pinning.choose_pins(), pinning.cannot_finish) == ([], False)
     assert not any(map(pinning.must_pull, state.fleet))
+
+
+@pytest.mark.parametrize(
+    ("message", "spoil"),
+    [
+        ("trajectories [-6, -5, -4, -3, -2, -1] are evaluated, but", lambda s: s.evaluation.members.add(0)),
+        ("a is taken to run 5 for an evaluation", lambda s: setattr(s.fleet[0], "num_eval_running", 5)),
+        ("7 are taken to be sampled yet for evaluation 0", lambda s: setattr(s.evaluation, "to_sample", 7)),
+        ("evaluation 0 has hosts that are gone: ['c']", lambda s: s.evaluation.pinned.update({"c": None})),
+        ("-1 is of version 3, version 0 is evaluated", lambda s: setattr(s.live[-1], "v_traj", 3)),
+        ("is sampled on a at version 0, for an evaluation of version 0", lambda s: s.evaluation.pinned.clear()),
+    ],
+)  # fmt: skip
+def test_validate_says_what_is_broken_of_an_evaluation(message: str, spoil: Callable[[Any], object]) -> None:
+    bench = two()
+    bench.arrive(0)
+    state = bench.coordinator._state
+    validate(state)
+    spoil(state)
+    with pytest.raises(ProtocolViolation, match=re.escape(message)):
+        validate(state)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.pipeline.coordination.mixture import PATIENCE, PROBE, MixedSource, Mixture
+from staleflow.pipeline.coordination.mixture import PATIENCE, PROBE, MixedSource, Mixture, source_views
 from staleflow.pipeline.strategies.samplers import InOrder
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight
 from staleflow.stores.trajectories.records import SourceState
@@ -292,3 +292,13 @@ def test_before_anything_is_drawn_all_shares_are_zero() -> None:
     mixture.draw(1)
     mixture.arrive(GroupId(0), 0, 0)
     assert [view.drawn_share for view in mixture.views()] == [1.0, 0.0]
+
+
+def test_a_source_in_words() -> None:
+    states = [SourceState(num_drawn=6, num_trained=3, num_filtered=2, num_aborted=1), SourceState(num_drawn=2)]
+    failing = replace(states[1], num_useless=PATIENCE)
+    assert [view.line for view in source_views({"sums": 3, "letters": 1}, [states[0], failing])] == [
+        "task sums: 100.0% of the trained groups (ratio 75.0%), 75.0% of the drawn; 3 trained, 2 filtered, 1 aborted",
+        "task letters: 0.0% of the trained groups (ratio 25.0%), 25.0% of the drawn; "
+        "0 trained, 0 filtered, 0 aborted, failing",
+    ]
