@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -207,7 +207,7 @@ def members_of(group: int, *states: tuple[int, float | None] | int) -> GroupInFl
 
 def taken_up(
     eta: int, *groups: GroupInFlight, extra_groups: int = 0
-) -> tuple[list[tuple[int, list[tuple[int, str]]]], tuple[int, ...]]:
+) -> tuple[Sequence[tuple[int, Sequence[tuple[int, str]]]], tuple[int, ...]]:
     """What a run of two groups a step, two to three members each, takes up at version 2: groups in order, with the
     version and the state of each member; and what starts again."""
     consumed = {outcome_key(Fate.CONSUMED, AbortReason.NONE): 8}
