@@ -70,7 +70,7 @@ PACKAGES = (
         tests=DECISIONS,
         own={
             "draft_lengths": ("tests/coordination/test_draft_lengths.py",),
-            "journal": ("tests/coordination/test_journal.py",),
+            "journal": ("tests/coordination/test_journal.py", "tests/runtime/test_run_journal.py"),
             "state": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
             "fleet": ("tests/coordination/test_coordinator.py", "tests/coordination/test_state.py"),
             "journal_conversion": ("tests/coordination/test_journal_conversion.py",),
@@ -104,6 +104,7 @@ PACKAGES = (
             "step_batches": ("tests/tasks/test_packing.py",),
             "draft_corpus": ("tests/tasks/test_known_responses.py",),
             "rollout_instance": ("tests/tasks/test_known_responses.py",),
+            "observation_encoder": ("tests/tasks/test_told_turns.py",),
         },
     ),
 )  # fmt: skip

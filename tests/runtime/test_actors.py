@@ -61,6 +61,25 @@ def test_a_host_whose_parameter_server_went_with_a_lost_process_gets_another(bod
     body.place(script, hosts=INSTANCES_APART)
 
 
+def test_a_start_names_the_first_actors_that_are_missing(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        assert stage.actors.start_progress == f"all 7 ready, {stage.actors._first_work}"
+        names = ("rollout-0", "rollout-1", "reward-0", "reward-1", "reward-2")
+        lines = []
+        for name in names:
+            stage.workers.placed.pop(name)
+            lines.append(stage.actors.start_progress)
+        assert lines == [
+            "6 of 7 ready, waiting for rollout-0",
+            "5 of 7 ready, waiting for rollout-0, rollout-1",
+            "4 of 7 ready, waiting for reward-0, rollout-0, rollout-1",
+            "3 of 7 ready, waiting for reward-0, reward-1, rollout-0, rollout-1",
+            "2 of 7 ready, waiting for reward-0, reward-1, reward-2, rollout-0 and 1 more",
+        ]
+
+    body.place(script, "reward.workers=3")
+
+
 # -- calling -------------------------------------------------------------------------------------------------------
 
 

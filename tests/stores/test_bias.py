@@ -135,6 +135,42 @@ def test_the_tail_is_that_of_students_t(monkeypatch: pytest.MonkeyPatch, t: floa
     assert result is not None and result.p == pytest.approx(p, rel=0.03)
 
 
+def welch(ours: npt.NDArray[np.float64], theirs: npt.NDArray[np.float64]) -> float:
+    """Two-sided probability of Welch's t-test, by summing Student's density."""
+    a, b = (float(np.sum((x - x.mean()) ** 2)) / (len(x) - 1) / len(x) for x in (ours, theirs))
+    t = abs(float(ours.mean() - theirs.mean())) / math.sqrt(a + b)
+    freedom = (a + b) ** 2 / (a**2 / (len(ours) - 1) + b**2 / (len(theirs) - 1))
+    at = np.arange(t, t + 200.0, 1e-3)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    return 2 * scale * float(np.sum((1 + at**2 / freedom) ** (-(freedom + 1) / 2))) * 1e-3
+
+
+@pytest.mark.parametrize("gap", [-2.5, 1.5, 2.0])
+def test_groups_that_spread_differently_are_compared_by_welchs_test(
+    monkeypatch: pytest.MonkeyPatch, gap: float
+) -> None:
+    monkeypatch.setattr(drop_bias, "P_LIMIT", 1.0)
+    rng = np.random.default_rng(1)
+    ours, theirs = rng.normal(gap, 1.0, 20), rng.normal(0.0, 3.0, 23)
+    for pair in ((ours, theirs), (theirs, ours)):
+        result = difference(*pair)
+        assert result is not None
+        assert result.factor == pytest.approx(float(pair[0].mean() - pair[1].mean()))
+        assert result.p == pytest.approx(welch(*pair), rel=0.01)
+
+
+def test_values_without_any_spread_differ_for_certain_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    twos = np.full(drop_bias.FEWEST, 2.0)
+    assert difference(twos, twos) is None
+    assert difference(twos, twos - 0.5) == Contrast(factor=0.5, p=0.0)
+    assert difference(twos, twos[1:] - 0.5) is None, "one value too few"
+    spread = np.resize([1.0, -1.0], drop_bias.FEWEST)
+    found = difference(twos, spread)
+    assert found is not None
+    monkeypatch.setattr(drop_bias, "P_LIMIT", found.p)
+    assert difference(twos, spread) is None, "it is as likely as the limit"
+
+
 def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:
     run = stored_simulation(tmp_path, "steps=16", "batch.extra_groups=3", "workload.group_correlation=0.9")
     told = json.loads(command("store", "audit", run, "--json").stdout)["bias"]

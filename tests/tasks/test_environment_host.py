@@ -80,11 +80,13 @@ class Server:
         return [item.score for item in scored]
 
 
-def acts(server: Server, dismissed: tuple[int, ...] = ()) -> dict[TrajectoryId, EnvStepOutcome]:
+def acts(
+    server: Server, dismissed: tuple[int, ...] = (), environments: Any = None
+) -> dict[TrajectoryId, EnvStepOutcome]:
     """Outcomes of 100 acts, asked for together."""
 
     async def acted() -> list[EnvStepOutcome]:
-        host = EnvironmentHost(Environments(), call_s=5)
+        host = EnvironmentHost(environments or Environments(), call_s=5)
         await host.act(
             server, tuple(ActItem(trajectory=TrajectoryId(i), route_number=0, cut=False) for i in range(100))
         )
@@ -117,3 +119,31 @@ def test_a_server_that_is_gone_is_told_of_every_act() -> None:
     result = acts(Server(fails=True))
     assert set(result) == set(range(100))
     assert all(item.server_lost for item in result.values())
+
+
+class Lasting(Environments):
+    """A step and an end take time, and wait for a slot before it."""
+
+    async def act(self, key: EpisodeKey, *_: object, **options: object) -> HostedStepResult:
+        return HostedStepResult(messages=(Message("user", "0"),), seconds=1.0, waited_s=2.0)
+
+    async def end(self, key: EpisodeKey, record: Record) -> HostedStepResult:
+        return HostedStepResult(ended=True, reward=0.5, seconds=4.0, waited_s=8.0)
+
+
+class Full(Server):
+    """The observations of odd trajectories do not fit."""
+
+    async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
+        receipts = await super().add_observations(said)
+        return [
+            ObservationReceipt(r.tokens, "full" if item.trajectory % 2 else "")
+            for r, item in zip(receipts, said, strict=True)
+        ]
+
+
+def test_an_outcome_has_the_time_of_its_step_and_of_an_end_that_it_led_to() -> None:
+    server = Full()
+    result = acts(server, environments=Lasting())
+    assert {(item.ended, item.seconds) for i, item in result.items() if i % 2 == 0} == {(False, 3.0)}
+    assert {(item.ended, item.reward, item.seconds) for i, item in result.items() if i % 2} == {(True, 0.5, 15.0)}

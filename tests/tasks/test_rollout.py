@@ -32,6 +32,7 @@ from staleflow.stores.trajectory import (
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_comparison import compared_by_name
 from staleflow.stores.weights.weight_hash import fingerprint
+from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.engine_requests import request_of
 from staleflow.tasks.actors.published_weights import PublishedWeights
 from staleflow.tasks.actors.rollout_instance import RequestOutcome, RolloutInstance
@@ -456,6 +457,7 @@ def test_a_server_made_anew_has_all_that_was_acknowledged(tmp_path: Path) -> Non
         third = server_class(world)(replace(settings, resumed=True), 30.0)
         assert repr(third._flight) == repr(second._flight)
         assert third._flight.num_drawn == 5
+        assert third._spool._stored_by == {0: 1}, "the parts of the spool that hold no other group may be removed"
 
     virtual_time.run(scenario())
 
@@ -498,6 +500,54 @@ def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
         one = RolloutInstance(Settings(), InstanceId("one"), 1, 30.0, 0.0)
         report, _ = await asyncio.gather(one.report(), gate.open())
         assert report == load
+        await one.close()
+
+    asyncio.run(scenario())
+
+
+def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_after_it() -> None:
+    loading, sampling, delivered = Gate(), Gate(), []
+
+    class Pulling:
+        version = PolicyVersion(0)
+
+        def load(self, version: PolicyVersion, path: Path) -> LoadResult:
+            loading.wait()
+            weights = WeightReport(verified=1)
+            return LoadResult(version=version, fingerprint="f", weights=weights, elapsed_s=0.0, stalled_s=0.0)
+
+        def events(self, timeout_s: float) -> list[SampledTokens]:
+            sampling.wait()
+            return [whole_response(TrajectoryId(0))]
+
+        def close(self) -> None: ...
+
+    class Settings:
+        def build(self, instance: InstanceId, threads: int) -> Pulling:
+            return Pulling()
+
+    class Server:
+        async def deliver(self, parts: list[SampledTokens]) -> dict[TrajectoryId, int]:
+            delivered.extend(parts)
+            return {part.trajectory: 9 for part in parts}
+
+    async def scenario() -> None:
+        one = RolloutInstance(Settings(), InstanceId("one"), 1, 30.0, 0.0)
+        published = PublishedWeights(version=PolicyVersion(1), fingerprint="f", probe=(), logprobs=(), limit=1.0)
+        events = asyncio.ensure_future(one.next_events(Server(), 0.01))
+        await asyncio.sleep(0)
+        pull = asyncio.ensure_future(one.pull(published, ""))
+        await asyncio.sleep(0)
+        pull.cancel()
+        await sampling.open()
+        assert await events == []
+        assert delivered == []
+        await loading.open()
+        while one._pulling is not None and not one._pulling.done():
+            await asyncio.sleep(0.001)
+        (outcome,) = await one.next_events(Server(), 20.0)
+        assert (outcome.trajectory, outcome.tokens) == (0, 9)
+        assert len(delivered) == 1
         await one.close()
 
     asyncio.run(scenario())
