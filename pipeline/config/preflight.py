@@ -279,8 +279,12 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
             unchecked.append(f"not checked here: {key} = {f'{kind}:{path}'!r} is not on this machine")
             return True
     rewards = [(f"reward.parts.{name}", part.function) for name, part in config.reward.parts.items()]
+    rewards += [(f"task.sources.{name}.reward", task.reward) for name, task in config.task.sources.items()]
     for key, named in (
-        ("task.source", config.task.source),
+        *(
+            (f"task.sources.{name}.source" if name else "task.source", t.source)
+            for name, t in config.task.named.items()
+        ),
         ("reward.function", config.reward.function),
         *rewards,
         *(("environment.tools", tool) for tool in config.environment.tools),

@@ -9,6 +9,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, user_files
 from staleflow.pipeline.config.factories import make_strategies
 from staleflow.pipeline.config.loading import load
+from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery.source_fingerprints import changes, compute
 from staleflow.stores.errors import ConfigError
@@ -66,6 +67,12 @@ def test_environment_among_several_sources_rewards_its_episodes_itself_and_has_i
     assert (len(a.environment.tools), len(b.environment.tools)) == (1, 0)
     scoring = actor_settings.scoring_settings(config)
     assert [source.name for source in scoring.sources] == ["a"]
+
+
+def test_source_that_cannot_be_imported_here_is_not_checked_here(tmp_path: Path, tiny_model: Path) -> None:
+    text = TWO.replace('"x"', f'"{tiny_model}"').replace("mine.py:Numbers", "nowhere_installed:Numbers")
+    (line,) = check_job(read(tmp_path, text.replace('reward = "mine.py:score"', "")), here=False)
+    assert line.startswith("not checked here: task.sources.b.source = 'nowhere_installed:Numbers' cannot be imported")
 
 
 def test_fingerprints_are_those_of_each_source(tmp_path: Path) -> None:
