@@ -130,6 +130,30 @@ def test_what_a_method_raises_on_purpose_comes_through(body: Body) -> None:
     body.place(script, faults=[Fault(actor="server", method="held_out_notice", error=full)])
 
 
+def test_a_long_call_ends_when_another_call_has_found_its_actor_lost(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        stage.workers.nanny = False  # nobody ends the process, which hangs
+        begin = asyncio.get_running_loop().time()
+        training = asyncio.ensure_future(stage.actors.ask("trainer", "version", deadline="train_s"))
+        await asyncio.sleep(1.0)
+        assert not training.done()
+        stage.actors.record_loss("trainer", ActorLost("trainer is gone", "trainer"), 1.0)
+        with pytest.raises(ActorLost, match="trainer is gone"):
+            await training
+        assert asyncio.get_running_loop().time() - begin == pytest.approx(1.0)
+
+    body.place(script, faults=[Fault(actor="trainer", method="version", nth=0, silent="before")])
+
+
+def test_whether_a_worker_is_spare_is_what_the_cluster_says(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        for count in (0, 1):
+            stage.workers.num_spare = count
+            assert await stage.actors.has_spare_worker() is (count > 0)
+
+    body.place(script)
+
+
 # -- weights -------------------------------------------------------------------------------------------------------
 
 
@@ -164,8 +188,11 @@ def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Bo
     async def script(stage: Stage) -> None:
         await publish(stage, V1)
         stage.world.drift = 0.25
+        refused: list[int] = []
+        stage.actors.on_refused = lambda: refused.append(len(stage.actors.alarms))
         with pytest.raises(WeightsRefused):
             await stage.actors.pull(first(stage), V1)
+        assert refused == [1], "whoever stores alarms hears of it once it is among them"
         assert first(stage).version == V0
         (alarm,) = stage.actors.alarms
         assert "rollout-0 is out of service at version 1: logprobs of the probe are 0.25 nats off" in alarm

@@ -14,6 +14,7 @@ from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 from staleflow.tasks.rendering.sampled_turn import SampledTurn
 from staleflow.tasks.rendering.task_source import Message, Record
 from staleflow.tasks.sources.reward_process import ScoredResponse
+from tests.support import virtual_time
 
 
 class Environments:
@@ -147,3 +148,38 @@ def test_an_outcome_has_the_time_of_its_step_and_of_an_end_that_it_led_to() -> N
     result = acts(server, environments=Lasting())
     assert {(item.ended, item.seconds) for i, item in result.items() if i % 2 == 0} == {(False, 3.0)}
     assert {(item.ended, item.reward, item.seconds) for i, item in result.items() if i % 2} == {(True, 0.5, 15.0)}
+
+
+class Different(Server):
+    """What was said is not what is stored."""
+
+    async def add_observations(self, said: list[ObservationItem]) -> list[ObservationReceipt]:
+        return [ObservationReceipt(item.tokens, "differs") for item in said]
+
+    async def restart(self, asked: list[tuple[TrajectoryId, int, int]]) -> list[bool]:
+        return [True] * len(asked)
+
+
+def test_an_episode_whose_observation_differs_is_cancelled_and_starts_again() -> None:
+    cancelled: list[EpisodeKey] = []
+
+    class Recorded(Environments):
+        def cancel(self, keys: Iterable[EpisodeKey]) -> None:
+            cancelled.extend(keys)
+
+    result = acts(Different(), environments=Recorded())
+    assert all(bool(item.failed) == (i % 2 == 0) for i, item in result.items())
+    assert sorted(key.task for key in cancelled) == list(range(0, 90, 2))
+
+
+def test_outcomes_that_are_there_are_returned_at_once() -> None:
+    async def acted() -> None:
+        host = EnvironmentHost(Environments(), call_s=5)
+        await host.act(Server(), (ActItem(trajectory=TrajectoryId(1), route_number=0, cut=False),))
+        await asyncio.sleep(1.0)
+        begin = asyncio.get_running_loop().time()
+        assert len(await host.outcomes(60.0)) == 1
+        assert asyncio.get_running_loop().time() == begin
+        await host.close()
+
+    virtual_time.run(acted())

@@ -268,6 +268,30 @@ def test_a_lost_instance_loses_no_more_than_it_sampled_since_its_last_delivery(t
     virtual_time.run(scenario())
 
 
+def test_each_delivery_starts_where_the_one_before_it_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        world = World(length=lambda _: 90)
+        config = Body(tmp_path).config()
+        server = server_class(world)(actor_settings.server_settings(config, tmp_path / "store", 128), 0.0)
+        one = VirtualRolloutInstance(VirtualSettings(world), InstanceId("one"), 1, 30.0, 1.0)
+        spans: list[tuple[int, int]] = []
+
+        class Recording:
+            async def deliver(self, parts: list[SampledTokens]) -> Any:
+                spans.extend((p.first, p.first + sum(len(s.tokens) for s in p.segments)) for p in parts)
+                return await server.deliver(parts)
+
+        await server.draw(0, 1)
+        await one.route(server, (route_item(0, 1),))
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            await one.flush(Recording())
+        assert len(spans) == 3
+        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+
+    virtual_time.run(scenario())
+
+
 @pytest.mark.parametrize("verb", ["next_events", "next_events_at_the_end", "flush", "interrupt"])
 def test_no_verb_is_answered_before_the_server_has_the_tokens(tmp_path: Path, verb: str) -> None:
     async def scenario() -> None:
@@ -503,6 +527,30 @@ def test_a_report_that_waits_for_the_engine_keeps_nobody_else_waiting() -> None:
         await one.close()
 
     asyncio.run(scenario())
+
+
+def test_the_spool_of_a_group_that_is_not_stored_yet_is_kept_by_a_server_made_anew(tmp_path: Path) -> None:
+    """All its members have ended, and wait for the next commit."""
+
+    async def scenario() -> None:
+        world = World(length=lambda _: 9)
+        settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)
+        first = server_class(world)(settings, 0.0)
+        await first.draw(0, 1)
+        endings = tuple(
+            Ending(trajectory=t, group=GroupId(0), fate=Fate.ABORTED, reason=AbortReason.ENGINE_FAILED, step=0)
+            for t in first._flight.live
+        )
+        await first.retire(endings, (PolicyVersion(0),) * len(endings))
+        second = server_class(world)(replace(settings, resumed=True), 20.0)
+        assert len(second._flight.pending_commit()) == len(endings) > 0
+        assert not second._flight.live
+        assert second._spool._stored_by == {}
+        for server in (first, second):
+            await server.close()
+            assert server._storing.executor._shutdown, "its thread ends"
+
+    virtual_time.run(scenario())
 
 
 def test_tokens_wait_for_a_pull_whose_caller_has_given_up_and_for_nothing_after_it() -> None:
