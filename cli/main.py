@@ -32,6 +32,7 @@ COMMANDS = {
     "view": ("staleflow.cli.view", "show a run in the browser, live or finished"),
     "serve": ("staleflow.cli.serve:serve", "serve a run's policy, or a model, over HTTP"),
     "chat": ("staleflow.cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),
+    "eval": ("staleflow.cli.eval:evaluate", "run benchmark tasks of lm-eval on a run's checkpoint, or a model"),
     "store": ("staleflow.cli.store", "inspect, audit and process stored runs"),
     "replay": ("staleflow.cli.replay", "replay a run's recorded events and compare the commands"),
     "doctor": ("staleflow.cli.doctor", "check what works on this machine"),

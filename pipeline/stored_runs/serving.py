@@ -47,11 +47,13 @@ class ServingPlan:
         )
 
 
-def serving_plan(target: str, overrides: tuple[str, ...] = ()) -> ServingPlan:
-    """Plan to serve the newest checkpoint of a run, or a model. target: folder of the run, or folder or name of the
-    model. Raises ConfigError."""
+def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | None = None) -> ServingPlan:
+    """Plan to serve a checkpoint of a run, or a model. target: folder of the run, or folder or name of the model. step:
+    of the checkpoint; None: the newest. Raises ConfigError."""
     path = Path(target)
     if not (path / "config.toml").is_file():
+        if step is not None:
+            raise ConfigError(f"--step = {step}: {target} is a model without a run; leave out --step")
         folder = find_model(target, "MODEL")
         most = ANSWER_TOKENS if folder is None else min(ANSWER_TOKENS, read_context(folder, target) // 2)
         tree = {"model": {"path": target}, "rollout": {"max_new_tokens": most}}
@@ -66,5 +68,9 @@ def serving_plan(target: str, overrides: tuple[str, ...] = ()) -> ServingPlan:
     checkpoints = sorted((path / "checkpoints").glob("step-*"))
     if not checkpoints:
         raise ConfigError(f"{target}: the run has no checkpoint; let it end, or set training.checkpoint_every")
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(checkpoints[-1])))
-    return ServingPlan(config=config, facts=inspect_model(config), label=f"{checkpoints[-1].name} of {path.name}")
+    steps = [int(folder.name.removeprefix("step-")) for folder in checkpoints]
+    if step is not None and step not in steps:
+        raise ConfigError(f"--step = {step}: {target} has checkpoints of steps {', '.join(map(str, steps))}")
+    chosen = checkpoints[-1 if step is None else steps.index(step)]
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(chosen)))
+    return ServingPlan(config=config, facts=inspect_model(config), label=f"{chosen.name} of {path.name}")

@@ -1,0 +1,76 @@
+"""The process that runs benchmark tasks by lm-eval, which nothing else imports. It needs no other module of staleflow,
+so any environment's Python that has lm-eval can run this file.
+
+It reads settings as JSON from its standard input (`suites.SuiteSettings`, and the file of the results) and writes JSON
+to that file: a list of `suites.SuiteFigure`, or {"error": one line}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Run the tasks."""
+    settings = json.load(sys.stdin)
+    try:
+        answer: Any = run_tasks(settings)
+    except Exception as error:  # noqa: BLE001  lm-eval and its tasks may raise anything
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        answer = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+    Path(settings["results"]).write_text(json.dumps(answer))
+
+
+def run_tasks(settings: dict[str, Any]) -> Any:
+    """Run the tasks on the model. Returns their figures, or {"error": line}."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=settings["include"] or None)
+    for task in settings["tasks"]:
+        if not manager.match_tasks([task]):
+            return {"error": f"there is no task {task!r}; `lm-eval ls tasks` lists them, --include adds a folder"}
+    evaluated: Any = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": settings["model"]},
+        tasks=settings["tasks"],
+        num_fewshot=settings["shots"],
+        limit=settings["limit"],
+        batch_size=settings["batch_size"],
+        apply_chat_template=settings["chat"],
+        task_manager=manager,
+    )
+    return [
+        figure
+        for task, results in evaluated["results"].items()
+        for figure in figures(task, results, int(evaluated["n-shot"].get(task, 0)))
+    ]
+
+
+def figures(task: str, results: dict[str, Any], num_shots: int) -> list[dict[str, Any]]:
+    """The figures of a task, or of a group of tasks, of what simple_evaluate returned. Keys are METRIC,FILTER."""
+    rows: list[dict[str, Any]] = []
+    for key, value in results.items():
+        metric, comma, name = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        stderr = results.get(f"{metric}_stderr,{name}")
+        rows.append(
+            {
+                "task": task,
+                "metric": metric,
+                "filter": name,
+                "value": float(value),
+                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
+                "num_documents": results.get("sample_len"),
+                "num_shots": num_shots,
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Benchmark tasks of lm-eval on the checkpoint of a run, or on a model's folder (`staleflow eval`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from staleflow.pipeline.stored_runs import suite_process
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.serialization import Codec
+
+CODEC = Codec()
+HAS_LM_EVAL = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lm_eval') is None)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteSettings:
+    """The model, the tasks, and how lm-eval runs them."""
+
+    model: str
+    """Folder, or name on the hub."""
+    tasks: tuple[str, ...]
+    include: str = ""
+    """Folder of further task files; empty: none."""
+    shots: int | None = None
+    """Examples in each prompt; None: the task's own number."""
+    limit: int | None = None
+    """Documents of each task; None: all."""
+    chat: bool = False
+    """Whether the model's chat template renders the prompts."""
+    batch_size: int = 8
+    """Prompts in a forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteFigure:
+    """One metric of a task, as lm-eval computes it."""
+
+    task: str
+    metric: str
+    filter: str
+    """How answers were taken from the text; `none`: as they are."""
+    value: float
+    stderr: float | None
+    num_documents: int | None
+    """None: of a group of tasks."""
+    num_shots: int
+
+    @property
+    def line(self) -> str:
+        """The figure for display."""
+        metric = self.metric if self.filter == "none" else f"{self.metric} ({self.filter})"
+        stderr = "" if self.stderr is None else f" ± {self.stderr:.4f}"
+        documents = "" if self.num_documents is None else f", {self.num_documents} documents"
+        return f"{self.task}: {metric} {self.value:.4f}{stderr}, {self.num_shots}-shot{documents}"
+
+
+def check_lm_eval(python: str) -> None:
+    """Raise ConfigError if a Python has no lm-eval."""
+    try:
+        ended = subprocess.run([python, "-P", "-c", HAS_LM_EVAL], check=False)
+    except OSError as error:
+        raise ConfigError(f"--python = {python!r}: cannot be run: {error.strerror}") from error
+    if ended.returncode:
+        raise ConfigError(
+            f"{python} has no lm-eval: pip install 'staleflow[eval]', or name the Python of another environment by "
+            "--python"
+        )
+
+
+def run_suite(settings: SuiteSettings, python: str) -> list[SuiteFigure]:
+    """Have lm-eval run tasks on a model. python: one that has lm-eval. Raises ConfigError with lm-eval's reason if it
+    fails."""
+    if settings.include and not Path(settings.include).is_dir():
+        raise ConfigError(f"--include = {settings.include!r}: no such folder")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.json"
+        ended = subprocess.run(
+            [python, "-P", suite_process.__file__],
+            input=json.dumps(asdict(settings) | {"results": str(file)}).encode(),
+            stdout=sys.stderr,
+            check=False,
+        )
+        if not file.is_file():
+            raise ConfigError(f"lm-eval ended with exit code {ended.returncode} and without results")
+        parsed = json.loads(file.read_text())
+    if isinstance(parsed, dict):
+        raise ConfigError(f"--tasks = {','.join(settings.tasks)!r}: lm-eval: {parsed['error']}")
+    return CODEC.decode(parsed, list[SuiteFigure])
