@@ -305,6 +305,7 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
             train_s=config.simulation.train_s,
             s_per_token=config.simulation.train_s_per_token,
             time_scale=config.rollout.engine.time_scale,
+            switch_s=config.simulation.switch_s if config.turns else 0.0,
         )
     from staleflow.tasks.training.policy import TrainerSettings
 
@@ -318,6 +319,7 @@ def trainer_settings(config: RunConfig) -> PolicySettings:
         max_length=config.rollout.max_new_tokens,
         seed=config.seed,
         examples=example_settings(config, config.held_out),
+        turns=config.turns,
     )
 
 
@@ -343,10 +345,12 @@ def engine_settings(
         "keep": config.rollout.on_pull == "keep",
         "lora": config.training.lora,
         "adapters": config.served_versions,
+        "turns": config.turns,
         "cost": instance_cost(config, index),
         "drafting": drafting(config),
         "members": config.oversampled_group_size,
         "pull_s": config.simulation.pull_s,
+        "switch_s": config.simulation.switch_s,
     }
     if engine.needs("workload"):
         parameters["workload"] = make_workload(config)

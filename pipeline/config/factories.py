@@ -97,6 +97,7 @@ def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> Strate
         affinity=CacheAffinity(costs) if config.acts and rollout.cache_affinity else None,
         mixture=_mixture(config),
         adapters=config.served_versions > 0,
+        turns=config.turns,
     )
 
 

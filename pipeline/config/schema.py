@@ -143,6 +143,12 @@ class ClusterConfig:
     )
     address: str = knob("", "scheduler address for kind = address, such as tcp://host:8786")
     scheduler_file: str = knob("", "path of the scheduler file for kind = file")
+    layout: str = knob(
+        "separate",
+        "separate: trainer and rollout instances have GPUs of their own; turns: the same ones, each in its turn, while "
+        "the other's weights and caches are not there",
+        choices=("separate", "turns"),
+    )
     gpus: int = knob(
         0,
         "GPUs that the run may use: of this machine the first in PCI order (kind = local), or of the cluster's "
@@ -325,6 +331,11 @@ class RunConfig:
         if self.acts:
             return tuple(f"environment-{i}" for i in range(self.environment.hosts))
         return tuple(f"reward-{i}" for i in range(self.reward.workers))
+
+    @property
+    def turns(self) -> bool:
+        """Whether trainer and rollout instances have the same GPUs, in turns."""
+        return self.cluster.layout == "turns"
 
     @property
     def served_versions(self) -> int:

@@ -11,7 +11,14 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.placement.devices import GB, Device, Host, describe
 from staleflow.pipeline.placement.picture import draw
 from staleflow.pipeline.placement.placement import Shortage, place
-from staleflow.pipeline.sizing.memory import MARGIN, EngineShape, TrainingShape, engine_parts, trainer_parts
+from staleflow.pipeline.sizing.memory import (
+    CONTEXT_BYTES,
+    MARGIN,
+    EngineShape,
+    TrainingShape,
+    engine_parts,
+    trainer_parts,
+)
 from staleflow.pipeline.sizing.model_shape import ModelShape
 from staleflow.pipeline.sizing.plan import MemoryPlan, SizedJob, make_plan
 from staleflow.pipeline.sizing.split import StepWork, propose_split
@@ -45,17 +52,19 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
         longest=longest,
         num_gpus=num_gpus,
         own_gpu=num_gpus > 1,
+        turns=config.turns,
     )
 
 
 def gpu_bytes(config: RunConfig) -> tuple[int, int]:
     """Bytes of a GPU that a rank and an instance of a job need; 0 where that is not known: without a model on this
-    machine, and for a trainer of adapters."""
+    machine, and for a trainer of adapters. In turns with the CUDA context of the process that sleeps."""
     if (shape := _shape(config)) is None:
         return 0, 0
     job = sized_job(config, 2)
     trainer = 0 if config.training.lora.rank else sum(trainer_parts(shape, job.training).values())
-    return trainer, sum(engine_parts(shape, job.engine).values())
+    engine, asleep = sum(engine_parts(shape, job.engine).values()), CONTEXT_BYTES if config.turns else 0
+    return trainer and trainer + asleep, engine + asleep
 
 
 def _shape(config: RunConfig) -> ModelShape | None:
@@ -71,7 +80,8 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
     """The smallest change with which a job fits on GPUs that are too small for it, for messages; empty if they are not,
     or if that is not known. device_bytes: of the largest."""
     rank_bytes, instance_bytes = gpu_bytes(config)
-    needed = rank_bytes + instance_bytes if num_gpus == 1 else max(rank_bytes, instance_bytes)
+    beside = num_gpus == 1 and not config.turns
+    needed = rank_bytes + instance_bytes if beside else max(rank_bytes, instance_bytes)
     shape = _shape(config)
     if shape is None or not device_bytes or needed <= device_bytes:
         return ""
@@ -80,7 +90,10 @@ def change_that_fits(config: RunConfig, num_gpus: int, device_bytes: int) -> str
 
 
 def split_line(config: RunConfig, num_gpus: int, device_bytes: int) -> str:
-    """How many instances and ranks are proposed for so many GPUs, and why, in one line; empty for too few GPUs."""
+    """How many instances and ranks are proposed for so many GPUs, and why, in one line; empty for too few GPUs, and
+    in turns, where none are divided."""
+    if config.turns:
+        return ""
     job, shape = sized_job(config, num_gpus), _shape(config)
     ranks = (2**power for power in range(11))
     fitting = (n for n in ranks if not shape or n >= num_gpus or _rank_fits(shape, job, n, device_bytes))
@@ -126,7 +139,7 @@ def explain_plan(config: RunConfig, hosts: Sequence[Host]) -> tuple[str, bool]:
     plan = make_plan(ModelShape.of(read_architecture(folder, label), label), job, min(sizes))
     lines = [f"on {describe(devices)}: {job.instances} instances of {job.engine.tensor_parallel}, "
              f"{job.training.ranks} ranks", *table(plan)]  # fmt: skip
-    placed = place(hosts, run_roles(config), share=len(devices) == 1)
+    placed = place(hosts, run_roles(config), share=len(devices) == 1, turns=config.turns)
     short = isinstance(placed, Shortage)
     lines += ["", placed.line if isinstance(placed, Shortage) else draw(hosts, placed.assignments)]
     lines += ["", verdict(plan)]
@@ -186,7 +199,7 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
     if not devices:
         return {}, ""
     host = Host(name=THIS, devices=tuple(devices))
-    placed = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1)
+    placed = place([host], run_roles(config, *gpu_bytes(config)), share=len(devices) == 1, turns=config.turns)
     if isinstance(placed, Shortage):
         sizes = [device.memory_bytes for device in devices]
         remedy = change_that_fits(config, len(devices), max(sizes)) or (

@@ -71,6 +71,16 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep:
+    """Free the GPUs, which the trainer needs for step `step`: drop weights and caches. Nothing runs there any more; the
+    next `Pull` wakes the instance."""
+
+    instance: InstanceId
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetDraftLength:
     """Draft up to so many tokens for each decode step of a request; 0: none."""
 
@@ -147,6 +157,7 @@ Command = (
     | Abort
     | ReleaseCache
     | Pull
+    | Sleep
     | SetDraftLength
     | Score
     | StepEnvironment

@@ -28,6 +28,7 @@ from staleflow.pipeline.coordination.commands import (
     Route,
     Score,
     SetDraftLength,
+    Sleep,
     StepEnvironment,
     Train,
 )
@@ -45,6 +46,7 @@ from staleflow.pipeline.coordination.events import (
     InstanceLeaving,
     InstanceLost,
     InstanceReported,
+    InstanceSlept,
     PullFinished,
     RunResumed,
     StopRequested,
@@ -82,7 +84,7 @@ class Coordinator(CoordinatorInspection):
         *,
         validate_each: bool = False,
     ) -> None:
-        state = CoordinatorState(ledger, strategies.mixture, side_by_side=strategies.adapters)
+        state = CoordinatorState(ledger, strategies.mixture, side_by_side=strategies.adapters, turns=strategies.turns)
         super().__init__(state, forecast, DecisionLog())
         self._drafts = drafts
         self._strategies = strategies
@@ -95,6 +97,8 @@ class Coordinator(CoordinatorInspection):
         self._pinning = EvaluationPinning(self._state, self._planner, strategies.evaluation_share)
         self._pulls = Pulls(self._state, strategies.synchronization, self._planner)
         self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs)
+        self._waiting_step: Train | None = None
+        """The step whose batch is consumed, until all instances sleep."""
         self._commands: list[Command] = []
 
     def handle(self, event: Event, now: float) -> list[Command]:  # noqa: PLR0912, PLR0915  one case per event
@@ -122,6 +126,8 @@ class Coordinator(CoordinatorInspection):
                     self._on_tick()
                 case PullFinished():
                     self._on_pull_finished(event)
+                case InstanceSlept():
+                    self._on_instance_slept(event)
                 case VersionPublished():
                     self._on_version_published(event)
                 case TrajectoryFailed():
@@ -192,15 +198,7 @@ class Coordinator(CoordinatorInspection):
         if instance is None:
             return
         for live in self._state.empty(instance):
-            self._history.note(live.id, f"{event.instance} leaves")
-            self._commands.append(
-                Interrupt(
-                    trajectory=live.id,
-                    route_number=live.route_number,
-                    instance=event.instance,
-                    cause=self._history.cause,
-                )
-            )
+            self._interrupt(live, event.instance, f"{event.instance} leaves")
 
     def _on_instance_reported(self, event: InstanceReported) -> None:
         instance = self._state.fleet.get(event.instance)
@@ -291,6 +289,10 @@ class Coordinator(CoordinatorInspection):
         if instance is not None and event.version == instance.version:
             self._state.finish_pull(instance)
 
+    def _on_instance_slept(self, event: InstanceSlept) -> None:
+        if self._waiting_step is not None and event.step == self._waiting_step.step:
+            self._state.finish_sleep(event.instance)
+
     def _on_version_published(self, event: VersionPublished) -> None:
         self._state.publish(event.version)
         self._drafts.step_finished()
@@ -304,7 +306,7 @@ class Coordinator(CoordinatorInspection):
     def _on_tick(self) -> None:
         self._state.pass_time()
         self._drafts.replan(self._state.fleet)
-        if not self._stopped:
+        if not self._stopped and not self._state.trainer_turn:
             for move in self._moves.straggler_moves():
                 self._move(move)
             for move in self._moves.migrations():
@@ -315,19 +317,24 @@ class Coordinator(CoordinatorInspection):
     def _plan(self) -> None:
         """Decide anew what may come out differently by now: each decision after those that bear on it."""
         if self._state.pop_batch_changed():
-            self._train()
+            self._consume()
+        self._train()
         self._state.unpin_idle()
         if loads := self._state.take_load_changes():
             self._synchronize(loads)
         if self._state.take_room_change():
             self._fetch_prompts()
-        if self._state.take_routing_change():
+        if not self._state.trainer_turn and self._state.take_routing_change():
             self._pin_instances()
             self._route()
         self._set_draft_lengths()
 
-    def _train(self) -> None:
+    def _consume(self) -> None:
+        """Take the next step's batch, if it is ready. In turns all instances are put to sleep then; an evaluation ends
+        before."""
         if self._state.training or not self.ledger.ready():
+            return
+        if self._state.turns and self._state.evaluation is not None:
             return
         batch = self._state.consume()
         for member in batch.members:
@@ -335,8 +342,24 @@ class Coordinator(CoordinatorInspection):
         for group in batch.groups:
             self.forecast.forget(group)
         cause = self._history.cause
-        self._commands.append(Train(step=batch.step, trajectories=batch.members, versions=batch.versions, cause=cause))
+        self._waiting_step = Train(step=batch.step, trajectories=batch.members, versions=batch.versions, cause=cause)
+        if self._state.turns:
+            self._put_to_sleep(batch.step)
+        self._train()
         self._discard(batch.surplus)
+
+    def _put_to_sleep(self, step: int) -> None:
+        for instance in self._state.fleet:
+            if not instance.asleep:
+                for live in self._state.sleep(instance):
+                    self._interrupt(live, instance.instance, f"{instance.instance} sleeps during step {step}")
+                self._commands.append(Sleep(instance=instance.instance, step=step, cause=self._history.cause))
+
+    def _train(self) -> None:
+        """Have the batch trained that was taken, once no instance is awake."""
+        if self._waiting_step is not None and not self._state.falling_asleep:
+            self._commands.append(self._waiting_step)
+            self._waiting_step = None
 
     def _synchronize(self, loads: Iterable[Instance]) -> None:
         for instance in self._pulls.due(loads):
@@ -422,14 +445,12 @@ class Coordinator(CoordinatorInspection):
         """Take a trajectory off its instance, to continue elsewhere or to be scored as it is."""
         live = move.live
         self._state.start_move(live, move.target)
-        self._history.note(live.id, move.why)
+        self._interrupt(live, move.source.instance, move.why)
+
+    def _interrupt(self, live: LiveTrajectory, instance: InstanceId, note: str) -> None:
+        self._history.note(live.id, note)
         self._commands.append(
-            Interrupt(
-                trajectory=live.id,
-                route_number=live.route_number,
-                instance=move.source.instance,
-                cause=self._history.cause,
-            )
+            Interrupt(trajectory=live.id, route_number=live.route_number, instance=instance, cause=self._history.cause)
         )
 
     def _lose_instance(self, name: InstanceId, why: str) -> None:

@@ -55,7 +55,7 @@ class EvaluationRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceJoined:
-    """A rollout instance is ready to serve `version`."""
+    """A rollout instance is ready to serve `version`; in the layout "turns", to pull it."""
 
     instance: InstanceId
     version: PolicyVersion
@@ -181,8 +181,17 @@ class PullFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSlept:
+    """An instance has freed its GPUs for the trainer's step `step`."""
+
+    instance: InstanceId
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPublished:
-    """Training step `version` - 1 has finished, its weights can be fetched and its batch is committed."""
+    """Training step `version` - 1 has finished, its weights can be fetched and its batch is committed. In the layout
+    "turns" the trainer has freed its GPUs."""
 
     version: PolicyVersion
 
@@ -214,6 +223,7 @@ Event = (
     | EnvironmentFailed
     | TrajectoryScored
     | PullFinished
+    | InstanceSlept
     | VersionPublished
     | StopRequested
     | Tick

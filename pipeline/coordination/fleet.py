@@ -30,6 +30,8 @@ class Instance:
     max_running: int
     row: int
     pulling: bool = False
+    asleep: bool = False
+    """Whether it was told to free its GPUs, or has joined so; it is routed nothing until it pulls."""
     in_transit: int = 0
     """Number of unfinished moves of trajectories to it or from it."""
     kv_tokens: int = 0
@@ -139,7 +141,14 @@ class MutableFleet(Fleet):
     """The instances with the methods by which the state changes them; each method keeps the arrays up to date."""
 
     def join(
-        self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int, in_transit: int = 0
+        self,
+        instance: InstanceId,
+        version: PolicyVersion,
+        kv_capacity: int,
+        max_running: int,
+        in_transit: int = 0,
+        *,
+        asleep: bool = False,
     ) -> Instance:
         """Add an instance that runs nothing. in_transit: moves that are on their way to its id already."""
         if instance in self._by_id:
@@ -153,6 +162,7 @@ class MutableFleet(Fleet):
             max_running=max_running,
             row=len(self._rows),
             in_transit=in_transit,
+            asleep=asleep,
         )
         self._rows.append(joined)
         self._by_id[instance] = joined
@@ -201,11 +211,15 @@ class MutableFleet(Fleet):
         """Set how many tokens it drafts at most."""
         instance.draft_length = self._numbers[5, instance.row] = length
 
+    def start_sleep(self, instance: Instance) -> None:
+        """Count an instance as asleep: it frees its GPUs."""
+        instance.asleep = True
+
     def start_pull(self, instance: Instance, version: PolicyVersion) -> None:
-        """Count an instance as serving `version`, which it is about to load."""
-        if instance.pulling or version <= instance.version:
+        """Count an instance as serving `version`, which it is about to load. That wakes it."""
+        if instance.pulling or version < instance.version + (not instance.asleep):
             raise ProtocolViolation(f"{instance.instance} at version {instance.version} is to pull {version}")
-        instance.version, instance.pulling = version, True
+        instance.version, instance.pulling, instance.asleep = version, True, False
         self._versions = None
         self._update(instance)
 

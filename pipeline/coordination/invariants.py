@@ -32,6 +32,8 @@ def validate(state: CoordinatorState) -> None:
     queued = {live.id: (level, live.level) for level, live in state.queue}
     if due != queued or len(state.queue) != len(queued):
         raise ProtocolViolation(f"queued and waiting differ: {sorted(due.items() ^ queued.items())[:10]}")
+    if state.trainer_turn and (awake := [instance.instance for instance in state.fleet if not instance.asleep]):
+        raise ProtocolViolation(f"{awake} are awake in the trainer's turn")
     if state.training != (state.ledger.next_step > state.ledger.version):
         raise ProtocolViolation(
             f"next step {state.ledger.next_step}, published {state.ledger.version}, but training is {state.training}"

@@ -20,7 +20,11 @@ class Pulls:
         self._placement = placement
 
     def due(self, looked_at: Iterable[Instance]) -> Iterator[Instance]:
-        """Those of `looked_at` that should pull. Work that one gets after its pull is not counted for the next."""
+        """Those of `looked_at` that should pull. Work that one gets after its pull is not counted for the next. In
+        turns all that sleep pull once the trainer's turn has ended: they have nothing to interrupt."""
+        if self._state.turns:
+            yield from () if self._state.training else [instance for instance in looked_at if instance.asleep]
+            return
         published, rule, placement = self._state.ledger.version, self._rule, self._placement
         pinned = self._state.evaluation.pinned if self._state.evaluation is not None else ()
         lagging = [i for i in looked_at if i.version < published and not i.pulling and i.instance not in pinned]

@@ -106,6 +106,8 @@ def take_snapshot(state: CoordinatorState, refusals: dict[str, int], forecast: F
 def waiting_for(state: CoordinatorState, limit: int) -> str:
     """One paragraph about a run that makes no progress: what the next step waits for, and where that is."""
     ledger = state.ledger
+    if state.falling_asleep:
+        return f"step {ledger.next_step - 1} waits until {', '.join(sorted(state.falling_asleep))} sleep"
     if state.training:
         return f"step {ledger.next_step - 1} is training"
     if state.evaluation is not None and ledger.version >= ledger.num_steps:

@@ -41,8 +41,15 @@ from staleflow.stores.trajectory import (
 class CoordinatorState(ReplanFlags):
     """Trajectories, instances, queued work and the ledger of one run."""
 
-    def __init__(self, ledger: StalenessLedger, mixture: Mixture | None = None, *, side_by_side: bool = False) -> None:
-        """side_by_side: see Fleet."""
+    def __init__(
+        self,
+        ledger: StalenessLedger,
+        mixture: Mixture | None = None,
+        *,
+        side_by_side: bool = False,
+        turns: bool = False,
+    ) -> None:
+        """side_by_side: see Fleet. turns: see StrategySet."""
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
         self._fleet = MutableFleet(side_by_side=side_by_side)
         super().__init__(self._fleet)
@@ -63,6 +70,8 @@ class CoordinatorState(ReplanFlags):
         self._idle_since: float | None = 0.0  # None while a step is being trained
         self._published_s = 0.0
         self._pull_started_s: dict[InstanceId, float] = {}
+        self.turns = turns
+        self._falling_asleep: set[InstanceId] = set()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -80,6 +89,16 @@ class CoordinatorState(ReplanFlags):
     def evaluation(self) -> RunningEvaluation | None:
         """The running evaluation, if there is one."""
         return self._evaluations.current
+
+    @property
+    def trainer_turn(self) -> bool:
+        """Whether the GPUs that trainer and instances share are the trainer's, or become so: all instances sleep."""
+        return self.turns and self._training
+
+    @property
+    def falling_asleep(self) -> Set[InstanceId]:
+        """Instances that were told to sleep and have not answered."""
+        return self._falling_asleep
 
     @property
     def waited_s(self) -> float:
@@ -251,7 +270,7 @@ class CoordinatorState(ReplanFlags):
     def close_evaluation(self) -> tuple[RunningEvaluation, tuple[DiscardedTrajectory, ...]]:
         """End the running evaluation; returns it, and its trajectories that were still in flight."""
         evaluation, step = self._evaluations.close(), self.ledger.next_step
-        self._all_loads_changed = True
+        self._all_loads_changed = self._batch_changed = True  # in turns, the step may have waited for it
         return evaluation, self._end(
             Ending(trajectory=i, group=self._live[i].group, fate=Fate.ABORTED, reason=AbortReason.RUN_ENDED, step=step)
             for i in sorted(evaluation.members)
@@ -382,12 +401,25 @@ class CoordinatorState(ReplanFlags):
     def join(self, instance: InstanceId, version: PolicyVersion, kv_capacity: int, max_running: int) -> None:
         """Add an instance that runs nothing. One that restarted under its id expects the moves on their way to it."""
         arriving = sum(live.target == instance for live in self._live.values())
-        self._fleet.join(instance, version, kv_capacity, max_running, in_transit=arriving)
+        self._fleet.join(instance, version, kv_capacity, max_running, in_transit=arriving, asleep=self.turns)
         self._room_changed = self._routing_changed = self._all_loads_changed = True
 
     def empty(self, instance: Instance) -> list[LiveTrajectory]:
         """Route nothing more to an instance. Returns what runs there and is not on its way from it yet."""
         self._fleet.empty(instance)
+        return self._running_on(instance)
+
+    def sleep(self, instance: Instance) -> list[LiveTrajectory]:
+        """Count an instance as asleep. Returns what runs there and is not on its way from it yet."""
+        self._fleet.start_sleep(instance)
+        self._falling_asleep.add(instance.instance)
+        return self._running_on(instance)
+
+    def finish_sleep(self, instance: InstanceId) -> None:
+        """Note that an instance has freed its GPUs."""
+        self._falling_asleep.discard(instance)
+
+    def _running_on(self, instance: Instance) -> list[LiveTrajectory]:
         running = (self._live[member] for member in instance.trajectories)
         return [live for live in running if not live.leaving]
 
@@ -397,6 +429,7 @@ class CoordinatorState(ReplanFlags):
         self._evaluations.remove(instance.instance)
         self._loads_changed.pop(instance.instance, None)
         self._pull_started_s.pop(instance.instance, None)
+        self._falling_asleep.discard(instance.instance)
 
     def hear_progress(
         self,

@@ -38,3 +38,5 @@ class StrategySet:
     """None: the run has one task source, whose tasks are drawn in order."""
     adapters: bool = False
     """Whether an instance serves versions side by side, and a trajectory goes on under the one it began with."""
+    turns: bool = False
+    """Whether trainer and instances have the same GPUs, in turns."""

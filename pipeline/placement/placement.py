@@ -2,7 +2,8 @@
 
 The rules, each a property that tests/placement/ holds against random fleets:
 - A GPU is given to one role; only with `share`, for a run that has more roles than GPUs, to several whose memory fits
-  side by side, and never to two ranks of the trainer, which NCCL refuses.
+  side by side, and never to two ranks of the trainer, which NCCL refuses. In turns (`turns`) it is given to an
+  instance and a rank, and both to one if they can be; each needs the memory for itself.
 - The GPUs of an instance are of one link domain of one host, at one processor if they can be.
 - Light roles get no GPU, and hosts without GPUs if there are any.
 - A shortage is reported only if the roles do not fit: no GPU is idle while a role that fits waits.
@@ -84,6 +85,7 @@ def place(
     taken: Mapping[str, str] = NOBODY,
     before: Mapping[str, Assignment] = NOTHING_BEFORE,
     share: bool = False,
+    turns: bool = False,
 ) -> Placement | Shortage:
     """Assign each role its host and GPUs. Deterministic.
 
@@ -93,16 +95,17 @@ def place(
         taken: UUIDs of GPUs that others have, with their names.
         before: Earlier places of these roles, by name.
         share: Whether GPUs may be shared if there are fewer than the roles need.
+        turns: Whether an instance and a rank have the same GPUs, in turns.
     """
-    share = share and sum(role.num_devices for role in roles) > _num_free(hosts, taken)
+    share = share and not turns and sum(role.num_devices for role in roles) > _num_free(hosts, taken)
     shortage = None
     for kept in ({role.name: before[role.name] for role in roles if role.name in before}, {}):
-        occupancy = _Occupancy.of(hosts, taken, share=share)
+        occupancy = _Occupancy.of(hosts, taken, share=share, turns=turns)
         shortage = occupancy.place_all(roles, kept, before)
         if shortage is None:
             return Placement(assignments={role.name: occupancy.assignments[role.name] for role in roles})
     assert shortage is not None
-    return Shortage(line=_explain(hosts, roles, shortage, taken))
+    return Shortage(line=_explain(hosts, roles, shortage, taken, turns=turns))
 
 
 @dataclass(slots=True)
@@ -113,7 +116,10 @@ class _Card:
     host: str
     roles: list[Role] = field(default_factory=list)
 
-    def fits(self, role: Role, *, share: bool) -> bool:
+    def fits(self, role: Role, *, share: bool, turns: bool) -> bool:
+        if turns:
+            alone = all(other.kind is not role.kind for other in self.roles)
+            return alone and (not self.device.memory_bytes or role.memory_bytes <= self.device.memory_bytes)
         if self.roles and not share:
             return False
         if role.kind is RoleKind.RANK and any(other.kind is RoleKind.RANK for other in self.roles):
@@ -140,6 +146,7 @@ class _Occupancy:
     reaches: Sequence[_Reach]
     """Devices that nobody else has, by who sees them."""
     share: bool
+    turns: bool
     open: dict[str, list[Process] | None]
     """Processes that each host has left."""
     assignments: dict[str, Assignment] = field(default_factory=dict)
@@ -148,7 +155,7 @@ class _Occupancy:
     num_environments: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, hosts: Sequence[Host], taken: Mapping[str, str], *, share: bool) -> _Occupancy:
+    def of(cls, hosts: Sequence[Host], taken: Mapping[str, str], *, share: bool, turns: bool) -> _Occupancy:
         reaches: list[_Reach] = []
         for host in hosts:
             cards = [_Card(device, host.name) for device in host.devices if device.uuid not in taken]
@@ -164,7 +171,7 @@ class _Occupancy:
                     domains.setdefault(card.device.link_domain, []).append(card)
                 reaches += [_Reach(host.name, domain, processes) for domain in domains.values()]
         processes_of = {host.name: None if host.processes is None else list(host.processes) for host in hosts}
-        return cls(hosts, reaches, share, processes_of)
+        return cls(hosts, reaches, share, turns, processes_of)
 
     def place_all(
         self, roles: Sequence[Role], kept: Mapping[str, Assignment], before: Mapping[str, Assignment]
@@ -192,7 +199,7 @@ class _Occupancy:
             cards = [card for card in reach.cards if card.device.uuid in earlier.devices]
             able = self._able(role, reach.host, reach.processes) if reach.host == earlier.host else ()
             if able and len(cards) == len(earlier.devices) == role.num_devices:
-                if all(card.fits(role, share=self.share) for card in cards):
+                if all(card.fits(role, share=self.share, turns=self.turns) for card in cards):
                     cards.sort(key=lambda card: earlier.devices.index(card.device.uuid))
                     self._assign(role, earlier.host, cards, _same(able, earlier))
                 return
@@ -221,7 +228,11 @@ class _Occupancy:
         loaded = {assignment.host for assignment in before.values() if assignment.devices}
         num_alike = 1 + sum(other.kind is role.kind for other in waiting)
         order = {host.name: place for place, host in enumerate(self.hosts)}
-        fitting_of = [[card for card in reach.cards if card.fits(role, share=self.share)] for reach in self.reaches]
+        fitting_of = [
+            [card for card in reach.cards if card.fits(role, share=self.share, turns=self.turns)]
+            for reach in self.reaches
+        ]
+        crowding = -1 if self.turns else 1  # how little a card with others on it is wanted
         room = self._room(fitting_of)
         best: tuple[tuple[float, ...], str, list[_Card], Process] | None = None
         for reach, fitting in zip(self.reaches, fitting_of, strict=True):
@@ -229,10 +240,10 @@ class _Occupancy:
             if len(fitting) < role.num_devices or not (able := self._able(role, host, reach.processes)):
                 continue
             num_free = room[host, fitting[0].device.link_domain]
-            cards = _choose_cards(fitting, role.num_devices, scarce_bytes)
+            cards = _choose_cards(fitting, role.num_devices, scarce_bytes, crowding)
             process = min(able, key=lambda process: (len(process.kinds or KINDS), _offset(process, cards)))
             key = (
-                sum(len(card.roles) for card in cards),
+                crowding * sum(len(card.roles) for card in cards),
                 _num_scarce(cards, scarce_bytes),
                 len(process.kinds or KINDS),
                 0 if host == own else 1 if host in loaded else 2,
@@ -284,15 +295,15 @@ def _num_scarce(cards: Iterable[_Card], scarce_bytes: int) -> int:
     return sum(0 < scarce_bytes <= card.device.memory_bytes for card in cards)
 
 
-def _choose_cards(fitting: Sequence[_Card], count: int, scarce_bytes: int) -> list[_Card]:
-    """So many of the devices of one link domain: least shared first, none that others need, at one processor if they
-    can be, smallest first."""
+def _choose_cards(fitting: Sequence[_Card], count: int, scarce_bytes: int, crowding: int) -> list[_Card]:
+    """So many of the devices of one link domain: least shared first (most, if crowding is negative), none that others
+    need, at one processor if they can be, smallest first."""
     of_numa = Counter(card.device.numa for card in fitting)
 
     def key(card: _Card) -> tuple[int, ...]:
         size = of_numa[card.device.numa]
         apart = (size < count, size, card.device.numa)
-        return (len(card.roles), _num_scarce([card], scarce_bytes), *apart, card.device.memory_bytes)
+        return (crowding * len(card.roles), _num_scarce([card], scarce_bytes), *apart, card.device.memory_bytes)
 
     return sorted(fitting, key=key)[:count]
 
@@ -301,7 +312,7 @@ def _num_free(hosts: Sequence[Host], taken: Mapping[str, str]) -> int:
     return sum(device.uuid not in taken for host in hosts for device in host.devices)
 
 
-def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Mapping[str, str]) -> str:
+def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Mapping[str, str], *, turns: bool) -> str:
     """What is missing for a role, and who has GPUs, in one line."""
     if not role.num_devices:
         return f"no worker process is left for {role.name}; start one more"
@@ -309,7 +320,8 @@ def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Ma
     for each in roles:
         counts[each.kind] += each.num_devices
     parts = ", ".join(f"{count} for {PURPOSES[kind]}" for kind, count in counts.items() if count)
-    total, there = sum(counts.values()), sum(len(host.devices) for host in hosts)
+    parts += ", in turns" if turns else ""
+    total, there = (max if turns else sum)(counts.values()), sum(len(host.devices) for host in hosts)
     free = _num_free(hosts, taken)
     line = f"needs {total} GPU{'s' if total > 1 else ''} ({parts}); {free} of {there} are free"
     present = {device.uuid for host in hosts for device in host.devices}

@@ -13,6 +13,8 @@ Invariants:
 - Each role, and each instance, may be lost MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S; one loss more ends the
   run. The losses of an instance's replacements count as its own; retirements do not count.
 - A replacement of an instance has a new name, so that late answers of the lost one are not attributed to it.
+- In the layout "turns" an instance is asleep when it is placed, and the trainer computes only while all are
+  (device_turns.py). An instance that waits for weights is asleep too: the trainer may have to be restored first.
 - An instance serves a version only after it has proved that it holds the weights published as that version.
 """
 
@@ -22,7 +24,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -37,6 +39,7 @@ from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import ActorArg, PlacedActor, Workers
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.role_recovery import RoleRecovery
+from staleflow.pipeline.runtime.device_turns import COMPUTES, DeviceTurns
 from staleflow.pipeline.weights.weight_transfers import WeightTransfers
 from staleflow.stores.errors import (
     ActorFailed,
@@ -147,6 +150,7 @@ class Actors:
         self.on_refused: Callable[[], None] = lambda: None
         """Called when a pull is refused and its instance is taken out of service."""
         self._probe: tuple[int, ...] = ()
+        self._turns = DeviceTurns(shared=config.turns)
 
     # -- calling -------------------------------------------------------------------------------------------------
 
@@ -194,6 +198,15 @@ class Actors:
         self, name: str, method: str, *args: Any, deadline: DeadlineKnob | None = None, within_s: float | None = None
     ) -> Any:
         """Like `ask`, but raises every ActorLost instead of retrying."""
+        if name == trainer_group.TRAINER and method in COMPUTES:
+            async with self._turns.training():
+                return await self._call(name, method, *args, deadline=deadline, within_s=within_s)
+        return await self._call(name, method, *args, deadline=deadline, within_s=within_s)
+
+    async def _call(
+        self, name: str, method: str, *args: Any, deadline: DeadlineKnob | None, within_s: float | None
+    ) -> Any:
+        """Call a method of an actor that is placed."""
         knob = deadline or "call_s"
         limit = f"deadlines.{knob}" if deadline or within_s is None else ""
         allowed_s: float = getattr(self._config.deadlines, knob) if within_s is None else within_s
@@ -243,8 +256,11 @@ class Actors:
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
         tokens = [t for prompt in prompts for t in prompt.tokens]
         self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
+        of_base = await self._base_engine_logprobs(resumption)
+        if self._turns.shared:
+            await gather_or_cancel(*map(self._sleep_or_lose, self.instances.values()))
         await self._publish_first(version, "" if resumption is None else resumption.fingerprint)
-        await self._measure_drift(resumption)
+        self._measure_drift(of_base, resumption)
         # Version 0 too, which engines have loaded from the model's folder: a mapping of names or a layout that updates
         # get wrong shows before the first step, and what an instance serves is compared from its first token on.
         await gather_or_cancel(*(self._pull_first(i, version, begin_s) for i in list(self.instances.values())))
@@ -287,7 +303,19 @@ class Actors:
             except ActorLost as lost:
                 await self.recovery.wait_until_restored(lost, asked_s)
 
-    async def _measure_drift(self, resumption: Resumption | None) -> None:
+    async def _base_engine_logprobs(self, resumption: Resumption | None) -> list[tuple[float, ...]]:
+        """The probe's logprobs by each instance, under the base model that it has loaded; none where the drift limit is
+        known."""
+        logprobs: list[tuple[float, ...]] = []
+        known = self._config.rollout.logprob_drift_limit or resumption is not None or not self._probe
+        for instance in () if known else list(self.instances.values()):
+            try:
+                logprobs.append(await self.ask_once(instance.id, "logprobs", self._probe, deadline="start_s"))
+            except ActorLost as lost:  # its pull replaces it
+                logger.warning("%s", lost)
+        return logprobs
+
+    def _measure_drift(self, of_base: Sequence[tuple[float, ...]], resumption: Resumption | None) -> None:
         """Set the drift limit from how far engine and trainer logprobs differ on the base model. A resumed run keeps
         its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT, where rounding cannot be distinguished from wrong
         weights."""
@@ -297,14 +325,7 @@ class Actors:
             self.drift_limit = resumption.drift_limit or MAX_INITIAL_DRIFT
             return
         published = self._base_logprobs or self._published[PolicyVersion(0)].probe
-        difference = 0.0
-        for instance in list(self.instances.values()) if self._probe else ():
-            try:
-                logprobs = await self.ask_once(instance.placed.name, "logprobs", self._probe, deadline="start_s")
-            except ActorLost as lost:  # its pull replaces it
-                logger.warning("%s", lost)
-                continue
-            difference = max(difference, mean_difference(logprobs, published))
+        difference = max((mean_difference(logprobs, published) for logprobs in of_base), default=0.0)
         if not difference <= MAX_INITIAL_DRIFT:
             raise ConfigError(
                 f"rollout.engine computes another model than the trainer: at version 0 logprobs differ by "
@@ -317,6 +338,8 @@ class Actors:
         """Like `pull`, but replaces the instance if it is lost. Raises ConfigError if it refuses the weights."""
         try:
             await self.pull(instance, version)
+            if self._turns.shared:
+                await self.put_to_sleep(instance)
         except ActorSilent:
             raise
         except WeightsRefused as refused:
@@ -398,25 +421,31 @@ class Actors:
         )
 
     async def place_instance(self, index: int) -> InstanceHandle:
-        """Place instance `index`, under a new name if it replaces another one, and have it pull the newest version."""
+        """Place instance `index`, under a new name if it replaces another one, and have it pull the newest version; in
+        turns it sleeps instead."""
         config = self._config
         attempt = len(self._lost_at.get(f"rollout-{index}", ())) + self._retired_indices.count(index)
         name = f"rollout-{index}" + (f".{attempt}" if attempt else "")
-        placed = await self._workers.place(
-            name,
-            "rollout",
-            RolloutInstance,
-            actor_settings.engine_settings(
-                config, index, self._facts.eos, attempt=attempt, earlier_starts=self._earlier_starts
-            ),
-            InstanceId(name),
-            config.cluster.threads,
-            config.deadlines.call_s,
-            config.rollout.delivery_interval_s,
-            actor_settings.drafts_from_responses(config),
-            str(self._run_dir),
-            self._resumed,
-        )
+        await self._turns.wake(name)
+        try:
+            placed = await self._workers.place(
+                name,
+                "rollout",
+                RolloutInstance,
+                actor_settings.engine_settings(
+                    config, index, self._facts.eos, attempt=attempt, earlier_starts=self._earlier_starts
+                ),
+                InstanceId(name),
+                config.cluster.threads,
+                config.deadlines.call_s,
+                config.rollout.delivery_interval_s,
+                actor_settings.drafts_from_responses(config),
+                str(self._run_dir),
+                self._resumed,
+            )
+        except BaseException:
+            self._turns.leave(name)
+            raise
         instance = InstanceHandle(placed=placed, index=index)
         took_over = self._resumed and await self.ask(name, "took_over", deadline="start_s")
         self.instances[instance.id] = instance
@@ -424,7 +453,10 @@ class Actors:
             logger.warning("%s goes on with an engine that is loaded, on %s", name, placed.address)
         else:
             logger.info("%s %s on %s", name, "takes a lost one's place" if attempt else "joins", placed.address)
-        if self._published:
+        if self._published and self._turns.shared:
+            instance.version = max(self._published)
+            await self.put_to_sleep(instance)
+        elif self._published:
             await self.pull(instance, max(self._published))
         return instance
 
@@ -556,6 +588,7 @@ class Actors:
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
         begin = now_s()
         path = await self._fetch(instance.placed, version)
+        await self._turns.wake(instance.id)
         within_s = self._transfers.within_s(version)
         instance.loading = True
         published = self._published[version]
@@ -582,6 +615,21 @@ class Actors:
         instance.version, instance.fingerprint, instance.drift = version, check.fingerprint, check.drift
         if check.outcome == "not verified":
             self._note_unverified(check)
+
+    async def put_to_sleep(self, instance: InstanceHandle) -> None:
+        """Have an instance that runs nothing free its GPUs; its next pull wakes it."""
+        await self.ask(instance.id, "sleep")
+        self._turns.leave(instance.id)
+
+    async def _sleep_or_lose(self, instance: InstanceHandle) -> None:
+        """Like `put_to_sleep` at the start of the run: the first pull of an instance that is lost replaces it."""
+        try:
+            await self.put_to_sleep(instance)
+        except ActorLost as lost:
+            if lost.who != instance.id:
+                raise
+            logger.warning("%s", lost)
+            self._turns.leave(instance.id)
 
     def _note_unverified(self, check: WeightCheck) -> None:
         """Record and log, once a run, which part of the instances' weights cannot be compared."""
@@ -671,6 +719,7 @@ class Actors:
         self.loss_messages.append(f"{now:.1f} s: {lost}")
         logger.warning("%s; replacing it", lost)
         self.instances.pop(InstanceId(name), None)
+        self._turns.leave(name)
         for member in trainer_group.members(name, self._workers.placed):
             self._workers.lose(member)
         for future in self._loss_futures[name]:
@@ -689,6 +738,7 @@ class Actors:
         self._retired_indices.append(instance.index)
         with contextlib.suppress(Exception):
             await self.ask_once(instance.placed.name, "close", within_s=CLOSE_S)
+        self._turns.leave(instance.id)
         if instance.placed.name in self._workers.placed:
             await self._workers.retire(instance.placed.name)
 

@@ -39,6 +39,7 @@ from staleflow.pipeline.coordination.commands import (
     Route,
     Score,
     SetDraftLength,
+    Sleep,
     StepEnvironment,
     Train,
 )
@@ -356,7 +357,7 @@ class Driver:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | SetDraftLength():
+            case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | Sleep() | SetDraftLength():
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)

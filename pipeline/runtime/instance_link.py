@@ -24,11 +24,13 @@ from staleflow.pipeline.coordination.commands import (
     ReleaseCache,
     Route,
     SetDraftLength,
+    Sleep,
 )
 from staleflow.pipeline.coordination.events import (
     DecodeStats,
     Event,
     InstanceReported,
+    InstanceSlept,
     PullFinished,
     TrajectoryFailed,
     TrajectoryInterrupted,
@@ -121,6 +123,9 @@ class InstanceLink:
             case Pull(instance=instance, version=version):
                 await self._actors.pull(self._instance, version)
                 self._tell(PullFinished(instance=instance, version=version))
+            case Sleep(instance=instance, step=step):
+                await self._actors.put_to_sleep(self._instance)
+                self._tell(InstanceSlept(instance=instance, step=step))
 
     async def _listen(self) -> None:
         """Pass on the results of requests that ended."""

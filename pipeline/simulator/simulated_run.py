@@ -28,6 +28,7 @@ from staleflow.pipeline.coordination.commands import (
     Route,
     Score,
     SetDraftLength,
+    Sleep,
     StepEnvironment,
     Train,
 )
@@ -41,6 +42,7 @@ from staleflow.pipeline.coordination.events import (
     InstanceJoined,
     InstanceLost,
     InstanceReported,
+    InstanceSlept,
     NewGroup,
     PullFinished,
     StopRequested,
@@ -241,7 +243,7 @@ class SimulatedRun:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | SetDraftLength():
+            case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | Sleep() | SetDraftLength():
                 if isinstance(command, Route):  # at once: its end may be told before its way to the instance is over
                     self._environments.begun(command.trajectory)
                 if self._simulation.message_s:
@@ -278,7 +280,7 @@ class SimulatedRun:
                     self._given.pop(ending.trajectory, None)
                     self._environments.ended(ending.trajectory)
 
-    def _on_instance(self, command: Route | Abort | ReleaseCache | Interrupt | Pull | SetDraftLength) -> None:
+    def _on_instance(self, command: Route | Abort | ReleaseCache | Interrupt | Pull | Sleep | SetDraftLength) -> None:
         instance = self._instances.get(command.instance)
         if instance is None:  # lost, and the coordinator knows it already
             return
@@ -306,6 +308,12 @@ class SimulatedRun:
                             **stopped.drafts.counts(),
                         ),
                     )
+            case Sleep():
+                idle_s = max(0.0, instance.engine.clock - self._now)
+                self._after(
+                    idle_s + self._simulation.switch_s + self._simulation.message_s,
+                    InstanceSlept(instance=instance.id, step=command.step),
+                )
             case Pull():
                 slow = self._faults.random() < self._simulation.slow_pull_share
                 seconds = self._simulation.pull_s * (self._simulation.slow_pull_factor if slow else 1.0)
@@ -479,10 +487,11 @@ class SimulatedRun:
 
 
 def train_seconds(config: RunConfig, tokens: int) -> float:
-    """Seconds of a training step over `tokens`, prompts included; colocated, on all GPUs, with two switches."""
+    """Seconds of a training step over `tokens`, prompts included; in turns, until the trainer has left the GPUs;
+    colocated, on all GPUs, with two switches."""
     simulation = config.simulation
     seconds = simulation.train_s + simulation.train_s_per_token * tokens
     if not simulation.colocated:
-        return seconds
+        return seconds + config.turns * simulation.switch_s
     own = config.rollout.instances * simulation.gpus_per_instance
     return seconds * simulation.trainer_gpus / (simulation.trainer_gpus + own) + 2 * simulation.switch_s

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from staleflow.pipeline.sizing.memory import (
+    CONTEXT_BYTES,
     GRAPH_BYTES,
     MARGIN,
     EngineShape,
@@ -29,7 +30,8 @@ LOAD_BYTES_S, START_S = 1_000_000_000, 120.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedJob:
     """What of a job decides about memory. longest: tokens of its longest sequence, prompt included. num_gpus: for
-    trainer and instances together. own_gpu: whether trainer and instances have GPUs of their own."""
+    trainer and instances together. own_gpu: whether trainer and instances have GPUs of their own. turns: whether they
+    have the same ones, in turns."""
 
     training: TrainingShape
     engine: EngineShape
@@ -37,9 +39,12 @@ class SizedJob:
     longest: int
     num_gpus: int
     own_gpu: bool = True
+    turns: bool = False
 
     @property
     def needed_gpus(self) -> int:
+        if self.turns:
+            return max(self.training.ranks, self.instances * self.engine.tensor_parallel)
         return self.training.ranks + self.instances * self.engine.tensor_parallel if self.own_gpu else 1
 
 
@@ -81,13 +86,15 @@ def _fits(model: ModelShape, job: SizedJob, device_bytes: int) -> bool:
     trainer = sum(trainer_parts(model, job.training).values())
     engine = sum(engine_parts(model, job.engine).values())
     usable = device_bytes * (1 - MARGIN)
+    if job.turns:
+        return max(trainer, engine) + CONTEXT_BYTES <= usable
     return max(trainer, engine) <= usable if job.own_gpu else trainer + engine <= usable
 
 
 def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
     """The job, then with one change, with two and so on; of as many, those first that cost less."""
     training, engine = job.training, job.engine
-    left = job.num_gpus - job.instances * engine.tensor_parallel
+    left = job.num_gpus - (0 if job.turns else job.instances * engine.tensor_parallel)
     options: dict[str, Sequence[object]] = {
         "model.dtype": ["bfloat16"] if training.dtype == "float32" else [],
         "training.recompute_activations": [] if training.recompute else [True],
@@ -141,7 +148,9 @@ def _proposed(model: ModelShape, job: SizedJob, device_bytes: int) -> dict[str, 
     engine = dataclasses.replace(job.engine, kv_tokens=0, batch_tokens=max(job.engine.batch_tokens, PREFILL_TOKENS))
     usable = device_bytes * (1 - MARGIN)
     left = usable - sum(engine_parts(model, engine).values())
-    if not job.own_gpu:
+    if job.turns:
+        left -= CONTEXT_BYTES
+    elif not job.own_gpu:
         left -= sum(trainer_parts(model, job.training).values())
     if left < job.engine.kv_tokens * kv_bytes(model, engine.dtype, engine.tensor_parallel):
         engine = dataclasses.replace(engine, batch_tokens=job.engine.batch_tokens)

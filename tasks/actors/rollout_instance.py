@@ -86,6 +86,7 @@ class RolloutInstance:
         self._commands = ThreadPoolExecutor(1, thread_name_prefix="commands")
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._closed = False
+        self._asleep = False
         self._pulling: asyncio.Future[WeightCheck] | None = None
         """The running pull: tokens sampled meanwhile are delivered once the weights are checked."""
         self._refused = ""
@@ -115,6 +116,8 @@ class RolloutInstance:
         )
 
         def submit() -> list[SampledTokens]:
+            if self._asleep:
+                raise ProtocolViolation(f"{self._instance} sleeps, and is to sample {len(requests)} trajectories")
             serves, pending = self._engine.version, [r for r in requests if isinstance(r, Request)]
             for request in pending:
                 needed = request.version
@@ -175,6 +178,7 @@ class RolloutInstance:
 
     def _load(self, published: PublishedWeights, path: str) -> WeightCheck:
         loaded = self._engine.load(published.version, Path(path))
+        self._asleep = False
         if published.probe:
             loaded = dataclasses.replace(loaded, probe=self._engine.logprobs(published.probe))
         check = published.check(self._instance, loaded)
@@ -182,6 +186,11 @@ class RolloutInstance:
             self._refused = f"{self._instance} is out of service: {check.refused}"
             self._engine.reset(self._instance)  # nothing is sampled any more
         return check
+
+    async def sleep(self) -> None:
+        """Free the engine's device until the next pull. Raises ProtocolViolation if the engine has requests."""
+        await self._command(self._engine.sleep)
+        self._asleep = True
 
     async def _may_deliver(self, timeout_s: float) -> bool:
         """Return True if the weights under which tokens were sampled are checked. Waits up to `timeout_s` for a

@@ -9,11 +9,12 @@ import asyncio
 import contextvars
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import PolicyVersion, TrajectoryId
@@ -28,6 +29,8 @@ from staleflow.tasks.training.microbatches import BatchMessage, Row
 from staleflow.tasks.training.policy import Policy, PolicySettings
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SAVED_S = 5.0
 """Seconds that `close` waits for a resume point that is being written: less than the deadline of the call."""
@@ -101,7 +104,7 @@ class Trainer:
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Return the logprobs of tokens[1:], nats, under the present weights."""
-        logprobs: tuple[float, ...] = await self._in_thread(self._policy.probe, tokens)
+        logprobs: tuple[float, ...] = await self._in_thread(self._while_awake, self._policy.probe, tokens)
         return logprobs
 
     async def fine_tune(self, step: int) -> dict[str, float]:
@@ -109,7 +112,7 @@ class Trainer:
         done before."""
         if step < self._fine_tuned:
             return {}
-        metrics: dict[str, float] = await self._in_thread(self._policy.fine_tune, step)
+        metrics: dict[str, float] = await self._in_thread(self._while_awake, self._policy.fine_tune, step)
         self._fine_tuned = step + 1
         return metrics
 
@@ -121,12 +124,7 @@ class Trainer:
             recorded: the version's fingerprint when it was first published; empty if unknown.
         """
         self._probe = probe
-        if version:
-            await self._in_thread(self._policy.load_state, self._points.path(version))
-        result: PublishedStep = await self._in_thread(self._publish, version, {})
-        if recorded not in ("", result.fingerprint):
-            same = await self._in_thread(self._policy.published, lambda weights: fingerprint(weights) == recorded)
-            result = replace(result, as_recorded=same)
+        result: PublishedStep = await self._in_thread(self._while_awake, self._publish_initial, version, recorded)
         return result
 
     async def train(
@@ -142,7 +140,7 @@ class Trainer:
         due = self._point_every and (step + 1) % self._point_every == 0
         if due or (self._saving is not None and self._saving.done()):
             await self._saved()
-        result: PublishedStep = await self._in_thread(self._train, step, rows, fetched - begin)
+        result: PublishedStep = await self._in_thread(self._while_awake, self._train, step, rows, fetched - begin)
         if due:
             # Queued now, before any further step: it copies what that would change.
             begun = self._executor.submit(self._begin_point, result.version)
@@ -190,6 +188,23 @@ class Trainer:
             rows += message.packed.rows()
             rest = message.rest
         return rows
+
+    def _while_awake(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that needs the policy's device. After a failure the policy stays awake: it is replaced, or
+        the run ends, and the other ranks of a group that is lost may never answer."""
+        self._policy.wake()
+        result = function(*args)
+        self._policy.sleep()
+        return result
+
+    def _publish_initial(self, version: PolicyVersion, recorded: str) -> PublishedStep:
+        if version:
+            self._policy.load_state(self._points.path(version))
+        result = self._publish(version, {})
+        if recorded not in ("", result.fingerprint):
+            same = self._policy.published(lambda weights: fingerprint(weights) == recorded)
+            result = replace(result, as_recorded=same)
+        return result
 
     def _train(self, step: int, rows: list[Row], fetch_s: float) -> PublishedStep:
         begin = time.monotonic()

@@ -115,6 +115,12 @@ class DistributedPolicy:
             ]
             self._policy: Policy = self._result(self._executor.submit(settings.build, threads, lead), pending)
 
+    def wake(self) -> None:
+        self._call_all("wake")
+
+    def sleep(self) -> None:
+        self._call_all("sleep")
+
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         """Run a training step on all ranks. The policy itself sends rows to the other ranks."""
         pending = [self._call_peer(name, "call_policy", "step", step, ()) for name in self._peers]

@@ -172,8 +172,15 @@ class Engine(Protocol):
         from now on may be sampled under this version, too. One that is not among the latest is dropped as soon as
         nothing runs under it.
 
+        An engine that sleeps is awake afterwards.
+
         Raises StoreError if the file cannot be read or has other tensors than the engine's: nothing has changed then.
         Raises WeightsRefused if loading failed half-way."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the device: weights, and all that is cached, are dropped until `load` brings others. Submits and probes
+        are allowed again then. Idempotent. Raises ProtocolViolation if a request is running."""
         ...
 
     def events(self, timeout_s: float) -> list[SampledTokens | Failed]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from staleflow.stores.errors import ActorLost
+from staleflow.stores.errors import ActorLost, ProtocolViolation
 from staleflow.stores.trajectory import (
     FinishReason,
     FloatArray,
@@ -114,6 +114,7 @@ class EmulatedEngine:
         self._changed = threading.Condition()
         self._clock = clock or Clock()
         self._begin = self._clock.now()
+        self._asleep = False
         self._stopping = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"emulated-{instance}", daemon=True)
@@ -187,10 +188,21 @@ class EmulatedEngine:
             for trajectory, tokens in self._batch.progress(self._batch.clock):
                 self._running[TrajectoryId(trajectory)].marks.append((version, tokens))
             self._contexts.clear()
-            self._version, self._served = version, [version]
+            self._version, self._served, self._asleep = version, [version], False
             self._changed.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
         return self._loaded(version, loaded, begin, stalled_s=self._clock.now() - begin)
+
+    def sleep(self) -> None:
+        with self._changed:
+            self._begin_call()
+            if self._running:
+                raise ProtocolViolation(f"{self._instance} is put to sleep while it runs {len(self._running)} requests")
+            if self._asleep:
+                return
+            self._asleep = True
+            self._contexts.clear()
+        time.sleep(self._settings.switch_s / self._settings.time_scale)
 
     def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         with self._changed:

@@ -122,8 +122,8 @@ class EngineSettings(RegistryEntry):
 
 
 ENGINES: Registry[EngineSettings] = Registry("engine", "rollout.engine", EngineSettings)
-"""Parameters: model, dtype, device, temperature, eos, seed, lora, adapters and keep, see ModelSettings and
-VllmSettings; cost, drafting, workload, members and pull_s, see EmulatedSettings."""
+"""Parameters: model, dtype, device, temperature, eos, seed, lora, adapters, keep and turns, see ModelSettings and
+VllmSettings; cost, drafting, workload, members, pull_s and switch_s, see EmulatedSettings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class ModelSettings(EngineSettings):
     """Settings of every engine that samples from a model. model: folder or hub name. kv_tokens: size of the paged
     cache. eos: ids that end a response. adapters: versions that are served side by side, each an adapter of the model,
     as `lora` describes it; 0: a version is all weights, and only one is there. keep: running requests keep their old
-    cache through a weight update."""
+    cache through a weight update. turns: it is to sleep while the trainer has its device."""
 
     model: str = parameter()
     dtype: str = parameter()
@@ -142,6 +142,7 @@ class ModelSettings(EngineSettings):
     lora: LoraConfig = parameter(LoraConfig())
     adapters: int = parameter(0)
     keep: bool = parameter(False)
+    turns: bool = parameter(False)
 
     keeps: ClassVar[bool] = True
 
@@ -226,13 +227,14 @@ class VllmSettings(ModelSettings):
 @ENGINES.register("emulated")
 @dataclass(frozen=True, kw_only=True)
 class EmulatedSettings(EngineSettings):
-    """Settings of the emulated engine; see SimulationConfig. members: trajectories per group. pull_s:
-    in the cost model's seconds."""
+    """Settings of the emulated engine; see SimulationConfig. members: trajectories per group. pull_s,
+    switch_s: in the cost model's seconds; the latter to fall asleep."""
 
     cost: CostModel = parameter()
     workload: Workload = parameter()
     members: int = parameter()
     pull_s: float = parameter()
+    switch_s: float = parameter(0.0)
     keep: bool = parameter()
     drafting: DraftSettings = parameter(DraftSettings())
     adapters: int = parameter(0)

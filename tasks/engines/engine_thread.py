@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from staleflow.stores.errors import ActorLost
+from staleflow.stores.errors import ActorLost, ProtocolViolation
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import EngineLoad, Failed, PromptResponses, Request, SampledTokens
 from staleflow.tasks.engines.response_drafter import Drafter
@@ -43,6 +43,7 @@ class EngineThread(ABC):
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._ended: list[SampledTokens | Failed] = []
         self._error: BaseException | None = None
+        self._asleep = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -65,6 +66,9 @@ class EngineThread(ABC):
 
     def abort(self, trajectories: Sequence[TrajectoryId]) -> None:
         self._call(lambda: self._abort(frozenset(trajectories))).result()
+
+    def sleep(self) -> None:
+        self._call(self._fall_asleep).result()
 
     def events(self, timeout_s: float) -> list[SampledTokens | Failed]:
         with self._changed:
@@ -113,6 +117,10 @@ class EngineThread(ABC):
     @abstractmethod
     def _forget_all(self) -> None:
         """Forget all that is cached, and all counts; no request is left."""
+
+    @abstractmethod
+    def _free_device(self) -> None:
+        """Drop weights and caches; no request is left."""
 
     @abstractmethod
     def _load_statistics(self) -> EngineLoad:
@@ -198,6 +206,13 @@ class EngineThread(ABC):
         self._stop(trajectories)
         with self._changed:
             self._ended = [ended for ended in self._ended if ended.trajectory not in trajectories]
+
+    def _fall_asleep(self) -> None:
+        if len(self._requests):
+            raise ProtocolViolation(f"{self._instance} is put to sleep while it runs {len(self._requests)} requests")
+        if not self._asleep:
+            self._free_device()
+            self._asleep = True
 
     def _reset(self, instance: InstanceId) -> None:
         self._stop([running.request.trajectory for running in self._requests])

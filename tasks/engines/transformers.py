@@ -38,6 +38,11 @@ _loading = threading.Lock()
 """Held while a model is loaded. `from_pretrained` replaces functions of torch and transformers, and torch's default
 dtype, for the whole process meanwhile: one thread could restore what another had replaced, and leave it so for good."""
 
+ALIGNMENT = 64
+"""Bytes. What PyTorch allocates on CPU begins at a multiple of it, the pages of a model's file anywhere. Products of
+the same numbers are rounded differently there: an engine that has slept would differ in last bits from one that has
+not."""
+
 
 @dataclasses.dataclass(slots=True)
 class DraftCounts:
@@ -61,6 +66,7 @@ class TransformersEngine(EngineThread):
         self._settings = settings
         device = resolve_device(settings.device)
         self._model: Any = load_model(settings.model, settings.dtype, device, row_attention.NAME)
+        self._shapes = weight_folder.shapes(dict(self._model.named_parameters()))
         self._adapters = ServedAdapters(self._model, settings.lora) if settings.adapters else None
         self._random = torch.Generator(device).manual_seed(settings.seed)
         self._rows: dict[str, RequestRow] = {}
@@ -79,7 +85,7 @@ class TransformersEngine(EngineThread):
             self._call(lambda: self._serve(version, layers, tensors)).result()
             return loaded_weights(version, tensors, published, begin, stalled_s=0.0)
         tensors = dict(self._model.named_parameters())
-        weight_folder.check_shapes(weight_folder.shapes(tensors), weight_folder.shapes(published), weights)
+        weight_folder.check_shapes(self._shapes, weight_folder.shapes(published), weights)
         stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
         return loaded_weights(version, tensors, published, begin, stalled_s)
 
@@ -188,6 +194,13 @@ class TransformersEngine(EngineThread):
         if self._adapters is not None:
             self._adapters.clear()
 
+    def _free_device(self) -> None:
+        self._scheduler.change_weights(keep=False)
+        for parameter in self._model.parameters():
+            parameter.data = parameter.new_empty(0)
+        if self._random.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _load_statistics(self) -> EngineLoad:
         return dataclasses.replace(
             self._requests.load(self._scheduler.num_waiting, self._scheduler.preemptions),
@@ -212,7 +225,10 @@ class TransformersEngine(EngineThread):
         """Returns the seconds that it took."""
         begin = time.monotonic()
         for name, parameter in parameters.items():
+            if self._asleep or parameter.data_ptr() % ALIGNMENT:
+                parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
             parameter.copy_(loaded[name])
+        self._asleep = False
         with self._changed:
             self._requests.change_version(version)
             self._scheduler.change_weights(keep=self._settings.keep)

@@ -199,9 +199,15 @@ class VllmEngine(EngineThread):
             self._adapters.clear()
         self._figures = self._scheduler.figures()
 
+    def _free_device(self) -> None:
+        self._engine.sleep(level=2)
+
     def _load(self, version: PolicyVersion, weights: Path) -> float:
         engine, begin = self._engine, time.monotonic()
         try:
+            if self._asleep:
+                engine.wake_up()
+                self._asleep = False
             engine.collective_rpc("start_weight_update")
             engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
@@ -325,12 +331,15 @@ def make_engine(settings: VllmSettings) -> Any:
         "tensor_parallel_size": settings.tensor_parallel,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "enable_sleep_mode": settings.turns,
         **speculation_arguments(settings),
     } | updating(settings)
     if current_platform.is_cpu():
         for name, value in CPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         # Given its size, vLLM neither takes a share of the machine's memory nor warms up; the number of blocks counts.
+        if settings.turns:
+            raise ConfigError('cluster.layout = "turns": the vllm installed here is the CPU build, which cannot sleep')
         if settings.device == "cuda":
             raise ConfigError('model.device = "cuda": the vllm installed here is the CPU build')
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes(settings)}

@@ -29,11 +29,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedTraining:
     """Settings of emulated training; see SimulationConfig. A step takes train_s seconds, and s_per_token for each token
-    of its batch, prompts included; time_scale divides both."""
+    of its batch, prompts included, and switch_s to free its device; time_scale divides all."""
 
     train_s: float
     s_per_token: float
     time_scale: float
+    switch_s: float = 0.0
 
     def build(self, threads: int, rank: Rank = ALONE) -> EmulatedPolicy:
         return EmulatedPolicy(self, rank)
@@ -46,6 +47,13 @@ class EmulatedPolicy:
         self._settings = settings
         self._rank = rank
         self._version = 0
+
+    def wake(self) -> None:
+        """Do nothing: `sleep` counts for both."""
+
+    def sleep(self) -> None:
+        """Sleep for the time of leaving the device."""
+        time.sleep(self._settings.switch_s / self._settings.time_scale)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         """Sleep for the time of a training step."""

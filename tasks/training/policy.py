@@ -22,6 +22,15 @@ class Policy(Protocol):
     """The policy that the Trainer actor trains and publishes. Each process of a group has one: all of them have the
     same methods called, and only the leading one's results count."""
 
+    def wake(self) -> None:
+        """Have the device, as all else needs it but `begin_save`, `end_save`, `save` and `close`. In turns a policy is
+        asleep when it is built; otherwise it never sleeps."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the device, in turns."""
+        ...
+
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]: ...
 
     def fine_tune(self, step: int) -> dict[str, float]:

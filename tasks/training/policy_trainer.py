@@ -38,6 +38,7 @@ from staleflow.tasks.training import lora
 from staleflow.tasks.training.async_save import copied, in_background
 from staleflow.tasks.training.blocks import recompute
 from staleflow.tasks.training.branch_sequences import BranchSequences
+from staleflow.tasks.training.host_memory import HostMemory
 from staleflow.tasks.training.logprobs import LogprobModel, by_row
 from staleflow.tasks.training.loss import MOST_LOG_RATIO, Dpo, Sft, Tokens
 from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
@@ -129,13 +130,15 @@ class PolicyTrainer:
             model = lora.inject_adapter(model, training.lora, settings.seed)
         if training.recompute_activations:
             recompute(model)
-        self.model: Any = self.group.sharded(model, torch.float32)
+        self._moves = settings.turns and not self.group.shards
+        """Whether the model is moved to the device and back. A divided one is there a block at a time (offload)."""
+        self.model: Any = model if self._moves else self.group.sharded(model, torch.float32)
         self.optimizer = torch.optim.AdamW(
             self._trained().values(),
             lr=training.learning_rate,
             betas=(training.beta1, training.beta2),
             weight_decay=training.weight_decay,
-            fused=fused(self._trained().values()),
+            fused=(self.device == "cuda" or None) if self._moves else fused(self._trained().values()),
         )
         self.logprob_model = LogprobModel(
             model=self.model,
@@ -153,6 +156,33 @@ class PolicyTrainer:
         self._saving: Future[None] | None = None
         self._unmeasured_told = False
         self._examples: ExampleRows | None = None
+        self._host = HostMemory(self.device)
+        self.sleep()
+
+    def wake(self) -> None:
+        if self._moves:
+            self._move(lambda name, tensor: self._host.take(tensor))
+
+    def sleep(self) -> None:
+        if not self.settings.turns:
+            return
+        self.optimizer.zero_grad(set_to_none=True)
+        self.group.parameters(self.model)  # which frees what is gathered
+        if self._moves:
+            self._move(self._host.put)
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _move(self, moved: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Replace all that the trainer has on its device. moved: given a tensor's name and the tensor, the new one."""
+        models = {"model": self.model} | ({} if self.reference is None else {"reference": self.reference.model})
+        for kind, model in models.items():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                tensor.data = moved(f"{kind}.{name}", tensor.data)
+        for name, parameter in self._trained().items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if key != "step" or self.optimizer.defaults["fused"]:
+                    self.optimizer.state[parameter][key] = moved(f"{key}.{name}", value)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then constant, or a cosine or a line down to schedule_floor."""
@@ -530,4 +560,4 @@ class PolicyTrainer:
                 f"{key} = {path!r}: its embeddings have {other} rows, fewer than the policy's {own}, which may sample "
                 "any of them; name a model with as many"
             )
-        return replace(self.logprob_model, model=self.group.sharded(model))
+        return replace(self.logprob_model, model=model if self._moves else self.group.sharded(model))

@@ -123,7 +123,8 @@ class ExampleRowSettings(Protocol):
 class PolicyTrainerSettings:
     """What a trainer of a model is made from; see ModelConfig. training: the job's table. num_steps: length of a
     schedule that decays, unless the table has one. max_length: for constant_length. collective_s: seconds that a rank
-    waits for the others in one operation. examples: of training.sft; None without it."""
+    waits for the others in one operation. examples: of training.sft; None without it. turns: the device is
+    others' between two uses of the trainer."""
 
     model: str
     dtype: str
@@ -135,3 +136,4 @@ class PolicyTrainerSettings:
     seed: int
     collective_s: float = LONGEST_S
     examples: ExampleRowSettings | None = None
+    turns: bool = False

@@ -70,6 +70,25 @@ def test_the_plan_has_parts_placement_and_what_is_proposed(job: Path) -> None:
     assert "fits; to use the memory that is left: rollout.engine.kv_tokens = " in end.stdout
 
 
+def test_in_turns_one_gpu_is_enough_for_what_does_not_fit_side_by_side(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config_of("0.6B")}))
+    knobs = (
+        f"model.path={tmp_path}", "model.dtype=bfloat16", "rollout.engine.kv_tokens=150000",
+        "training.recompute_activations=true",
+    )  # fmt: skip
+    turns = (*knobs, "cluster.layout=turns")
+    has_gpus(monkeypatch, "1xL4-24")
+    with pytest.raises(ConfigError, match=r"needs 2 GPUs .1 for training, 1 for rollout.; 1 of 1"):
+        place_locally(loading.load(job, knobs), read_devices(pynvml))
+    assert "t0+r0" in place_locally(loading.load(job, turns), read_devices(pynvml))[1]
+    settings = [part for knob in turns for part in ("--set", knob)]
+    end = command("config", "explain", job, "--gpus", "1xL4-24", *settings)
+    assert end.returncode == 0, end.stderr
+    assert "| t0+r0 |" in end.stdout
+
+
 def test_too_few_gpus_and_a_text_that_describes_none_end_with_two(job: Path) -> None:
     end = command("config", "explain", job, "--gpus", "8xH100-80", "--set", "rollout.instances=8")
     assert end.returncode == 2

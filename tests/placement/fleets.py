@@ -40,9 +40,10 @@ class Fleet:
     taken: Mapping[str, str] = field(default_factory=dict)
     before: Mapping[str, Assignment] = field(default_factory=dict)
     share: bool = False
+    turns: bool = False
 
     def place(self) -> Placement | Shortage:
-        return place(self.hosts, self.roles, taken=self.taken, before=self.before, share=self.share)
+        return place(self.hosts, self.roles, taken=self.taken, before=self.before, share=self.share, turns=self.turns)
 
     def picture(self) -> str:
         placed = self.place()
@@ -81,6 +82,11 @@ def fleets() -> dict[str, Fleet]:
         "One GPU, which trainer and instance share": Fleet(
             hosts=parse_fleet("1xH100-80"), roles=roles_of(instance_gb=30, rank_gb=40), share=True
         ),
+        "Two GPUs, in turns": Fleet(
+            hosts=parse_fleet("2xH100-80"),
+            roles=roles_of(instances=2, ranks=2, instance_gb=60, rank_gb=70),
+            turns=True,
+        ),
         "Eight GPUs: six instances, two ranks": Fleet(hosts=eight, roles=roles_of(instances=6, ranks=2)),
         "Two hosts of eight: instances of two GPUs, four ranks": tensor_parallel,
         "Sixteen hosts of eight and one without GPUs: 22 instances of four GPUs, 40 ranks": Fleet(
@@ -104,7 +110,13 @@ def fleets() -> dict[str, Fleet]:
     }
 
 
-SHOWN = ("One GPU, which trainer and instance share", "Two hosts of eight", "MIG slices", "A third job, too large")
+SHOWN = (
+    "One GPU, which trainer and instance share",
+    "Two GPUs, in turns",
+    "Two hosts of eight",
+    "MIG slices",
+    "A third job, too large",
+)
 
 
 def pictures() -> str:

@@ -105,6 +105,32 @@ def test_no_gpu_is_used_twice_and_no_instance_crosses_link_domains(fleet: Fleet)
         assert placed == fleet.place()
 
 
+@given(random_fleets())
+def test_in_turns_a_gpu_has_one_instance_and_one_rank_each_with_all_its_memory(fleet: Fleet) -> None:
+    turns = dataclasses.replace(fleet, turns=True, share=False)
+    placed = turns.place()
+    if isinstance(placed, Shortage):
+        assert isinstance(dataclasses.replace(fleet, share=False).place(), Shortage)
+        return
+    memory_bytes = {device.uuid: device.memory_bytes for host in fleet.hosts for device in host.devices}
+    on = Counter((uuid, role.kind) for role in fleet.roles for uuid in placed.assignments[role.name].devices)
+    assert all(count == 1 for count in on.values())
+    assert not {uuid for uuid, _ in on} & set(fleet.taken)
+    for role in fleet.roles:
+        for uuid in placed.assignments[role.name].devices:
+            assert role.memory_bytes <= memory_bytes[uuid]
+    assert dataclasses.replace(turns, before=placed.assignments).place() == placed
+
+
+def test_in_turns_ranks_and_instances_are_on_the_same_gpus_where_they_can_be() -> None:
+    placed = place(parse_fleet("8xH100-80"), roles_of(instances=4, ranks=4, instance_gb=70, rank_gb=70), turns=True)
+    assert isinstance(placed, Placement)
+    assert len({uuid for own in placed.assignments.values() for uuid in own.devices}) == 4
+    shortage = place(parse_fleet("4xH100-80"), roles_of(instances=5, ranks=2), turns=True)
+    assert isinstance(shortage, Shortage)
+    assert "needs 5 GPUs (2 for training, 5 for rollout, in turns); 4 of 4 are free" in shortage.line
+
+
 def exists(hosts: Sequence[Host], roles: Sequence[Role]) -> bool:
     """Whether the roles fit at all, by trying: all numbers of instances in each domain, then counting for ranks."""
     instances = [role for role in roles if role.kind is RoleKind.INSTANCE]

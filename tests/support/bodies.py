@@ -259,6 +259,7 @@ class Body:
         """Drive a run to its end. meanwhile: runs beside it. config: an earlier run's, to resume it."""
         config = config or self.config(*overrides)
         world = world or World()
+        world.turns = config.turns
         run = Run(config=config, world=world, workers=InProcessWorkers(world.actors, faults, hosts))
         virtual_time.run(self._drive(run, meanwhile, resumption))
         return run

@@ -95,6 +95,8 @@ class Process:
     def die(self) -> None:
         """End it as `kill -9` does."""
         self.dead = True
+        for actor in self.actors:
+            getattr(actor, "process_died", lambda: None)()
         for task in self.tasks():
             task.cancel()
         for answer in list(self.waiting):

@@ -9,11 +9,12 @@ swapped on its way to the store is detected there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import inspect
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,8 @@ class World:
     """The error that scoring a response fails with; empty if it succeeds."""
     train_s: float = 1.0
     publish_s: float = 0.1
+    switch_s: float = 0.0
+    """Seconds in which an engine leaves a device that it shares, and so does the trainer."""
     point_s: float = 0.0
     """Seconds a resume point takes, in the trainer's thread."""
     save_s: float = 0.0
@@ -97,6 +100,12 @@ class World:
     """Error of the engines' logprobs of the probe, nats."""
     not_finite: Callable[[int], bool] = lambda trajectory: False
     """Whether engines report NaN as the logprob of the newest token of a trajectory."""
+    turns: bool = False
+    """Whether trainer and engines share a device."""
+    awake: set[str] = field(default_factory=set)
+    """Engines that are on it."""
+    computing: bool = False
+    """Whether the trainer is."""
     figures: Callable[[int], dict[str, float]] = lambda step: {}
     """Metrics that training a step reports besides its times."""
 
@@ -105,6 +114,21 @@ class World:
         begin_s, end_s = self.outage
         if begin_s <= asyncio.get_running_loop().time() < end_s:
             raise StoreUnavailable(f"{request}: the provided token has expired")
+
+    def wake(self, instance: str) -> None:
+        """Have an engine on its device."""
+        assert not (self.turns and self.computing), f"{instance} wakes while the trainer computes"
+        self.awake.add(instance)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Have the trainer on its device."""
+        assert not (self.turns and self.awake), f"the trainer computes while {self.awake} are awake"
+        self.computing = True
+        try:
+            yield
+        finally:
+            self.computing = False
 
     def path(self, version: int) -> str:
         return f"/memory/v{version}"
@@ -208,6 +232,7 @@ class VirtualEngine:
         """Contexts of trajectories that may return."""
         self._prefilled = self._cached = 0
         self.closed = False
+        world.wake(instance)
 
     def stand_still(self) -> None:
         """Sample nothing from now on, but still answer calls."""
@@ -218,6 +243,7 @@ class VirtualEngine:
         return asyncio.get_running_loop().time() if self._stood_still_s is None else self._stood_still_s
 
     def submit(self, requests: Sequence[Request]) -> None:
+        assert self._instance in self._world.awake
         self._advance()
         for request in requests:
             held = self._requests.get(request.trajectory)
@@ -254,6 +280,7 @@ class VirtualEngine:
         if self._world.refuses:
             raise StoreError(self._world.refuses)
         assert str(weights) == self._world.path(version)
+        self._world.wake(self._instance)
         self.version = version
         self._kept.clear()
         for held in self._requests.values():
@@ -269,7 +296,15 @@ class VirtualEngine:
             stalled_s=0.0,
         )
 
+    async def sleep(self) -> None:
+        self._advance()
+        assert not self._requests, f"{self._instance} is put to sleep while it samples"
+        self._kept.clear()
+        await asyncio.sleep(self._world.switch_s)
+        self._world.awake.discard(self._instance)
+
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        assert self._instance in self._world.awake
         off = self._world.drift + self._world.computes_wrong(self._instance, self.version)
         return tuple(float(x) + off for x in word_logprobs(np.asarray(tokens[1:], np.int32)))
 
@@ -319,6 +354,7 @@ class VirtualEngine:
 
     def close(self) -> None:
         self.closed = True
+        self._world.awake.discard(self._instance)
 
     def _length(self, held: _Request) -> int:
         prior = held.request.num_prior
@@ -376,6 +412,9 @@ class VirtualRolloutInstance(RolloutInstance):
         engine: Any = self._engine
         assert isinstance(engine, VirtualEngine)
         return engine
+
+    def process_died(self) -> None:
+        self.engine.close()
 
 
 # -- the reward worker: the real one, its function played --------------------------------------------------------
@@ -448,7 +487,8 @@ class PlayedTrainer:
     async def publish_initial(self, probe: tuple[int, ...], version: PolicyVersion, recorded: str) -> PublishedStep:
         self._world.tuned.append(self._tuned)
         self._probe, self._version = probe, version
-        await self._follow("published")
+        with self._world.training():
+            await self._follow("published")
         result = self._publish({})
         return dataclasses.replace(result, as_recorded=recorded in ("", result.fingerprint))
 
@@ -469,11 +509,12 @@ class PlayedTrainer:
         digest = hashlib.blake2b(b"".join(array.tobytes() for array in arrays)).hexdigest()
         if self._saving is not None:
             await self._saving
-        await self._follow("step")
-        await asyncio.sleep(self._world.train_s)
-        self._version = PolicyVersion(step + 1)
-        self._world.trained.append((step, digest))
-        await asyncio.sleep(self._world.publish_s)
+        with self._world.training():
+            await self._follow("step")
+            await asyncio.sleep(self._world.train_s)
+            self._version = PolicyVersion(step + 1)
+            self._world.trained.append((step, digest))
+            await asyncio.sleep(self._world.publish_s + self._world.switch_s * self._world.turns)
         if self._point_every and self._version % self._point_every == 0:
             loop = asyncio.get_running_loop()
             self._saving = loop.run_in_executor(self._thread, self._write_point, self._version)

@@ -88,6 +88,9 @@ class WatchedEngine:
             loads[trajectory].after = after
         return loaded
 
+    def sleep(self) -> None:
+        self.engine.sleep()
+
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return self.engine.logprobs(tokens)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from staleflow.stores.errors import ActorLost, StoreError
+from staleflow.stores.errors import ActorLost, ProtocolViolation, StoreError
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import Engine, EngineLoad, Failed, Request, SampledTokens
 from tests.tasks.brake import BRAKE
@@ -426,6 +426,33 @@ class ReusingEngineTests(EngineTests):
         self.turn(engine, context, 2)
         assert self.counts(engine) == (len(PROMPT) + len(context), 0)
         self.check_logprobs(reference, context)
+
+
+class SleepingEngineTests(EngineTests):
+    """The suite of engines that free their device."""
+
+    def test_after_a_sleep_it_serves_what_it_loads(
+        self, engine: Engine, reference: Callable[..., list[float]], other_weights: tuple[Path, str]
+    ) -> None:
+        path, fingerprint = other_weights
+        engine.submit([request(0)])
+        collect(engine, 1)
+        engine.sleep()
+        engine.sleep()
+        assert engine.load_statistics().running == 0
+        assert engine.load(PolicyVersion(5), path).fingerprint == fingerprint
+        engine.submit([request(1)])
+        sampled = collect(engine, 1)[TrajectoryId(1)]
+        assert {s.version for s in sampled.segments} == {5}
+        expected = reference([*request(1).tokens, *tokens_of(sampled)], len(request(1).tokens), path)
+        np.testing.assert_allclose(logprobs_of(sampled), expected, atol=2e-4)
+
+    def test_it_does_not_sleep_while_a_request_runs(self, engine: Engine) -> None:
+        sample_until(engine, 3, [request(0, max_new_tokens=3000)])
+        with pytest.raises(ProtocolViolation, match="is put to sleep while it runs 1 request"):
+            engine.sleep()
+        engine.interrupt([TrajectoryId(0)])
+        engine.sleep()
 
 
 def check_that_lengths_are_obeyed(engine: Engine, more: int = 30) -> None:

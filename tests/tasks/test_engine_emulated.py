@@ -27,6 +27,7 @@ from staleflow.tasks.settings.choice_names import REWARD_TOKEN
 from tests.tasks.brake import BRAKE, brake, check_that_it_brakes  # noqa: F401  used by name
 from tests.tasks.engine_conformance import (
     ReusingEngineTests,
+    SleepingEngineTests,
     asked_beside,
     check_that_lengths_are_obeyed,
     collect,
@@ -103,7 +104,7 @@ class FaultyClock(Clock):
                 self._waiting.notify_all()
 
 
-class TestEmulatedEngine(ReusingEngineTests):
+class TestEmulatedEngine(SleepingEngineTests, ReusingEngineTests):
     @pytest.fixture
     def clock(self) -> FaultyClock:
         return FaultyClock()

@@ -24,6 +24,7 @@ from tests.tasks.engine_conformance import (
     GIVEN,
     PROMPT,
     ReusingEngineTests,
+    SleepingEngineTests,
     asked_beside,
     collect,
     logprobs_of,
@@ -39,7 +40,7 @@ def settings(model: Path, **changes: Any) -> TransformersSettings:
     return TransformersSettings(**(model_settings(model) | changes))
 
 
-class TestTransformersEngine(StopTests, ReusingEngineTests):
+class TestTransformersEngine(SleepingEngineTests, StopTests, ReusingEngineTests):
     @pytest.fixture
     def engine(self, tiny_model: Path) -> Iterator[TransformersEngine]:
         torch.set_num_threads(1)

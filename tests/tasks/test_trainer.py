@@ -54,6 +54,10 @@ class Weights:
     def build(self, threads: int, rank: Rank = ALONE) -> Weights:
         return self
 
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         if self.error is not None:
             raise self.error

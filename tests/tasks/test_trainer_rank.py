@@ -55,6 +55,12 @@ class OneOf:
         self.group.barrier.wait(20.0)
         self.group.done[number].append(method)
 
+    def wake(self) -> None:
+        self.meet("wake")
+
+    def sleep(self) -> None:
+        self.meet("sleep")
+
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         self.meet("step")
         return {"rows": float(len(rows))}
@@ -114,8 +120,9 @@ def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(60.0)
         assert not thread.is_alive(), f"{thread.name} of {closed} runs on"
-    expected = ["build", "published", "probe", "step", "published", "probe", "begin_save", "load_state"]
-    assert list(group.done.values()) == [[*expected, "published", "probe", "close"]] * 3
+    published = ["published", "probe", "sleep"]
+    expected = ["build", "wake", *published, "wake", "step", *published, "begin_save", "wake", "load_state", *published]
+    assert list(group.done.values()) == [[*expected, "close"]] * 3
     assert sorted((place.number, place.count, place.host) for place in group.places) == [
         (number, 3, "localhost") for number in range(3)
     ]
@@ -152,7 +159,7 @@ def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path
 
     async def whole() -> None:
         lead, others = actors(tmp_path, group, 3)
-        await lead.form_group("localhost", others[0], Lost(others[1], 1))
+        await lead.form_group("localhost", others[0], Lost(others[1], 4))
         await lead.publish_initial((), PolicyVersion(0), "")
         with pytest.raises(ActorLost, match="trainer-2 is gone: connection closed"):
             await call_actor(lead, "train", Server(), 0, (), (), timeout_s=60.0, actor_name="trainer")

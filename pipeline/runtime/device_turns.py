@@ -1,0 +1,54 @@
+"""Which of trainer and rollout instances are on the GPUs that they share, in the layout "turns".
+
+Invariant: while the trainer computes, no instance is awake, and no instance wakes or is built.
+
+The coordinator decides whose turn it is, so that nobody waits here for long. This also covers what it does not decide:
+instances that are placed, trainers that are restored, weights that are published before the first step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+COMPUTES = frozenset({"train", "publish_initial", "fine_tune", "logprobs"})
+"""Methods of the trainer that need its GPUs; between them it has freed these."""
+
+
+class DeviceTurns:
+    """Who is on the shared GPUs. shared: whether they are; if not, nobody waits."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.shared = shared
+        self._awake: set[str] = set()
+        self._training = False
+        self._changed = asyncio.Event()
+
+    async def wake(self, instance: str) -> None:
+        """Wait until the trainer does not compute, and count an instance as awake."""
+        while self.shared and self._training:
+            await self._wait()
+        if self.shared:
+            self._awake.add(instance)
+
+    def leave(self, instance: str) -> None:
+        """Count an instance as asleep, or gone."""
+        self._awake.discard(instance)
+        self._changed.set()
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """Wait until no instance is awake, and let none wake within the block."""
+        while self.shared and (self._awake or self._training):
+            await self._wait()
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+            self._changed.set()
+
+    async def _wait(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()

@@ -1,0 +1,59 @@
+"""Runs on processes whose trainer and instances take turns, with a model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from staleflow.pipeline.processes.dask_workers import DaskWorkers
+from staleflow.pipeline.runtime.driver import Driver
+from staleflow.stores.trajectory import Fate
+from tests.runtime.test_run import check, interfered, process_of, run
+
+ONE = (
+    "rollout.instances=1", "rollout.engine.max_running=1", "staleness.eta=0", "steps=3", "task.eval_prompts=0",
+)  # fmt: skip
+
+
+def fingerprints(job: Path, *overrides: str) -> list[str]:
+    end = run(job, *ONE, *overrides)
+    return [record.weight_fingerprint for record in check(end.run_dir, 3).steps() if record.kind == "step"]
+
+
+@pytest.mark.slow
+def test_the_weights_are_those_of_separate_gpus(job: Path) -> None:
+    """At eta = 0 one instance that samples one response after the other does the same in both layouts."""
+    apart = fingerprints(job, "name=apart")
+    assert fingerprints(job, "name=turns", "cluster.layout=turns") == apart
+    assert len(set(apart)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eta", [0, 1])
+@pytest.mark.parametrize("trainer_turn", [True, False])
+@pytest.mark.parametrize("victim", ["rollout-0", "trainer"])
+def test_kill_minus_9_in_each_turn(job: Path, victim: str, trainer_turn: bool, eta: int) -> None:
+    """Awake or asleep, it is replaced, and nothing is lost."""
+
+    async def strike(driver: Driver, cluster: DaskWorkers) -> None:
+        process, turns = await process_of(cluster, victim), driver._actors._turns
+        while turns._training is not trainer_turn or (not trainer_turn and not turns._awake):
+            await asyncio.sleep(0.001)
+        os.kill(process, signal.SIGKILL)
+
+    overrides = (
+        "cluster.layout=turns",
+        "task.eval_prompts=0",
+        "steps=5",
+        "rollout.instances=2",
+        f"staleness.eta={eta}",
+    )
+    driver = asyncio.run(interfered(job, overrides, strike))
+    (loss,) = driver.outcomes.losses
+    assert f"{victim} is gone" in loss
+    store = check(job.parent / "runs" / "job", 5)
+    assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16

@@ -1,0 +1,71 @@
+"""Trainer and instances on the same GPUs, in turns: whole runs in virtual time, in which an engine that is awake while
+the trainer computes is an error (tests/support/scripted.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from staleflow.pipeline.config.actor_settings import make_workload
+from staleflow.pipeline.simulator.simulated_run import SimulatedRun
+from tests.support.bodies import Body
+from tests.support.in_process import Fault
+from tests.support.scripted import World
+
+TURNS = 'cluster.layout="turns"'
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_each_has_the_gpus_in_its_turn(body: Body, eta: int) -> None:
+    run = body.run(TURNS, f"staleness.eta={eta}", "steps=4", world=long_ones())
+    run.check()
+    assert len(run.commands("Sleep")) == len(run.events("InstanceSlept")) == 2 * 4
+    interrupted = len(run.events("TrajectoryInterrupted"))
+    assert interrupted == 0 if eta == 0 else interrupted > 0
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize(("actor", "method", "nth"), [
+    ("rollout-0", "route", 2), ("rollout-0", "sleep", 2), ("rollout-0", "sleep", 3), ("rollout-0", "pull", 2),
+    ("rollout-0", "pull", 3), ("rollout-0", "interrupt", 1), ("rollout-0", "__init__", 1),
+    ("trainer", "train", 1), ("trainer", "train", 3), ("trainer", "version", 2), ("trainer", "publish_initial", 1),
+    ("server", "batch", 2), ("server", "deliver", 3),
+])  # fmt: skip
+def test_a_process_that_dies_in_any_turn_is_replaced(
+    body: Body, actor: str, method: str, nth: int, moment: Any, eta: int
+) -> None:
+    """Nothing is lost from the ledger, and the replacement waits for its turn."""
+    fault = Fault(actor=actor, method=method, nth=nth, dies=moment)
+    run = body.run(TURNS, f"staleness.eta={eta}", "steps=4", faults=[fault], world=long_ones())
+    run.check()
+    happened = len(run.outcomes.losses) > 0
+    assert happened or (method == "interrupt" and eta == 0), "the fault did not happen"
+
+
+def long_ones() -> World:
+    return World(length=lambda i: 40 if i % 5 == 3 else 8)
+
+
+@pytest.mark.parametrize("eta", [0, 1])
+def test_the_simulator_foretells_how_long_a_run_takes(body: Body, eta: int) -> None:
+    config = body.config(
+        TURNS, f"staleness.eta={eta}", "steps=8", "workload.median=30", "simulation.train_s=1.1",
+        "simulation.reward_s=0.02", "simulation.pull_s=0", "simulation.switch_s=0.3", "simulation.message_s=0.001",
+        "simulation.report_s=0.5", "rollout.cost.k4=0.05",
+        *(f"rollout.cost.{k}=0" for k in ("k1", "k2", "k3", "b", "prefill")),
+    )  # fmt: skip
+    workload = make_workload(config)
+
+    def length(trajectory: int) -> int:
+        return workload.turns(*divmod(trajectory, config.batch.group_size))[0].tokens
+
+    run = body.run(config=config, world=World(length=length, switch_s=0.3))
+    run.check()
+    simulated = SimulatedRun(config, workload, validate_each=True).run()
+    published_s = [at_s for at_s, _ in run.events("VersionPublished")]
+    foretold_s = [step.finished_s for step in simulated.steps]
+    assert published_s[-1] == pytest.approx(foretold_s[-1], rel=0.05)
+    if eta == 0:  # else a token more or less decides which step takes a group
+        assert published_s == pytest.approx(foretold_s, rel=0.05)

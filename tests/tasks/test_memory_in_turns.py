@@ -1,0 +1,134 @@
+"""The memory of a trainer and an engine that take turns, counted as the process has it, against a limit that is enough
+for either one by the numbers of sizing/, and not for both."""
+
+from __future__ import annotations
+
+import gc
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from staleflow.pipeline.sizing.memory import EngineShape, TrainingShape, kv_bytes, parameter_bytes
+from staleflow.pipeline.sizing.model_shape import ModelShape
+from staleflow.stores.trajectory import InstanceId, PolicyVersion, TrajectoryId
+from staleflow.stores.weights.weight_folder import WeightFolder
+from staleflow.tasks.engines.engine_settings import TransformersSettings
+from staleflow.tasks.engines.transformers import TransformersEngine
+from staleflow.tasks.training.microbatches import Row
+from staleflow.tasks.training.policy_trainer import PolicyTrainer
+from staleflow.tasks.training.trainer_settings import PolicyTrainerSettings, TrainingConfig
+from tests.tasks.engine_conformance import request, sample_until
+
+KV_TOKENS = 512
+ALLOWANCE_BYTES = 40_000
+"""Rotary tables, generators, the rows of one pass: of a model as small as this they count."""
+
+
+@pytest.fixture
+def others() -> set[int]:
+    """Storages of tensors that other tests have left."""
+    gc.collect()
+    return set(storages())
+
+
+def storages() -> dict[int, int]:
+    """Bytes of each storage of the process's tensors, by its address."""
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor):
+            for tensor in (thing, thing.grad):
+                if tensor is not None and tensor.device.type == "cpu":
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+class SharedDevice:
+    """Counts what is on it. others: addresses that do not count."""
+
+    def __init__(self, limit_bytes: int, others: set[int]) -> None:
+        self.limit_bytes, self._others = limit_bytes, others
+        self.used_bytes: dict[str, int] = {}
+        self.trainer: PolicyTrainer | None = None
+
+    def measure(self, moment: str) -> None:
+        gc.collect()
+        host = set() if self.trainer is None else {t.data_ptr() for t in self.trainer._host._copies.values()}
+        used = sum(size for address, size in storages().items() if address not in self._others | host)
+        self.used_bytes[moment] = used
+        assert used <= self.limit_bytes, f"{moment}: {used} bytes, the limit is {self.limit_bytes}"
+
+
+def a_row() -> Row:
+    return Row(
+        prompt=np.array([3, 10, 14, 7], np.int32),
+        response=np.array([5, 6, 7, 8, 1], np.int32),
+        behaviour=np.full(5, -3, np.float32),
+        sampled=np.ones(5, bool),
+        advantage=1.0,
+        staleness=0,
+    )
+
+
+def built(model: Path, *, turns: bool) -> PolicyTrainer:
+    return PolicyTrainer(
+        PolicyTrainerSettings(
+            model=str(model), dtype="float32", device="cpu", training=TrainingConfig(learning_rate=1e-3), num_steps=9,
+            temperature=1.0, max_length=128, seed=0, turns=turns,
+        )
+    )  # fmt: skip
+
+
+def limit_of(model: Path) -> int:
+    """What is enough for each of them, as sizing/ counts weights, gradients, optimizer and KV cache."""
+    shape = ModelShape.of(json.loads((model / "config.json").read_text()), str(model))
+    training = TrainingShape(ranks=1, dtype="float32", microbatch_tokens=64, recompute=False, offload=False)
+    engine = EngineShape(tensor_parallel=1, dtype="float32", kv_tokens=KV_TOKENS, max_running=4, batch_tokens=64)
+    trainer = parameter_bytes(shape, training) + 4 * shape.parameters  # AdamW's temporary copies
+    served = 4 * shape.parameters + KV_TOKENS * kv_bytes(shape, engine.dtype)
+    return max(trainer, served) + ALLOWANCE_BYTES
+
+
+def take_turns(model: Path, folder: Path, device: SharedDevice, *, turns: bool) -> None:
+    """Two steps of both, with a count whenever one of them has more than before."""
+    weights = WeightFolder(folder)
+    trainer = device.trainer = built(model, turns=turns)
+    trainer.optimizer.register_step_post_hook(lambda *_: device.measure("step"))
+    device.measure("trainer built")
+    settings = TransformersSettings(
+        model=str(model), dtype="float32", device="cpu", temperature=1.0, eos=(), seed=0, turns=turns,
+        max_running=4, kv_tokens=KV_TOKENS, page_tokens=16, max_batch_tokens=64,
+    )  # fmt: skip
+    engine = TransformersEngine(settings, InstanceId("rollout-0"))
+    try:
+        device.measure("engine built")
+        for version in (PolicyVersion(0), PolicyVersion(1)):
+            if turns:
+                engine.sleep()
+                trainer.wake()
+            device.measure("trainer awake")
+            if version:
+                trainer.step(version - 1, [a_row()])
+            trainer.published(partial(weights.publish, version))
+            if turns:
+                trainer.sleep()
+            device.measure("trainer asleep")
+            engine.load(version, weights.path(version))
+            sample_until(engine, 20, [request(version, max_new_tokens=90)])
+            device.measure("sampling")
+            engine.interrupt([TrajectoryId(version)])
+    finally:
+        engine.close()
+
+
+def test_neither_has_memory_in_the_others_turn(tiny_model: Path, tmp_path: Path, others: set[int]) -> None:
+    take_turns(tiny_model, tmp_path, SharedDevice(limit_of(tiny_model), others), turns=True)
+
+
+def test_without_sleep_the_limit_is_broken(tiny_model: Path, tmp_path: Path, others: set[int]) -> None:
+    with pytest.raises(AssertionError, match="the limit is"):
+        take_turns(tiny_model, tmp_path, SharedDevice(limit_of(tiny_model), others), turns=False)
