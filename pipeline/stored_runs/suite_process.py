@@ -27,6 +27,7 @@ def main() -> None:
 def run_tasks(settings: dict[str, Any]) -> Any:
     """Run the tasks on the model. Returns their figures, or {"error": line}."""
     import lm_eval
+    import torch
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=settings["include"] or None)
@@ -37,6 +38,7 @@ def run_tasks(settings: dict[str, Any]) -> Any:
         model="hf",
         model_args={"pretrained": settings["model"]},
         tasks=settings["tasks"],
+        device="cuda" if torch.cuda.is_available() else "cpu",  # without one, it takes cuda on any machine
         num_fewshot=settings["shots"],
         limit=settings["limit"],
         batch_size=settings["batch_size"],
