@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # A test run starts hundreds of processes: what is compiled once need not be compiled by each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-agent test quick install install-test generated docs models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
+.PHONY: demo demo-agent recipe test quick install install-test generated docs models running-sums-model careless-player-model smollm2-model tools-vllm test-vllm test-gpu test-agents nightly-vllm nightly-tests mutants nightly bench soak clean
 
 install: $(STAMP)  ## what running jobs needs, and nothing else
 
@@ -55,6 +55,13 @@ $(BIN)/staleflow run examples/$$job.toml || exit; \
 echo "3 of 3: audit of what the run stored, seconds"; \
 $(BIN)/staleflow store audit runs/$$job
 endef
+
+NAME ?=
+ARGS ?=
+recipe: install  ## run a known result and check its band: `make recipe NAME=sums ARGS='--seed 8'`; without a name, a table
+	@$(if $(NAME),model=$$($(BIN)/python -m examples.recipes $(NAME) --make) || exit 2; \
+	    test -z "$$model" || $(MAKE) -s $$model || exit 2;) \
+	$(BIN)/python -m examples.recipes $(NAME) $(ARGS)
 
 running-sums-model: install  ## a model of 0.6M parameters for examples/demo.toml: two to five minutes
 	$(BIN)/python -m examples.make_base_model --out runs/base/running-sums
