@@ -148,7 +148,7 @@ def load(name: str) -> Recipe:
     path = FOLDER / name / "recipe.toml"
     try:
         tree = tomllib.loads(path.read_text())
-        parts = {
+        parts: dict[str, Any] = {
             "data": tuple(Data(**entry) for entry in tree.pop("data", [])),
             "bands": tuple(Band(**entry) for entry in tree.pop("band", [])),
             "measured": tuple(Measurement(**entry) for entry in tree.pop("measured", [])),
