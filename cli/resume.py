@@ -27,10 +27,10 @@ def command(run: str, overrides: tuple[str, ...], as_json: bool, verbose: int, c
     from staleflow.pipeline.api.job_loading import resumable_job
 
     config = resumable_job(Path(run), overrides)
-    if not cluster.named:
+    if not cluster.is_named:
         warm_up(config, verbose)
-    check(config, here=not cluster.named)
-    if not cluster.named:
+    check(config, here=not cluster.is_named)
+    if not cluster.is_named:
         execute_job(config, as_json=as_json, verbose=verbose, resume=True)
         return
     from staleflow.pipeline.jobs import submission

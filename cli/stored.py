@@ -47,7 +47,7 @@ def worker_options(function: Command) -> Command:
 def named_cluster(cluster: ClusterAddress, *, configured: bool = True) -> Iterator[Any]:
     """A client of the cluster that the options name; None if they name none. configured: whether Dask's configuration
     may name it, too. Raises ConfigError if it does not answer."""
-    if not (cluster.named if configured else cluster.address or cluster.scheduler_file):
+    if not (cluster.is_named if configured else cluster.address or cluster.scheduler_file):
         yield None
         return
     with cluster.blocking() as client:
@@ -69,7 +69,7 @@ def announce(line: str) -> None:
 def starting(cluster: ClusterAddress, count: int) -> str:
     """What the next seconds are for; empty if workers of a cluster are there already."""
     plural = "es" if count != 1 else ""
-    return "" if cluster.named else f"starting {count} worker process{plural}; --workers sets their number"
+    return "" if cluster.is_named else f"starting {count} worker process{plural}; --workers sets their number"
 
 
 @contextlib.contextmanager

@@ -207,7 +207,7 @@ def test_a_finished_response_is_kept_unless_it_is_sampled_again_or_given_up(tmp_
     store.commit(record(0, "resume"), [row(2, **GIVEN_UP)])
     store.commit(record(0), [row(0), row(1), row(7)])
     result = kept(tmp_path)
-    assert (result.finished, result.again, result.undone) == (5, 2, 1)
+    assert (result.finished, result.resampled, result.undone) == (5, 2, 1)
     assert result.lost == {"given up at a resume": 1, "not in the store": 1}
     assert not result.whole
 

@@ -36,17 +36,18 @@ STEP_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Finished responses at the kills, and those lost by how. again: sampled again by a later start. undone: of those,
+    """Finished responses at the kills, and those lost by how. resampled: sampled again by a later start. undone:
+    of those,
     the ones that ended when a version was served already that the resume went back behind: its weights are gone."""
 
     finished: int
-    again: int
+    resampled: int
     undone: int
     lost: dict[str, int]
 
     @property
     def whole(self) -> bool:
-        return self.again == self.undone and not self.lost
+        return self.resampled == self.undone and not self.lost
 
 
 @dataclass(slots=True)
@@ -81,18 +82,18 @@ def kept(run_dir: Path) -> Kept:
         starts.append(_Start())
         for entry in journal.read(path):
             starts[-1].hear(entry.now, entry.event)
-    again, undone = set(), set()
+    resampled, undone = set(), set()
     for k, start in enumerate(starts[:-1]):
         sampled = set(start.ends) & set().union(*(later.begun for later in starts[k + 1 :]))
         gone = min((at for v, at in start.served.items() if v > starts[k + 1].resumed), default=math.inf)
-        again |= sampled
+        resampled |= sampled
         undone |= {i for i in sampled if start.ends[i] >= gone}
     hows = _hows(run_dir)
     before = set().union(*(start.ends for start in starts[:-1]))
     lost = Counter(hows.get(i, "not in the store") for i in before)
     return Kept(
         finished=len(before),
-        again=len(again),
+        resampled=len(resampled),
         undone=len(undone),
         lost={how: n for how, n in lost.items() if how},
     )
@@ -142,9 +143,14 @@ async def kill_all(
             findings.append(f"the last resume: exit {process.returncode}: {err.strip().splitlines()[-1:]}")
     findings += await audited(run_dir)
     found = kept(run_dir)
-    print(f"{number} kills: {found.finished} responses finished before; {found.again} sampled again, lost {found.lost}")
+    print(
+        f"{number} kills: {found.finished} responses finished before; {found.resampled} sampled again, "
+        f"lost {found.lost}"
+    )
     if not found.whole:
-        findings.append(f"of {found.finished} finished responses {found.again} were sampled again, lost: {found.lost}")
+        findings.append(
+            f"of {found.finished} finished responses {found.resampled} were sampled again, lost: {found.lost}"
+        )
     return findings
 
 

@@ -19,21 +19,21 @@ from staleflow.pipeline.cluster.port_probe import PORT, PortState, probe_port, r
 from staleflow.stores.errors import ConfigError
 
 UNREACHABLE = (OSError, TimeoutError, ValueError, RuntimeError, MemoryError)
-"""Exceptions raised where no scheduler answers, or what is none: RuntimeError if only the client uses TLS, MemoryError
-if an answer is no message of Dask's."""
+"""Exceptions raised if no scheduler answers: RuntimeError if only the client uses TLS, MemoryError if the answer is not
+a message of Dask's."""
 CONNECT_S = 7.0
 """Seconds within which a scheduler must answer: with the start of a command they are less than ten."""
-PATIENT_S = 60.0
-"""The same for a process on the scheduler's own cluster, which knows that there is one: it may be busy."""
-SUSPECT_S = 1.5
-"""Seconds without an answer after which something else may listen there."""
+BUSY_SCHEDULER_S = 60.0
+"""The same for a scheduler that is known to exist, and may be busy."""
+PROBE_AFTER_S = 1.5
+"""Seconds without an answer after which the port is probed: something else may listen there."""
 CLOSE_S = 1.0
 """Seconds a client that is given up may take to close."""
 FILE_POLL_S = 0.1
 """Seconds between two looks for a scheduler file that is not there yet."""
 SCHEMES = ("tcp", "tls", "ws", "wss", "inproc", "ucx")
-NETWORK = ("tcp", "tls")
-"""Those of `SCHEMES` whose addresses have a host and a port that can be looked at."""
+HOST_AND_PORT_SCHEMES = ("tcp", "tls")
+"""Those of `SCHEMES` whose addresses have a host and a port that can be probed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ClusterAddress:
         return cls(address=str(address), security=client.security)
 
     @property
-    def named(self) -> bool:
+    def is_named(self) -> bool:
         """Whether any cluster is named, here or in Dask's own configuration."""
         return bool(self.address or self.scheduler_file or dask.config.get("scheduler-address", None))
 
@@ -94,17 +94,17 @@ class ClusterAddress:
     @contextlib.contextmanager
     def blocking(self) -> Iterator[Any]:
         """A synchronous client for the duration of a block. Raises ConfigError like `client`."""
-        asyncio.run(self._answers())  # a synchronous client would wait for ever for what is no scheduler
+        asyncio.run(self._require_answer())  # a synchronous client would wait for ever if there is no scheduler
         with Client(self._address(), timeout=CONNECT_S, security=self.security) as client:
             yield client
 
-    async def _answers(self) -> None:
+    async def _require_answer(self) -> None:
         async with self.connected():
             pass
 
     def _address(self) -> str:
         """The scheduler's address. Raises ConfigError if none is named, or what is named cannot be right."""
-        if not self.named:
+        if not self.is_named:
             raise ConfigError("no cluster given; name it with --scheduler, --scheduler-file or DASK_SCHEDULER_ADDRESS")
         address = self.address
         if self.scheduler_file:
@@ -121,7 +121,7 @@ class ClusterAddress:
         try:
             if scheme not in SCHEMES:
                 raise ValueError(f"unknown protocol {scheme}")
-            port = parse_host_port(address)[1] if scheme in NETWORK else PORT
+            port = parse_host_port(address)[1] if scheme in HOST_AND_PORT_SCHEMES else PORT
             if not 0 < port < 2**16:
                 raise ValueError(f"there is no port {port}")
         except ValueError as error:
@@ -133,23 +133,23 @@ class ClusterAddress:
 
 
 async def _connect(address: str, within_s: float, options: dict[str, Any]) -> Any:
-    """A client of the scheduler at an address. If none answers soon, looks what is there: a scheduler may be busy, and
-    is given `PATIENT_S`. Raises ConfigError, and what Dask raises."""
+    """A client of the scheduler at an address. If none answers soon, probes the port: a scheduler may be
+    busy, and gets `BUSY_SCHEDULER_S` more. Raises ConfigError, and what Dask raises."""
     scheme, _ = parse_address(address)
-    host, port = parse_host_port(address) if scheme in NETWORK else ("", 0)
+    host, port = parse_host_port(address) if scheme in HOST_AND_PORT_SCHEMES else ("", 0)
     until = asyncio.get_running_loop().time() + within_s
     if host and (why := await resolve(host)):
         raise ConfigError(f"no scheduler at {address}: {why}")
-    client = Client(address, asynchronous=True, timeout=within_s + PATIENT_S, **options)
+    client = Client(address, asynchronous=True, timeout=within_s + BUSY_SCHEDULER_S, **options)
     starting = asyncio.ensure_future(_started(client, address))
     port_state = PortState()
     try:
-        await asyncio.wait({starting}, timeout=SUSPECT_S)
+        await asyncio.wait({starting}, timeout=PROBE_AFTER_S)
         if host and (not starting.done() or starting.exception() is not None):
             port_state = await probe_port(host, port, tls=scheme == "tls")
             if port_state.mistake:
                 raise ConfigError(f"no scheduler at {address}: {port_state.mistake}")
-        async with asyncio.timeout_at(until + (PATIENT_S if port_state.dask else 0.0)):
+        async with asyncio.timeout_at(until + (BUSY_SCHEDULER_S if port_state.dask else 0.0)):
             return await starting
     except BaseException as error:
         starting.cancel()

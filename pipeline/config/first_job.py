@@ -25,7 +25,7 @@ from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.knob_tree import toml_value
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.dataset_columns import Columns
@@ -317,7 +317,7 @@ def reward(answer, record):
 
 def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The text of the job file. Raises ConfigError."""
-    texts = tokenizer_texts(inputs.model) if inputs.model else None
+    texts = load_chat_tokenizer(inputs.model) if inputs.model else None
     chat = texts is not None and texts.has_chat_template
     if data.messages and not chat:
         raise ConfigError(f"--data {inputs.data}: prompts are messages, and {inputs.model} has no chat template")

@@ -60,7 +60,7 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.coordination.fleet import Instance
 from staleflow.pipeline.coordination.forecast import LengthForecast
 from staleflow.pipeline.coordination.inspection import CoordinatorInspection
-from staleflow.pipeline.coordination.moves import Move, Moves
+from staleflow.pipeline.coordination.moves import Move, MovePlanner
 from staleflow.pipeline.coordination.phases import Phase, Transition
 from staleflow.pipeline.coordination.pulls import Pulls
 from staleflow.pipeline.coordination.route_planner import RoutePlanner
@@ -96,7 +96,9 @@ class Coordinator(CoordinatorInspection):
         )
         self._pinning = EvaluationPinning(self._state, self._planner, strategies.evaluation_share)
         self._pulls = Pulls(self._state, strategies.synchronization, self._planner)
-        self._moves = Moves(self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs)
+        self._move_planner = MovePlanner(
+            self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs
+        )
         self._waiting_step: Train | None = None
         """The step whose batch is consumed, until all instances sleep."""
         self._commands: list[Command] = []
@@ -277,7 +279,7 @@ class Coordinator(CoordinatorInspection):
         members = self.ledger.entries[group].completed
         rewards = [r for m in members if (r := self._state.live[m].reward) is not None]
         if self._state.mixture is not None:
-            self._state.mixture.score(group, rewards)
+            self._state.mixture.record_rewards(group, rewards)
         verdict = self._strategies.filtering.verdict(rewards)
         if verdict is not None:
             self._discard(self._state.filter(group, verdict))
@@ -307,9 +309,9 @@ class Coordinator(CoordinatorInspection):
         self._state.pass_time()
         self._drafts.replan(self._state.fleet)
         if not self._stopped and not self._state.trainer_turn:
-            for move in self._moves.straggler_moves():
+            for move in self._move_planner.plan_truncations():
                 self._move(move)
-            for move in self._moves.migrations():
+            for move in self._move_planner.plan_migrations():
                 self._move(move)
 
     # -- what to do ----------------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
 """Several task sources in one run: from which of them the next prompts are drawn. Pure.
 
-A source's ratio is one of what is *trained*, not of what is drawn. Of a source half of whose groups are filtered, twice
-as many are drawn. The only inputs are what was drawn, what of that was trained on and what was not, and what is in
+A source's ratio is one of what is *trained*, not of what is drawn. If half of a source's groups are filtered, twice as
+many are drawn. The only inputs are what was drawn, what of that was trained on and what was not, and what is in
 flight.
 
 - Each trained group gives every source credit by its ratio, and takes one from its own source. A source's credit is the
   number of groups by which it lags behind.
 - The next group is drawn from the source that will lag most once everything in flight has ended, if of each source as
   large a share can be trained on as lately. That share is only a forecast: credit corrects what it gets wrong.
-- A source of which a long row of groups was filtered or failed counts as failing. It is named, one draw in `PROBE` goes
-  to sources that are failing, and the others share the rest by their ratios. One trained group ends that; the source
-  then catches up by `PATIENCE` groups at most.
+- A source counts as failing once `PATIENCE` groups of it in a row were filtered or failed. A notice names it, one draw
+  in `PROBE` goes to failing sources, and the others share the rest by their ratios. One trained group ends that; the
+  source then catches up by `PATIENCE` groups at most.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from staleflow.stores.trajectories.records import SourceState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId
 
 PATIENCE = 64
-"""Groups in a row of which none can be trained on, after which a source counts as failing. Of a source of which one
-group in ten can be trained on, so many in a row are useless once in 8,500 groups."""
+"""Number of consecutive groups that cannot be trained on after which a source counts as failing. If one group in ten of
+a source can be trained on, that happens once in 8,500 groups."""
 PROBE = 16
-"""One draw in so many is of a failing source, while others are not failing."""
+"""One draw in PROBE is from a failing source, while others are not failing."""
 UPDATE = 1 / 32
 """Weight of the latest group in a source's `usable_share`."""
 LEAST_USABLE = 1 / 256
-"""Smallest `usable_share` that is counted with: below, what is in flight would count as nothing."""
+"""Lower limit of `usable_share` in forecasts, so that groups in flight always count."""
 FAILURES = frozenset({AbortReason.ENGINE_FAILED, AbortReason.ENVIRONMENT_FAILED, AbortReason.GROUP_FAILED})
-"""Reasons of endings that speak against the source. Surplus groups and the run's end do not."""
+"""Abort reasons that count as failures of the source. Surplus groups and the run's end do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +128,13 @@ def source_views(ratios: Mapping[str, float], states: Sequence[SourceState]) -> 
 
 
 class Mixture:
-    """The sources of one run. seed: the job's."""
+    """Draws the prompts of one run from several task sources. seed: the job's."""
 
     def __init__(self, sources: Sequence[MixedSource], seed: int) -> None:
         total = sum(source.ratio for source in sources)
         self._sources = [_Source(settings=source, weight=source.ratio / total) for source in sources]
         self._seed = seed
-        self._of: dict[GroupId, _Source] = {}
+        self._source_of: dict[GroupId, _Source] = {}
         self._notices: list[str] = []
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Mixture:
         return source_views({s.settings.name: s.weight for s in self._sources}, self.states)
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of a step, of each source. Rewards are of what has happened since this was asked last."""
+        """Metrics of a step, of each source. Rewards are those since the previous call."""
         metrics: dict[str, float] = {}
         for source, view in zip(self._sources, self.views(), strict=True):
             name = f"{TASK}{view.name}/"
@@ -180,11 +180,11 @@ class Mixture:
         return metrics
 
     def take_notices(self) -> list[str]:
-        """Lines on sources that began or ceased to fail since this was asked last."""
+        """Lines on sources that began or ceased to fail since the previous call."""
         notices, self._notices = self._notices, []
         return notices
 
-    # -- what happens --------------------------------------------------------------------------------------------
+    # -- updating -----------------------------------------------------------------------------------------------
 
     def restore(self, states: Sequence[SourceState], num_groups: int, in_flight: Iterable[GroupInFlight]) -> None:
         """Continue a stored run. states: by the time `num_groups` groups had been drawn; empty if it stored none.
@@ -198,7 +198,7 @@ class Mixture:
             if source.failing:
                 self._notices.append(f"{_failing(source)}, before the resume")
         for group in in_flight:
-            self.arrive(group.group, group.source, group.task)
+            self.count_arrived(group.group, group.source, group.task)
             if group.group < num_groups:  # which is counted already
                 self._sources[group.source].num_drawn -= 1
 
@@ -221,27 +221,27 @@ class Mixture:
             draws.append((number, task))
         return tuple(draws)
 
-    def arrive(self, group: GroupId, number: int, task: int) -> None:
+    def count_arrived(self, group: GroupId, number: int, task: int) -> None:
         """Count a group whose prompt has arrived."""
         source = self._sources[number]
         if task in source.requested:
             source.requested.remove(task)
         source.in_flight[group] = task
-        self._of[group] = source
+        self._source_of[group] = source
         source.num_drawn += 1
 
-    def score(self, group: GroupId, rewards: Sequence[float]) -> None:
+    def record_rewards(self, group: GroupId, rewards: Sequence[float]) -> None:
         """Note the rewards of a complete group, without those that could not be computed."""
         if rewards:
-            source, mean = self._of[group], sum(rewards) / len(rewards)
+            source, mean = self._source_of[group], sum(rewards) / len(rewards)
             source.rewards[group] = mean
             source.scored.append(mean)
 
-    def train(self, groups: Iterable[GroupId]) -> None:
+    def count_trained(self, groups: Iterable[GroupId]) -> None:
         """Count groups as trained on."""
         for group in groups:
-            if (reward := self._of[group].rewards.get(group)) is not None:
-                self._of[group].trained.append(reward)
+            if (reward := self._source_of[group].rewards.get(group)) is not None:
+                self._source_of[group].trained.append(reward)
             source = self._leave(group)
             if source.failing:
                 self._notices.append(f"task {source.settings.name!r}: a group of it was trained on again")
@@ -251,10 +251,10 @@ class Mixture:
             source.credit -= 1
             self._give_credit()
 
-    def end(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
+    def count_ended(self, endings: Mapping[GroupId, tuple[Fate, AbortReason]]) -> None:
         """Count groups that have ended without being trained on."""
         for group, (fate, reason) in endings.items():
-            if group not in self._of:  # it was trained on, and these are its surplus members
+            if group not in self._source_of:  # it was trained on, and these are its surplus members
                 continue
             source = self._leave(group)
             failed, filtered = source.failing, fate is Fate.FILTERED
@@ -275,11 +275,11 @@ class Mixture:
         if len(healthy) < len(self._sources) and total_drawn % PROBE == PROBE - 1:
             return failing[total_drawn // PROBE % len(failing)]
         weights = sum(self._sources[n].weight for n in healthy)
-        coming = 1 + sum(self._sources[n].forecast for n in healthy)
+        num_expected = 1 + sum(self._sources[n].forecast for n in healthy)
 
         def lag(number: int) -> float:
             source = self._sources[number]
-            return source.credit + source.weight / weights * coming - source.forecast
+            return source.credit + source.weight / weights * num_expected - source.forecast
 
         return max(healthy, key=lambda number: (lag(number), -number))
 
@@ -294,7 +294,7 @@ class Mixture:
 
     def _leave(self, group: GroupId) -> _Source:
         """Take a group out of what is in flight; its sampler learns from it."""
-        source = self._of.pop(group)
+        source = self._source_of.pop(group)
         task, reward = source.in_flight.pop(group), source.rewards.pop(group, None)
         source.settings.sampler.learn(task, reward, source.sampler)
         return source

@@ -1,4 +1,4 @@
-"""Which running trajectories should continue elsewhere, or end now: proposed once per tick. Pure: changes nothing."""
+"""Proposes, once per tick, which running trajectories should move to another instance or be truncated. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from staleflow.pipeline.strategies.filtering import StragglerRule
 from staleflow.pipeline.strategies.migration import Load, Migration, Movable
 from staleflow.tasks.emulation.cost_model import StepCosts
 
-MOVES_A_TICK = 0.125
-"""Share of the instances that may give trajectories away in one tick: moves change the loads the next ones go by."""
+MAX_SOURCE_SHARE = 0.125
+"""Largest share of the instances that may be sources of migrations in one tick, since each move changes the loads that
+the next ones are chosen by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,9 @@ class Move:
     why: str
 
 
-class Moves:
-    """Shows the migration and straggler rules what runs where, and turns what they choose into moves."""
+class MovePlanner:
+    """Applies the migration and straggler rules to the coordinator's state. It only reads that; the coordinator carries
+    out the moves."""
 
     def __init__(
         self,
@@ -45,21 +47,21 @@ class Moves:
         self._forecast = forecast
         self._costs = costs
 
-    def migrations(self) -> list[Move]:
-        """Let the slowest instances give single trajectories to the fastest ones, where that pays."""
+    def plan_migrations(self) -> list[Move]:
+        """Move single trajectories from the slowest instances to the fastest ones, where the rule expects a gain."""
         fleet, rule, ledger = self._state.fleet, self._migration, self._state.ledger
         if len(fleet) < 2 or not rule.active:
             return []
         order = self._by_speed()
         moves: list[Move] = []
-        for i in range(min(len(fleet) // 2, max(1, int(len(fleet) * MOVES_A_TICK)))):
+        for i in range(min(len(fleet) // 2, max(1, int(len(fleet) * MAX_SOURCE_SHARE)))):
             source, target = order[-1 - i], order[i]
-            here = Load(running=source.num_running, kv_tokens=source.kv_tokens)
-            there = Load(running=target.num_running, kv_tokens=target.kv_tokens)
-            if not rule.worthwhile(here, there):
+            source_load = Load(running=source.num_running, kv_tokens=source.kv_tokens)
+            target_load = Load(running=target.num_running, kv_tokens=target.kv_tokens)
+            if not rule.worthwhile(source_load, target_load):
                 break  # the pairs that follow differ less
-            room = target.max_running - target.num_running
-            if source.pulling or target.pulling or source.in_transit or target.in_transit or room <= 0:
+            free_slots = target.max_running - target.num_running
+            if source.pulling or target.pulling or source.in_transit or target.in_transit or free_slots <= 0:
                 continue  # what is on its way is not in these loads yet
             movable = self._movable(source, target)
             views = [
@@ -73,12 +75,14 @@ class Moves:
                 for live in movable
             ]
             why = f"moves to {target.instance}"
-            moves += [Move(movable[j], source, target, why) for j in rule.moves(here, there, views, room)]
+            moves += [
+                Move(movable[j], source, target, why) for j in rule.moves(source_load, target_load, views, free_slots)
+            ]
         return moves
 
-    def straggler_moves(self) -> Iterator[Move]:
-        """Cut off the last trajectories of a step that the trainer has waited too long for: those of groups that are
-        due and unfinished."""
+    def plan_truncations(self) -> Iterator[Move]:
+        """Truncate the last trajectories of a step that the trainer has waited too long for: those of unfinished groups
+        that the next step needs."""
         rule, state = self._stragglers, self._state
         if not rule.waited_too_long(waited_s=state.waited_s, interval_s=state.measured.interval_s.value):
             return

@@ -171,7 +171,7 @@ class CoordinatorState(ReplanFlags):
             members = self.ledger.start(new.group)
             self._groups_drawn -= 1
             if self.mixture is not None:
-                self.mixture.arrive(new.group, new.source, new.task)
+                self.mixture.count_arrived(new.group, new.source, new.task)
             self.measured.prompt_tokens.add(new.prompt_tokens)
             self._fresh_groups.add(new.group)
             for member in members:
@@ -223,7 +223,7 @@ class CoordinatorState(ReplanFlags):
         consumption = self.ledger.consume(self.ledger.next_step)
         self._training, self._idle_since = True, None
         if self.mixture is not None:
-            self.mixture.train(consumption.groups)
+            self.mixture.count_trained(consumption.groups)
         self.truncations.step_taken(len(consumption.members))
         versions = tuple(self._live[member].v_traj for member in consumption.members)
         for member in consumption.members:
@@ -519,7 +519,7 @@ class CoordinatorState(ReplanFlags):
         endings = list(endings)
         if self.mixture is not None:
             # Backwards: the first ending of a group is that of the member that ended it.
-            self.mixture.end(
+            self.mixture.count_ended(
                 {e.group: (e.fate, e.reason) for e in reversed(endings) if e.group not in self.ledger.entries}
             )
         for ending in endings:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import PATIENT_S
+from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S
 from staleflow.pipeline.cluster.job_lookup import refuse_second
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
@@ -19,7 +19,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.starts import Starts
 from staleflow.pipeline.jobs.stopping import StopRequest
 from staleflow.pipeline.recovery import source_fingerprints
-from staleflow.pipeline.recovery.run_folder import claimed, prepare_run_dir
+from staleflow.pipeline.recovery.run_folder import create_and_lock, prepare_run_dir
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
@@ -71,7 +71,7 @@ async def execute(
         from staleflow.pipeline.processes.dask_workers import check_gpus
 
         await check_gpus(config, security)
-    with contextlib.nullcontext() if locked else claimed(config.run_dir):
+    with contextlib.nullcontext() if locked else create_and_lock(config.run_dir):
         return await _execute(config, facts, listener, resume=resume, slot=slot, job=job, stop=stop, security=security)
 
 
@@ -93,7 +93,9 @@ async def _execute(
 
     run_dir = config.run_dir
     config, prints, changed = _folder_ready(config, resume=resume)
-    cluster = await (connect(config, security) if slot is None else connect(config, slot.security, within_s=PATIENT_S))
+    cluster = await (
+        connect(config, security) if slot is None else connect(config, slot.security, within_s=BUSY_SCHEDULER_S)
+    )
     reporter = Reporter(job or f"{config.name}-{facts.nonce[:6]}", config.steps, run_dir)
     cluster.job = reporter.id
     ended = "failed", ""

@@ -23,14 +23,14 @@ from distributed import Reschedule, get_worker, secede
 from distributed.core import Status
 
 from staleflow.pipeline.cluster import job_registry
-from staleflow.pipeline.cluster.connection import PATIENT_S, ClusterAddress, client_security
+from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S, ClusterAddress, client_security
 from staleflow.pipeline.cluster.job_lookup import find
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.config.preflight import check_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code_in
 from staleflow.pipeline.processes.dask_workers import DriverSlotTaken
-from staleflow.pipeline.recovery.run_folder import FolderInUse, claimed, job_id, require_no_run, write_job_id
+from staleflow.pipeline.recovery.run_folder import FolderInUse, create_and_lock, job_id, require_no_run, write_job_id
 from staleflow.stores.errors import ActorLost, StaleflowError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ async def _drive(submission: Submission, slot: DriverWorker, scheduler: str, ali
     from staleflow.pipeline.jobs import reporter
 
     cluster = ClusterAddress(address=scheduler, security=slot.security)
-    async with cluster.connected(PATIENT_S) as client:
+    async with cluster.connected(BUSY_SCHEDULER_S) as client:
         job = await find(client, submission.id)
         if job["state"] in job_registry.ENDED:
             return str(job["state"])
@@ -145,7 +145,7 @@ async def claimed_for_job(config: RunConfig, submission: Submission) -> AsyncIte
     with contextlib.ExitStack() as lock:
         while True:
             try:
-                lock.enter_context(claimed(run_dir))
+                lock.enter_context(create_and_lock(run_dir))
                 break
             except FolderInUse:
                 # An earlier driver of this job, whose worker is leaving the cluster, unlocks it at its end.

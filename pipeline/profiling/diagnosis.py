@@ -22,7 +22,7 @@ from staleflow.pipeline.config.factories import ledger_eta, while_drafting
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.fit import Fit
-from staleflow.pipeline.profiling.step_times import Seconds, StepTimes, slow_instances, total
+from staleflow.pipeline.profiling.step_times import PeriodTimes, StepTimes, slow_instances, sum_steps
 from staleflow.pipeline.strategies.admission import Admission
 from staleflow.tasks.emulation.cost_model import CostModel
 from staleflow.tasks.engines.engine_settings import Speculation
@@ -150,7 +150,7 @@ def diagnose(load: StepTimes, sizes: Sizes) -> Diagnosis | None:
 
 def recent(loads: Sequence[StepTimes], eta: int) -> StepTimes:
     """The latest steps of a run, added up: a period of it at least, without the first step, in which it fills."""
-    return total(loads[max(1, len(loads) - max(eta + 1, LATEST)) :] or loads)
+    return sum_steps(loads[max(1, len(loads) - max(eta + 1, LATEST)) :] or loads)
 
 
 def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
@@ -163,7 +163,7 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
             advice="make the reward function faster, or raise reward.workers",
             halved=("simulation.reward_s",),
         )
-    if waiting.share(waiting.acting_s) >= MOSTLY:
+    if waiting.share(waiting.environment_s) >= MOSTLY:
         return _environment_limits(waiting, sizes, share)
     slow, factor = slow_instances(load.speeds)
     if slow:
@@ -188,7 +188,7 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
             halved=("simulation.pull_s",),
         )
     runs = f"instances run {waiting.running:.0f} of {sizes.max_running}"
-    if waiting.share(waiting.memory_s) >= MOSTLY:
+    if waiting.share(waiting.out_of_memory_s) >= MOSTLY:
         return Diagnosis(
             cause=Cause.KV_MEMORY,
             share=share,
@@ -220,16 +220,16 @@ def _trainer_waits(load: StepTimes, sizes: Sizes, share: float) -> Diagnosis:
     )
 
 
-def _environment_limits(waiting: Seconds, sizes: Sizes, share: float) -> Diagnosis:
+def _environment_limits(waiting: PeriodTimes, sizes: Sizes, share: float) -> Diagnosis:
     """Which of both the trainer waits for: environments, or a place on their hosts, since more act than there are."""
     places = sizes.hosts * sizes.concurrency
-    waits = f"the trainer waits {share:.0%} of the time, {waiting.share(waiting.acting_s):.0%} of that for"
-    if waiting.acts > (1 + LITTLE) * places:
-        enough = math.ceil(waiting.acts / sizes.hosts)
+    waits = f"the trainer waits {share:.0%} of the time, {waiting.share(waiting.environment_s):.0%} of that for"
+    if waiting.awaiting_environment > (1 + LITTLE) * places:
+        enough = math.ceil(waiting.awaiting_environment / sizes.hosts)
         return Diagnosis(
             cause=Cause.ENVIRONMENT_PLACES,
             share=share,
-            what=f"{waits} a place on environment hosts ({waiting.acts:.0f} act, there are {places})",
+            what=f"{waits} a place on environment hosts ({waiting.awaiting_environment:.0f} act, there are {places})",
             advice=f"raise environment.concurrency to {enough} while the hosts' machines have room, or "
             f"environment.hosts above {sizes.hosts}",
             change=(("environment.concurrency", enough),),
@@ -237,7 +237,7 @@ def _environment_limits(waiting: Seconds, sizes: Sizes, share: float) -> Diagnos
     return Diagnosis(
         cause=Cause.ENVIRONMENT,
         share=share,
-        what=f"{waits} environments ({waiting.acts:.0f} act, there are places for {places})",
+        what=f"{waits} environments ({waiting.awaiting_environment:.0f} act, there are places for {places})",
         advice="make the environment faster, or start more (batch.extra_groups)",
         halved=("workload.tool_s",),
     )
@@ -265,7 +265,7 @@ def trainer_limits(share: float, needed: int, instances: int) -> Diagnosis:
     )
 
 
-def gains(waiting: Seconds, sizes: Sizes) -> tuple[float, float]:
+def gains(waiting: PeriodTimes, sizes: Sizes) -> tuple[float, float]:
     """Factors on the rate of sampling: of one more instance, and of one more version of staleness."""
     count, running = sizes.instances, max(waiting.running, 1e-9)
     each = waiting.kv_tokens / running
@@ -273,7 +273,7 @@ def gains(waiting: Seconds, sizes: Sizes) -> tuple[float, float]:
     def step_s(n: float) -> float:
         return sizes.token_s(n, n * each)
 
-    room = 1 - waiting.share(waiting.full_s + waiting.memory_s)
+    room = 1 - waiting.share(waiting.at_max_running_s + waiting.out_of_memory_s)
     thinner = step_s(running) / step_s(running * count / (count + 1))
     more = (sizes.eta + 2) / (sizes.eta + 1)
     fuller = more * step_s(running) / step_s(running * more)

@@ -1,4 +1,4 @@
-"""The seconds of a run's training steps by what went on in them, and how fast each instance sampled. Pure."""
+"""How the seconds of each training step were spent, and how fast each instance sampled. Pure."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field, fields
 
 from staleflow.stores.trajectory import InstanceId
 
-SLOW = 1.5
+SLOW_FACTOR = 1.5
 """Factor by which an instance must be slower than the others to be called slow; equal ones differ by a few percent."""
-ENOUGH = 4
+MIN_RESPONSES = 4
 """Least number of responses of an instance that its speed is judged by."""
 
 
 @dataclass(slots=True)
-class Seconds:
-    """Seconds of some part of a run, and what went on in it. All but the first four are means over instances."""
+class PeriodTimes:
+    """How the seconds of a part of a run were spent. All but the first four are means over instances."""
 
     total_s: float = 0.0
     scoring_s: float = 0.0
     """In which at least as many responses waited for their reward as were being sampled or waited for an instance."""
-    acting_s: float = 0.0
+    environment_s: float = 0.0
     """In which at least as many waited for their environment as for anything else."""
-    acts_s: float = 0.0
-    """Trajectories that waited for their environment then, times seconds."""
-    full_s: float = 0.0
-    """At max_running."""
-    memory_s: float = 0.0
+    awaiting_environment_s: float = 0.0
+    """Trajectories that waited for their environment in that time, times seconds."""
+    at_max_running_s: float = 0.0
+    """With max_running requests running."""
+    out_of_memory_s: float = 0.0
     """Below max_running, out of KV memory, with work waiting."""
     idle_s: float = 0.0
     """Without any work."""
@@ -38,9 +38,9 @@ class Seconds:
     kv_s: float = 0.0
     """KV tokens held, times seconds."""
 
-    def add(self, other: Seconds) -> None:
-        for one in fields(Seconds):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+    def add(self, other: PeriodTimes) -> None:
+        for each in fields(PeriodTimes):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     @property
     def running(self) -> float:
@@ -53,9 +53,9 @@ class Seconds:
         return self.kv_s / self.total_s if self.total_s else 0.0
 
     @property
-    def acts(self) -> float:
+    def awaiting_environment(self) -> float:
         """Trajectories that wait for their environment while most do, mean."""
-        return self.acts_s / self.acting_s if self.acting_s else 0.0
+        return self.awaiting_environment_s / self.environment_s if self.environment_s else 0.0
 
     def share(self, seconds: float) -> float:
         """A part of these seconds, as a share of them."""
@@ -80,9 +80,9 @@ class StepTimes:
     """One training step, from the end of the one before; or several, added up."""
 
     steps: int = 0
-    waiting: Seconds = field(default_factory=Seconds)
+    waiting: PeriodTimes = field(default_factory=PeriodTimes)
     """While the trainer waited for its batch."""
-    training: Seconds = field(default_factory=Seconds)
+    training: PeriodTimes = field(default_factory=PeriodTimes)
     """From the batch being ready to the new version."""
     tokens: int = 0
     """Sampled in it."""
@@ -93,28 +93,28 @@ class StepTimes:
         return self.waiting.total_s + self.training.total_s
 
 
-def total(loads: Iterable[StepTimes]) -> StepTimes:
+def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
     """Add up steps."""
-    whole = StepTimes()
-    for load in loads:
-        whole.steps += load.steps
-        whole.tokens += load.tokens
-        whole.waiting.add(load.waiting)
-        whole.training.add(load.training)
-        for name, speed in load.speeds.items():
-            own = whole.speeds.setdefault(name, Speed())
+    total = StepTimes()
+    for step in steps:
+        total.steps += step.steps
+        total.tokens += step.tokens
+        total.waiting.add(step.waiting)
+        total.training.add(step.training)
+        for name, speed in step.speeds.items():
+            own = total.speeds.setdefault(name, Speed())
             own.measured_s += speed.measured_s
             own.expected_s += speed.expected_s
             own.responses += speed.responses
-    return whole
+    return total
 
 
 def slow_instances(speeds: Mapping[InstanceId, Speed]) -> tuple[list[InstanceId], float]:
     """(the instances that are slow, how many times as long as the others' median their tokens take)."""
-    ratios = {name: s.ratio for name, s in speeds.items() if s.responses >= ENOUGH and s.ratio > 0}
+    ratios = {name: s.ratio for name, s in speeds.items() if s.responses >= MIN_RESPONSES and s.ratio > 0}
     if len(ratios) < 2:
         return [], 1.0
-    limit = SLOW * statistics.median_low(ratios.values())
+    limit = SLOW_FACTOR * statistics.median_low(ratios.values())
     slow = sorted(name for name, ratio in ratios.items() if ratio >= limit)
     if not slow:
         return [], 1.0
@@ -132,7 +132,7 @@ def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
     return (first, last) if last - first >= 2 else (0, num_steps - 1)
 
 
-def steady(loads: Sequence[StepTimes], eta: int) -> StepTimes:
+def steady(steps: Sequence[StepTimes], eta: int) -> StepTimes:
     """The steady part of a run, added up; its only step, if it has one."""
-    first, last = steady_part(len(loads), eta)
-    return total(loads[first + 1 : last + 1] or loads)
+    first, last = steady_part(len(steps), eta)
+    return sum_steps(steps[first + 1 : last + 1] or steps)

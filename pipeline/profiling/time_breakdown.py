@@ -49,7 +49,7 @@ from staleflow.pipeline.coordination.events import (
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.fit import FEWEST, Fit, StepPoint, fit_steps
 from staleflow.pipeline.profiling.latencies import Latencies
-from staleflow.pipeline.profiling.step_times import Speed, StepTimes, slow_instances, total
+from staleflow.pipeline.profiling.step_times import Speed, StepTimes, slow_instances, sum_steps
 from staleflow.pipeline.profiling.tracked_instances import AtReport, FleetCounts, Sampling, TrackedInstance
 from staleflow.stores.trajectory import GroupId, InstanceId, TrajectoryId, is_evaluation
 from staleflow.tasks.emulation.cost_model import CostModel
@@ -178,12 +178,12 @@ class TimeTracker:
     @property
     def num_instances(self) -> int:
         """Instances that have sampled something in the run so far."""
-        return len(total(self.loads).speeds)
+        return len(sum_steps(self.loads).speeds)
 
     @property
     def slow(self) -> tuple[list[InstanceId], float]:
         """The slow instances of the run so far; see `slow_instances`."""
-        return slow_instances(total(self.loads).speeds)
+        return slow_instances(sum_steps(self.loads).speeds)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -195,10 +195,10 @@ class TimeTracker:
         others = fleet.running + len(self._queued)
         part.scoring_s += passed_s * (0 < len(self._scoring) >= others + len(self._acting))
         acting = 0 < len(self._acting) >= others + len(self._scoring)
-        part.acting_s += passed_s * acting
-        part.acts_s += passed_s * acting * len(self._acting)
-        part.full_s += passed_s * fleet.full / count
-        part.memory_s += passed_s * (fleet.out_of_memory / count if self._queued else 0.0)
+        part.environment_s += passed_s * acting
+        part.awaiting_environment_s += passed_s * acting * len(self._acting)
+        part.at_max_running_s += passed_s * fleet.full / count
+        part.out_of_memory_s += passed_s * (fleet.out_of_memory / count if self._queued else 0.0)
         part.idle_s += passed_s * fleet.idle / count
         part.pull_s += passed_s * fleet.pulling / count
         part.running_s += passed_s * fleet.running / count

@@ -106,9 +106,9 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
         raise ConfigError(
             f"{run_dir / file}: written by an earlier version; `staleflow store convert {run_dir}` converts it"
         )
-    here, place = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
-    known = all(isinstance(part, str) for part in place)  # else it is no job, as is said below
-    tools = _below(tree, "environment", "tools")
+    here, stored_path = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
+    is_job = all(isinstance(part, str) for part in stored_path)  # else it is no job, as is said below
+    tools = _value_at(tree, "environment", "tools")
     num_tools = len(tools) if isinstance(tools, list) else 0
     code = user_files.code_keys(
         _names(tree, "reward", "parts"),
@@ -116,23 +116,23 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
         _names(tree, "evaluation", "sets"),
         _names(tree, "task", "sources"),
     )
-    for path in (*PATHS, *code) if known else ():
+    for path in (*PATHS, *code) if is_job else ():
         *tables, key = path.split(".")
-        section = _below(tree, *tables)
+        section = _value_at(tree, *tables)
         at = int(key) if isinstance(section, list) else key
-        if isinstance(value := _below(section, key), str):
-            section[at] = _moved(value, str(Path(*place)), str(here))
+        if isinstance(value := _value_at(section, key), str):
+            section[at] = _moved(value, str(Path(*stored_path)), str(here))
     config = loading.from_overridden(tree, overrides, str(run_dir / file))
     return user_files.placed(config, here)
 
 
 def _names(tree: Mapping[str, Any], *path: str) -> list[str]:
     """Names of what an unchecked job describes by name, such as the parts of its reward."""
-    named = _below(tree, *path)
+    named = _value_at(tree, *path)
     return list(named) if isinstance(named, dict) else []
 
 
-def _below(tree: Any, *path: str) -> Any:
+def _value_at(tree: Any, *path: str) -> Any:
     """What is at a path of an unchecked job; None if there is nothing."""
     for name in path:
         if isinstance(tree, list):
@@ -157,7 +157,7 @@ def _moved(value: str, before: str, here: str) -> str:
 
 
 @contextlib.contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
+def create_and_lock(run_dir: Path) -> Iterator[None]:
     """Lock a run's folder, creating it if necessary. Raises as `lock_folder` does."""
     _make(run_dir)
     with lock_folder(run_dir):

@@ -30,7 +30,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectories.repository import MAIN
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, NumberTexts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, IdDetokenizer
 
 KEPT = 2
 """Branches whose columns stay in memory: a comparison reads two; 100,000 trajectories take some 30 MiB each."""
@@ -193,7 +193,7 @@ class RunReader:
     @property
     def texts_note(self) -> str:
         """Why token ids are shown instead of text; empty if text is."""
-        if not isinstance(self.texts, NumberTexts):
+        if not isinstance(self.texts, IdDetokenizer):
             return ""
         if self.config.emulated:
             return "the engine was emulated, its tokens have no text: token ids are shown"

@@ -232,15 +232,15 @@ class Driver:
         in_flight: RecoverableWork = await self._actors.ask("server", "recoverable", deadline="start_s")
         filtering = factories.make_strategies(self._config).filtering
         ledger = factories.make_coordinator(self._config).ledger
-        resumed, again = plan_resume(ledger, filtering, in_flight.ledger, in_flight.groups)
-        taken: RecoveredWork = await self._actors.ask("server", "resume", again, deadline="start_s")
-        self._num_drawn = taken.ledger.num_started // self._config.oversampled_group_size
-        if taken.responses or taken.again:
+        resumed, from_prompt = plan_resume(ledger, filtering, in_flight.ledger, in_flight.groups)
+        recovered: RecoveredWork = await self._actors.ask("server", "resume", from_prompt, deadline="start_s")
+        self._num_drawn = recovered.ledger.num_started // self._config.oversampled_group_size
+        if recovered.responses or recovered.num_restarted:
             self._note(
-                f"resumed {taken.responses:,} in-flight responses ({taken.tokens:,} tokens); "
-                f"{taken.again:,} restart from their prompts"
+                f"resumed {recovered.responses:,} in-flight responses ({recovered.tokens:,} tokens); "
+                f"{recovered.num_restarted:,} restart from their prompts"
             )
-        return replace(resumed, num_ended=tuple(taken.ledger.num_ended.items()))
+        return replace(resumed, num_ended=tuple(recovered.ledger.num_ended.items()))
 
     def stop(self, why: str) -> None:
         """End the run once no training step is in flight; at once if asked twice, or outside of the training loop. Safe

@@ -1,4 +1,4 @@
-"""What an evaluation shows beyond its means: intervals, pass@k, majority, and the change since the base model. Pure."""
+"""Statistics of an evaluation besides its means: intervals, pass@k, majority, changes since the base model. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PromptRewards:
     answers: tuple[str, ...] = ()
     """Digests of the sampled responses' answers, as task.answer_pattern finds them; empty for episodes of turns."""
     greedy: tuple[float, ...] = ()
-    """One, or none."""
+    """Reward of the greedy response, if there is one."""
 
 
 SetRewards = Mapping[str, PromptRewards]
@@ -37,7 +37,7 @@ class EvaluationFigures:
     """The figures of one evaluation set at one policy version, besides its means."""
 
     sampled_interval: Interval | None = None
-    """Of the mean of the sampled responses; None if there are too few prompts for one."""
+    """Confidence interval of the mean of the sampled responses; None if there are too few prompts for one."""
     greedy_interval: Interval | None = None
     binary: bool = False
     """Whether all rewards are 0 or 1: then the best of k is pass@k."""
@@ -97,8 +97,8 @@ def figures_of(rewards: SetRewards, samples: int, base: SetRewards) -> Evaluatio
 
 
 def _sampled(rewards: SetRewards) -> dict[str, Sequence[float]]:
-    return {prompt: of.sampled for prompt, of in rewards.items()}
+    return {prompt: prompt_rewards.sampled for prompt, prompt_rewards in rewards.items()}
 
 
 def _greedy(rewards: SetRewards) -> dict[str, Sequence[float]]:
-    return {prompt: of.greedy for prompt, of in rewards.items()}
+    return {prompt: prompt_rewards.greedy for prompt, prompt_rewards in rewards.items()}

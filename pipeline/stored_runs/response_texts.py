@@ -9,19 +9,19 @@ from staleflow.pipeline.stored_runs.conversations import messages
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.dataframes import RowTexts
 from staleflow.stores.trajectory import IntArray, Trajectory
-from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, NumberTexts, file_texts, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, IdDetokenizer, load_chat_tokenizer, load_detokenizer
 
 
 def texts_of(config: RunConfig) -> Detokenizer:
     """Create the detokenizer of a job: its tokenizer, or the ids as text for an emulated run. Raises ConfigError if the
     tokenizer is gone."""
-    return NumberTexts() if config.emulated else tokenizer_texts(config.model.path)
+    return IdDetokenizer() if config.emulated else load_chat_tokenizer(config.model.path)
 
 
 def decoded_texts(config: RunConfig) -> Detokenizer:
     """As `texts_of`, but without loading transformers, which takes seconds, where the tokenizer's file is enough.
     Raises ConfigError if the tokenizer is gone."""
-    if not config.emulated and (texts := file_texts(Path(config.model.path))) is not None:
+    if not config.emulated and (texts := load_detokenizer(Path(config.model.path))) is not None:
         return texts
     return texts_of(config)
 
@@ -31,11 +31,11 @@ def shown_texts(config: RunConfig) -> Detokenizer:
     tokenizer is gone."""
     folder = Path(config.model.path)
     if folder.is_absolute() and not folder.exists():  # known without loading transformers, which takes seconds
-        return NumberTexts()
+        return IdDetokenizer()
     try:
         return decoded_texts(config)
     except ConfigError:
-        return NumberTexts()
+        return IdDetokenizer()
 
 
 def row_texts(trajectory: Trajectory, texts: Detokenizer) -> RowTexts:

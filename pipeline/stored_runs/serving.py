@@ -15,7 +15,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.endpoint.served_policy import ServedPolicy
 from staleflow.tasks.engines.engine_builder import build_engine
-from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 
 ANSWER_TOKENS = 512
 """Limit of a response of a model without a job; half of the context if that is shorter."""
@@ -38,7 +38,7 @@ class ServingPlan:
         engine = build_engine(settings, InstanceId("serving"), config.cluster.threads)
         return ServedPolicy(
             engine,
-            tokenizer_texts(config.model.path),
+            load_chat_tokenizer(config.model.path),
             key,
             chat=next(iter(config.task.named.values())).chat,
             template=config.environment.template,
@@ -59,7 +59,7 @@ def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | No
         tree = {"model": {"path": target}, "rollout": {"max_new_tokens": most}}
         config = loading.from_overridden(tree, overrides, target)
         facts = inspect_model(config, "MODEL")
-        chat = tokenizer_texts(target).has_chat_template
+        chat = load_chat_tokenizer(target).has_chat_template
         config = dataclasses.replace(config, task=dataclasses.replace(config.task, chat=chat))
         return ServingPlan(config=config, facts=facts, label=target)
     config = loading.load(path / "config.toml", overrides)

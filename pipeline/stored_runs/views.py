@@ -39,9 +39,9 @@ class TokenView:
     id: int
     text: str
     version: int
-    """That sampled it; NO_VERSION for env tokens."""
+    """Policy version that sampled it; NO_VERSION for env tokens."""
     instance: str
-    """That sampled it; the role for env tokens."""
+    """Rollout instance that sampled it; the role for env tokens."""
     logprob: float
     ratio: float | None
     """pi_model / pi_rollout; None without a model's logprobs, and for env tokens."""
@@ -68,11 +68,11 @@ def ranked(store: VersionedStore, order: Order, count: int, where: str) -> list[
     if order not in ORDERS:
         raise ConfigError(f"order = {order!r}: choose one of {', '.join(ORDERS)}")
     columns = store.columns()
-    chosen = Selection(where).mask(columns)
+    selected = Selection(where).mask(columns)
     name, sign = ORDERS[order]
     if name == "reward":
-        chosen &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
-    (at,) = np.nonzero(chosen)
+        selected &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
+    (at,) = np.nonzero(selected)
     at = at[np.argsort(columns["trajectory"][at])]
     # Ties list one of each group first: siblings are too similar to read in a row.
     seen: Counter[int] = Counter()
@@ -107,15 +107,15 @@ def view(
         if row is None:
             raise ConfigError(f"{run_dir}: no stored trajectory {id}; it was never started or is still in flight")
         rows.append(row)
-    read: list[npt.NDArray[np.float32] | None]
+    rescored: list[npt.NDArray[np.float32] | None]
     if model:
         from staleflow.pipeline.stored_runs.logprob_recompute import logprob_settings, response_logprobs
 
-        read = [*response_logprobs(logprob_settings(config, model), rows)]
+        rescored = [*response_logprobs(logprob_settings(config, model), rows)]
     else:
-        read = [store.rescored(row.trajectory.id) for row in rows]
+        rescored = [store.rescored(row.trajectory.id) for row in rows]
     texts = shown_texts(config)
-    return [trajectory_view(row, texts, new) for row, new in zip(rows, read, strict=True)]
+    return [trajectory_view(row, texts, new) for row, new in zip(rows, rescored, strict=True)]
 
 
 def trajectory_view(
@@ -128,10 +128,10 @@ def trajectory_view(
     if rescored is not None:
         ratio_values = np.exp(np.asarray(rescored, np.float64) - logprobs).tolist()
         ratios = [ratio if sampled else None for ratio, sampled in zip(ratio_values, t.sampled, strict=True)]
-    where = [s.role if isinstance(s, EnvSpan) else str(s.instance) for s in t.spans for _ in s.tokens]
+    origins = [s.role if isinstance(s, EnvSpan) else str(s.instance) for s in t.spans for _ in s.tokens]
     tokens = tuple(
-        TokenView(id=i, text=text, version=int(v), instance=place, logprob=float(p), ratio=r)
-        for i, text, v, place, p, r in zip(ids, pieces(texts, ids), t.versions, where, logprobs, ratios, strict=True)
+        TokenView(id=i, text=text, version=int(v), instance=origin, logprob=float(p), ratio=r)
+        for i, text, v, origin, p, r in zip(ids, pieces(texts, ids), t.versions, origins, logprobs, ratios, strict=True)
     )
     return TrajectoryView(
         id=int(t.id),

@@ -36,29 +36,29 @@ class ConsumedRows:
         self.num_rows = 0
         self.max_staleness = -1
         self._stored = IdSet()
-        self._twice: set[int] = set()
-        self._pairs: list[Ints] = []
+        self._repeated_ids: set[int] = set()
+        self._counts: list[Ints] = []
         """[N, 5]: step, group, trajectories of it, first and last row of them."""
 
     def add(self, rows: Rows) -> None:
         """Add the next rows, with the columns of READ."""
-        self._twice.update(self._stored.add(rows["trajectory"]).tolist())
+        self._repeated_ids.update(self._stored.add(rows["trajectory"]).tolist())
         consumed = is_consumed(rows)
         (at,) = np.nonzero(consumed)
-        taken = rows[at]
-        if len(taken):
-            self.max_staleness = max(self.max_staleness, int((taken["step"] - taken["v_traj"]).max()))
+        consumed_rows = rows[at]
+        if len(consumed_rows):
+            self.max_staleness = max(self.max_staleness, int((consumed_rows["step"] - consumed_rows["v_traj"]).max()))
         ones = np.ones(len(at), np.int64)
-        places = at + self.num_rows
-        pairs = np.stack([taken["step"], taken["group"], ones, places, places], axis=1)
-        self._pairs.append(_summed(pairs))
+        positions = at + self.num_rows
+        counts = np.stack([consumed_rows["step"], consumed_rows["group"], ones, positions, positions], axis=1)
+        self._counts.append(_merge(counts))
         self.num_rows += len(rows)
 
     def steps(self) -> dict[int, tuple[int, int]]:
         """First row and the row after the last of those that each step consumed."""
-        pairs = self._all()
+        counts = self._merged_counts()
         return {
-            int(step): (int(pairs[a:b, 3].min()), int(pairs[a:b, 4].max()) + 1) for step, a, b in _runs(pairs[:, 0])
+            int(step): (int(counts[a:b, 3].min()), int(counts[a:b, 4].max()) + 1) for step, a, b in _runs(counts[:, 0])
         }
 
     def findings(self, header: RunHeader, trained: Sequence[int], rows: Iterable[Rows]) -> Iterator[Finding]:
@@ -72,8 +72,8 @@ class ConsumedRows:
         yield from self._repeated(rows)
         if list(trained) != list(range(len(trained))):
             yield Finding(check=CHECK, where="steps", message=f"steps are not 0, 1, 2, ...: {list(trained)[:20]}")
-        pairs = self._all()
-        consumed = {int(step): pairs[a:b, 2] for step, a, b in _runs(pairs[:, 0])}
+        counts = self._merged_counts()
+        consumed = {int(step): counts[a:b, 2] for step, a, b in _runs(counts[:, 0])}
         for step in sorted({*trained, *consumed}):
             sizes = consumed.get(step, np.zeros(0, np.int64))
             if len(sizes) != header.groups_per_step or set(sizes.tolist()) != {header.group_size}:
@@ -82,17 +82,17 @@ class ConsumedRows:
                     f"a batch is {header.groups_per_step} of {header.group_size}"
                 )
                 yield Finding(check=CHECK, where=f"step {step}", message=message)
-        by_group = pairs[np.lexsort((pairs[:, 0], pairs[:, 1]))]
+        by_group = counts[np.lexsort((counts[:, 0], counts[:, 1]))]
         several = [(by_group[a:b, 3].min(), group, a, b) for group, a, b in _runs(by_group[:, 1]) if b - a > 1]
         for _, group, a, b in sorted(several):
             message = f"consumed by steps {by_group[a:b, 0].tolist()}"
             yield Finding(check=CHECK, where=f"group {group}", message=message)
 
     def _repeated(self, rows: Iterable[Rows]) -> Iterator[Finding]:
-        if not self._twice:
+        if not self._repeated_ids:
             return
         counts: dict[int, int] = {}
-        wanted = np.asarray(sorted(self._twice), np.int64)
+        wanted = np.asarray(sorted(self._repeated_ids), np.int64)
         for block in rows:
             ids = block["trajectory"]
             for id in ids[np.isin(ids, wanted)].tolist():
@@ -100,22 +100,22 @@ class ConsumedRows:
         for id, count in counts.items():
             yield Finding(check=CHECK, where=f"trajectory {id}", message=f"stored {count} times")
 
-    def _all(self) -> Ints:
-        pairs = _summed(np.concatenate([np.zeros((0, 5), np.int64), *self._pairs]))
-        self._pairs = [pairs]
-        return pairs
+    def _merged_counts(self) -> Ints:
+        counts = _merge(np.concatenate([np.zeros((0, 5), np.int64), *self._counts]))
+        self._counts = [counts]
+        return counts
 
 
-def _summed(pairs: Ints) -> Ints:
+def _merge(counts: Ints) -> Ints:
     """One line per step and group, by these."""
-    pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
-    begins = np.flatnonzero(np.concatenate([[True], (pairs[1:, :2] != pairs[:-1, :2]).any(axis=1)])[: len(pairs)])
+    counts = counts[np.lexsort((counts[:, 1], counts[:, 0]))]
+    begins = np.flatnonzero(np.concatenate([[True], (counts[1:, :2] != counts[:-1, :2]).any(axis=1)])[: len(counts)])
     if not len(begins):
-        return pairs
-    summed = pairs[begins].copy()
-    summed[:, 2] = np.add.reduceat(pairs[:, 2], begins)
+        return counts
+    summed = counts[begins].copy()
+    summed[:, 2] = np.add.reduceat(counts[:, 2], begins)
     # Rows are added in order and the sort is stable, so the first line of a group has its first row.
-    summed[:, 4] = np.maximum.reduceat(pairs[:, 4], begins)
+    summed[:, 4] = np.maximum.reduceat(counts[:, 4], begins)
     return summed
 
 

@@ -100,9 +100,9 @@ class LatestRouting(NamedTuple):
 
 @dataclass(slots=True)
 class InFlightState:
-    """The trajectories of one run that are not in its store. members: trajectories started per group."""
+    """The trajectories of one run that are not in its store. group_size: trajectories started per group."""
 
-    members: int
+    group_size: int
     num_drawn: int = 0
     """Groups drawn: their numbers are 0 to num_drawn - 1."""
     live: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class InFlightState:
         """Add the groups in flight to the ledger's state of a run with several task sources. num_counted: trajectories
         that had been started when the ledger counted."""
         of_group = {t.group: (t.source, t.task) for t in self.live.values() if not is_evaluation(t.id)}
-        later = [source for group, (source, _) in of_group.items() if group * self.members >= num_counted]
+        later = [source for group, (source, _) in of_group.items() if group * self.group_size >= num_counted]
         return replace(
             ledger,
             sources=tuple(
@@ -221,14 +221,14 @@ class InFlightState:
         pending = {t.id for t in self.pending_commit()}
         return {
             group
-            for group in {GroupId(i // self.members) for i in ids}
+            for group in {GroupId(i // self.group_size) for i in ids}
             if not any(i in self.live or i in pending for i in self.members_of(group))
         }
 
     def remove_stored(self, ledger: LedgerState) -> None:
         """Remove the trajectories that the store holds, by the `ledger` of its last record."""
         unstored = {i for first, last in ledger.live for i in range(first, last)}
-        self.num_drawn = max(self.num_drawn, ledger.num_started // self.members)
+        self.num_drawn = max(self.num_drawn, ledger.num_started // self.group_size)
 
         def is_stored(trajectory: TrajectoryId) -> bool:
             return not is_evaluation(trajectory) and trajectory < ledger.num_started and trajectory not in unstored
@@ -243,16 +243,16 @@ class InFlightState:
         """Trajectories that were started, and are neither stored nor in flight here, by group."""
         known = {*self.live, *(t.id for t in self.pending_commit())}
         by_group: dict[GroupId, list[TrajectoryId]] = {}
-        for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.members)):
+        for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.group_size)):
             for i in range(first, last):
                 if i not in known:
-                    by_group.setdefault(GroupId(i // self.members), []).append(TrajectoryId(i))
+                    by_group.setdefault(GroupId(i // self.group_size), []).append(TrajectoryId(i))
         return by_group
 
     def add_members(self, members: Iterable[TrajectoryId], drawn: GroupDrawn) -> None:
         """Add trajectories of one group, with no tokens but the prompt."""
         for member in members:
-            group = GroupId(member // self.members)
+            group = GroupId(member // self.group_size)
             self.live[member] = Trajectory(
                 id=member,
                 group=group,
@@ -266,7 +266,7 @@ class InFlightState:
     def copy_with(self, entry: Entry) -> InFlightState:
         """A copy of the state with `entry` applied; this one stays as it is."""
         copied = InFlightState(
-            members=self.members,
+            group_size=self.group_size,
             num_drawn=self.num_drawn,
             live=dict(self.live),
             scored=set(self.scored),
@@ -317,7 +317,7 @@ class InFlightState:
 
     def _add_drawn(self, entry: GroupDrawn) -> bool:
         if is_evaluation(entry.group):
-            member = TrajectoryId(entry.group * self.members)
+            member = TrajectoryId(entry.group * self.group_size)
             if member in self.live:
                 return False
             self.add_members([member], entry)
@@ -476,7 +476,7 @@ class InFlightState:
 
     def members_of(self, group: GroupId) -> tuple[TrajectoryId, ...]:
         """The trajectories of a group."""
-        return tuple(TrajectoryId(i) for i in range(group * self.members, (group + 1) * self.members))
+        return tuple(TrajectoryId(i) for i in range(group * self.group_size, (group + 1) * self.group_size))
 
     def _drop(self, trajectory: TrajectoryId) -> Trajectory:
         self.routings.pop(trajectory, None)

@@ -35,7 +35,7 @@ class EvaluationTrajectories:
     ) -> tuple[dict[TrajectoryId, EvaluationItem], list[Entry]]:
         """Add those of `routed` that belong to an evaluation, with their prompts. Returns the item that each
         answers, and the spool entries to write."""
-        groups = {i: GroupId(i // self._flight.members) for i in routed if is_evaluation(i)}
+        groups = {i: GroupId(i // self._flight.group_size) for i in routed if is_evaluation(i)}
         if not groups:
             return {}, []
         items = await self._tasks.evaluated(set(groups.values()))
@@ -86,7 +86,7 @@ class EvaluationTrajectories:
         return short_digest(extract_answer(item.of.answer_pattern, self._text(tokens)))
 
     def _member(self, group: GroupId) -> TrajectoryId:
-        return TrajectoryId(group * self._flight.members)
+        return TrajectoryId(group * self._flight.group_size)
 
     def _response(self, member: TrajectoryId) -> EvaluatedResponse:
         t = self._flight.live.get(member)

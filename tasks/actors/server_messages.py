@@ -14,7 +14,7 @@ from staleflow.tasks.sources.reward_process import ScoredResponse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnGroup:
-    """A drawn prompt: its group's id, its length in tokens, and what it is of, as in GroupDrawn."""
+    """A drawn prompt: its group's id, its length in tokens, and its source and task, as in GroupDrawn."""
 
     group: GroupId
     prompt_tokens: int
@@ -105,8 +105,8 @@ class TurnItem(NamedTuple):
 
 
 class ObservationReceipt(NamedTuple):
-    """The server's reply to an observation. tokens: of the response with it. problem: why it was refused. why: the same
-    in words."""
+    """The server's reply to an observation. tokens: of the response with it. problem: the kind of fault for which it
+    was refused. why: the reason in words."""
 
     tokens: int
     problem: Literal["", "full", "differs", "late", "not rendered"] = ""
@@ -125,10 +125,10 @@ class RecoverableWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredWork:
-    """In-flight work that a resumed run has recovered. responses, tokens: recovered. again: number of responses that
-    had been started and are sampled anew."""
+    """In-flight work that a resumed run has recovered. responses, tokens: recovered. num_restarted: number of
+    responses that had tokens and restart from their prompts."""
 
     ledger: LedgerState
     responses: int = 0
     tokens: int = 0
-    again: int = 0
+    num_restarted: int = 0

@@ -105,7 +105,7 @@ class TrajectoryServer:
         self._settings = settings
         self._prompts: Prompts = prompts.build()
         self._store = self.stores.create(path, settings.header) if stored is None else stored
-        self._flight = InFlightState(members=settings.members_started)
+        self._flight = InFlightState(group_size=settings.members_started)
         self._spool = Spool(path.with_name("spool"), settings.members_started)
         self._known = DraftCorpus(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
         self._points = ResumePoints(path.with_name("resume"))
@@ -171,7 +171,7 @@ class TrajectoryServer:
             ledger=self._last_ledger,
             responses=len(recovered),
             tokens=sum(t.num_tokens for t in recovered),
-            again=len(begun) - len(begun & {t.id for t in recovered}),
+            num_restarted=len(begun) - len(begun & {t.id for t in recovered}),
         )
         if not self._flight.live:  # nothing of an evaluation is live by now
             return work
@@ -183,7 +183,7 @@ class TrajectoryServer:
         if self._last_ledger.sources:
             ledger = self._flight.with_tasks(ledger, self._last_ledger.num_started)
         if ledger != self._last_ledger:
-            metrics = {"taken_up": work.responses, "taken_up_tokens": work.tokens, "started_again": work.again}
+            metrics = {"taken_up": work.responses, "taken_up_tokens": work.tokens, "started_again": work.num_restarted}
             record = StepRecord(
                 kind="resume", step=ledger.next_step, ledger=ledger, metrics={k: float(v) for k, v in metrics.items()}
             )
@@ -347,7 +347,7 @@ class TrajectoryServer:
         """Add observations after the turns that they belong to. One is refused if nothing could be sampled after it, or
         if its environment took earlier turns again and answered otherwise than before."""
         max_new_tokens = await self._evaluated.max_new_tokens(
-            GroupId(i.trajectory // self._flight.members) for i in items
+            GroupId(i.trajectory // self._flight.group_size) for i in items
         )
         awaited = [self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) for item in items]
         trajectories = [self._flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.tasks.engines.base import Request
-from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, file_texts, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, load_chat_tokenizer, load_detokenizer
 
 SLACK = 16
 """Characters kept before what a match may need: at its begin, decoded text may differ from the middle of a text."""
@@ -93,4 +93,4 @@ class StopChecks:
 
 def _model_texts(model: str) -> Detokenizer:
     """A model's tokenizer: from its file where that decodes alike, which is quicker."""
-    return file_texts(Path(model)) or tokenizer_texts(model)
+    return load_detokenizer(Path(model)) or load_chat_tokenizer(model)

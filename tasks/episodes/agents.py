@@ -4,7 +4,7 @@ An agent's first request is its task's first observation; each further one is th
 what it returns, or prints last, is the reward. `task.source` names it:
 
 agent:path/to/agent.py:run    async def run(base_url, key, task) -> reward, or a plain function of the same
-agent:command                 task.options.command, a list: a program, which is told in its environment variables
+agent:command                 task.options.command, a list: a program; its environment variables have the same
 verifiers:TASKSET             see verifiers_agents.py
 openenv:URL_OR_PACKAGE        see openenv_agents.py
 """
@@ -45,8 +45,8 @@ from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 
 COMMAND = "command"
 """In place of a file: the agent is a program."""
-LONGEST_OUTPUT = 65_536
-"""Bytes of a line that a program prints; the reward must be on one."""
+MAX_LINE_BYTES = 65_536
+"""Longest line, in bytes, that is read of a program's output; the reward must be on one."""
 POLL_S = 0.02
 """Seconds between two looks whether a program has ended."""
 LAST_LINES = 20
@@ -121,7 +121,7 @@ async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
     pipe = asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, limit=LONGEST_OUTPUT,
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, limit=MAX_LINE_BYTES,
             env={**os.environ, **variables}, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
@@ -132,16 +132,16 @@ async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
         while process.returncode is None:  # wait() also waits for its pipes, which a child that is left holds open
             await asyncio.sleep(POLL_S)
         _end_group(process.pid)
-        printed, complained = await reading
+        output_lines, error_lines = await reading
         status = await process.wait()
     finally:
         _end_group(process.pid)
     if status:
-        detail = f": {complained[-1]}" if complained else ""
+        detail = f": {error_lines[-1]}" if error_lines else ""
         raise EpisodeFailed(f"the agent's command ended with exit code {status}{detail}")
-    if not printed:
+    if not output_lines:
         raise EpisodeFailed("the agent's command printed nothing; its last line must be the reward")
-    return _printed_reward(printed[-1])
+    return _printed_reward(output_lines[-1])
 
 
 def _end_group(leader: int) -> None:

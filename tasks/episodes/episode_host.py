@@ -65,8 +65,8 @@ class EpisodeSettings:
 
     def environment_of(self, record: Record) -> str | None:
         """The key of the environment that plays a task; None if its answer is scored."""
-        if isinstance(record, LabelledRecord) and record.of in self.environments:
-            return record.of
+        if isinstance(record, LabelledRecord) and record.label in self.environments:
+            return record.label
         return "" if self.scoring is None else None
 
     @property

@@ -104,14 +104,14 @@ class ChatTokenizer:
             return known_renderer(self._tokenizer, model)
 
 
-class NumberTexts:
+class IdDetokenizer:
     """The ids as text, for an emulated run or a tokenizer that cannot be loaded."""
 
     def text(self, tokens: Sequence[int], *, special: bool = False) -> str:
         return "".join(f"{token} " for token in tokens)
 
 
-def tokenizer_texts(model: str) -> ChatTokenizer:
+def load_chat_tokenizer(model: str) -> ChatTokenizer:
     """A model's tokenizer as texts. Raises ConfigError if it cannot be loaded."""
     return ChatTokenizer(load_tokenizer(model))
 
@@ -127,7 +127,7 @@ def load_tokenizer(model: str, key: str = "model.path") -> Any:
         raise ConfigError(f"{key} = {model!r}: its tokenizer cannot be loaded: {reason}") from error
 
 
-class FileTexts:
+class FileDetokenizer:
     """Text by a tokenizer file alone, without transformers: loaded in milliseconds, safe for threads."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -137,7 +137,7 @@ class FileTexts:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=not special))
 
 
-def file_texts(folder: Path) -> FileTexts | None:
+def load_detokenizer(folder: Path) -> FileDetokenizer | None:
     """Load a model folder's tokenizer from its tokenizer.json; None where only transformers decodes as it should:
     without that file, with tokens that are defined elsewhere, or if spaces are to be cleaned up."""
     import tokenizers
@@ -149,7 +149,7 @@ def file_texts(folder: Path) -> FileTexts | None:
         special = settings.get("clean_up_tokenization_spaces") or any(tokenizer.id_to_token(i) is None for i in added)
     except Exception:  # noqa: BLE001  the library raises plain Exception for a file that it cannot read
         return None
-    return None if special else FileTexts(tokenizer)
+    return None if special else FileDetokenizer(tokenizer)
 
 
 def pieces(texts: Detokenizer, tokens: Sequence[int]) -> list[str]:

@@ -1,8 +1,8 @@
 """Parameters of a turn, such as tools and limits, in a message of a role of its own that no model sees.
 
-A prompt, and what an environment says, are messages. An agent's request has more than those: definitions of tools, ids
-in place of messages, limits of the turn that follows. They travel as one more message, the first one, so that whatever
-carries messages carries them too, and two prompts are equal only if their directions are.
+Prompts and observations are messages. An agent's request has more than those: definitions of tools, token ids in place
+of messages, limits of the turn that follows. They travel as one more message, the first one, so that whatever carries
+messages carries them too, and two prompts are equal only if their parameters are.
 """
 
 from __future__ import annotations
@@ -15,23 +15,27 @@ from typing import Any
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria
 from staleflow.tasks.rendering.task_source import Message, Prompt, Record
 
-ROLE = "directions"
-"""Role of the message."""
+PARAMS_ROLE = "directions"
+"""Role of the message that has the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnParams:
-    """Parameters of a turn. tools: definitions, as JSON, for the chat template. token_ids: exact ids in place of
-    messages; None if there are messages. max_tokens: of the turn; 0 for the job's. stop: what else ends it. after_turn:
-    of a request that changes the past: the turn, from 1, that it goes on after; 0: what it says is the whole
-    conversation. auxiliary: the turn is not to be trained on."""
+    """Parameters of a turn."""
 
     tools: str = ""
+    """Definitions of tools, as JSON, for the chat template."""
     token_ids: tuple[int, ...] | None = None
+    """Exact ids in place of messages; None if there are messages."""
     max_tokens: int = 0
+    """Limit of the turn; 0 for the job's."""
     after_turn: int | None = None
+    """For a request that does not continue the latest turn: the turn, from 1, that it continues; 0 if it begins a new
+    conversation. None for a request that continues the latest turn."""
     auxiliary: bool = False
+    """Whether the turn is not trained on."""
     stop: StopCriteria = NO_STOP
+    """Stop criteria besides the end-of-sequence token."""
 
     def prepend_to(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Return messages with these parameters as the first one, if there are any.
@@ -39,25 +43,26 @@ class TurnParams:
         >>> split_params(TurnParams(tools="[]").prepend_to([Message("user", "hi")]))[0].tools
         '[]'
         """
-        if self == NONE:
+        if self == NO_PARAMS:
             return tuple(messages)
         fields = {
             name: value
             for name, value in asdict(self).items()
-            if name in ALWAYS or getattr(self, name) != getattr(NONE, name)
+            if name in ALWAYS_WRITTEN or getattr(self, name) != getattr(NO_PARAMS, name)
         }
-        return (Message(ROLE, json.dumps(fields, sort_keys=True)), *messages)
+        return (Message(PARAMS_ROLE, json.dumps(fields, sort_keys=True)), *messages)
 
 
-ALWAYS = ("tools", "token_ids", "max_tokens")
-"""What is said of every turn that has directions: a group's prompt stays the same text from version to version."""
-NONE = TurnParams()
+ALWAYS_WRITTEN = ("tools", "token_ids", "max_tokens")
+"""Parameters that are written even with their defaults, so that a stored prompt stays the same text when others are
+added."""
+NO_PARAMS = TurnParams()
 
 
 def split_params(prompt: Prompt) -> tuple[TurnParams, Prompt]:
     """Split a prompt or an observation into its turn parameters and the messages for the model."""
-    if isinstance(prompt, str) or not prompt or prompt[0].role != ROLE:
-        return NONE, prompt
+    if isinstance(prompt, str) or not prompt or prompt[0].role != PARAMS_ROLE:
+        return NO_PARAMS, prompt
     fields: dict[str, Any] = json.loads(prompt[0].content)
     ids, stop = fields.pop("token_ids"), fields.pop("stop", {})
     return TurnParams(
@@ -71,13 +76,13 @@ def params_of(record: Record) -> TurnParams:
     """Return the turn parameters of a record's prompt."""
     prompt = record.get("prompt")
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
-    if not isinstance(first, Mapping) or first.get("role") != ROLE:
-        return NONE
-    return split_params((Message(ROLE, str(first.get("content"))),))[0]
+    if not isinstance(first, Mapping) or first.get("role") != PARAMS_ROLE:
+        return NO_PARAMS
+    return split_params((Message(PARAMS_ROLE, str(first.get("content"))),))[0]
 
 
 def role_of(messages: Sequence[Message]) -> str:
     """Return the role of an observation: that of its last message; "agent" for token ids; empty without messages."""
     if not messages:
         return ""
-    return "agent" if messages[-1].role == ROLE else messages[-1].role
+    return "agent" if messages[-1].role == PARAMS_ROLE else messages[-1].role

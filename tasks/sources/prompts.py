@@ -10,7 +10,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.emulation.workload import Workload
 from staleflow.tasks.engines.emulated_engine import emulated_ids
 from staleflow.tasks.rendering.bridging import Bridge, make_bridge
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, NumberTexts, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, IdDetokenizer, load_chat_tokenizer
 from staleflow.tasks.rendering.random_texts import RandomTexts
 from staleflow.tasks.rendering.task_source import (
     Message,
@@ -135,7 +135,7 @@ class EmulatedPrompts:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._texts = NumberTexts()
+        self._texts = IdDetokenizer()
 
     held_out_notice = ""
 
@@ -189,7 +189,7 @@ class TokenizedPrompts:
             self.exclude(excluding_held_out)
         if settings.longest is not None:
             self._source = FilteredSource(self._source, self._fits)
-        self._texts = texts or tokenizer_texts(settings.tokenizer)
+        self._texts = texts or load_chat_tokenizer(settings.tokenizer)
         self._bridge: Bridge | None = None
 
     @property
@@ -312,7 +312,9 @@ class MixedPrompts:
     def __init__(self, settings: PromptSettings, texts: ChatTokenizer | None = None) -> None:
         """texts: the model's tokenizer, if it is loaded already."""
         if texts is None:
-            texts = RandomTexts(settings.tokenizer) if settings.drawn_responses else tokenizer_texts(settings.tokenizer)
+            texts = (
+                RandomTexts(settings.tokenizer) if settings.drawn_responses else load_chat_tokenizer(settings.tokenizer)
+            )
         self._names = [source.name for source in settings.sources]
         self.each = [TokenizedPrompts(settings.of(source), texts) for source in settings.sources]
         held_out = [prompts.held_out_set for prompts in self.each]

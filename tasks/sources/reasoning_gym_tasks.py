@@ -34,8 +34,8 @@ class ReasoningGym:
         import reasoning_gym
 
         self._name = dataset
-        self._num_apart = 0
-        self._apart: frozenset[Prompt] = frozenset()
+        self._num_held_out = 0
+        self._held_out: frozenset[Prompt] = frozenset()
         self._num_drawn = self._num_redrawn = 0
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, size=2 * 10**12, seed=seed * 10**7, **options)
@@ -49,25 +49,26 @@ class ReasoningGym:
         if held_out:
             return self._at(index + self.HELD_OUT_OFFSET)
         task = self._at(index)
-        if not self._apart:
+        if not self._held_out:
             return task
         self._num_drawn += 1
-        if task.prompt in self._apart:
+        if task.prompt in self._held_out:
             self._num_redrawn += 1
             tries = range(REDRAWS)
             others = (self._at(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
-            replacement = next((t for t in others if t.prompt not in self._apart), None)
+            replacement = next((t for t in others if t.prompt not in self._held_out), None)
             if replacement is None:
                 raise ConfigError(
                     f"task.source = reasoning_gym:{self._name}: {REDRAWS} draws gave only prompts that are held out; "
-                    f"lower task.eval_prompts = {self._num_apart}, or set task.options that allow more distinct prompts"
+                    f"lower task.eval_prompts = {self._num_held_out}, or set task.options that allow more distinct "
+                    "prompts"
                 )
             task = replacement
         return task
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> ReasoningGym:
         other = copy.copy(self)
-        other._num_apart, other._apart = num_held_out, held_out_prompts(evaluation or self, num_held_out)
+        other._num_held_out, other._held_out = num_held_out, held_out_prompts(evaluation or self, num_held_out)
         other._num_drawn = other._num_redrawn = 0
         return other
 

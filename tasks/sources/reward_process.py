@@ -218,7 +218,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         except EOFError:
             return
         try:
-            reward_of, pattern = rewards[record.of if isinstance(record, LabelledRecord) else ""]
+            reward_of, pattern = rewards[record.label if isinstance(record, LabelledRecord) else ""]
             reward, parts = parse_reward(reward_of(extract_answer(pattern, response), record))
             problem = ""
         except InvalidReward as refused:

@@ -50,8 +50,8 @@ class UserSource:
     def __init__(self, named: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
         """key: of the job file that names it, for messages."""
         self._where = f"{key} = {named!r}"
-        self._apart: frozenset[Prompt] = frozenset()
-        self._num_drawn = self._num_both = 0
+        self._held_out: frozenset[Prompt] = frozenset()
+        self._num_drawn = self._num_overlapping = 0
         make = user_code.load(named, key)
         try:
             self._environment = make(dict(options), seed)
@@ -72,24 +72,24 @@ class UserSource:
             task = Task(prompt=require_text(prompt_of(record["prompt"])), record=record)
         except ValueError as error:
             raise ConfigError(f"{self._where}: the prompt of record {index} {error}") from error
-        if self._apart and not held_out:
+        if self._held_out and not held_out:
             self._num_drawn += 1
-            self._num_both += task.prompt in self._apart
+            self._num_overlapping += task.prompt in self._held_out
         return task
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> UserSource:
         other = copy.copy(self)
-        other._apart = held_out_prompts(evaluation or self, num_held_out)
-        other._num_drawn = other._num_both = 0
+        other._held_out = held_out_prompts(evaluation or self, num_held_out)
+        other._num_drawn = other._num_overlapping = 0
         return other
 
     @property
     def held_out_notice(self) -> str:
-        if not self._num_both:
+        if not self._num_overlapping:
             return ""
         return (
-            f"{self._where}: {self._num_both} of {self._num_drawn} prompts that were trained on are also held out; "
-            "record(index, held_out) must return other prompts for training"
+            f"{self._where}: {self._num_overlapping} of {self._num_drawn} prompts that were trained on are also held "
+            "out; record(index, held_out) must return other prompts for training"
         )
 
 
@@ -110,16 +110,16 @@ class EmulatedSource:
 
 
 class LabelledRecord(dict[str, Any]):
-    """A record that says whose reward scores it. of: name of the evaluation set, or of the task source of several;
+    """A record that says whose reward scores it. label: name of the evaluation set, or of the task source of several;
     empty: the run's own."""
 
-    of = ""
+    label = ""
 
     @classmethod
     def named(cls, name: str, record: Record) -> Self:
         """The record with a label."""
         labelled = cls(record)
-        labelled.of = name
+        labelled.label = name
         return labelled
 
 
@@ -171,9 +171,9 @@ class SourceSettings:
     tokenizer: str = ""
     """Folder of the model's tokenizer, for sources that render by it."""
     limits: EnvironmentConfig = EnvironmentConfig()
-    """Of environments of many turns."""
+    """Limits of multi-turn environments, such as how many episodes run at once."""
     endpoint: EndpointSettings = EndpointSettings()
-    """Of agents."""
+    """Settings of the endpoint through which agents sample."""
 
     @property
     def is_agent_source(self) -> bool:
@@ -184,16 +184,16 @@ class SourceSettings:
     def concurrency(self) -> int:
         """Number of tasks that are drawn side by side: drawing tasks of environments mostly waits for resets. Raises
         ConfigError."""
-        plays = self.task.source != "emulated" and is_environment(self.task.source, "task.source")
-        return self.limits.concurrency if plays else 1
+        is_environment_source = self.task.source != "emulated" and is_environment(self.task.source, "task.source")
+        return self.limits.concurrency if is_environment_source else 1
 
     def build(self) -> TaskSource:
         """Create the source. Raises ConfigError."""
         task = self.task
         if not task.eval_source:
-            return self._made(task.source, self.options, Use.BOTH)
-        training = self._made(task.source, self.options, Use.TRAINING)
-        return SplitSource(training, self._made(task.eval_source, self.eval_options, Use.EVALUATION))
+            return self._make_source(task.source, self.options, Use.BOTH)
+        training = self._make_source(task.source, self.options, Use.TRAINING)
+        return SplitSource(training, self._make_source(task.eval_source, self.eval_options, Use.EVALUATION))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class SourceSettings:
         kind = kind_of(source)
         return {"tokenizer": self.tokenizer, **options} if kind is not None and kind.gets_tokenizer else dict(options)
 
-    def _made(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
+    def _make_source(self, source: str, options: Mapping[str, Any], use: Use) -> TaskSource:
         return make_source(source, options, self.seed, self.task.columns, use, self.limits, self.endpoint)
 
 

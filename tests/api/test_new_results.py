@@ -15,7 +15,7 @@ from distributed import Client
 import staleflow
 from staleflow.pipeline.api.branch_code import file_name
 from staleflow.pipeline.api.overrides import override_lines
-from staleflow.pipeline.recovery.run_folder import FolderInUse, claimed
+from staleflow.pipeline.recovery.run_folder import FolderInUse, create_and_lock
 from staleflow.pipeline.stored_runs.pool import local_pool
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_score_leaves_neither_a_branch_nor_its_code(run: staleflow.R
         run.rescore(branch="other", reward=lambda response, record: 1.0, changes={"seed": 3}, client=client)
     with pytest.raises(staleflow.ConfigError, match=r"^reward: a int; expected a function"):
         run.rescore(branch="other", reward=3, client=client)  # type: ignore[arg-type]
-    with claimed(run.path), pytest.raises(FolderInUse):
+    with create_and_lock(run.path), pytest.raises(FolderInUse):
         run.rescore(branch="other", reward="task", client=client)
     assert set((run.path / "code").glob("*")) == before
     assert run.branches == branches

@@ -11,7 +11,7 @@ import pytest
 
 import staleflow
 from benchmarks.soaking import bucket
-from staleflow.pipeline.recovery.run_folder import claimed
+from staleflow.pipeline.recovery.run_folder import create_and_lock
 from staleflow.pipeline.run_page.run_reader import RunReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -129,7 +129,7 @@ def test_a_live_run_is_followed_without_refreshing(tmp_path: Path) -> None:
     written = StoredRun(tmp_path)
     run = staleflow.open_run(written.run_dir)
     assert (run.steps(), run.finished, len(run.metrics())) == ([], False, 0)
-    with claimed(run.path):
+    with create_and_lock(run.path):
         assert run.live
         for step in range(2):
             train_one(written)

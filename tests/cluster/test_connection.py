@@ -263,7 +263,7 @@ def test_a_workers_address_is_no_schedulers() -> None:
 
 
 def test_a_busy_scheduler_is_waited_for_and_looked_at_without_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SUSPECT_S", 0.3)
+    monkeypatch.setattr(connection, "PROBE_AFTER_S", 0.3)
 
     async def work() -> str:
         async with Scheduler(host="127.0.0.1", port=0, dashboard_address=":0") as scheduler:

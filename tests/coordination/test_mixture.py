@@ -44,21 +44,21 @@ class Run:
         for source, task in self.mixture.draw(self.room - len(self.live)):
             group = GroupId(self.num_groups)
             self.num_groups += 1
-            self.mixture.arrive(group, source, task)
+            self.mixture.count_arrived(group, source, task)
             self.live[group] = source
             self.drawn.append(source)
             self.tasks.append((source, task))
         group = list(self.live)[int(self.rng.integers(len(self.live)))]
         source = self.live.pop(group)
         if self.rng.random() < surplus:
-            self.mixture.end({group: SURPLUS})
+            self.mixture.count_ended({group: SURPLUS})
         elif self.rng.random() < self.usable[source]:
-            self.mixture.score(group, [0.0, 1.0])
-            self.mixture.train([group])
+            self.mixture.record_rewards(group, [0.0, 1.0])
+            self.mixture.count_trained([group])
             self.trained.append(source)
         else:
-            self.mixture.score(group, [0.0, 0.0])
-            self.mixture.end({group: FILTERED})
+            self.mixture.record_rewards(group, [0.0, 0.0])
+            self.mixture.count_ended({group: FILTERED})
         self.lines += self.mixture.take_notices()
 
     def train(self, num_groups: int, *, surplus: float = 0.0) -> None:
@@ -169,8 +169,8 @@ def test_failed_environments_speak_against_a_source() -> None:
     mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
     for group in range(PATIENCE):
         mixture.draw(1)
-        mixture.arrive(GroupId(group), 0, group)
-        mixture.end({GroupId(group): FAILED})
+        mixture.count_arrived(GroupId(group), 0, group)
+        mixture.count_ended({GroupId(group): FAILED})
     assert "environment_failed" in mixture.take_notices()[0]
 
 
@@ -205,10 +205,10 @@ def test_metrics_of_a_step_have_rewards_of_what_was_trained_and_of_all_that_was_
     mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
     for group, rewards in enumerate(([1.0, 1.0], [0.0, 1.0])):
         mixture.draw(1)
-        mixture.arrive(GroupId(group), 0, group)
-        mixture.score(GroupId(group), rewards)
-    mixture.end({GroupId(0): FILTERED})
-    mixture.train([GroupId(1)])
+        mixture.count_arrived(GroupId(group), 0, group)
+        mixture.record_rewards(GroupId(group), rewards)
+    mixture.count_ended({GroupId(0): FILTERED})
+    mixture.count_trained([GroupId(1)])
     shares = {"task/a/trained_share": 1.0, "task/a/drawn_share": 1.0, "task/b/trained_share": 0.0}
     shares["task/b/drawn_share"] = 0.0
     assert mixture.take_metrics() == {"task/a/reward": 0.5, "task/a/reward_scored": 0.75, **shares}
@@ -250,13 +250,13 @@ def test_counts_and_choices_are_those_of_plain_formulas() -> None:  # noqa: PLR0
                 source, task = requested.pop(0)
                 live[GroupId(number)] = source, task
                 counts[source]["drawn"] += 1
-                mixture.arrive(GroupId(number), source, task)
+                mixture.count_arrived(GroupId(number), source, task)
             case 2 if live:
                 group = rng.choice(list(live))
                 source, _ = live.pop(group)
                 useful = rng.random() < (0.8, 0.5, 0.0 if number < 2000 else 0.9)[source]
                 if useful:
-                    mixture.train([group])
+                    mixture.count_trained([group])
                     counts[source]["trained"] += 1
                     usable[source] += (1 - usable[source]) / 32
                     useless[source] = 0
@@ -267,7 +267,7 @@ def test_counts_and_choices_are_those_of_plain_formulas() -> None:  # noqa: PLR0
                         credit[i] = min(64.0, due) if useless[i] >= PATIENCE else credit[i] + weights[i] / shares
                 else:
                     ending = rng.choice([FILTERED, FAILED, SURPLUS])
-                    mixture.end({group: ending, GroupId(-5): SURPLUS})
+                    mixture.count_ended({group: ending, GroupId(-5): SURPLUS})
                     counts[source]["filtered" if ending == FILTERED else "aborted"] += 1
                     usable[source] *= 31 / 32
                     useless[source] += ending != SURPLUS
@@ -290,7 +290,7 @@ def test_before_anything_is_drawn_all_shares_are_zero() -> None:
     mixture = Mixture([MixedSource(name=n, ratio=1, sampler=InOrder()) for n in "ab"], 0)
     assert [(view.drawn_share, view.trained_share) for view in mixture.views()] == [(0.0, 0.0)] * 2
     mixture.draw(1)
-    mixture.arrive(GroupId(0), 0, 0)
+    mixture.count_arrived(GroupId(0), 0, 0)
     assert [view.drawn_share for view in mixture.views()] == [1.0, 0.0]
 
 

@@ -13,7 +13,7 @@ from staleflow.pipeline.cluster import job_registry
 from staleflow.pipeline.cluster.connection import ClusterAddress
 from staleflow.pipeline.config import loading
 from staleflow.pipeline.jobs import submission
-from staleflow.pipeline.recovery.run_folder import claimed
+from staleflow.pipeline.recovery.run_folder import create_and_lock
 from staleflow.stores.errors import ConfigError
 from tests.cluster.test_board import Jobs, on
 from tests.runtime.test_run_folder import JOB
@@ -111,7 +111,7 @@ def test_a_folder_has_one_job_that_has_not_ended(job: Path) -> None:
 
 def test_a_run_that_is_live_is_not_resumed(job: Path) -> None:
     async def script(jobs: Jobs) -> None:
-        with claimed(loading.load(job).run_dir), pytest.raises(ConfigError, match="in use by process"):
+        with create_and_lock(loading.load(job).run_dir), pytest.raises(ConfigError, match="in use by process"):
             await submit(jobs, job, resume=True)
         assert await job_registry.ask(jobs.client, "jobs") == []
 

@@ -25,7 +25,7 @@ from staleflow.pipeline.jobs.what_if import as_recorded
 from staleflow.pipeline.profiling.diagnosis import sizes_of
 from staleflow.pipeline.profiling.draft_stats import DraftsUsed
 from staleflow.pipeline.profiling.engine_profile import profile_run, write_profile
-from staleflow.pipeline.profiling.step_times import steady, total
+from staleflow.pipeline.profiling.step_times import steady, sum_steps
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.pipeline.recovery.run_folder import load_job
 from staleflow.pipeline.simulator.analysis import measure
@@ -154,14 +154,14 @@ def test_all_seconds_and_tokens_are_counted_once(tmp_path: Path) -> None:
     watch = TimeTracker(config.rollout.cost, config.oversampled_group_size)
     for entry in entries:
         watch.observe(entry.now, entry.event, entry.commands)
-    whole = total(watch.loads)
+    whole = sum_steps(watch.loads)
     assert whole.steps == len(watch.loads) == 6
     assert whole.total_s == pytest.approx(max(e.now for e in entries if isinstance(e.event, VersionPublished)))
     sampled = [e.event.tokens for e in entries if isinstance(e.event, TrajectorySampled)]
     assert whole.tokens == sum(sampled) == sum(load.tokens for load in watch.loads)
     assert sum(speed.responses for speed in whole.speeds.values()) == len(sampled)
     for part in (whole.waiting, whole.training):
-        assert 0 <= part.full_s + part.memory_s + part.idle_s <= part.total_s + 1e-9
+        assert 0 <= part.at_max_running_s + part.out_of_memory_s + part.idle_s <= part.total_s + 1e-9
         assert 0 <= part.running <= config.rollout.engine.max_running
     assert steady(watch.loads, 2).steps == 5
 

@@ -11,11 +11,11 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.stored_runs.response_texts import shown_texts
 from staleflow.tasks.rendering.chat_tokenizer import (
     ChatTokenizer,
-    FileTexts,
-    NumberTexts,
-    file_texts,
+    FileDetokenizer,
+    IdDetokenizer,
+    load_chat_tokenizer,
+    load_detokenizer,
     pieces,
-    tokenizer_texts,
 )
 from tests.support.stored_runs import byte_tokenizer
 
@@ -28,8 +28,8 @@ def test_the_file_alone_decodes_as_transformers_does(tmp_path: Path, tiny_model:
         (tmp_path / "bytes", [tokenizer.encode(text).ids for text in TEXTS]),
         (tiny_model, [[0, 1, 2, 3], [5, 9, 1], list(range(20)), []]),
     ):
-        alone, whole = file_texts(folder), tokenizer_texts(str(folder))
-        assert isinstance(alone, FileTexts)
+        alone, whole = load_detokenizer(folder), load_chat_tokenizer(str(folder))
+        assert isinstance(alone, FileDetokenizer)
         for ids in lists:
             for special in (True, False):
                 assert alone.text(ids, special=special) == whole.text(ids, special=special)
@@ -43,25 +43,25 @@ def test_the_file_alone_decodes_as_transformers_does(tmp_path: Path, tiny_model:
 )
 def test_what_the_file_alone_would_decode_wrongly_is_left_to_transformers(tmp_path: Path, settings: object) -> None:
     byte_tokenizer(tmp_path)
-    assert file_texts(tmp_path) is not None
+    assert load_detokenizer(tmp_path) is not None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert file_texts(tmp_path) is None
+    assert load_detokenizer(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0"}', "\x00"])
 def test_a_file_that_is_no_tokenizer_is_none(tmp_path: Path, content: str) -> None:
-    assert file_texts(tmp_path) is None
+    assert load_detokenizer(tmp_path) is None
     byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
-    assert file_texts(tmp_path) is None
+    assert load_detokenizer(tmp_path) is None
 
 
 def test_ids_are_shown_where_there_is_no_text(tmp_path: Path) -> None:
     gone = loading.from_tree({"model": {"path": str(tmp_path / "gone")}})
-    assert isinstance(shown_texts(gone), NumberTexts)
+    assert isinstance(shown_texts(gone), IdDetokenizer)
     drawn = loading.from_tree({"rollout": {"engine": {"name": "emulated"}}})
-    assert isinstance(shown_texts(drawn), NumberTexts)
+    assert isinstance(shown_texts(drawn), IdDetokenizer)
     byte_tokenizer(tmp_path / "there")
     there = loading.from_tree({"model": {"path": str(tmp_path / "there")}})
-    assert isinstance(shown_texts(there), FileTexts)
+    assert isinstance(shown_texts(there), FileDetokenizer)
     assert not isinstance(shown_texts(there), ChatTokenizer)

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.endpoint import AgentArgs, stored_turns
 from staleflow.stores.in_flight.stop_criteria import find_stop
 from staleflow.stores.trajectory import Fate
-from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from tests.runtime.test_run import check, run
 
 STOP = ("12", "+3", "9", "=so")
@@ -45,7 +45,7 @@ def test_turns_end_by_the_strings_that_their_requests_name(job: Path, tiny_model
         job, f"task.source=agent:{tmp_path}/agent.py:play", f"task.options={{folder='{tmp_path}/told'}}",
         "task.eval_prompts=0", "steps=3", "rollout.max_new_tokens=60", "rollout.turn_tokens=16",
     )  # fmt: skip
-    texts = tokenizer_texts(str(tiny_model))
+    texts = load_chat_tokenizer(str(tiny_model))
     received: set[AgentArgs] = set()
     stopped = cut = 0
     for file in (tmp_path / "told").iterdir():

@@ -35,7 +35,7 @@ from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.engines.base import Failed, SampledTokens
 from staleflow.tasks.engines.generate import answers
-from staleflow.tasks.rendering.chat_tokenizer import tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import load_chat_tokenizer
 from staleflow.tasks.sources.reward_process import ScoredResponse
 from tests.support.route_items import route_item
 
@@ -56,7 +56,7 @@ def evaluated(config: RunConfig, answer: dict[str, str | None], folder: Path) ->
     async def scenario() -> Evaluation:
         settings = actor_settings.server_settings(config, folder / "store", 128)
         server, reward = TrajectoryServer(settings, 0.0), RewardWorker(actor_settings.scoring_settings(config), 30.0)
-        ids = tokenizer_texts(config.model.path).ids
+        ids = load_chat_tokenizer(config.model.path).ids
         answers = {ids(prompt): text for prompt, text in answer.items()}
         actors: Any = Here({"server": server, "reward-0": reward})
         requests: list[Any] = []

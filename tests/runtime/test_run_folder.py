@@ -27,7 +27,7 @@ from staleflow.pipeline.jobs.submission import Submission
 from staleflow.pipeline.recovery import resumption, run_folder
 from staleflow.pipeline.recovery.run_folder import (
     FolderInUse,
-    claimed,
+    create_and_lock,
     load_job,
     lock_folder,
     prepare_run_dir,
@@ -152,7 +152,7 @@ def test_of_many_that_make_a_folder_in_the_same_moment_one_does(light: Path) -> 
         everyone.wait()
         with contextlib.ExitStack() as lock:
             try:
-                lock.enter_context(claimed(config.run_dir))
+                lock.enter_context(create_and_lock(config.run_dir))
                 prepare_run_dir(config)
                 won.append(seed)
             except ConfigError as error:
@@ -195,7 +195,7 @@ def test_a_folder_that_cannot_be_locked_is_one_line(tmp_path: Path, monkeypatch:
 
     with (
         pytest.raises(ConfigError, match=r"^/proc/none: cannot be written: .*set runs_dir to another"),
-        claimed(Path("/proc/none")),
+        create_and_lock(Path("/proc/none")),
     ):
         pytest.fail("nobody can write there")
     (tmp_path / "taken" / run_folder.LOCK).mkdir(parents=True)

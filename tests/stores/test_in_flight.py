@@ -97,7 +97,7 @@ def resumed(version: int, *from_prompt: int) -> InFlightResumed:
 
 
 def flight(*entries: Entry) -> InFlightState:
-    made = InFlightState(members=MEMBERS)
+    made = InFlightState(group_size=MEMBERS)
     for entry in entries:
         made.apply(entry)
     return made

@@ -10,7 +10,7 @@ import numpy as np
 from staleflow.stores.in_flight.stop_criteria import StopCriteria, find_stop
 from staleflow.stores.trajectory import FinishReason, PolicyVersion, TrajectoryId
 from staleflow.tasks.engines.base import Engine, SampledTokens
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from tests.tasks.engine_conformance import collect, logprobs_of, request, sample_until, tokens_of
 
 PROMPT = (3, 10, 14, 7)
@@ -33,7 +33,7 @@ class StopTests:
     def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(
         self, engine: Engine, reference: Callable[..., list[float]], tiny_model: Path
     ) -> None:
-        texts, strings = tokenizer_texts(str(tiny_model)), ("12", "+3;", "9", "=so", "4-")
+        texts, strings = load_chat_tokenizer(str(tiny_model)), ("12", "+3;", "9", "=so", "4-")
         engine.submit([request(i, stop=StopCriteria(strings)) for i in range(20)])
         ended = collect(engine, 20)
         assert sum(check_end(texts, item, strings) for item in ended.values()) > 5
@@ -45,7 +45,7 @@ class StopTests:
     def test_it_does_so_under_weights_that_change_meanwhile(
         self, engine: Engine, other_weights: tuple[Path, str], tiny_model: Path
     ) -> None:
-        texts, strings = tokenizer_texts(str(tiny_model)), ("123", "9+", "=7=")
+        texts, strings = load_chat_tokenizer(str(tiny_model)), ("123", "9+", "=7=")
         done = sample_until(engine, 3, [request(i, max_new_tokens=100, stop=StopCriteria(strings)) for i in range(20)])
         engine.load(PolicyVersion(5), other_weights[0])
         ended = collect(engine, 20, done)
@@ -56,7 +56,7 @@ class StopTests:
         self, engine: Engine, tiny_model: Path
     ) -> None:
         """Wherever the turn was cut; tokens of the turn before it do not count."""
-        texts, whole = tokenizer_texts(str(tiny_model)), greedy(engine)
+        texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
         stop = StopCriteria((texts.text(whole[:5]),))
         assert completed(texts, whole, stop.strings) == 5
         for cut in (1, 3, 4):
@@ -76,7 +76,7 @@ class StopTests:
                 assert len(tokens) == 5 if in_turn else len(tokens) > 5
 
     def test_a_turn_whose_end_was_not_heard_of_ends_at_once(self, engine: Engine, tiny_model: Path) -> None:
-        texts, whole = tokenizer_texts(str(tiny_model)), greedy(engine)
+        texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
         stop = StopCriteria((texts.text(whole[:5]),))
         engine.submit([request(0, (*PROMPT, *whole[:5]), stop=stop, num_turn_tokens=5, num_prior=5)])
         (ended,) = collect(engine, 1).values()
@@ -85,7 +85,7 @@ class StopTests:
     def test_it_has_ended_by_itself_also_where_no_further_token_was_allowed(
         self, engine: Engine, tiny_model: Path
     ) -> None:
-        texts, whole = tokenizer_texts(str(tiny_model)), greedy(engine)
+        texts, whole = load_chat_tokenizer(str(tiny_model)), greedy(engine)
         for count, finish in ((5, FinishReason.STOP), (4, FinishReason.LENGTH)):
             stop = StopCriteria((texts.text(whole[:5]),))
             engine.submit([request(count, greedy=True, stop=stop, max_new_tokens=count)])

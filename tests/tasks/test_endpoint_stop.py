@@ -16,7 +16,7 @@ from staleflow.stores.in_flight.spool_entries import ObservationDelivered, decod
 from staleflow.stores.in_flight.stop_criteria import NO_STOP, StopCriteria, find_stop
 from staleflow.tasks.endpoint.requests import ChatRequest, SamplingRule, read_chat, read_generate
 from staleflow.tasks.engines.stop_strings import StopCheck
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, FileTexts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, FileDetokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.rendering.turn_params import TurnParams, split_params
 from tests.stores.test_in_flight_turns import ID, drawn, flight, resumed, routed, sampled
@@ -74,7 +74,7 @@ def test_a_stop_string_is_found_behind_a_long_run_of_bytes(lead: int) -> None:
     vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"a": 257}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    texts, stop = FileTexts(tokenizer), "\u17d4"
+    texts, stop = FileDetokenizer(tokenizer), "\u17d4"
     said = [257] * lead + [byte + 1 for byte in ("\u1781\u17d2\u1789\u17bb\u17c6" * 40 + stop).encode()]
     check = StopCheck(texts, [stop])
     assert check.add([*said, 257, 257]) == len(said)

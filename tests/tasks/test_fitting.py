@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings.task_config import TaskConfig
@@ -68,7 +68,7 @@ def test_data_without_a_prompt_that_fits_is_one_line(settings: PromptSettings) -
 
 
 def test_a_tokenizer_from_its_file_gives_the_tokens_of_the_whole_one(tiny_model: Path) -> None:
-    light, full = ChatTokenizer(FileTokenizer(tiny_model)), tokenizer_texts(str(tiny_model))
+    light, full = ChatTokenizer(FileTokenizer(tiny_model)), load_chat_tokenizer(str(tiny_model))
     for text in ("1 + 2 =", " so 3.", "", "12 + 345"):
         assert light.ids(text) == full.ids(text)
 
@@ -79,6 +79,6 @@ def test_a_chat_template_from_its_file_gives_the_tokens_of_the_whole_one(tiny_mo
     each = "{% for m in messages %}{{ eos_token }}{{ m['content'] }}{% endfor %}"
     template = each + "{% if add_generation_prompt %}={% endif %}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    light, full = ChatTokenizer(FileTokenizer(tmp_path)), tokenizer_texts(str(tmp_path))
+    light, full = ChatTokenizer(FileTokenizer(tmp_path)), load_chat_tokenizer(str(tmp_path))
     turn = [Message("user", "1 + 2")]
     assert light.chat_ids(turn) == full.chat_ids(turn) != full.ids("1 + 2")

@@ -48,7 +48,7 @@ def segment(tokens: Sequence[int], instance: str = "a") -> Segment:
 
 def flight(**finished: Sequence[int]) -> InFlightState:
     """A group of four members with PROMPT; those called by "t" and their number have finished with these tokens."""
-    held = InFlightState(members=4)
+    held = InFlightState(group_size=4)
     held.apply(GroupDrawn(group=GroupId(0), prompt_tokens=np.asarray(PROMPT, np.int32), at_s=0.0))
     held.apply(TrajectoriesRouted(routed=tuple((TrajectoryId(i), 1) for i in range(4)), at_s=0.0))
     for name, tokens in finished.items():

@@ -173,7 +173,7 @@ def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeyp
     async def whole() -> list[Row]:
         thread = Counted(store, 60.0)
         settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
-        batches = step_batches.StepBatches(InFlightState(members=1), thread, settings)
+        batches = step_batches.StepBatches(InFlightState(group_size=1), thread, settings)
         parts: list[Row] = []
         for count in (1, 2):
             parts = []

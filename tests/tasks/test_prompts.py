@@ -12,7 +12,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, tokenizer_texts
+from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.prompts import Prompts, TokenizedPrompts
 from tests.tasks.test_rows import MESSAGES
@@ -27,11 +27,11 @@ def templated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives every tokenizer a chat template."""
 
     def load(model: str) -> ChatTokenizer:
-        texts = tokenizer_texts(model)
+        texts = load_chat_tokenizer(model)
         texts._tokenizer.chat_template = TEMPLATE
         return texts
 
-    monkeypatch.setattr("staleflow.tasks.sources.prompts.tokenizer_texts", load)
+    monkeypatch.setattr("staleflow.tasks.sources.prompts.load_chat_tokenizer", load)
 
 
 def prompts_of(job: Path, prompts: list[Any], *overrides: str) -> Prompts:
