@@ -251,6 +251,8 @@ ADDED = (
     '{"type":"NewGroup","group":-1,"prompt_tokens":5}]},"commands":['
     '{"type":"FinishEvaluation","evaluation":0,"version":3,"cause":"TrajectoryScored#9","failed":[-8]}]}',
     '{"now":1.5,"event":{"type":"EnvironmentFailed","trajectory":7,"route_number":1,"error":"x"},"commands":[]}',
+    '{"now":1.5,"event":{"type":"InstanceSlept","instance":"b","step":3},'
+    '"commands":[{"type":"Sleep","instance":"a","step":3,"cause":"TrajectoryScored#9"}]}',
 )
 """Lines with what later versions have added."""
 

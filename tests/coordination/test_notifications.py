@@ -25,6 +25,7 @@ from staleflow.pipeline.coordination.events import (
     InstanceLeaving,
     InstanceLost,
     InstanceReported,
+    InstanceSlept,
     NewGroup,
     PullFinished,
     RunResumed,
@@ -314,6 +315,12 @@ CASES = (
         lambda: pulled(NotedBench(eta=1)),
         lambda bench: PullFinished(instance=A, version=V1),
         ("pull_s.add(1)",),
+    ),
+    Case(
+        "an instance has freed its GPUs",
+        lambda: trained(NotedBench(eta=1)),
+        lambda bench: InstanceSlept(instance=A, step=0),
+        (),
     ),
     Case(
         "a version is published",

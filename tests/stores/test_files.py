@@ -274,6 +274,7 @@ def test_weights_that_stop_arriving_are_one_line_and_leave_nothing(tmp_path: Pat
 
 OWN_WAYS = {
     "stores/files.py": "the one way",
+    "pipeline/stored_runs/suite_process.py": "into a temporary folder; it imports nothing of this project",
     "pipeline/cluster/tls_cluster.py": "logs of processes",
     "pipeline/stored_runs/conversion.py": "inside the folder that is published at the end",
     "pipeline/stored_runs/run_location.py": "in a temporary folder of its own",

@@ -40,7 +40,7 @@ def storages() -> dict[int, int]:
     found = {}
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor):
-            for tensor in (thing, thing.grad):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu":
                     storage = tensor.untyped_storage()
                     found[storage.data_ptr()] = storage.nbytes()
