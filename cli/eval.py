@@ -8,12 +8,11 @@ from dataclasses import asdict
 
 import click
 
-from staleflow.cli.serve import SETS
 from staleflow.cli.stored import announce, quiet_libraries
 
 
 @click.command("eval")
-@click.argument("named", metavar="RUN_OR_MODEL", type=click.Path())
+@click.argument("target", metavar="RUN_OR_MODEL", type=click.Path())
 @click.option("--tasks", required=True, metavar="NAME[,NAME]", help="Tasks or groups of tasks of lm-eval.")
 @click.option("--step", type=click.IntRange(1), help="Checkpoint of the run.  [default: the newest]")
 @click.option("--include", default="", metavar="FOLDER", help="Folder of further tasks, as lm-eval's YAML files.")
@@ -22,9 +21,8 @@ from staleflow.cli.stored import announce, quiet_libraries
 @click.option("--chat", is_flag=True, help="Render prompts by the model's chat template.")
 @click.option("--python", default=sys.executable, metavar="PATH", help="Python with lm-eval.  [default: this one]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@SETS
 def evaluate(
-    named: str,
+    target: str,
     tasks: str,
     step: int | None,
     include: str,
@@ -33,7 +31,6 @@ def evaluate(
     chat: bool,
     python: str,
     as_json: bool,
-    overrides: tuple[str, ...],
 ) -> None:
     """Run benchmark tasks of lm-eval on a checkpoint of a run, or on a model's folder. lm-eval loads the model by
     transformers."""
@@ -46,7 +43,7 @@ def evaluate(
     if not names:
         raise ConfigError(f"--tasks = {tasks!r}: name a task, such as gsm8k")
     check_lm_eval(python)
-    plan = serving_plan(named, overrides, step=step)
+    plan = serving_plan(target, step=step)
     settings = SuiteSettings(
         model=plan.config.model.path, tasks=names, include=include, shots=shots, limit=limit, chat=chat
     )

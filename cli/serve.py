@@ -15,12 +15,12 @@ SETS = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", he
 
 
 @click.command("serve")
-@click.argument("named", metavar="RUN_OR_MODEL", type=click.Path())
+@click.argument("target", metavar="RUN_OR_MODEL", type=click.Path())
 @click.option("--port", type=click.IntRange(0, 65_535), default=PORT, show_default=True, help="Port; 0: any free one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of this machine to listen on.")
 @click.option("--key", default="", help="Key that requests must have.  [default: a random one, printed]")
 @SETS
-def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]) -> None:
+def serve(target: str, port: int, host: str, key: str, overrides: tuple[str, ...]) -> None:
     """Answer chat completions by a run's newest checkpoint, or by a model's folder, for evaluation and for looking at
     it. Ends with Ctrl-C."""
     quiet_libraries()
@@ -29,7 +29,7 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
     from staleflow.tasks.endpoint.server import EndpointServer
     from staleflow.tasks.settings.endpoint_settings import EndpointConfig, EndpointSettings
 
-    plan = serving_plan(named, overrides)
+    plan = serving_plan(target, overrides)
     api_key = key or secrets.token_urlsafe(24)
 
     async def work() -> None:
@@ -55,15 +55,15 @@ def serve(named: str, port: int, host: str, key: str, overrides: tuple[str, ...]
 
 
 @click.command("chat")
-@click.argument("named", metavar="RUN_OR_MODEL", type=click.Path())
+@click.argument("target", metavar="RUN_OR_MODEL", type=click.Path())
 @SETS
-def chat(named: str, overrides: tuple[str, ...]) -> None:
+def chat(target: str, overrides: tuple[str, ...]) -> None:
     """Talk to a run's newest checkpoint, or to a model's folder. An empty line begins anew; Ctrl-D ends it."""
     quiet_libraries()
     from staleflow.pipeline.stored_runs.serving import serving_plan
     from staleflow.tasks.endpoint.requests import ChatMessage, ChatRequest, RequestError
 
-    plan = serving_plan(named, overrides)
+    plan = serving_plan(target, overrides)
 
     async def work() -> None:
         announce(f"loading {plan.label}: the engine takes up to a minute to start")

@@ -61,6 +61,10 @@ class JobFailed(StaleflowError, RuntimeError):
     """A job that was submitted to a cluster failed; the message says why."""
 
 
+class SuiteFailed(StaleflowError, RuntimeError):
+    """lm-eval failed while it ran benchmark tasks; the message has its reason."""
+
+
 class TooManyFailedEnvironments(StaleflowError, RuntimeError):
     """Too many environments fail for the run to continue."""
 

@@ -83,7 +83,7 @@ def test_a_figure_outside_of_a_band_is_missed_and_named_alone() -> None:
     )
     assert recipe.verdict({"held-out sampled": [0.2, 0.8]})[0]
     assert recipe.verdict({"reward": [0.85]})[1].startswith("a: missed: held-out sampled before training too few")
-    assert made().verdict({}) == (True, "a: has no band to check")
+    assert made().verdict({}) == (False, "a: not checked: the recipe has no band")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """python -m examples.recipes NAME: run a recipe's job and check whether the run is in its band.
 
-Exit code 0 if it is, 1 if it is not, 2 if the recipe cannot be run. Without a name: a table of all recipes.
+Exit code 0 if it is, 1 if it is not or the recipe has no band, 2 if the recipe cannot be run.
+Without a name: a table of all recipes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.name is None:
             print(recipes.table([recipes.load(name) for name in recipes.names()]))
             return 0
-        recipe = named(args.name)
+        recipe = find_recipe(args.name)
         if args.make:
             print(recipe.make)
             return 0
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def named(name: str) -> Recipe:
+def find_recipe(name: str) -> Recipe:
     """The recipe of this name. Raises ConfigError if there is none."""
     names = recipes.names()
     if name not in names:

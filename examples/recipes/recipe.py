@@ -125,7 +125,8 @@ class Recipe:
             raise ValueError("neither data nor generated says what it trains on")
 
     def verdict(self, curves: Mapping[str, Sequence[float]]) -> tuple[bool, str]:
-        """Whether a run with these values of its metrics is within all bands, and a line that says so."""
+        """Whether a run with these values of its metrics is within all bands, and a line that says so. Without a band
+        nothing was checked, so it is not."""
         met, missed = list[str](), list[str]()
         for band in self.bands:
             figure = band.figure(curves)
@@ -133,7 +134,7 @@ class Recipe:
             inside = figure is not None and band.low <= figure <= band.high
             (met if inside else missed).append(f"{band.where} {shown}, band {band.limits}")
         if not self.bands:
-            return True, f"{self.name}: has no band to check"
+            return False, f"{self.name}: not checked: the recipe has no band"
         source = "" if self.measured else f" (band of {self.source}; not run by us)"
         return not missed, f"{self.name}: {'missed' if missed else 'met'}: {'; '.join(missed or met)}{source}"
 
@@ -177,8 +178,8 @@ def check_data(recipe: Recipe) -> Iterator[str]:
             raise staleflow.ConfigError(f"{path}: no such file; download {data.url} to it")
         if not data.sha256:
             yield f"{data.name}: hash not pinned: data was not available; it may not be what the figure was measured on"
-        elif (found := sha256(path)) != data.sha256:
-            raise staleflow.ConfigError(f"{path}: sha256 {found}, not {data.sha256}; download {data.url} again")
+        elif (digest := sha256(path)) != data.sha256:
+            raise staleflow.ConfigError(f"{path}: sha256 {digest}, not {data.sha256}; download {data.url} again")
 
 
 def sha256(path: Path) -> str:

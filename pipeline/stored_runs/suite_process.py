@@ -2,13 +2,14 @@
 so any environment's Python that has lm-eval can run this file.
 
 It reads settings as JSON from its standard input (`suites.SuiteSettings`, and the file of the results) and writes JSON
-to that file: a list of `suites.SuiteFigure`, or {"error": one line}.
+to that file: a list of `suites.SuiteFigure`, or {"unknown_task": name}, or {"error": one line}.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ def main() -> None:
     try:
         answer: Any = run_tasks(settings)
     except Exception as error:  # noqa: BLE001  lm-eval and its tasks may raise anything
+        traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         answer = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
     Path(settings["results"]).write_text(json.dumps(answer))
 
 
 def run_tasks(settings: dict[str, Any]) -> Any:
-    """Run the tasks on the model. Returns their figures, or {"error": line}."""
+    """Run the tasks on the model. Returns their figures, or {"unknown_task": name}."""
     import lm_eval
     import torch
     from lm_eval.tasks import TaskManager
@@ -33,7 +35,7 @@ def run_tasks(settings: dict[str, Any]) -> Any:
     manager = TaskManager(include_path=settings["include"] or None)
     for task in settings["tasks"]:
         if not manager.match_tasks([task]):
-            return {"error": f"there is no task {task!r}; `lm-eval ls tasks` lists them, --include adds a folder"}
+            return {"unknown_task": task}
     evaluated: Any = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": settings["model"]},

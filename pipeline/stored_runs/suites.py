@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from staleflow.pipeline.stored_runs import suite_process
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, SuiteFailed
 from staleflow.stores.serialization import Codec
 
 CODEC = Codec()
@@ -73,8 +73,8 @@ def check_lm_eval(python: str) -> None:
 
 
 def run_suite(settings: SuiteSettings, python: str) -> list[SuiteFigure]:
-    """Have lm-eval run tasks on a model. python: one that has lm-eval. Raises ConfigError with lm-eval's reason if it
-    fails."""
+    """Have lm-eval run tasks on a model. python: one that has lm-eval. Raises ConfigError if there is no such task or
+    folder, and SuiteFailed with lm-eval's reason if it fails."""
     if settings.include and not Path(settings.include).is_dir():
         raise ConfigError(f"--include = {settings.include!r}: no such folder")
     with tempfile.TemporaryDirectory() as folder:
@@ -86,8 +86,13 @@ def run_suite(settings: SuiteSettings, python: str) -> list[SuiteFigure]:
             check=False,
         )
         if not file.is_file():
-            raise ConfigError(f"lm-eval ended with exit code {ended.returncode} and without results")
+            raise SuiteFailed(f"lm-eval ended with exit code {ended.returncode} and without results")
         parsed = json.loads(file.read_text())
-    if isinstance(parsed, dict):
-        raise ConfigError(f"--tasks = {','.join(settings.tasks)!r}: lm-eval: {parsed['error']}")
+    if "unknown_task" in parsed:
+        raise ConfigError(
+            f"--tasks: lm-eval has no task {parsed['unknown_task']!r}; `lm-eval ls tasks` lists them, --include adds a "
+            "folder"
+        )
+    if "error" in parsed:
+        raise SuiteFailed(f"lm-eval failed: {parsed['error']}")
     return CODEC.decode(parsed, list[SuiteFigure])

@@ -60,5 +60,5 @@ def test_task_of_a_folder_runs_and_an_unknown_one_is_an_error_line(
     settings = SuiteSettings(model=str(tiny_model), tasks=("colors",), include=str(tmp_path), limit=3)
     (figure,) = run_suite(settings, sys.executable)
     assert (figure.task, figure.metric, figure.num_documents) == ("colors", "acc", 3)
-    with pytest.raises(ConfigError, match="there is no task 'shapes'"):
+    with pytest.raises(ConfigError, match="lm-eval has no task 'shapes'"):
         run_suite(SuiteSettings(model=str(tiny_model), tasks=("shapes",)), sys.executable)
