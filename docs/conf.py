@@ -70,9 +70,9 @@ def add_navigation(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = site_pages.with_navigation(source[0])
 
 
-def keep_colons(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+def keep_colons(app: Sphinx, kind: str, name: str, value: object, options: object, lines: list[str]) -> None:
     """Keep napoleon from taking what precedes a colon in an attribute's docstring for its type."""
-    if what in ("attribute", "property", "data") and lines:
+    if kind in ("attribute", "property", "data") and lines:
         lines[0] = f": {lines[0]}"
 
 

@@ -194,8 +194,7 @@ class _GroupSums:
             ("reward", np.where(scored, rows["reward"], 0.0)),
         ):
             before = getattr(self, name)
-            size = max(len(before), int(group.max()) + 1)
-            total = np.bincount(group, weights=values, minlength=size)
+            total = np.bincount(group, weights=values, minlength=len(before))
             total[: len(before)] += before
             setattr(self, name, total)
 

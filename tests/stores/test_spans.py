@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from staleflow.stores.auditing.audit import audit
+from staleflow.stores.auditing.row_checks import RowRange, Spans, hash_batches
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import batch_fingerprint
 from staleflow.stores.trajectories.versioned import VersionedStore
-from staleflow.stores.trajectory import EnvSpan, TrajectoryId
+from staleflow.stores.trajectory import ContextBranch, EnvSpan, TrajectoryId
 from tests.stores.plain_audit import plain_audit
 from tests.stores.store_conformance import HEADER, ended, record, told
 from tests.stores.test_stores import edit, set_int, sound_store
@@ -239,3 +240,17 @@ def test_a_branch_that_goes_on_elsewhere_is_found(tmp_path: Path, after: int, wh
     findings = audit(store).findings
     assert [f for f in findings if what in f.message], findings
     assert plain_audit(store).findings == findings
+
+
+def test_branches_of_rows_begin_after_the_spans_before_them() -> None:
+    """Spans: row, instance, version, tokens, seconds, and the place after which a context branch goes on."""
+    spans = [(0, "a", 0, 3, 0.0, -1), (0, "tool", -1, 2, 0.5, -1), (1, "a", 0, 4, 0.0, -1), (1, "a", 1, 5, 0.0, 6)]
+    assert Spans.of(spans).branches(np.asarray([10, 7])) == {1: [ContextBranch(7 + 4, 6)]}
+
+
+def test_batches_of_a_range_hash_as_their_steps_recorded(tmp_path: Path) -> None:
+    store = sound_store(tmp_path / "store")
+    recorded = {r.step: r.batch_fingerprint for r in store.steps() if r.batch_fingerprint}
+    everything = RowRange(first=0, last=store.summary().num_rows, steps=frozenset(recorded), most_tokens=1000)
+    assert recorded
+    assert hash_batches(StoreReader.at(store.path, store.snapshot), everything) == recorded
