@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,11 +165,19 @@ def picky(answer, record):
 
 
 @pytest.fixture(scope="session")
-def stored(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A small finished run's folder; two folders above it a file of rewards. Tests may add branches of their own."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A small finished run's folder, in which nothing is changed; two folders above it a file of rewards."""
     from tests.runtime.test_run import run
 
     folder = tmp_path_factory.mktemp("stored")
     (folder / "job.toml").write_text(JOB.format(runs=folder / "runs", steps=3, model=tiny_model))
     (folder / "mine.py").write_text(REWARDS)
     return run(folder / "job.toml", "task.eval_prompts=0", "batch.extra_members=1").run_dir
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, finished_run: Path) -> Path:
+    """The module's own copy of the finished run and of what lies beside it. Its tests may add branches."""
+    folder = tmp_path_factory.mktemp("stored")
+    shutil.copytree(finished_run.parents[1], folder, dirs_exist_ok=True)
+    return folder / finished_run.relative_to(finished_run.parents[1])

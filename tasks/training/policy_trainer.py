@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils import serialization
 from torch.utils._pytree import tree_map_only
 
 from staleflow.stores.errors import ConfigError
@@ -88,6 +89,13 @@ def fused(parameters: Iterable[torch.Tensor]) -> bool | None:
     """Whether AdamW updates all of these in one kernel: on a GPU. None leaves the choice to PyTorch, as on CPU, where
     resumed runs repeat a step bit for bit."""
     return all(parameter.is_cuda for parameter in parameters) or None
+
+
+def _write_state(state: dict[str, Any], path: Path) -> None:
+    """Save a state with torch, without the checksums of its archive: they are three quarters of the time, and a file
+    that is loaded by mmap is not checked against them."""
+    with serialization.config.patch("save.compute_crc32", False):
+        torch.save(state, path)
 
 
 def fine_tuning(training: TrainingConfig) -> TrainingConfig:
@@ -339,7 +347,7 @@ class PolicyTrainer:
             "random": self._rng.bit_generator.state,
         }
         state = copied(tree_map_only(torch.Tensor, self.group.full_tensor, state))
-        self._saving = in_background(lambda: torch.save(state, path))
+        self._saving = in_background(lambda: _write_state(state, path))
 
     def end_save(self) -> None:
         """Wait until what was begun is written; raises what keeps it from being. Nothing if none was."""

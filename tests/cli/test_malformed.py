@@ -18,10 +18,10 @@ HERE = [case for case in malformed.CASES if not case.alone]
 
 
 @pytest.fixture(scope="session")
-def furnished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, stored: Path) -> Path:
+def furnished(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, finished_run: Path) -> Path:
     """A folder as each case begins with; copied, never changed."""
     folder = tmp_path_factory.mktemp("malformed") / "furnished"
-    furnish(folder, tiny_model, stored)
+    furnish(folder, tiny_model, finished_run)
     return folder
 
 

@@ -590,10 +590,10 @@ def test_what_another_training_has_written_meanwhile_is_kept(copy: Path, tmp_pat
     assert not list(tmp_path.glob(".trained.*"))
 
 
-def test_a_copy_is_worked_on_with_the_code_that_is_in_it(copy: Path, stored: Path, tmp_path: Path) -> None:
+def test_a_copy_is_worked_on_with_the_code_that_is_in_it(copy: Path, finished_run: Path, tmp_path: Path) -> None:
     """The job of a submitted run names its code in the folder that it was made in."""
     job = (copy / "config.toml").read_text()
-    named = job.replace('function = "task"', f'function = "{stored}/code/reward_mine.py:score"')
+    named = job.replace('function = "task"', f'function = "{finished_run}/code/reward_mine.py:score"')
     assert named != job
     (copy / "config.toml").write_text(named)
     plan = training.planned(copy, tmp_path / "out", (), "main", "", 1)
