@@ -118,6 +118,8 @@ class TaskSource(Protocol):
         ...
 
 
+DRAWS_PER_PROMPT = 4
+"""Draws of generated prompts for each distinct held-out prompt, after which the source counts as having no more."""
 SLOW_S = 0.05
 """Seconds from which on drawing a prompt takes long."""
 
@@ -125,8 +127,8 @@ SLOW_S = 0.05
 def draw_tasks(
     source: TaskSource, indices: Sequence[int], *, held_out: bool = False, concurrency: int = 1
 ) -> list[Task]:
-    """The prompts with these indices. at_once: how many are drawn side by side, once one of them has taken long: those
-    of environments need a process each then, which costs more than a quick reset."""
+    """The prompts with these indices. concurrency: how many are drawn at the same time, once one of them has taken
+    long: those of environments need a process each then, which costs more than a quick reset."""
     tasks: list[Task] = []
     started_s = time.monotonic()
     while len(tasks) < len(indices) and (concurrency == 1 or time.monotonic() - started_s < SLOW_S):
@@ -139,12 +141,16 @@ def draw_tasks(
 
 
 def distinct_held_out(source: TaskSource, count: int, concurrency: int = 1) -> list[Task]:
-    """The first `count` held-out prompts without duplicates; fewer if some are equal or the source has fewer. at_once:
-    see `draw_tasks`."""
-    at_most = count if source.num_held_out is None else min(count, source.num_held_out)
+    """The first `count` distinct held-out prompts, in their order; fewer if the source has fewer. Of generated prompts
+    at most `count * DRAWS_PER_PROMPT` are drawn. concurrency: see `draw_tasks`."""
+    limit = count * DRAWS_PER_PROMPT if source.num_held_out is None else min(count, source.num_held_out)
     by_identity: dict[tuple[Prompt, int | None], Task] = {}
-    for task in draw_tasks(source, range(at_most), held_out=True, concurrency=concurrency):
-        by_identity.setdefault(task.identity, task)
+    num_drawn = 0
+    while (missing := min(count - len(by_identity), limit - num_drawn)) > 0:
+        indices = range(num_drawn, num_drawn + missing)
+        for task in draw_tasks(source, indices, held_out=True, concurrency=concurrency):
+            by_identity.setdefault(task.identity, task)
+        num_drawn += missing
     return list(by_identity.values())
 
 
