@@ -137,8 +137,10 @@ class Display(RunListener):
             highlight=False,
             soft_wrap=True,
         )
+        for_point = overhead["trainer_waits_for_resume_point"]
+        writing = f" ({for_point:.1%} for resume points: raise training.resume_every)" if for_point >= 0.01 else ""
         console.print(
-            f"overhead: trainer waiting with a batch ready {overhead['trainer_waits_though_ready']:.1%}, "
+            f"overhead: trainer waiting with a batch ready {overhead['trainer_waits_though_ready']:.1%}{writing}, "
             f"instances idle with work to route {overhead['rollout_idle_though_routable']:.1%}",
             highlight=False,
             soft_wrap=True,

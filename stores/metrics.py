@@ -123,6 +123,8 @@ METRICS = (
     Metric(name="publish_s", unit="s", doc="time to write and fingerprint the new weights"),
     Metric(name="overhead_s", unit="s", doc="time from the batch being ready to the new version being announced, minus "
            "train_s and publish_s"),
+    Metric(name="resume_wait_s", unit="s", doc="part of overhead_s: time the trainer waited until the resume point "
+           "of an earlier step was written"),
     Metric(name="wait_s", unit="s", doc="time the trainer waited for the batch to be ready"),
     Metric(name="elapsed_s", unit="s", doc="time since the run's first step could begin"),
     Metric(name="commit_s", unit="s", doc="time to store the step, while the next one runs"),

@@ -93,6 +93,7 @@ def summarize(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[str
         "seconds": {k: round(v, 3) for k, v in phases.items() if k.endswith("_s")},
         "overhead": {
             "trainer_waits_though_ready": phases.get("trainer_overhead_s", 0.0) / wall_s,
+            "trainer_waits_for_resume_point": phases.get("trainer_waits_for_resume_point_s", 0.0) / wall_s,
             "rollout_idle_though_routable": phases.get("rollout_idle_with_work_s", 0.0) / wall_s,
         },
         "logprob_mismatch": {

@@ -114,6 +114,7 @@ class Measurements:
             "train_s": sum(s["train_s"] for s in steps),
             "publish_s": sum(s["publish_s"] for s in steps),
             "trainer_overhead_s": sum(s["overhead_s"] for s in steps),
+            "trainer_waits_for_resume_point_s": sum(s.get("resume_wait_s", 0.0) for s in steps),
             "trainer_waits_for_batch_s": sum(s["wait_s"] for s in steps),
             "commit_s": sum(s["commit_s"] for s in steps),
             "fetch_s": sum(s["fetch_s"] for s in steps),

@@ -9,7 +9,7 @@ import asyncio
 import contextvars
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -138,9 +138,12 @@ class Trainer:
         rows = await self._batch(server, step, trajectories, versions)
         fetched = time.monotonic()
         due = self._point_every and (step + 1) % self._point_every == 0
-        if due or (self._saving is not None and self._saving.done()):
+        resume_wait_s = 0.0
+        if self._saving is not None and (due or self._saving.done()):
             await self._saved()
-        result: PublishedStep = await self._in_thread(self._while_awake, self._train, step, rows, fetched - begin)
+            resume_wait_s = time.monotonic() - fetched
+        seconds = {"fetch_s": fetched - begin, "resume_wait_s": resume_wait_s}
+        result: PublishedStep = await self._in_thread(self._while_awake, self._train, step, rows, seconds)
         if due:
             # Queued now, before any further step: it copies what that would change.
             begun = self._executor.submit(self._begin_point, result.version)
@@ -206,12 +209,13 @@ class Trainer:
             result = replace(result, as_recorded=same)
         return result
 
-    def _train(self, step: int, rows: list[Row], fetch_s: float) -> PublishedStep:
+    def _train(self, step: int, rows: list[Row], seconds: Mapping[str, float]) -> PublishedStep:
+        """Train a step and publish its weights. seconds: what is known of the step's time, for its metrics."""
         begin = time.monotonic()
         metrics = self._policy.step(step, rows)
         trained = time.monotonic()
         result = self._publish(PolicyVersion(step + 1), metrics)
-        result.metrics.update(fetch_s=fetch_s, train_s=trained - begin, publish_s=time.monotonic() - trained)
+        result.metrics.update(seconds, train_s=trained - begin, publish_s=time.monotonic() - trained)
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> PublishedStep:

@@ -34,7 +34,11 @@ STEP = dict.fromkeys(METRICS.split(), 0.5)
 SUMMARY: dict[str, Any] = {
     "steps": 2, "evaluations": [], "seconds": {}, "alarms": [], "trajectories_consumed": 0, "response_tokens": 0,
     "staleness_histogram": {}, "eta": 1, "tasks": [], "cost_model": {"measured_over_predicted": None, "drifted": False},
-    "overhead": {"trainer_waits_though_ready": 0.0, "rollout_idle_though_routable": 0.0},
+    "overhead": {
+        "trainer_waits_though_ready": 0.4,
+        "trainer_waits_for_resume_point": 0.35,
+        "rollout_idle_though_routable": 0.0,
+    },
 }  # fmt: skip
 
 
@@ -61,9 +65,10 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "execute", short_run)
 
 
+RESUME_POINTS = "35.0% for resume points: raise training.resume_every"
 LINES = {
     "step 0/2": 1, "step 1/2": 1, "evaluating version 0": 1, "held-out reward at version 0": 1, "rollout-0 is gone": 1,
-    "Dask dashboard": 1, "chatter": 0, "server placed": 0,
+    RESUME_POINTS: 1, "Dask dashboard": 1, "chatter": 0, "server placed": 0,
 }  # fmt: skip
 
 
@@ -74,7 +79,7 @@ LINES = {
         (("-v",), {}),
         (("-vv",), {"server placed": 1}),
         (("--json",), dict.fromkeys(LINES, 0)),
-        (("--json", "-v"), {"Dask dashboard": 0}),
+        (("--json", "-v"), {"Dask dashboard": 0, RESUME_POINTS: 0}),
     ],
 )
 def test_each_event_is_one_line(options: tuple[str, ...], differs: dict[str, int]) -> None:

@@ -101,7 +101,9 @@ def test_steps_record_exactly_the_metrics_that_are_listed(tmp_path: Path) -> Non
     shown = {name for step in run.outcomes.steps for name in step}
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
     trainer = Trainer(settings, str(tmp_path / "weights"), 1, 9.0, str(tmp_path / "points"), 0)
-    reported = trainer._train(0, [Row.of(ended(np.random.default_rng(0), 1, 1))], fetch_s=0.5).metrics
+    reported = trainer._train(
+        0, [Row.of(ended(np.random.default_rng(0), 1, 1))], {"fetch_s": 0.5, "resume_wait_s": 0.0}
+    ).metrics
     asyncio.run(trainer.close())
     assert recorded | reported.keys() == metrics.NAMES - metrics.DERIVED
     assert shown - recorded == metrics.DERIVED | {"step"}

@@ -129,13 +129,13 @@ def test_steps_go_on_while_a_point_is_written_and_the_next_point_waits_for_it(tm
         policy = Slow()
         actor = Trainer(policy, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 2)
         for step in range(3):
-            await actor.train(Server(), step, (), ())
+            assert (await actor.train(Server(), step, (), ())).metrics["resume_wait_s"] == 0
         assert (policy.begun, policy.ended, actor._points.versions()) == (1, 0, [])
         fourth = asyncio.ensure_future(actor.train(Server(), 3, (), ()))
         await asyncio.sleep(0.2)
         assert not fourth.done() and await actor.version() == 3
         policy.free.set()
-        await fourth
+        assert (await fourth).metrics["resume_wait_s"] > 0
         await actor.save_checkpoint(str(tmp_path / "checkpoint"))
         assert actor._points.versions() == [2, 4]
         await actor.close()
