@@ -34,7 +34,7 @@ ROUTINGS = {
 }
 """Routing rules, each with the settings that are tried."""
 SYNCHRONOUS = ("staleness.eta=0", "staleness.admission=synchronous", "rollout.routing=least_requests")
-LEAST, GREEDY, HYPOTHESIS, KEEP, MIGRATION = (
+LEAST_REQUESTS, GREEDY, HYPOTHESIS, KEEP, MIGRATION = (
     "rollout.routing=least_requests",
     "rollout.synchronization=greedy",
     "rollout.synchronization=hypothesis",
@@ -44,7 +44,7 @@ LEAST, GREEDY, HYPOTHESIS, KEEP, MIGRATION = (
 TRUNCATE = ("batch.stragglers=truncate", "batch.stragglers.patience=0.1")
 CASES = {
     "`synchronous`, `least_requests`": SYNCHRONOUS,
-    "`least_requests`, `greedy`, `interrupt`": (LEAST, GREEDY),
+    "`least_requests`, `greedy`, `interrupt`": (LEAST_REQUESTS, GREEDY),
     "`deadline`, `greedy`, `interrupt`": (GREEDY,),
     "`deadline`, `hypothesis`, `interrupt`": (HYPOTHESIS,),
     "`deadline`, `hypothesis`, `interrupt`, `largest_gain`": (HYPOTHESIS, MIGRATION),

@@ -23,7 +23,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import simulated
-from benchmarks.ablation import GREEDY, KEEP, LEAST, SYNCHRONOUS, run
+from benchmarks.ablation import GREEDY, KEEP, LEAST_REQUESTS, SYNCHRONOUS, run
 
 STEPS = "steps=36"
 SEEDS = (1, 2, 3)
@@ -64,7 +64,7 @@ def main() -> None:
     strategies = {("synchronous", 0): SYNCHRONOUS} | {
         (name, bound): (*how, f"staleness.eta={bound}")
         for bound in bounds
-        for name, how in (("default", (KEEP, GREEDY)), ("reservation", (KEEP, LEAST, GREEDY)))
+        for name, how in (("default", (KEEP, GREEDY)), ("reservation", (KEEP, LEAST_REQUESTS, GREEDY)))
     }
     cells = list(itertools.product(strategies, acceptances))
     requests = [
@@ -95,7 +95,7 @@ def tables(seeds: Sequence[int], processes: int, *, quick: bool) -> None:
     drafts = drafting(MEASURED)
     sides = {("alone", 0): SYNCHRONOUS, ("alone, drafting", 0): (*SYNCHRONOUS, *drafts)}
     for bound in bounds:
-        sides |= {("default", bound): drafts, ("reservation", bound): (LEAST, *drafts)}
+        sides |= {("default", bound): drafts, ("reservation", bound): (LEAST_REQUESTS, *drafts)}
     head = [f"bound {bound}: {what}" for bound in bounds for what in ("without drafts", "drafting too", "reservation")]
     print("| model | workload | " + " | ".join(head) + " |")
     print("|---" * (2 + len(head)) + "|")

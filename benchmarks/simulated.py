@@ -87,18 +87,18 @@ class Row:
         return self.rule is None or self.rule.keeps_bound
 
 
-LEAST = "rollout.routing=least_requests"
+LEAST_REQUESTS = "rollout.routing=least_requests"
 CUTTING = "staleflow, stragglers cut"
 
 
 def short_rows() -> list[Row]:
     """What the default is measured against on every line: plain reservations, the best synchronous run, and ROLL's."""
-    sync = ("staleness.admission=synchronous", LEAST)
+    sync = ("staleness.admission=synchronous", LEAST_REQUESTS)
     return [
         Row("synchronous", "", 0, sync),
-        *(Row("reservations, least_requests", "", eta, (LEAST,)) for eta in (0, 1, 2, 3)),
+        *(Row("reservations, least_requests", "", eta, (LEAST_REQUESTS,)) for eta in (0, 1, 2, 3)),
         *(Row("staleflow", "", eta, ()) for eta in (0, 1, 2, 3)),
-        Row("credits", "alpha 3", 3, (LEAST,), Credits(alpha=3.0)),
+        Row("credits", "alpha 3", 3, (LEAST_REQUESTS,), Credits(alpha=3.0)),
         Row(CUTTING, "", 3, CUT),
     ]
 
@@ -107,21 +107,32 @@ def long_rows(swept: bool) -> list[Row]:
     """The other baselines, each over a small sweep of its knob, and the other routing rules under reservations."""
     rows = [
         Row("synchronous", "deadline", 0, ("staleness.admission=synchronous",)),
-        Row("synchronous", "redundancy", 0, ("staleness.admission=synchronous", LEAST, "batch.extra_groups=1")),
-        Row("synchronous, colocated", "", 0, ("staleness.admission=synchronous", LEAST, "simulation.colocated=true")),
-        Row("one_step", "", 1, (LEAST,), OneStep()),
+        Row(
+            "synchronous", "redundancy", 0, ("staleness.admission=synchronous", LEAST_REQUESTS, "batch.extra_groups=1")
+        ),
+        Row(
+            "synchronous, colocated",
+            "",
+            0,
+            ("staleness.admission=synchronous", LEAST_REQUESTS, "simulation.colocated=true"),
+        ),
+        Row("one_step", "", 1, (LEAST_REQUESTS,), OneStep()),
     ]
     for alpha in (0.5, 1.0, 2.0) if swept else ():
-        rows.append(Row("credits", f"alpha {alpha:g}", max(1, int(-(-alpha // 1))), (LEAST,), Credits(alpha=alpha)))
+        rows.append(
+            Row("credits", f"alpha {alpha:g}", max(1, int(-(-alpha // 1))), (LEAST_REQUESTS,), Credits(alpha=alpha))
+        )
     for depth in (1.0, 2.0, 3.0, 4.0) if swept else (3.0, 4.0):
-        rows.append(Row("pipeline_depth", f"depth {depth:g}", 3, (LEAST,), PipelineDepth(depth=depth)))
+        rows.append(Row("pipeline_depth", f"depth {depth:g}", 3, (LEAST_REQUESTS,), PipelineDepth(depth=depth)))
     for ahead, share in ((0, 1.0), (1, 0.3), (1, 1.0), (2, 0.3)) if swept else ((1, 1.0), (2, 0.3)):
         window = WindowedFifo(ahead=ahead, window_share=share)
-        rows.append(Row("windowed_fifo", f"S {ahead}, {share:g}", 3, (LEAST,), window))
+        rows.append(Row("windowed_fifo", f"S {ahead}, {share:g}", 3, (LEAST_REQUESTS,), window))
     for excess in (0.5, 1.0, 2.0) if swept else (2.0,):
-        rows.append(Row("over_provision", f"{1 + excess:g} batches", 3, (LEAST,), OverProvision(excess=excess)))
+        rows.append(
+            Row("over_provision", f"{1 + excess:g} batches", 3, (LEAST_REQUESTS,), OverProvision(excess=excess))
+        )
     for eta in (1, 2, 3) if swept else (3,):
-        rows.append(Row("backlog", f"eta {eta}", eta, (LEAST,), Backlog(eta=eta)))
+        rows.append(Row("backlog", f"eta {eta}", eta, (LEAST_REQUESTS,), Backlog(eta=eta)))
     for eta in (1, 2, 3) if swept else ():
         for name in ("random", "round_robin"):
             rows.append(Row(f"reservations, {name}", "", eta, (f"rollout.routing={name}",)))

@@ -293,7 +293,7 @@ def prompts_table(vocabulary: int, groups: int, rounds: int) -> None:
     """Print the CPU seconds of a step with each group's prompt computed once, over those of one without that."""
     from staleflow.tasks.training import shared_prompts
 
-    least = shared_prompts.LEAST_SAVED
+    least = shared_prompts.MIN_SAVED_TOKENS
     print(f"vocabulary {vocabulary:,}, {groups} groups of {GROUP}, {rounds} rounds")
     print("| prompts, of all tokens | tokens computed | CPU seconds | gradient norms |\n|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as name:
@@ -308,9 +308,9 @@ def prompts_table(vocabulary: int, groups: int, rounds: int) -> None:
             for _ in range(rounds):
                 once, norm = timed(functools.partial(step, rows))
                 norms.add(f"{norm:.6g}")
-                shared_prompts.LEAST_SAVED = 2**40
+                shared_prompts.MIN_SAVED_TOKENS = 2**40
                 each, norm = timed(functools.partial(step, rows))
-                shared_prompts.LEAST_SAVED = least
+                shared_prompts.MIN_SAVED_TOKENS = least
                 norms.add(f"{norm:.6g}")
                 ratios.append(once / each)
             tokens = sum(len(row.response) for row in rows)

@@ -62,7 +62,7 @@ def output_path(out: str | None, name: str) -> Path:
 
 def print_profile(profile: Profile, path: Path) -> None:
     """Print the coefficients, their errors and how to use them."""
-    from staleflow.pipeline.profiling.fit import fit_verified
+    from staleflow.pipeline.profiling.fit import fit_verify_share
 
     stored, fit = profile.as_dict(), profile.fit
     coefficients = stored["coefficients"]
@@ -71,7 +71,7 @@ def print_profile(profile: Profile, path: Path) -> None:
         click.echo(f"  {name:8} {value:.4g} s")
     if profile.drafted:
         steps, most = len(profile.drafted), max(point.drafted for point in profile.drafted)
-        _, error = fit_verified(fit.model, profile.drafted)
+        _, error = fit_verify_share(fit.model, profile.drafted)
         click.echo(
             f"  verified {verified:.4g} of k3 a drafted token ({steps} batches with up to {most:.1f} each; with it "
             f"their steps are {error:.1%} off, median)"

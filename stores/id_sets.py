@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-LOWEST, HIGHEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+MIN_ID, MAX_ID = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 
 
 class IdSet:
@@ -21,8 +21,8 @@ class IdSet:
     def __init__(self) -> None:
         self.count = 0
         # The absent ids: starts[i] <= id < ends[i], ascending and disjoint.
-        self._starts = np.asarray([LOWEST], np.int64)
-        self._ends = np.asarray([HIGHEST], np.int64)
+        self._starts = np.asarray([MIN_ID], np.int64)
+        self._ends = np.asarray([MAX_ID], np.int64)
 
     def add(self, ids: Ints) -> Ints:
         """Add ids; returns those that were in the set before or occur twice among them."""
@@ -47,7 +47,7 @@ class IdSet:
         return id if i >= 0 and id < self._ends[i] else int(self._starts[i + 1])
 
     def next_present(self, id: int) -> int:
-        """The smallest id from `id` on that is in the set; HIGHEST if there is none."""
+        """The smallest id from `id` on that is in the set; MAX_ID if there is none."""
         i = int(np.searchsorted(self._starts, id, side="right")) - 1
         return int(self._ends[i]) if i >= 0 and id < self._ends[i] else id
 
@@ -72,7 +72,7 @@ def merged(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     try:
         edges = np.asarray(ranges, np.int64).reshape(-1, 2)
     except OverflowError:  # of a corrupt ledger
-        edges = np.clip(np.asarray(ranges, dtype=object), LOWEST, HIGHEST).astype(np.int64)
+        edges = np.clip(np.asarray(ranges, dtype=object), MIN_ID, MAX_ID).astype(np.int64)
     edges = edges[edges[:, 0] < edges[:, 1]]
     edges = edges[np.argsort(edges[:, 0], kind="stable")]
     if not len(edges):

@@ -17,7 +17,7 @@ LEVEL = 0.95
 """Share of intervals that contain the true mean."""
 MIN_PROMPTS = 10
 """Fewest prompts for an interval that supposes a normal mean, and for a paired test: with fewer, one prompt decides."""
-MOST_EXACT = 12
+MAX_EXACT = 12
 """Prompts with a difference up to which all signs are enumerated: 4,096 sums."""
 NUM_DRAWS = 9_999
 """Random signs for more prompts: the standard error of a p-value of .05 is .002."""
@@ -182,7 +182,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     changed = np.array([difference for difference in differences if difference], np.float64)
     observed = abs(changed.sum())
     enough = observed - 1e-9 * np.abs(changed).sum()  # sums of the same parts in another order
-    if len(changed) <= MOST_EXACT:
+    if len(changed) <= MAX_EXACT:
         bits = np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))
         return float(np.mean(np.abs((1 - 2 * (bits & 1)) @ changed) >= enough))
     rng, extreme = np.random.default_rng(0), 1

@@ -27,13 +27,13 @@ import cloudpickle
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.files import replace_text
 
-LARGEST_BYTES = 2**26
+MAX_BYTES = 2**26
 """Most bytes of a pickled object: every worker loads it, and a submitted job is sent with it."""
 SCRIPTS = ("__main__", "__mp_main__")
 """Names of the module that a notebook or a script is."""
 INSTALLED = {"site-packages", "dist-packages"}
 """Folders that packages are installed in."""
-MOST_SOURCES = 20
+MAX_SOURCES = 20
 """Most functions and classes whose source text is written for readers."""
 FILE = """\
 # {name}, {kind} that a job was given as a Python object.
@@ -74,7 +74,7 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
     called = called if called.isidentifier() else name
     with _own_modules() as own:
         pickled = _pickled(obj, called, own)
-        sources = list(_sources(obj, own))[:MOST_SOURCES]
+        sources = list(_sources(obj, own))[:MAX_SOURCES]
     about = "Its source text, for readers:" if sources else "Its source text is not known."
     comments = textwrap.indent("\n\n".join(sources), "#     ", lambda _: True) if sources else ""
     text = FILE.format(
@@ -106,10 +106,10 @@ def _pickled(obj: Any, called: str, own: set[str]) -> bytes:
     except Exception as error:  # an object of the user's may raise anything
         why = " ".join(str(error).split())
         raise ConfigError(f"{called} cannot be sent to worker processes: loaded there it fails: {why}") from error
-    if len(pickled) > LARGEST_BYTES:
+    if len(pickled) > MAX_BYTES:
         raise ConfigError(
             f"{called} cannot be sent to worker processes: with what it uses it has {len(pickled) / 2**20:,.0f} MiB, "
-            f"and the limit is {LARGEST_BYTES / 2**20:.0f} MiB; load large data inside of the function, from a file"
+            f"and the limit is {MAX_BYTES / 2**20:.0f} MiB; load large data inside of the function, from a file"
         )
     return pickled
 

@@ -15,7 +15,7 @@ from staleflow.tasks.settings.knobs import shown
 from staleflow.tasks.settings.task_config import TaskConfig
 from staleflow.tasks.training.loss import Dpo, Sft, UserLoss
 
-MOST_TRAJECTORIES, MOST_STEPS = 1_000_000, 1_000_000_000
+MAX_TRAJECTORIES, MAX_STEPS = 1_000_000, 1_000_000_000
 """Sizes of a step and of a run beyond which a number is a slip: all trajectories of a step are in memory at once."""
 SHOWN_TEMPLATE = 200
 """Most characters of a corrected template that a message shows."""
@@ -110,13 +110,13 @@ def _check_sizes(config: RunConfig) -> Iterator[str]:
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}, of which they are the last"
         )
     started = config.oversampled_groups * config.oversampled_group_size
-    if started > MOST_TRAJECTORIES:
+    if started > MAX_TRAJECTORIES:
         yield (
             f"batch.groups_per_step and batch.group_size make {started} "
-            f"trajectories a step; it must be at most {MOST_TRAJECTORIES}"
+            f"trajectories a step; it must be at most {MAX_TRAJECTORIES}"
         )
-    if config.steps > MOST_STEPS:
-        yield f"steps = {config.steps} is out of range; it must be at most {MOST_STEPS}"
+    if config.steps > MAX_STEPS:
+        yield f"steps = {config.steps} is out of range; it must be at most {MAX_STEPS}"
     rollout = config.rollout
     if rollout.min_instances > rollout.instances:
         yield (f"rollout.min_instances = {rollout.min_instances} is more than rollout.instances = {rollout.instances}")

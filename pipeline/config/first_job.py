@@ -50,9 +50,9 @@ GOLD = "####"
 NUMBER = r"-?\d+(?:[.,]\d+)*"
 SAMPLE = 50
 """Number of rows that are read to see whether answers are numbers."""
-RATES, LEAST_RATE = ((50e6, 3e-4), (1.5e9, 1e-5)), 1e-6
+RATES, MIN_RATE = ((50e6, 3e-4), (1.5e9, 1e-5)), 1e-6
 """Initial learning rates by the size of the model's files (most bytes, rate), and the rate of larger models."""
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 """Longest response of a model that the user brings, unless its context is short."""
 
 
@@ -324,7 +324,7 @@ def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     tokens = 48
     if inputs.model:
         bare = {"model": {"path": inputs.model}, "rollout": {"max_new_tokens": 1}}
-        tokens = min(MOST_TOKENS, inspect_model(loading.from_tree(bare, "--model")).context // 2)
+        tokens = min(MAX_TOKENS, inspect_model(loading.from_tree(bare, "--model")).context // 2)
     pattern, template = "", "{prompt}"
     if not inputs.model:
         pattern = r"so(-?\d+)\."
@@ -371,7 +371,7 @@ def _learning_rate(model: str) -> float:
     if not model:
         return RATES[0][1]
     size = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))
-    return next((rate for most, rate in RATES if 0 < size <= most), LEAST_RATE)
+    return next((rate for most, rate in RATES if 0 < size <= most), MIN_RATE)
 
 
 TEMPLATE = """\

@@ -40,7 +40,7 @@ SELECTED = ("update_indexer(", "compressed_sparse_attention")
 HEADER = struct.Struct("<Q")
 UNLIMITED = 2**31
 """Context of a model that states none, tokens."""
-LONGEST_HEADER = 100 * 2**20
+MAX_HEADER_BYTES = 100 * 2**20
 """Most bytes of a safetensors header; more is refused when the file is loaded, too."""
 
 
@@ -248,7 +248,7 @@ def _check_weights(path: Path, subject: str, vocabulary: object) -> None:
         size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = HEADER.unpack(file.read(HEADER.size))
-            header = json.loads(file.read(length)) if length <= min(size, LONGEST_HEADER) else {}
+            header = json.loads(file.read(length)) if length <= min(size, MAX_HEADER_BYTES) else {}
         ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__" and isinstance(v, Mapping)]
         needed = HEADER.size + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:

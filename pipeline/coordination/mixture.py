@@ -31,7 +31,7 @@ PROBE = 16
 """One draw in PROBE is from a failing source, while others are not failing."""
 UPDATE = 1 / 32
 """Weight of the latest group in a source's `usable_share`."""
-LEAST_USABLE = 1 / 256
+MIN_USABLE_SHARE = 1 / 256
 """Lower limit of `usable_share` in forecasts, so that groups in flight always count."""
 FAILURES = frozenset({AbortReason.ENGINE_FAILED, AbortReason.ENVIRONMENT_FAILED, AbortReason.GROUP_FAILED})
 """Abort reasons that count as failures of the source. Surplus groups and the run's end do not."""
@@ -78,7 +78,7 @@ class _Source:
     @property
     def forecast(self) -> float:
         """Groups expected to be trained on of what is drawn and has not ended."""
-        return (len(self.in_flight) + len(self.requested)) * max(LEAST_USABLE, self.usable_share)
+        return (len(self.in_flight) + len(self.requested)) * max(MIN_USABLE_SHARE, self.usable_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

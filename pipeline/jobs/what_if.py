@@ -22,7 +22,7 @@ BUDGET_S = 2.0
 """Processor seconds that each of the two simulations may take at the end of a run."""
 WORSE = 0.95
 """Ratio below which a change is said not to be worth it."""
-MOST_STEPS = 60
+MAX_STEPS = 60
 """Most steps simulated: enough for a steady part at any bound in use."""
 
 
@@ -84,11 +84,11 @@ def expect(run_dir: Path, profile: Profile | None, diagnosis: Diagnosis, budget_
         before = load_job(run_dir, as_recorded(run_dir, profile))
         known = [key for key in diagnosis.halved if not key.startswith("workload.")]  # the responses are recorded ones
         changed += [f"{key}={_value(before, key) / 2!r}" for key in known if _value(before, key)]
-        planted = [f"{key}={json.dumps(value)}" for key, value in diagnosis.planted]
-        command = _command(run_dir, [*planted, *changed])
+        injected = [f"{key}={json.dumps(value)}" for key, value in diagnosis.injected]
+        command = _command(run_dir, [*injected, *changed])
         if not changed:
             return WhatIf(ratio=None, command=command)
-        settings = (*as_recorded(run_dir, profile), f"steps={min(before.steps, MOST_STEPS)}", *planted)
+        settings = (*as_recorded(run_dir, profile), f"steps={min(before.steps, MAX_STEPS)}", *injected)
         rates = [_tokens_per_s(load_job(run_dir, (*settings, *more)), budget_s) for more in ((), changed)]
     except (StaleflowError, _TooLong):
         return WhatIf(ratio=None, command=_command(run_dir, changed))

@@ -12,7 +12,7 @@ GB = 10**9
 """Bytes of the gigabyte in which GPUs are sold and described here."""
 FORM = re.compile(r"(?:(?P<hosts>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w.]*)-(?P<memory_gb>\d+)")
 EXAMPLES = "8xH100-80, 2x8xH100-80 (two hosts of eight), 4xH100-80+4xH200-141"
-MOST_DEVICES = 100_000
+MAX_DEVICES = 100_000
 """GPUs of a fleet beyond which a number is a slip."""
 
 
@@ -68,8 +68,8 @@ def parse_fleet(text: str, option: str = "--gpus") -> tuple[Host, ...]:
         if match is None or not int(match["count"]) or match["hosts"] == "0":
             raise ConfigError(f"{option} {text}: {part.strip()!r} is not GPUs; write them as {EXAMPLES}")
         num_hosts, count = int(match["hosts"] or 1), int(match["count"])
-        if num_hosts * count > MOST_DEVICES:
-            raise ConfigError(f"{option} {text}: {num_hosts * count} GPUs; it must be at most {MOST_DEVICES}")
+        if num_hosts * count > MAX_DEVICES:
+            raise ConfigError(f"{option} {text}: {num_hosts * count} GPUs; it must be at most {MAX_DEVICES}")
         for number in range(len(hosts), len(hosts) + num_hosts):
             hosts.append(uniform_host(f"node-{number}", count, match["model"], int(match["memory_gb"])))
     return tuple(hosts)

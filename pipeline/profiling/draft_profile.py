@@ -1,8 +1,7 @@
-"""Decode steps of a real engine that verify drafts, timed in this process for `staleflow profile`.
+"""Times decode steps of a real engine that verify drafts, in this process, for `staleflow profile`.
 
-Greedy responses are drawn twice. The first time the engine drafts nothing; the second time it knows them, so that it
-drafts what will be sampled, as many tokens as it may: steps that verify many tokens, with the engine's own drafting,
-verification and bookkeeping.
+Greedy responses are sampled twice: first without drafts, then with the first responses as drafts, which are all
+accepted. The timed steps thus verify the maximum number of tokens, with the engine's own drafting and bookkeeping.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from staleflow.pipeline.profiling.engine_profile import (
     POLL_S,
     WARM_TOKENS,
     Grid,
-    check_patience,
+    check_timeout,
     has_ended,
     probe_request,
     wait_until_empty,
@@ -23,15 +22,17 @@ from staleflow.pipeline.profiling.fit import DraftedPoint
 from staleflow.stores.trajectory import TrajectoryId
 from staleflow.tasks.engines.base import Engine, EngineLoad
 
-FEWEST_STEPS = 3
-"""Decode steps that must be seen of a batch."""
+MIN_STEPS = 3
+"""Minimum decode steps of a batch for a point."""
 
 
 def measure_drafted(
     engine: Engine, grid: Grid, length: int, kv_tokens: int, progress: Callable[[str], None]
 ) -> list[DraftedPoint]:
-    """Time steps that verify up to `length` drafted tokens of each trajectory, at the grid's shortest context. A batch
-    that does not fit into the cache, or for which nothing was drafted, gives no point."""
+    """Time steps that verify up to `length` drafted tokens per request, at the grid's shortest context.
+
+    A batch that does not fit into the cache, or without drafts, gives no point.
+    """
     points: list[DraftedPoint] = []
     context, tokens, first = grid.contexts[0], 2 * grid.steps, 3 * 10**6
     for running in grid.running:
@@ -53,18 +54,18 @@ def measure_drafted(
 def _sample(
     engine: Engine, batch: list[tuple[TrajectoryId, int]], context: int, tokens: int
 ) -> list[tuple[float, EngineLoad]]:
-    """Sample responses to their ends; returns what was seen, (seconds, load), while all of them decoded."""
+    """Sample a batch to its end; returns (seconds, engine load) of each poll during which all requests decoded."""
     engine.submit([probe_request(t, context, tokens, seed=seed, greedy=True) for t, seed in batch])
     begin = time.monotonic()
     marks: list[tuple[float, EngineLoad]] = []
-    whole = True
+    all_running = True
     while (load := engine.load_statistics()).running:
         now = time.monotonic()
-        whole = whole and not has_ended(engine)
+        all_running = all_running and not has_ended(engine)
         sampled = [n for _, n in load.progress]
-        if whole and len(sampled) == len(batch) and min(sampled) >= WARM_TOKENS:
+        if all_running and len(sampled) == len(batch) and min(sampled) >= WARM_TOKENS:
             marks.append((now, load))
-        check_patience(begin, engine)
+        check_timeout(begin, engine)
         time.sleep(POLL_S)
     wait_until_empty(engine)
     return marks
@@ -74,7 +75,7 @@ def _point(first: tuple[float, EngineLoad], last: tuple[float, EngineLoad], runn
     (begin_s, before), (end_s, after) = first, last
     gained = after.tokens_sampled - before.tokens_sampled - (after.accepted_tokens - before.accepted_tokens)
     drafted = after.drafted_tokens - before.drafted_tokens
-    if gained < FEWEST_STEPS * running or not drafted:
+    if gained < MIN_STEPS * running or not drafted:
         return None
     return DraftedPoint(
         running=running,

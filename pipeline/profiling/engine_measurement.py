@@ -10,7 +10,7 @@ from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.profiling import engine_profile as profiling
 from staleflow.pipeline.profiling.draft_profile import measure_drafted
-from staleflow.pipeline.profiling.fit import fit_verified
+from staleflow.pipeline.profiling.fit import fit_verify_share
 from staleflow.stores.trajectory import InstanceId
 from staleflow.tasks.engines.engine_builder import build_engine
 
@@ -28,20 +28,20 @@ def measure_engine(
     """
     facts = inspect_model(config)
     rollout = config.rollout
-    longest = min(rollout.engine.kv_tokens, facts.context) - steps - 16
-    most = min(max_running or rollout.engine.max_running, rollout.engine.max_running)
+    longest_context = min(rollout.engine.kv_tokens, facts.context) - steps - 16
+    max_batch = min(max_running or rollout.engine.max_running, rollout.engine.max_running)
     drafts = rollout.engine.speculation.num_speculative_tokens
     # No id ends a response: a batch must stay complete while it is timed.
     settings = actor_settings.engine_settings(without_drafts(config), 0, ())
     engine = build_engine(settings, InstanceId("profile"), config.cluster.threads)
     try:
-        grid = profiling.make_grid(most, max(8, min(longest, 4 * rollout.max_new_tokens)), steps)
+        grid = profiling.make_grid(max_batch, max(8, min(longest_context, 4 * rollout.max_new_tokens)), steps)
         fit, points = profiling.profile_engine(engine, grid, rollout.engine.kv_tokens, progress)
         drafted = measure_drafted(engine, grid, drafts, rollout.engine.kv_tokens, progress) if drafts else []
     finally:
         engine.close()
     if drafted:
-        verified, _ = fit_verified(fit.model, drafted)
+        verified, _ = fit_verify_share(fit.model, drafted)
         fit = replace(fit, model=replace(fit.model, verify_share=verified))
     return profiling.Profile(
         source=rollout.engine.name,

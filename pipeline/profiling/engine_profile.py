@@ -26,17 +26,16 @@ from staleflow.tasks.engines.engine_settings import Speculation
 
 WARM_TOKENS = 3
 """Tokens that every request samples before steps are counted: by then the whole batch is decoding."""
-PATIENCE_S = 120.0
-"""Longest time one measured batch may take, seconds."""
+BATCH_TIMEOUT_S = 120.0
+"""Timeout of one measured batch, in seconds."""
 POLL_S = 0.002
 FIRST_WORD, NUM_WORDS = 4, 10
-"""Token ids that prompts are made of. They exist in every vocabulary; prompts differ from each other, so that no engine
-finds a prompt's prefix in its cache."""
+"""Token ids that prompts consist of; every vocabulary has them. Prompts differ, so that no prefix cache is hit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Numbers of running requests and context lengths to measure: all combinations that fit into the cache."""
+    """Batch sizes and context lengths to measure: all combinations that fit into the cache."""
 
     running: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -56,20 +55,20 @@ def make_grid(max_running: int, longest_context: int, steps: int) -> Grid:
 def measure_steps(engine: Engine, grid: Grid, kv_tokens: int, progress: Callable[[str], None]) -> list[StepPoint]:
     """Measure decode steps over the grid; several points per batch, since its cache grows during the measurement."""
     points: list[StepPoint] = []
-    number = 0
+    num_requests = 0
     for context in grid.contexts:
         for running in grid.running:
             if running * (context + grid.steps + WARM_TOKENS + 8) > kv_tokens:
                 continue
             progress(f"{running} running, {context} tokens of context each")
-            ids = [TrajectoryId(number + i) for i in range(running)]
-            number += running
-            points += _watch(engine, ids, context, grid.steps)
+            ids = [TrajectoryId(num_requests + i) for i in range(running)]
+            num_requests += running
+            points += _time_batch(engine, ids, context, grid.steps)
     return points
 
 
 def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tuple[list[float], list[float]]:
-    """Measure (prompt tokens, seconds to the first token) of single requests, three for each length."""
+    """Measure the time to the first token of single requests, three per length: (prompt tokens, seconds)."""
     tokens: list[float] = []
     seconds: list[float] = []
     for i, context in enumerate(c for c in contexts for _ in range(3)):
@@ -79,7 +78,7 @@ def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tupl
         while not any(n >= 1 for t, n in engine.load_statistics().progress if t == member):
             if has_ended(engine):
                 break
-            check_patience(begin, engine)
+            check_timeout(begin, engine)
             time.sleep(POLL_S / 4)
         tokens.append(context)
         seconds.append(time.monotonic() - begin)
@@ -87,13 +86,13 @@ def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tupl
     return tokens, seconds
 
 
-def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) -> list[StepPoint]:
+def _time_batch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) -> list[StepPoint]:
     """Run one batch and time each quarter of its steps while all requests decode."""
     engine.submit([probe_request(t, context, steps + WARM_TOKENS + 8) for t in ids])
     begin = time.monotonic()
     marks: list[tuple[float, float]] = []  # (seconds, mean tokens sampled)
     while True:
-        check_patience(begin, engine)
+        check_timeout(begin, engine)
         load = engine.load_statistics()
         now = time.monotonic()
         sampled = [n for _, n in load.progress]
@@ -109,18 +108,18 @@ def _watch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) ->
     engine.abort(ids)
     wait_until_empty(engine)
     quarters = 4
-    cut = (
+    edges = (
         [marks[round(i * (len(marks) - 1) / quarters)] for i in range(quarters + 1)] if len(marks) > quarters else marks
     )
     return [
         StepPoint(running=len(ids), kv_tokens=len(ids) * (context + (n1 + n2) / 2), step_s=(t2 - t1) / (n2 - n1))
-        for (t1, n1), (t2, n2) in itertools.pairwise(cut)
+        for (t1, n1), (t2, n2) in itertools.pairwise(edges)
         if n2 > n1
     ]
 
 
 def has_ended(engine: Engine) -> bool:
-    """Whether a request has ended. Raises ActorLost if one failed: the batch is then not the one to measure."""
+    """Return whether a request has ended. Raises ActorLost if one failed: the batch is then smaller than planned."""
     ended = engine.events(0.0)
     failed = next((e for e in ended if isinstance(e, Failed)), None)
     if failed is not None:
@@ -131,31 +130,31 @@ def has_ended(engine: Engine) -> bool:
 def probe_request(
     member: TrajectoryId, context: int, new_tokens: int, *, seed: int | None = None, greedy: bool = False
 ) -> Request:
-    """A request with a prompt of its own, or that of a seed."""
-    number = member if seed is None else seed
-    tokens = tuple(FIRST_WORD + (number * (i + 3) + i * i) % NUM_WORDS for i in range(context))
+    """Make a request with a synthetic prompt, distinct per `seed`; per trajectory if None."""
+    prompt_id = member if seed is None else seed
+    tokens = tuple(FIRST_WORD + (prompt_id * (i + 3) + i * i) % NUM_WORDS for i in range(context))
     return Request(trajectory=member, route_number=1, tokens=tokens, max_new_tokens=new_tokens, greedy=greedy)
 
 
 def wait_until_empty(engine: Engine) -> None:
-    """Wait until nothing runs any more, and take what was told of it."""
+    """Wait until no request runs, and drop the engine's pending events."""
     begin = time.monotonic()
     while engine.load_statistics().running:
-        check_patience(begin, engine)
+        check_timeout(begin, engine)
         time.sleep(POLL_S)
     engine.events(0.0)
 
 
-def check_patience(begin: float, engine: Engine) -> None:
-    """Raises ActorLost if a batch has taken too long."""
-    if time.monotonic() - begin > PATIENCE_S:
-        raise ActorLost(f"a measured batch made no progress in {PATIENCE_S:g} s: {engine.load_statistics()}")
+def check_timeout(begin: float, engine: Engine) -> None:
+    """Raise ActorLost if a batch has taken longer than BATCH_TIMEOUT_S. begin: on the monotonic clock."""
+    if time.monotonic() - begin > BATCH_TIMEOUT_S:
+        raise ActorLost(f"a measured batch made no progress in {BATCH_TIMEOUT_S:g} s: {engine.load_statistics()}")
 
 
 def profile_engine(
     engine: Engine, grid: Grid, kv_tokens: int, progress: Callable[[str], None]
 ) -> tuple[Fit, list[StepPoint]]:
-    """Measure and fit. Raises ConfigError if the grid gives too few points to fit."""
+    """Measure an engine over a grid and fit the cost model. Raises ConfigError if there are too few points."""
     measure_prefill(engine, grid.contexts[:1], 10**6)  # warm-up: the first forward passes are slower
     tokens, seconds = measure_prefill(engine, grid.contexts, 2 * 10**6)
     points = measure_steps(engine, grid, kv_tokens, progress)
@@ -167,9 +166,11 @@ def profile_engine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Contents of the file that `profile = FILE` in a job reads. latencies: values by setting of [simulation], only
-    from a run, as drafts. points: the measured steps, only from an engine; drafted: those with drafts, if the job
-    drafts."""
+    """Contents of a profile file, which `profile = FILE` in a job reads.
+
+    latencies: seconds by setting of [simulation]; drafts: draft statistics; both only in a profile of a run. points:
+    measured steps; drafted: those with drafts; both only in a profile of an engine.
+    """
 
     source: str
     fit: Fit
@@ -197,9 +198,12 @@ class Profile:
 
 
 def profile_run(run_dir: Path) -> Profile:
-    """Profile from a finished run, whose roles shared their machines: the cost model fitted to its responses, and the
-    latencies of everything else. Raises ConfigError if the run has not ended or sampled too little, StoreError if its
-    summary is damaged."""
+    """Make a profile from a finished run: the cost model fitted to its responses, and the latencies of all else.
+
+    Raises:
+        ConfigError: the run has not ended, or sampled too little.
+        StoreError: its summary is damaged.
+    """
     try:
         json.loads((run_dir / "summary.json").read_text())
     except OSError as error:
@@ -209,14 +213,14 @@ def profile_run(run_dir: Path) -> Profile:
     job = run_dir / "config.toml"
     tree = loading.read_tree(job) if job.is_file() else {}
     batch, rollout = tree.get("batch", {}), tree.get("rollout", {})
-    members = batch.get("group_size", 1) + batch.get("extra_members", 0)
+    group_size = batch.get("group_size", 1) + batch.get("extra_members", 0)
     verify_share = rollout.get("cost", {}).get("verify_share", 1.0)
     drafting = rollout.get("engine", {}).get("speculation", {})
     speculation = Speculation(
         num_speculative_tokens=drafting.get("num_speculative_tokens", 0), disable_above=drafting.get("disable_above", 0)
     )
     watch = TimeTracker(
-        replace(REFERENCE, verify_share=verify_share), members, on_pull=rollout.get("on_pull", "interrupt"),
+        replace(REFERENCE, verify_share=verify_share), group_size, on_pull=rollout.get("on_pull", "interrupt"),
         first_length=speculation.first_length,
     )  # fmt: skip
     for entry in journal.read(run_dir / "events.jsonl"):
@@ -228,21 +232,21 @@ def profile_run(run_dir: Path) -> Profile:
 
 
 def measured_latencies(watch: TimeTracker, fit: Fit) -> dict[str, float]:
-    """Seconds by setting of [simulation], and its slow instances. A response's delay is that of two messages; those of
-    a pull are counted so, not in pull_s."""
-    found = watch.latencies.means
+    """Latencies of a run as settings of [simulation], slow instances included. A response's delay is two messages, and
+    the messages of a pull are not counted in pull_s."""
+    seconds = watch.latencies.means
     slow, factor = watch.slow
     if slow:
-        found |= {"straggler_share": len(slow) / watch.num_instances, "straggler_factor": factor}
+        seconds |= {"straggler_share": len(slow) / watch.num_instances, "straggler_factor": factor}
     if fit.delay_s:
-        found["message_s"] = fit.delay_s / 2
-        if "pull_s" in found:
-            found["pull_s"] = max(0.0, found["pull_s"] - fit.delay_s)
-    return found
+        seconds["message_s"] = fit.delay_s / 2
+        if "pull_s" in seconds:
+            seconds["pull_s"] = max(0.0, seconds["pull_s"] - fit.delay_s)
+    return seconds
 
 
 REFERENCE = CostModel(k1=0.0, k2=0.0, k3=0.0, k4=1.0, b=0.0, prefill=0.0)
-"""What measured responses are compared with where only their own fit is wanted."""
+"""Cost model for a `TimeTracker` of which only the fit is used, not the comparison."""
 
 
 def write_profile(path: Path, profile: Profile) -> None:

@@ -19,8 +19,8 @@ from staleflow.tasks.emulation.cost_model import CostModel
 
 Array = npt.NDArray[np.float64]
 
-MOST_VERIFIED = 10.0
-"""Largest cost of a drafted token that is looked for, in tokens of further trajectories."""
+MAX_VERIFY_SHARE = 10.0
+"""Largest verify_share that is tried."""
 
 HUBER = 0.05
 """Relative residual beyond which a point loses weight: decode steps repeat to within a few percent."""
@@ -28,10 +28,10 @@ ROUNDS = 8
 """Number of reweightings; the weights have converged by then."""
 HELD_OUT = 4
 """Every fourth point is held out of the fit to validate it."""
-FEWEST = 8
-"""Least number of points: about as many to validate the coefficients as there are of these."""
+MIN_POINTS = 8
+"""Minimum points of a fit: then about as many are held out as there are coefficients."""
 SINGULAR = 1e-12
-"""Share of the largest singular value below which one counts as zero: columns then say the same."""
+"""Share of the largest singular value below which one counts as zero: the columns are then linearly dependent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +70,30 @@ class Fit:
     """Smallest and largest measured values; beyond them the model extrapolates."""
     kv_tokens: tuple[float, float]
     delay_s: float = 0.0
-    """Seconds that a response takes besides, on its way to the instance and back."""
+    """Seconds that messages add to a response, on its way to the instance and back."""
 
     def ratio_to(self, model: CostModel) -> float:
-        """How many times as long as `model` says a decode step takes, in the middle of what was measured."""
+        """Time of a decode step by this fit relative to `model`, in the middle of the measured range."""
         running, kv_tokens = sum(self.running) / 2, sum(self.kv_tokens) / 2
         return self.model.mean_step_s(running, kv_tokens) / model.mean_step_s(running, kv_tokens)
 
 
 def fit_steps(points: Sequence[StepPoint], prefill: float = 0.0) -> Fit:
-    """Fit the model to the points. prefill: its coefficient, unless the points tell. Raises ValueError if there are too
-    few of them."""
-    if len(points) < FEWEST:
-        raise ValueError(f"{len(points)} measured steps; at least {FEWEST} are needed")
+    """Fit the cost model to measured decode steps.
+
+    Args:
+        points: Measured steps.
+        prefill: Coefficient of prefill, used if the points contain none.
+
+    Raises:
+        ValueError: fewer than MIN_POINTS points.
+    """
+    if len(points) < MIN_POINTS:
+        raise ValueError(f"{len(points)} measured steps; at least {MIN_POINTS} are needed")
     ordered = sorted(points, key=lambda p: (p.running, p.kv_tokens))
     held_out = ordered[HELD_OUT // 2 :: HELD_OUT]
-    kept = [p for i, p in enumerate(ordered) if i % HELD_OUT != HELD_OUT // 2]
-    model, delay_s = _best_model(kept, prefill)
+    train_points = [p for i, p in enumerate(ordered) if i % HELD_OUT != HELD_OUT // 2]
+    model, delay_s = _best_model(train_points, prefill)
     errors = [abs(_predicted(model, delay_s, p) - p.step_s) / p.step_s for p in held_out]
     return Fit(
         model=model,
@@ -110,10 +117,12 @@ def fit_prefill(tokens: Sequence[float], seconds: Sequence[float]) -> float:
     return max(0.0, float(np.median(slopes))) if slopes else 0.0
 
 
-def fit_verified(model: CostModel, points: Sequence[DraftedPoint]) -> tuple[float, float]:
-    """(cost of a verified token as a share of k3, median relative error of the steps' seconds with it). The one with
-    the least mean error, nearest to 1 if several have it: where reading the weights decides, it cannot be told.
-    points: one at least."""
+def fit_verify_share(model: CostModel, points: Sequence[DraftedPoint]) -> tuple[float, float]:
+    """Fit the cost of verifying a drafted token: (share of k3, median relative error of the steps' seconds with it).
+
+    The share with the smallest mean error is chosen; among equals, the one nearest to 1: while reading the weights
+    dominates, points do not determine it. points: at least one.
+    """
     running, kv, drafted, seconds = (
         np.array([getattr(p, name) for p in points], float) for name in ("running", "kv_tokens", "drafted", "step_s")
     )
@@ -122,9 +131,9 @@ def fit_verified(model: CostModel, points: Sequence[DraftedPoint]) -> tuple[floa
         predicted = model.steps_s(running * (1.0 + verified * drafted), kv)
         return np.abs(predicted - seconds) / seconds  # type: ignore[no-any-return]  # untyped by numpy
 
-    asked = np.linspace(0.0, MOST_VERIFIED, 1001)
-    found = min(asked, key=lambda verified: (round(float(errors(verified).mean()), 6), abs(verified - 1.0)))
-    return float(found), float(np.median(errors(found)))
+    candidates = np.linspace(0.0, MAX_VERIFY_SHARE, 1001)
+    best = min(candidates, key=lambda verified: (round(float(errors(verified).mean()), 6), abs(verified - 1.0)))
+    return float(best), float(np.median(errors(best)))
 
 
 def _best_model(points: Sequence[StepPoint], prefill: float) -> tuple[CostModel, float]:
@@ -132,15 +141,15 @@ def _best_model(points: Sequence[StepPoint], prefill: float) -> tuple[CostModel,
     running = np.array([p.running for p in points], float)
     kv = np.array([p.kv_tokens for p in points], float)
     seconds = np.array([p.step_s for p in points], float)
-    # Responses know of these, single steps do not.
-    more = [[p.prefilled for p in points], [p.ended for p in points]] if any(p.prefilled for p in points) else []
+    # Only points made from whole responses have these.
+    extra = [[p.prefilled for p in points], [p.ended for p in points]] if any(p.prefilled for p in points) else []
     levels = np.unique(running)
     borders = [-np.inf, *((levels[1:] + levels[:-1]) / 2), np.inf]
     best: tuple[float, CostModel, float] | None = None
     for border in borders:
         flat = running <= border
         columns = [kv, np.where(flat, 0.0, running), flat.astype(float), (~flat).astype(float)]
-        k1, k3, floor, offset, *fitted = _robust(np.stack([*columns, *more], axis=1), seconds)
+        k1, k3, floor, offset, *fitted = _robust(np.stack([*columns, *extra], axis=1), seconds)
         if not flat.any():
             floor = 0.0
         if flat.all():

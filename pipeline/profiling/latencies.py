@@ -17,69 +17,71 @@ from staleflow.pipeline.coordination.events import (
 )
 from staleflow.pipeline.coordination.journal import JournalEntry
 
-FEWEST_LATER = 3
-"""Latencies since the end of the first training step that are enough to leave out those before: processes warm up."""
+MIN_WARM_LATENCIES = 3
+"""Latencies after the first training step from which on earlier ones, of processes that warm up, are left out."""
 
 
 class Latencies:
-    """Seconds between commands and their outcomes; of an act, beyond those of the environment itself and until it had a
-    place."""
+    """Seconds between commands and the events that answer them. Of an environment step, only the overhead: without the
+    environment's own time and the wait for a slot on its host."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[Hashable, ...], tuple[float, bool]] = {}
-        self._early: dict[str, list[float]] = {}
-        self._later: dict[str, tuple[int, float]] = {}
+        self._pending: dict[tuple[Hashable, ...], tuple[float, bool]] = {}
+        self._warmup: dict[str, list[float]] = {}
+        self._sums: dict[str, tuple[int, float]] = {}
         self._warm = False
-        self._ticks: tuple[int, float, float] = (0, 0.0, 0.0)  # their number, when the first and the last were
+        self._ticks: tuple[int, float, float] = (0, 0.0, 0.0)  # (count, time of the first, time of the last)
 
     def observe(self, now: float, event: Event, commands: Iterable[Command]) -> None:
-        """Take in an event, when it was handled, and the commands that followed."""
-        knob, key = _answered(event, self._asked)
-        if key in self._asked:
-            asked_s, warm = self._asked.pop(key)
-            own_s = _own_s(event) if key[0] == "act" else 0.0
-            if own_s is None:  # it is not known what the environment took, so neither is the rest
+        """Update from an event handled at `now`, and the commands that followed."""
+        knob, key = _latency_of(event, self._pending)
+        if key in self._pending:
+            issued_s, warm = self._pending.pop(key)
+            environment_s = _environment_s(event) if key[0] == "act" else 0.0
+            if environment_s is None:  # the environment's own time is unknown, and so is the overhead
                 pass
             elif warm:
-                count, seconds = self._later.get(knob, (0, 0.0))
-                self._later[knob] = count + 1, seconds + max(0.0, now - asked_s - own_s)
+                count, seconds = self._sums.get(knob, (0, 0.0))
+                self._sums[knob] = count + 1, seconds + max(0.0, now - issued_s - environment_s)
             else:
-                self._early.setdefault(knob, []).append(max(0.0, now - asked_s - own_s))
+                self._warmup.setdefault(knob, []).append(max(0.0, now - issued_s - environment_s))
         if isinstance(event, Tick):
             count, first_s, _ = self._ticks
             self._ticks = count + 1, first_s if count else now, now
         self._warm = self._warm or isinstance(event, VersionPublished)
-        self._asked.update(dict.fromkeys(_asked(commands), (now, self._warm)))
+        self._pending.update(dict.fromkeys(_keys_of(commands), (now, self._warm)))
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean seconds by the name of their setting in [simulation]; latencies that did not occur are absent. Not
-        medians: a run waits for the slow ones too."""
+        """Mean seconds by the name of their setting in [simulation]; without latencies that did not occur. Means, not
+        medians, because a run waits for the slow ones too."""
         means = {}
         count, first_s, last_s = self._ticks
         if count > 1 and last_s > first_s:
             means["report_s"] = (last_s - first_s) / (count - 1)
-        for knob in sorted({*self._early, *self._later}):
-            count, seconds = self._later.get(knob, (0, 0.0))
-            early = self._early.get(knob, [])
-            means[knob] = seconds / count if count >= FEWEST_LATER else (seconds + sum(early)) / (count + len(early))
+        for knob in sorted({*self._warmup, *self._sums}):
+            count, seconds = self._sums.get(knob, (0, 0.0))
+            early = self._warmup.get(knob, [])
+            means[knob] = (
+                seconds / count if count >= MIN_WARM_LATENCIES else (seconds + sum(early)) / (count + len(early))
+            )
         return means
 
 
 def latencies(entries: Iterable[JournalEntry]) -> dict[str, float]:
-    """The latencies of a recorded run; see `Latencies.means`."""
-    found = Latencies()
+    """Measure the latencies of a recorded run; see `Latencies.means`."""
+    measured = Latencies()
     for entry in entries:
-        found.observe(entry.now, entry.event, entry.commands)
-    return found.means
+        measured.observe(entry.now, entry.event, entry.commands)
+    return measured.means
 
 
-def _own_s(event: Event) -> float | None:
-    """Seconds that an environment took for what it answered; None if that is not known."""
+def _environment_s(event: Event) -> float | None:
+    """Seconds that the environment of a step or score took; None if unknown."""
     return event.seconds if isinstance(event, (EnvironmentStepped, TrajectoryScored)) else None
 
 
-def _asked(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
+def _keys_of(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
     for command in commands:
         match command:
             case Score():
@@ -94,12 +96,12 @@ def _asked(commands: Iterable[Command]) -> Iterator[tuple[Hashable, ...]]:
                 yield "train", command.step + 1
 
 
-def _answered(event: Event, asked: Container[tuple[Hashable, ...]]) -> tuple[str, tuple[Hashable, ...]]:
-    """Setting that an event gives a latency of, and the key of the command it answers, one of those `asked` if any."""
+def _latency_of(event: Event, pending: Container[tuple[Hashable, ...]]) -> tuple[str, tuple[Hashable, ...]]:
+    """(setting that an event gives a latency of, key of the command that it answers)."""
     match event:
         case TrajectoryScored():
             acted = ("act", event.trajectory)
-            return "reward_s", acted if acted in asked else ("score", event.trajectory)
+            return "reward_s", acted if acted in pending else ("score", event.trajectory)
         case EnvironmentStepped():
             return "environment_overhead_s", ("act", event.trajectory)
         case EnvironmentFailed():

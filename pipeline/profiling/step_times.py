@@ -1,4 +1,4 @@
-"""How the seconds of each training step were spent, and how fast each instance sampled. Pure."""
+"""Seconds of a training step by activity, and the speed of each instance. Pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from staleflow.stores.trajectory import InstanceId
 SLOW_FACTOR = 1.5
 """Factor by which an instance must be slower than the others to be called slow; equal ones differ by a few percent."""
 MIN_RESPONSES = 4
-"""Least number of responses of an instance that its speed is judged by."""
+"""Minimum responses of an instance before it can be called slow."""
 
 
 @dataclass(slots=True)
 class PeriodTimes:
-    """How the seconds of a part of a run were spent. All but the first four are means over instances."""
+    """Seconds of a part of a run, by activity. All but the first four are means over instances."""
 
     total_s: float = 0.0
     scoring_s: float = 0.0
-    """In which at least as many responses waited for their reward as were being sampled or waited for an instance."""
+    """Scoring was the main activity: at least as many responses waited for a reward as were sampled or queued."""
     environment_s: float = 0.0
-    """In which at least as many waited for their environment as for anything else."""
+    """Environment steps were the main activity: at least as many trajectories waited for one as for anything else."""
     awaiting_environment_s: float = 0.0
-    """Trajectories that waited for their environment in that time, times seconds."""
+    """Trajectories that waited for their environment during `environment_s`, times seconds."""
     at_max_running_s: float = 0.0
     """With max_running requests running."""
     out_of_memory_s: float = 0.0
@@ -39,32 +39,32 @@ class PeriodTimes:
     """KV tokens held, times seconds."""
 
     def add(self, other: PeriodTimes) -> None:
-        for each in fields(PeriodTimes):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for field_ in fields(PeriodTimes):
+            setattr(self, field_.name, getattr(self, field_.name) + getattr(other, field_.name))
 
     @property
     def running(self) -> float:
-        """Trajectories that an instance runs, mean."""
+        """Mean number of trajectories that an instance runs."""
         return self.running_s / self.total_s if self.total_s else 0.0
 
     @property
     def kv_tokens(self) -> float:
-        """KV tokens that an instance holds, mean."""
+        """Mean number of KV tokens of an instance."""
         return self.kv_s / self.total_s if self.total_s else 0.0
 
     @property
     def awaiting_environment(self) -> float:
-        """Trajectories that wait for their environment while most do, mean."""
+        """Mean number of trajectories in environments during `environment_s`."""
         return self.awaiting_environment_s / self.environment_s if self.environment_s else 0.0
 
     def share(self, seconds: float) -> float:
-        """A part of these seconds, as a share of them."""
+        """`seconds` as a share of `total_s`."""
         return seconds / self.total_s if self.total_s else 0.0
 
 
 @dataclass(slots=True)
 class Speed:
-    """How fast an instance samples. expected_s: what the cost model says for the same tokens beside as many others."""
+    """Speed of an instance. expected_s: by the cost model, for the same tokens and the same running requests."""
 
     measured_s: float = 0.0
     expected_s: float = 0.0
@@ -77,7 +77,7 @@ class Speed:
 
 @dataclass(slots=True)
 class StepTimes:
-    """One training step, from the end of the one before; or several, added up."""
+    """Times of a training step, from the end of the previous one; or the sum of several steps."""
 
     steps: int = 0
     waiting: PeriodTimes = field(default_factory=PeriodTimes)
@@ -85,7 +85,7 @@ class StepTimes:
     training: PeriodTimes = field(default_factory=PeriodTimes)
     """From the batch being ready to the new version."""
     tokens: int = 0
-    """Sampled in it."""
+    """Tokens sampled."""
     speeds: dict[InstanceId, Speed] = field(default_factory=dict)
 
     @property
@@ -94,7 +94,7 @@ class StepTimes:
 
 
 def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
-    """Add up steps."""
+    """Sum of several steps' times."""
     total = StepTimes()
     for step in steps:
         total.steps += step.steps
@@ -110,7 +110,7 @@ def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
 
 
 def slow_instances(speeds: Mapping[InstanceId, Speed]) -> tuple[list[InstanceId], float]:
-    """(the instances that are slow, how many times as long as the others' median their tokens take)."""
+    """Find slow instances: (their names, the factor by which their tokens take longer than the others' median)."""
     ratios = {name: s.ratio for name, s in speeds.items() if s.responses >= MIN_RESPONSES and s.ratio > 0}
     if len(ratios) < 2:
         return [], 1.0
@@ -123,9 +123,12 @@ def slow_instances(speeds: Mapping[InstanceId, Speed]) -> tuple[list[InstanceId]
 
 
 def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
-    """(the step at whose end it begins, its last step) of a run without the first eta + 2 steps and the last eta + 1,
-    in which no new work starts. It is cut to a multiple of eta + 1 steps, the period in which waits for the longest
-    response recur. In a run too short for that, all but the first step."""
+    """Range of steps in which a run is in its steady state: (step at whose end it begins, last step).
+
+    Leaves out the first eta + 2 steps and the last eta + 1, in which no new work starts. The length is a multiple of
+    eta + 1 steps, the period in which waits for the longest response recur. In a run too short for that, all steps but
+    the first.
+    """
     cycle = eta + 1
     first, last = cycle, num_steps - cycle - 1
     last -= (last - first) % cycle
@@ -133,6 +136,6 @@ def steady_part(num_steps: int, eta: int) -> tuple[int, int]:
 
 
 def steady(steps: Sequence[StepTimes], eta: int) -> StepTimes:
-    """The steady part of a run, added up; its only step, if it has one."""
+    """Sum of the times of a run's steady steps; of all steps if the run has only one."""
     first, last = steady_part(len(steps), eta)
     return sum_steps(steps[first + 1 : last + 1] or steps)

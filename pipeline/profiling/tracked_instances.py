@@ -1,4 +1,4 @@
-"""What instances run and hold, between one event and the next. Pure."""
+"""Running requests and KV tokens of each instance, between one event and the next. Pure."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from typing import NamedTuple
 from staleflow.stores.trajectory import InstanceId, TrajectoryId
 
 MEMORY_FULL = 0.85
-"""Share of the KV cache above which an instance's next trajectory, of mean size, would not fit once it has grown:
-routing leaves that much free."""
+"""Share of the KV cache above which an instance counts as full: routing leaves the rest for growth."""
 
 
 @dataclass(slots=True)
-class Sampling:
-    """A trajectory on an instance: what was known of both when it was routed there."""
+class RunningTrajectory:
+    """A trajectory on an instance, with both at the time of routing. Sums are the instance's, see `TrackedInstance`."""
 
     route_number: int
-    since: float
-    tokens_before: int
+    routed_s: float
+    tokens_at_route: int
     delivered_tokens: int
     """Tokens it keeps if its instance is lost."""
     tokens: float
     """As last reported."""
     steps: float
-    """Its instance's steps then."""
+    """Decode steps of its instance at that report."""
     prompt_tokens: int
     running_s: float
     kv_s: float
@@ -33,11 +32,11 @@ class Sampling:
     prefilled: float
 
 
-class AtReport(NamedTuple):
-    """An instance and its sums at a report."""
+class ReportSums(NamedTuple):
+    """Sums of an instance at one of its reports, see `TrackedInstance`."""
 
-    at: float
-    told: int
+    updated_s: float
+    length_changes: int
     pulls: int
     running_s: float
     kv_s: float
@@ -46,18 +45,18 @@ class AtReport(NamedTuple):
 
 @dataclass(slots=True)
 class TrackedInstance:
-    """An instance and its sums since it joined. at: when they were last brought up to date. Between two reports each of
-    its trajectories is taken to gain tokens as those did that have ended."""
+    """An instance and its sums since it joined, valid at `updated_s`. Between two reports, each of its trajectories is
+    assumed to gain a token per `token_s`, the rate of those that have ended."""
 
     name: InstanceId
     kv_capacity: int
     max_running: int
     draft_length: int
-    at: float
-    told: int = 0
+    updated_s: float
+    length_changes: int = 0
     """How often `draft_length` has changed."""
-    reported: AtReport | None = None
-    running: dict[TrajectoryId, Sampling] = field(default_factory=dict)
+    reported: ReportSums | None = None
+    running: dict[TrajectoryId, RunningTrajectory] = field(default_factory=dict)
     kv_tokens: float = 0.0
     token_s: float = math.inf
     steps: float = 0.0
@@ -68,8 +67,8 @@ class TrackedInstance:
     kv_s: float = 0.0
     pull_s: float = 0.0
 
-    def pass_to(self, now: float) -> None:
-        passed_s, self.at = now - self.at, now
+    def advance_to(self, now: float) -> None:
+        passed_s, self.updated_s = now - self.updated_s, now
         steps = 0.0 if self.pulling else passed_s / self.token_s
         gained = steps * len(self.running)
         self.running_s += passed_s * len(self.running)
@@ -78,9 +77,9 @@ class TrackedInstance:
         self.steps += steps
         self.kv_tokens += gained
 
-    def tokens(self, held: Sampling) -> float:
-        """Tokens of a trajectory it runs, by now."""
-        return held.tokens + self.steps - held.steps
+    def tokens(self, trajectory: RunningTrajectory) -> float:
+        """Estimate the response tokens of a running trajectory at `updated_s`."""
+        return trajectory.tokens + self.steps - trajectory.steps
 
     @property
     def full(self) -> bool:
@@ -96,7 +95,7 @@ class TrackedInstance:
 
 @dataclass(slots=True)
 class FleetCounts:
-    """Counts over all instances, kept as each changes."""
+    """Sums over all instances, updated incrementally: subtract an instance before it changes, add it afterwards."""
 
     instances: int = 0
     full: int = 0
@@ -106,11 +105,11 @@ class FleetCounts:
     running: int = 0
     kv_tokens: float = 0.0
 
-    def count(self, one: TrackedInstance, sign: int) -> None:
+    def count(self, instance: TrackedInstance, sign: int) -> None:
         self.instances += sign
-        self.full += sign * one.full
-        self.out_of_memory += sign * one.out_of_memory
-        self.idle += sign * (not one.running)
-        self.pulling += sign * one.pulling
-        self.running += sign * len(one.running)
-        self.kv_tokens += sign * one.kv_tokens
+        self.full += sign * instance.full
+        self.out_of_memory += sign * instance.out_of_memory
+        self.idle += sign * (not instance.running)
+        self.pulling += sign * instance.pulling
+        self.running += sign * len(instance.running)
+        self.kv_tokens += sign * instance.kv_tokens

@@ -49,7 +49,7 @@ PHASE_LABELS = (
 )  # fmt: skip
 WORDS = (SCORED, DISCARDED, RESTARTED)
 """Kinds of marks whose detail is the number of a word."""
-MOST_BINS = 1_000
+MAX_BINS = 1_000
 
 
 class StepFunction:
@@ -364,9 +364,9 @@ class JournalIndex:
         return phases
 
     def window(self, begin_s: float, end_s: float, bins: int) -> dict[str, Any]:
-        """Everything between two moments, in `bins` columns of equal width, at most MOST_BINS: a page's worth of
+        """Everything between two moments, in `bins` columns of equal width, at most MAX_BINS: a page's worth of
         numbers however long the run. version: at a column's middle, -1 while an instance is gone."""
-        bins = max(1, min(bins, MOST_BINS))
+        bins = max(1, min(bins, MAX_BINS))
         begin_s, end_s = max(0.0, begin_s), min(end_s, self.end_s)
         if end_s <= begin_s:
             begin_s, end_s = 0.0, max(self.end_s, 1e-6)

@@ -45,7 +45,7 @@ FILES = importlib.resources.files("staleflow.pipeline.run_page") / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGES = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{id}", "/lanes", "/compare")
 """Addresses that a browser may open: one page, which reads from its address what to show."""
-LONGEST_QUERY = 4_000
+MAX_QUERY_CHARS = 4_000
 
 
 class InvalidQuery(ConfigError):
@@ -58,8 +58,8 @@ def application(answers: RunApi, names: frozenset[str]) -> ASGIApp:
     def answering(answer: Callable[[Request], dict[str, Any]]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             try:
-                if len(request.url.query) > LONGEST_QUERY:
-                    raise InvalidQuery(f"the address has more than {LONGEST_QUERY} characters; shorten the filter")
+                if len(request.url.query) > MAX_QUERY_CHARS:
+                    raise InvalidQuery(f"the address has more than {MAX_QUERY_CHARS} characters; shorten the filter")
                 return _json(await run_in_threadpool(answer, request))
             except ConfigError as error:
                 return _json({"error": str(error)}, 400)

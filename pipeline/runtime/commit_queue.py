@@ -2,7 +2,7 @@
 
 Invariants:
 - Retirements and steps reach the server in the order in which they were put here, one after the other.
-- At most MOST_UNCOMMITTED trained steps are not stored: a further one begins only when there is room for it. So one of
+- At most MAX_UNCOMMITTED trained steps are not stored: a further one begins only when there is room for it. So one of
   the resume points that are kept (stores/weights/resume_points.py) is always of a version that the store has reached.
 """
 
@@ -18,7 +18,7 @@ from staleflow.stores.errors import ActorFailed, ActorLost
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.weights.resume_points import KEPT
 
-MOST_UNCOMMITTED = KEPT - 1
+MAX_UNCOMMITTED = KEPT - 1
 """Trained steps that may be unstored: the versions of all resume points but the oldest that is kept."""
 SUBJECTS = {"end": "the run's end", "refusal": "that an instance is out of service"}
 """What commits of other kinds than steps store."""
@@ -78,7 +78,7 @@ class CommitQueue:
 
     def _count(self, change: int) -> None:
         self._num_uncommitted += change
-        if self._num_uncommitted < MOST_UNCOMMITTED:
+        if self._num_uncommitted < MAX_UNCOMMITTED:
             self._room.set()
         else:
             self._room.clear()
@@ -102,7 +102,7 @@ class CommitQueue:
             if taken_s - said_s < call_s and bool(outage) == bool(before):
                 continue
             said_s = taken_s
-            goes_on = f"sampling goes on within the staleness bound, training up to {MOST_UNCOMMITTED} steps ahead"
+            goes_on = f"sampling goes on within the staleness bound, training up to {MAX_UNCOMMITTED} steps ahead"
             why = f": {outage}; it is tried again" if outage else ""
             self._say(
                 f"committing {subject} for {taken_s:g} s{why} (deadlines.commit_s allows "

@@ -31,7 +31,7 @@ SCORE_BATCH = 32
 """Responses handed to a reward worker in one call: enough to hide the call, few enough to spread."""
 HELD_S = 0.02
 """Seconds that a response is held back for others to be scored with it."""
-MOST_COUNTED = 10_000
+MAX_GROUPS_COUNTED = 10_000
 """Groups whose sampled members are counted; the oldest are forgotten, such as those that were aborted."""
 
 
@@ -92,7 +92,7 @@ class Scoring:
         if count >= self._config.batch.group_size:
             return True
         self._num_sampled[group] = count
-        if len(self._num_sampled) > MOST_COUNTED:
+        if len(self._num_sampled) > MAX_GROUPS_COUNTED:
             del self._num_sampled[next(iter(self._num_sampled))]
         return False
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-LEAST_ESS = 0.3
+MIN_ESS = 0.3
 """Effective sample size, as a share of the tokens, below which a step counts as collapsed. Were log ratios normal,
 their standard deviation would be 1.1 there, and a token in twenty would weigh over three times as much as the mean."""
 STEPS = 3
@@ -41,10 +41,10 @@ class TrainingWatch:
         values, errors = zip(*self._latest, strict=True)
         ess, error = sum(values) / STEPS, math.hypot(*errors) / STEPS
         alarms = []
-        if len(values) == STEPS and ess + ERRORS * error < LEAST_ESS and self._once("ess"):
+        if len(values) == STEPS and ess + ERRORS * error < MIN_ESS and self._once("ess"):
             alarms.append(
                 f"step {step}: the effective sample size of the importance ratios is {ess:.2g} of the tokens, averaged "
-                f"over {STEPS} steps (standard error {error:.1g}), below {LEAST_ESS:g}: few tokens outweigh the batch; "
+                f"over {STEPS} steps (standard error {error:.1g}), below {MIN_ESS:g}: few tokens outweigh the batch; "
                 "lower staleness.eta or training.learning_rate, or choose a loss that bounds or masks them "
                 "(docs/losses.md)"
             )

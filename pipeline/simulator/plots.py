@@ -9,7 +9,7 @@ import numpy as np
 
 from staleflow.pipeline.simulator.trace import Trace
 
-MOST_LANES = 32
+MAX_LANES = 32
 """Largest number of instances drawn, evenly picked: lanes of more would be thinner than a line."""
 
 
@@ -22,7 +22,7 @@ def draw_run(trace: Trace, title: str, path: Path, *, span_s: float | None = Non
 
     end_s = trace.finished_s
     low, high = (0.0, end_s) if span_s is None or span_s >= end_s else ((end_s - span_s) / 2, (end_s + span_s) / 2)
-    lanes = trace.instances[:: max(1, -(-len(trace.instances) // MOST_LANES))]
+    lanes = trace.instances[:: max(1, -(-len(trace.instances) // MAX_LANES))]
     figure = Figure(figsize=(11, 3.2 + 0.17 * len(lanes) + 2.6), layout="constrained")
     figure.suptitle(title, fontsize=11)
     grid = figure.add_gridspec(2, 1, height_ratios=[1.2 + 0.17 * len(lanes), 2.4])

@@ -19,7 +19,7 @@ from staleflow.pipeline.sizing.memory import (
 )
 from staleflow.pipeline.sizing.model_shape import ModelShape
 
-MOST_RUNNING = 256
+MAX_RUNNING = 256
 """Requests that an instance is proposed to run at once, at most."""
 PREFILL_TOKENS = 8192
 """Tokens of a forward pass that use a GPU well."""
@@ -162,7 +162,7 @@ def _proposed(model: ModelShape, job: SizedJob, device_bytes: int) -> dict[str, 
     share = (sum(parts.values()) - GRAPH_BYTES) / device_bytes
     return {
         "rollout.engine.kv_tokens": kv_tokens,
-        "rollout.engine.max_running": max(1, min(MOST_RUNNING, kv_tokens // job.longest)),
+        "rollout.engine.max_running": max(1, min(MAX_RUNNING, kv_tokens // job.longest)),
         "rollout.engine.max_batch_tokens": engine.batch_tokens,
         "rollout.engine.options.gpu_memory_utilization": round(min(share, 0.95), 2),
         "deadlines.start_s": round(START_S + 4 * model.parameters / LOAD_BYTES_S),

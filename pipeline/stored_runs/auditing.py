@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staleflow.stores.auditing.audit import MOST_TOKENS, AuditReport, audit
+from staleflow.stores.auditing.audit import MAX_TOKENS, AuditReport, audit
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.trajectories.versioned import VersionedStore
 
@@ -16,7 +16,7 @@ ALONE_MIB, WITH_POOL_MIB, WORKER_MIB = 200, 330, 230
 """Resident sizes of this process, of this process with local workers, and of a worker, before they read tokens."""
 BYTES_A_TOKEN = 64
 """Most memory per token that is read together."""
-LEAST_TOKENS = 2**18
+MIN_TOKENS = 2**18
 """Tokens read together below which reading becomes slow."""
 SEVERAL_TOKENS = 2**25
 """Tokens of a store above which starting processes pays off."""
@@ -44,13 +44,13 @@ def planned(memory_mib: int, workers: int, num_tokens: int) -> Plan:
     if workers > 1 and num_tokens > SEVERAL_TOKENS:
         for count in range(workers, 1, -1):
             most = ((memory_mib - WITH_POOL_MIB) // count - WORKER_MIB) * MIB // BYTES_A_TOKEN
-            if most >= LEAST_TOKENS:
-                return Plan(count, min(most, MOST_TOKENS))
+            if most >= MIN_TOKENS:
+                return Plan(count, min(most, MAX_TOKENS))
     most = (memory_mib - ALONE_MIB) * MIB // BYTES_A_TOKEN
-    if most < LEAST_TOKENS:
-        least = ALONE_MIB + LEAST_TOKENS * BYTES_A_TOKEN // MIB
+    if most < MIN_TOKENS:
+        least = ALONE_MIB + MIN_TOKENS * BYTES_A_TOKEN // MIB
         raise ConfigError(f"--memory {memory_mib}: an audit takes at least {least} MiB")
-    return Plan(0, min(most, MOST_TOKENS))
+    return Plan(0, min(most, MAX_TOKENS))
 
 
 def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: Any = None) -> AuditReport:
@@ -76,7 +76,7 @@ def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: A
     from staleflow.pipeline.stored_runs.pool import pool_of  # takes a second
 
     with pool_of(client, plan.workers) as pool:
-        return audit(store, pool.run, plan.most_tokens if client is None else MOST_TOKENS)
+        return audit(store, pool.run, plan.most_tokens if client is None else MAX_TOKENS)
 
 
 def with_history(report: AuditReport, path: Path) -> AuditReport:

@@ -30,7 +30,7 @@ Made = TypeVar("Made")
 
 BLOCK_ROWS = 2048
 """Maximum trajectories per task: some 10 MiB at 500 tokens each, tenths of a second of work."""
-LEAST_ROWS = 128
+MIN_ROWS = 128
 """Minimum trajectories per task: with fewer, a task's overhead matters."""
 BLOCKS_A_WORKER = 8
 """Minimum blocks per worker, if there are enough rows: workers then finish at about the same time."""
@@ -89,7 +89,7 @@ class Pool:
 
     def blocks(self, count: int, most: int = BLOCK_ROWS) -> Iterator[tuple[int, int]]:
         """(first, last) of blocks that cover `count` rows, sized to keep all workers busy."""
-        rows = min(most, max(LEAST_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
+        rows = min(most, max(MIN_ROWS, count // (len(self.free()) * BLOCKS_A_WORKER)))
         return blocks(count, rows)
 
     def free(self, *, model: bool = False) -> list[str]:

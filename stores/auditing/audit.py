@@ -30,7 +30,7 @@ RECORDS_AT_ONCE = 256
 """Records of commits read together: some 10 KB each."""
 ROWS_AT_ONCE = 32_768
 """Rows whose numbers are read together, 4 MiB."""
-MOST_TOKENS = 2**21
+MAX_TOKENS = 2**21
 """Tokens read together: more make it no faster."""
 TASK_TOKENS, TASK_COMMITS = 2**23, 256
 """Most tokens and commits of a task, if it has several commits: seconds of work."""
@@ -86,7 +86,7 @@ def in_turn(function: Callable[..., RowCheckResult], calls: Iterable[tuple[Any, 
     return (function(*call) for call in calls)
 
 
-def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MOST_TOKENS) -> AuditReport:
+def audit(store: StoreReader, run: Runner = in_turn, most_tokens: int = MAX_TOKENS) -> AuditReport:
     """Run all checks over a whole store, as it is now.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from staleflow.stores.auditing.findings import Finding
-from staleflow.stores.id_sets import HIGHEST, LOWEST, IdSet, merged
+from staleflow.stores.id_sets import MAX_ID, MIN_ID, IdSet, merged
 from staleflow.stores.trajectories.columns import FATES, REASONS, Rows
 from staleflow.stores.trajectories.records import StepRecord
 from staleflow.stores.trajectory import outcome_key
@@ -44,7 +44,7 @@ class Conservation:
         """Check a commit, all rows of which have been added."""
         self._last = record
         where, ledger = f"{record.kind} {record.step}", record.ledger
-        started = min(max(0, ledger.num_started), HIGHEST)
+        started = min(max(0, ledger.num_started), MAX_ID)
         first, last = merged(ledger.live)
         inside = np.clip(first, 0, started), np.clip(last, 0, started)
         absent = self._stored.absent(np.asarray([0]), np.asarray([started]))
@@ -90,7 +90,7 @@ class Conservation:
         return id
 
     def _first_wrong(self, first: Ints, last: Ints, started: int) -> int:
-        candidates = [self._stored.next_present(LOWEST), self._stored.next_present(started)]
+        candidates = [self._stored.next_present(MIN_ID), self._stored.next_present(started)]
         candidates = [id for id in candidates if not 0 <= id < started]
         for a, b in zip(first.tolist(), last.tolist(), strict=True):
             if a < 0:

@@ -1,11 +1,11 @@
-"""How what a run did not train on differs from what it trained on: lengths, rewards and prompts of trajectories that
-were dropped, by reason, and of responses that were cut off.
+"""Drop bias: how trajectories that a run did not train on differ from those it trained on, in length, reward and prompt,
+by the reason why they were dropped; and how truncated responses differ from others.
 
-Siblings are alike, so the group is the unit: every number compared is a group's mean. Two kinds of groups are compared
-by Welch's t-test, lengths on a logarithmic scale, whose difference of means is the ratio of geometric means. Nothing is
-said with fewer than FEWEST groups on either side, or above P_LIMIT. A response that was stopped in the middle counts
-with the tokens and turns it had: dropped responses may be longer than said, so they are not called shorter if some were
-stopped.
+Members of a group are correlated, so the group is the unit: every number compared is a group's mean. Two kinds of
+groups are compared by Welch's t-test, lengths on a logarithmic scale, whose difference of means is the ratio of
+geometric means. Comparisons with fewer than MIN_GROUPS groups on either side, or with p above P_LIMIT, are left out. A
+response that was stopped early counts with the tokens and turns it had. Dropped responses are then longer than
+measured, so they are not called shorter if some were stopped.
 
 Memory is a few numbers per group, and one block of rows at a time.
 """
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from staleflow.stores.trajectory import AbortReason, Fate, FinishReason, outcome_key
 
-FEWEST = 20
+MIN_GROUPS = 20
 """Least number of groups on each side of a comparison."""
 P_LIMIT = 0.001
 """Probability above which a difference may be chance: at some ten comparisons per run, one run in a hundred errs."""
@@ -252,7 +252,7 @@ def difference(ours: Array, theirs: Array) -> Contrast | None:
     The tail of Student's t is that of a normal distribution at Wallace's equivalent deviate (1959), exact to a percent
     from ten degrees of freedom on.
     """
-    if min(len(ours), len(theirs)) < FEWEST:
+    if min(len(ours), len(theirs)) < MIN_GROUPS:
         return None
     parts = [float(x.var(ddof=1)) / len(x) for x in (ours, theirs)]
     gap, variance = float(ours.mean() - theirs.mean()), sum(parts)

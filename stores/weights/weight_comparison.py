@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from staleflow.stores.weights.weight_report import MOST_NAMES, WeightReport
+from staleflow.stores.weights.weight_report import MAX_NAMES, WeightReport
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def compared(parts: Iterable[WeightPart]) -> WeightReport:
         verified=verified,
         not_verified=dict(unknown),
         contradicted=len(differing),
-        names=tuple(differing[:MOST_NAMES]),
+        names=tuple(differing[:MAX_NAMES]),
     )
 
 

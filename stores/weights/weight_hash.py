@@ -44,7 +44,7 @@ SCHEME = "sha256-tree"
 """The scheme of fingerprints."""
 PIECE_BYTES = 16 * 2**20
 """Bytes hashed at once by a thread. Part of the scheme: other pieces give other fingerprints."""
-MOST_THREADS = 8
+MAX_THREADS = 8
 """Threads that hash at once, at most: about as fast as memory is read, and a host's other instances hash too."""
 
 
@@ -81,7 +81,7 @@ def fingerprint(
 
     Args:
         weights: Tensors by name.
-        threads: How many hash at once, by default one for each processor, up to MOST_THREADS. Each copies a piece at a
+        threads: How many hash at once, by default one for each processor, up to MAX_THREADS. Each copies a piece at a
             time.
         also: Called in these threads with each piece, its tensor's name and its first byte's position in the tensor.
     """
@@ -95,7 +95,7 @@ def fingerprint(
 
     if threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = min(MOST_THREADS, cores)
+        threads = min(MAX_THREADS, cores)
     whole = hashlib.sha256()
     waiting: deque[tuple[bytes, list[Future[bytes]]]] = deque()
     num_waiting = 0

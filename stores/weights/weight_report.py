@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 
-MOST_NAMES = 8
+MAX_NAMES = 8
 """Contradicted parts that a report names; all are counted."""
 NO_PARTS = "the engine compares nothing"
 """Reason of a report that has no parts at all: nothing does not pass as verified."""
@@ -89,5 +89,5 @@ def total(reports: Iterable[WeightReport]) -> WeightReport:
         verified=sum(report.verified for report in reports),
         not_verified=dict(unknown),
         contradicted=sum(report.contradicted for report in reports),
-        names=tuple(name for report in reports for name in report.names)[:MOST_NAMES],
+        names=tuple(name for report in reports for name in report.names)[:MAX_NAMES],
     )

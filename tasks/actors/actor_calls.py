@@ -35,7 +35,7 @@ PICKLED = "staleflow.pickled"
 """Marks arguments and results that are pickled: the first element of the pair."""
 PROBE_S = 1.0
 """Seconds between two probes of the address of an actor that has not answered another actor yet."""
-LEAST_BYTES_PER_S = 25e6
+MIN_BYTES_PER_S = 25e6
 """The slowest rate at which a host reads, hashes or loads, a fifth of what gigabit Ethernet carries: anything slower
 counts as stuck."""
 
@@ -46,7 +46,7 @@ _within_actor: contextvars.ContextVar[bool] = contextvars.ContextVar("within an 
 
 def timeout_for(call_s: float, num_bytes: int) -> float:
     """Return the timeout of a call that works on `num_bytes` bytes, where short calls have `call_s` seconds."""
-    return call_s + num_bytes / LEAST_BYTES_PER_S
+    return call_s + num_bytes / MIN_BYTES_PER_S
 
 
 def remote_methods(cls: Class) -> Class:

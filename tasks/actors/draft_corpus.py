@@ -16,7 +16,7 @@ from staleflow.stores.trajectories.reader import StoreReader
 from staleflow.stores.trajectory import EndedTrajectory, FinishReason, Trajectory, TrajectoryId
 from staleflow.tasks.engines.base import PromptResponses
 
-MOST_TOKENS = 4_000_000
+MAX_TOKENS = 4_000_000
 """The most tokens of stored responses that are remembered, of all prompts together: four bytes each."""
 OF_PROMPT = 16
 """The most stored responses that are remembered of one prompt, the latest ones: one epoch's group, or those of a few

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 15.0
 """Seconds between two attempts: the first, doubled each time up to the longest. Icechunk itself tries for half a minute
 before an attempt fails, if the bucket is busy or resets connections, and not at all if it refuses the credentials."""
 
@@ -42,7 +42,7 @@ async def while_bucket_fails(attempt: Callable[[], Awaitable[T]], within_s: floa
                     "check the bucket and its credentials, and resume the run"
                 ) from error
         await asyncio.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
 class StoreThread:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 SETTLE_S = 3 * PROBE_S
 """Seconds after a failure within which the loss of another rank shows: ranks are probed every PROBE_S, and a probe
 takes as long again if nothing answers."""
-LONGEST_S = 7 * 86400.0
+CALL_TIMEOUT_S = 7 * 86400.0
 """Timeout of a call to a rank, in seconds. The driver's deadlines for rank 0 end what takes too long; this only ends
 calls that nobody waits for any more."""
 CONNECTION_ERRORS = (
@@ -167,7 +167,7 @@ class DistributedPolicy:
 
     def _call_peer(self, name: str, method: str, *args: Any) -> Future[None]:
         calling: Coroutine[Any, Any, None] = call_actor(
-            self._peers[name], method, *args, timeout_s=LONGEST_S, actor_name=name
+            self._peers[name], method, *args, timeout_s=CALL_TIMEOUT_S, actor_name=name
         )
         return self._context.run(asyncio.run_coroutine_threadsafe, calling, self._loop)
 

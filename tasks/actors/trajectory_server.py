@@ -51,7 +51,7 @@ from staleflow.stores.trajectory import (
 from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.actor_calls import remote_methods
 from staleflow.tasks.actors.async_spool import AsyncSpool
-from staleflow.tasks.actors.draft_corpus import MOST_TOKENS, DraftCorpus, NewResponses
+from staleflow.tasks.actors.draft_corpus import MAX_TOKENS, DraftCorpus, NewResponses
 from staleflow.tasks.actors.engine_requests import request_of
 from staleflow.tasks.actors.evaluation_trajectories import EvaluationTrajectories
 from staleflow.tasks.actors.observation_encoder import ObservationEncoder, RenderError, answer_entry, newest_turn
@@ -107,7 +107,7 @@ class TrajectoryServer:
         self._store = self.stores.create(path, settings.header) if stored is None else stored
         self._flight = InFlightState(group_size=settings.members_started)
         self._spool = Spool(path.with_name("spool"), settings.members_started)
-        self._known = DraftCorpus(self._flight, MOST_TOKENS if settings.drafts else 0, stored)
+        self._known = DraftCorpus(self._flight, MAX_TOKENS if settings.drafts else 0, stored)
         self._points = ResumePoints(path.with_name("resume"))
         self._tasks = TaskCache(self._prompts, prompts.sets, self._flight.tasks_of)
         self._last_record: StepRecord | None = None

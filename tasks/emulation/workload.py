@@ -20,9 +20,9 @@ from staleflow.tasks.settings.seeds import Stream, generator
 
 BLOCK = 1024
 """Groups drawn at once, which takes microseconds per number; a group's numbers still depend on its id alone."""
-MOST_TURNS = 10
+MAX_TURNS_FACTOR = 10
 """Maximum turns of a trajectory, as a multiple of the mean."""
-LONGEST_S = 100_000.0
+MAX_SECONDS = 100_000.0
 """Most seconds of anything that is simulated, a day: virtual time passes report by report."""
 
 
@@ -59,7 +59,7 @@ class WorkloadConfig:
     turns: float = knob(5.0, "agentic: mean number of turns, the last one without a tool call", low=1)
     fixed_turns: bool = knob(False, "agentic: every response has that many turns; else 1 + a Poisson number")
     tool_s: float = knob(
-        5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0, high=LONGEST_S
+        5.0, "agentic: seconds of a tool call; the median if lognormal, else the mean", low=0, high=MAX_SECONDS
     )
     tool_latency: str = knob("lognormal", "agentic: distribution of a tool call's seconds", choices=LATENCY_NAMES)
     tool_spread: float = knob(
@@ -68,7 +68,7 @@ class WorkloadConfig:
         low=0,
     )
     reset_s: float = knob(
-        0.0, "agentic: seconds to reset an environment, added to its first step", low=0, high=LONGEST_S
+        0.0, "agentic: seconds to reset an environment, added to its first step", low=0, high=MAX_SECONDS
     )
     tool_tokens: int = knob(200, "agentic: tokens per tool result", low=0)
     group_correlation: float = knob(
@@ -151,7 +151,7 @@ class RandomWorkload:
         s = self._config
         rng = np.random.default_rng(int(seed))
         wanted = round(s.turns) if s.fixed_turns else 1 + int(rng.poisson(s.turns - 1))
-        count = min(wanted, int(MOST_TURNS * s.turns), total)
+        count = min(wanted, int(MAX_TURNS_FACTOR * s.turns), total)
         ends = np.sort(rng.choice(total - 1, count - 1, replace=False)) + 1 if count > 1 else np.zeros(0, np.int64)
         parts = np.diff(np.concatenate([[0], ends, [total]]))
         tools = self._latencies(rng.standard_normal(count))

@@ -45,7 +45,7 @@ WEIGHTS = "emulated"
 """Name of the only tensor in published weights; it holds the version as a number."""
 
 NO_DRAFTS = DraftedTokens()
-LONGEST_WAIT_S = 86_400.0
+MAX_WAIT_S = 86_400.0
 """Longest wait in one call: platforms limit timeouts."""
 
 
@@ -93,7 +93,7 @@ class Clock:
 
     def wait(self, changed: threading.Condition, seconds: float) -> None:
         """Wait up to `seconds`, or until `changed`, which the caller holds, is notified."""
-        changed.wait(min(max(seconds, 0.0), LONGEST_WAIT_S))
+        changed.wait(min(max(seconds, 0.0), MAX_WAIT_S))
 
 
 class EmulatedEngine:

@@ -35,7 +35,7 @@ SAMPLING_REFUSED = dict.fromkeys(
     "would be wrong; rollout.temperature is applied by both",
 )
 """Sampling options of other systems, and why a job may not set them."""
-FEWEST_PAGES, SMALL_PAGE = 8, 32
+MIN_PAGES, SMALL_PAGE = 8, 32
 """Pages that a cache has, unless fewer responses may run at once, or pages have no more than so many tokens."""
 UNLIMITED = 2**31
 """A number of requests that no instance reaches."""
@@ -156,7 +156,7 @@ class TransformersSettings(ModelSettings):
 
     def check(self) -> None:
         super().check()
-        at_once, pages = min(FEWEST_PAGES, self.max_running), self.kv_tokens // self.page_tokens
+        at_once, pages = min(MIN_PAGES, self.max_running), self.kv_tokens // self.page_tokens
         if pages < at_once and self.page_tokens > SMALL_PAGE:
             raise ConfigError(
                 f"rollout.engine.page_tokens = {self.page_tokens}: rollout.engine.kv_tokens = {self.kv_tokens} has "

@@ -25,7 +25,7 @@ from staleflow.stores.trajectory import TrajectoryId
 
 MIN_MATCH = 2
 """Tokens of a suffix that a match shares at least; matches are looked up by them."""
-LONGEST_MATCH = 16
+MAX_MATCH = 16
 """Tokens up to which a longer match counts as better."""
 MAX_MATCHES = 16
 """Matches that vote on a token at most, the latest ones."""
@@ -129,8 +129,8 @@ class PromptIndex:
 
 
 def _common_suffix_length(tokens: array[int], others: array[int], position: int) -> int:
-    """Length of the common suffix of `tokens` and others[:position], at most LONGEST_MATCH."""
-    limit = min(LONGEST_MATCH, len(tokens), position)
+    """Length of the common suffix of `tokens` and others[:position], at most MAX_MATCH."""
+    limit = min(MAX_MATCH, len(tokens), position)
     for length in range(limit):
         if tokens[-1 - length] != others[position - 1 - length]:
             return length
@@ -281,7 +281,7 @@ class Drafter:
         while matches and len(predictions) < self.max_length:
             votes = Counter(text.tokens[position] for text, position in matches)
             token, agreeing = votes.most_common(1)[0]
-            length = min(match_length + len(predictions), LONGEST_MATCH)
+            length = min(match_length + len(predictions), MAX_MATCH)
             kind = (length.bit_length(), _agreement(agreeing, len(matches)))
             predictions.append(_Prediction(token, kind))
             likelihood *= self._acceptance.likelihood(kind)

@@ -19,7 +19,7 @@ import torch
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """Of a row in a layer: [heads, tokens, size] each."""
-FEWEST_SLOTS = 4
+INITIAL_SLOTS = 4
 """Slots that a bucket's tensors have at first."""
 
 
@@ -133,7 +133,7 @@ def _grown(buckets: dict[int, torch.Tensor], room: int, slots: int, new: torch.T
     bucket = buckets.get(room)
     if bucket is not None and bucket.shape[0] >= slots:
         return bucket
-    count = FEWEST_SLOTS if bucket is None else 2 * bucket.shape[0]
+    count = INITIAL_SLOTS if bucket is None else 2 * bucket.shape[0]
     # Zeros, as what was never written may be no number, and would remain so under any mask.
     grown = new.new_zeros(max(count, slots), new.shape[1], room, new.shape[2])
     if bucket is not None:

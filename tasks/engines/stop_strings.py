@@ -17,9 +17,9 @@ from staleflow.tasks.rendering.chat_tokenizer import Detokenizer, load_chat_toke
 
 SLACK = 16
 """Characters kept before what a match may need: at its begin, decoded text may differ from the middle of a text."""
-LONGEST_CHARACTER = 4
+MAX_TOKENS_PER_CHARACTER = 4
 """Tokens that a character may have: one for each of its bytes."""
-LONGEST_RUN = 64
+MAX_RUN = 64
 """Times the characters that are kept, after which bytes that make no text are not waited for."""
 
 
@@ -55,9 +55,9 @@ class StopCheck:
         on average. Not within a character, since decoders make nothing of a run of bytes that begins so; where one ends
         is known when the last one is whole."""
         whole, middle = self._texts.text(self._window), max(1, len(self._window) // 2)
-        if whole.endswith("\ufffd") and len(whole) < LONGEST_RUN * self._kept:
+        if whole.endswith("\ufffd") and len(whole) < MAX_RUN * self._kept:
             return
-        for cut in range(middle, min(middle + LONGEST_CHARACTER, len(self._window))):
+        for cut in range(middle, min(middle + MAX_TOKENS_PER_CHARACTER, len(self._window))):
             rest = self._texts.text(self._window[cut:])
             if len(rest) < self._kept:
                 return

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from staleflow.tasks.environments.terminal_output import LONGEST_LINE, RelayedOutput, sanitize_line
+from staleflow.tasks.environments.terminal_output import MAX_LINE_BYTES, RelayedOutput, sanitize_line
 
 LEADER = 'while read -r group; do groups="$groups -$group"; done; kill -9 $groups 0'
 """What the shell that leads a group does; it reads the ids of groups that are to end with its own."""
@@ -122,7 +122,7 @@ class _EpisodeStream:
         if _current.get() is None:
             return self._stream.write(text)
         *lines, self._begun = (self._begun + text).split("\n")
-        self._begun = self._begun[:LONGEST_LINE]
+        self._begun = self._begun[:MAX_LINE_BYTES]
         if lines:
             self._stream.write("".join(f"{sanitize_line(line)}\n" for line in lines))
         return len(text)

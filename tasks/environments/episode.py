@@ -13,10 +13,10 @@ from staleflow.tasks.settings import user_code
 
 OBSERVED = "environment"
 """Role of an observation that is a text."""
-LONGEST_ERROR = 500
+MAX_ERROR_CHARS = 500
 """Characters of an error that are kept."""
 
-LONGEST_TEXT = 1_000_000
+MAX_MESSAGE_CHARS = 1_000_000
 """Characters of one message of an observation: more than any model's context holds."""
 
 
@@ -89,8 +89,8 @@ def parse_observation(value: object, label: str) -> Prompt:
 
 def _plain(text: str) -> str:
     """A text as plain Unicode of bounded length. Raises ValueError with a message that follows the value's name."""
-    if len(text) > LONGEST_TEXT:
-        raise ValueError(f"has {len(text)} characters; at most {LONGEST_TEXT} are given to a model")
+    if len(text) > MAX_MESSAGE_CHARS:
+        raise ValueError(f"has {len(text)} characters; at most {MAX_MESSAGE_CHARS} are given to a model")
     try:
         return text.encode("utf-8").decode("utf-8")
     except UnicodeEncodeError as error:
@@ -115,7 +115,7 @@ def final_result(reward: object, parts: object = None, *, label: str = "the rewa
 
 def error_line(error: BaseException, *, line: bool = False) -> str:
     """Return an environment's error on one line of text. line: add the line of user code where it was raised."""
-    text = printable(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_ERROR)
+    text = printable(" ".join(f"{type(error).__name__}: {error}".split()), MAX_ERROR_CHARS)
     where = user_code.line_of(error) if line else ""
     return f"{text} ({where})" if where else text
 

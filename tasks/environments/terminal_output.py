@@ -15,7 +15,7 @@ from typing import IO
 
 from staleflow.stores.printable import printable
 
-LONGEST_LINE = 4000
+MAX_LINE_BYTES = 4000
 """Bytes of a line that are shown; the rest is cut."""
 DRAIN_TIMEOUT_S = 1.0
 """Seconds `wait` allows for the remaining output."""
@@ -24,7 +24,7 @@ DRAIN_TIMEOUT_S = 1.0
 def sanitize_line(line: str) -> str:
     """Make a line safe to show on a terminal. Only the text after the last carriage return is kept, as a terminal would
     show it. line: without its line feed."""
-    return printable(line.rstrip("\r").rpartition("\r")[2], LONGEST_LINE)
+    return printable(line.rstrip("\r").rpartition("\r")[2], MAX_LINE_BYTES)
 
 
 class RelayedOutput:
@@ -53,7 +53,7 @@ class RelayedOutput:
 def _relay(stream: IO[bytes]) -> None:
     at_line_start = True
     with stream:
-        while piece := stream.readline(LONGEST_LINE + 1):
+        while piece := stream.readline(MAX_LINE_BYTES + 1):
             line_complete = piece.endswith(b"\n")
             if at_line_start:
                 # A standard error that is closed must not end this thread: whoever writes would get a broken pipe.

@@ -28,7 +28,7 @@ TOOLS_KEY = "environment.tools"
 """The key of a job file that names tools."""
 TOOL_ROLE = "tool"
 """Role of what a tool gives back."""
-LONGEST_RESULT = 20_000
+MAX_RESULT_CHARS = 20_000
 """Characters of a result that are given back."""
 KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 """JSON's names of the types that arguments may have."""
@@ -215,4 +215,4 @@ def _text(result: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise EpisodeFailed(f"it returned what JSON cannot say: {error_line(error)}") from error
     text = re.sub("[\ud800-\udfff]", "\ufffd", text)  # halves of characters, which no tokenizer reads
-    return text if len(text) <= LONGEST_RESULT else f"{text[:LONGEST_RESULT]}... ({len(text)} characters)"
+    return text if len(text) <= MAX_RESULT_CHARS else f"{text[:MAX_RESULT_CHARS]}... ({len(text)} characters)"

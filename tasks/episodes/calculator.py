@@ -11,9 +11,9 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 
-LONGEST = 1000
+MAX_CHARS = 1000
 """Characters of an expression."""
-MOST_BITS = 4096
+MAX_BITS = 4096
 """Bits of a whole number, about 1,200 digits: what is larger takes ever longer to compute, and to read."""
 SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"})
 """Signs that people and models write, and Python's."""
@@ -30,8 +30,8 @@ def calculate(expression: str) -> str:
         text = expression.strip().translate(SIGNS).removesuffix("=").strip()  # commas between arguments
     if not text:
         return "error: the expression is empty"
-    if len(text) > LONGEST:
-        return f"error: the expression has {len(text)} characters; at most {LONGEST} are read"
+    if len(text) > MAX_CHARS:
+        return f"error: the expression has {len(text)} characters; at most {MAX_CHARS} are read"
     try:
         return _shown(_value(ast.parse(text, mode="eval").body))
     except (_Refused, ZeroDivisionError) as error:
@@ -67,7 +67,7 @@ def _value(node: ast.expr) -> Number:
 def _bounded(number: Number) -> Number:
     """Return a number, unless it is too large or not finite."""
     if isinstance(number, int):
-        if number.bit_length() > MOST_BITS:
+        if number.bit_length() > MAX_BITS:
             raise OverflowError
     elif isinstance(number, complex) or not math.isfinite(number):
         raise _Refused("the result is not a finite real number")
@@ -75,7 +75,7 @@ def _bounded(number: Number) -> Number:
 
 
 def _multiplied(a: Number, b: Number) -> Number:
-    if isinstance(a, int) and isinstance(b, int) and a.bit_length() + b.bit_length() > MOST_BITS + 1:
+    if isinstance(a, int) and isinstance(b, int) and a.bit_length() + b.bit_length() > MAX_BITS + 1:
         raise OverflowError
     return a * b
 
@@ -86,7 +86,7 @@ def _divided(a: Number, b: Number) -> Number:
 
 def _power(a: Number, b: Number) -> Number:
     if isinstance(a, int) and isinstance(b, int) and b >= 0:
-        if abs(a) > 1 and (abs(a).bit_length() - 1) * b > MOST_BITS:
+        if abs(a) > 1 and (abs(a).bit_length() - 1) * b > MAX_BITS:
             raise OverflowError
         return int(a**b)
     result: Number = a**b

@@ -38,7 +38,7 @@ from staleflow.tasks.settings.source_kinds import SourceType, is_agent, open_sou
 from staleflow.tasks.sources.reward_process import ScoredResponse, Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import LabelledRecord, SourceSettings
 
-LONGEST_FAILURE = 1000
+MAX_REASON_CHARS = 1000
 """Characters of the reason why an episode failed."""
 KEPT_ENDED = 10_000
 """Number of ended episodes whose last result is kept for repeated requests."""
@@ -491,7 +491,7 @@ def tool_episodes(scoring: ScoringSettings, limits: EnvironmentConfig) -> Episod
 
 
 def _failed(error: str) -> HostedStepResult:
-    return HostedStepResult(ended=True, error=" ".join(printable(error, LONGEST_FAILURE).split()))
+    return HostedStepResult(ended=True, error=" ".join(printable(error, MAX_REASON_CHARS).split()))
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

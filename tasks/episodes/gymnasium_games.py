@@ -10,7 +10,7 @@ from typing import Any
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.episode import error_line
 
-MOST_NUMBERS = 100
+MAX_NUMBERS = 100
 """Numbers of an observation or action that are written out; a picture has more."""
 NUMBER = r"-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m")
@@ -142,7 +142,7 @@ def _why_no_text(space: Any, *, actions: bool) -> str:
         return ""
     if kind in ("Box", "MultiDiscrete", "MultiBinary"):
         count = math.prod(space.shape)
-        return "" if count <= MOST_NUMBERS else f"{kind} of {count} numbers; at most {MOST_NUMBERS} are written out"
+        return "" if count <= MAX_NUMBERS else f"{kind} of {count} numbers; at most {MAX_NUMBERS} are written out"
     if kind in ("Dict", "Tuple") and not actions:
         below = space.spaces.values() if kind == "Dict" else space.spaces
         return next((reason for subspace in below if (reason := _why_no_text(subspace, actions=actions))), "")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from staleflow.tasks.environments.child_programs import ending_by_themselves
 
-MOST_OUTPUT = 2000
+MAX_OUTPUT_BYTES = 2000
 """Bytes of output that are given back; what writes more is stopped."""
 INSIDE = Path(__file__).with_name("sandbox_child.py")
 
@@ -35,15 +35,15 @@ async def run_python(code: str, *, within_s: float, memory_mib: int) -> str:
     try:
         async with asyncio.timeout(within_s):
             output = await _talk(process, code)
-            if len(output) > MOST_OUTPUT:
-                why = f"error: stopped after {MOST_OUTPUT} bytes of output"
+            if len(output) > MAX_OUTPUT_BYTES:
+                why = f"error: stopped after {MAX_OUTPUT_BYTES} bytes of output"
     except TimeoutError:
         why = f"error: stopped after {within_s:.3g} s"
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         await _reaped(process)
-    text = output[:MOST_OUTPUT].decode("utf-8", "replace").rstrip()
+    text = output[:MAX_OUTPUT_BYTES].decode("utf-8", "replace").rstrip()
     if not why and process.returncode and process.returncode > 1:
         why = "error: the process was killed"
     return "\n".join(filter(None, (text, why))) or "(no output)"
@@ -57,8 +57,8 @@ async def _talk(process: asyncio.subprocess.Process, code: str) -> bytes:
         await process.stdin.drain()
         process.stdin.close()
     output = b""
-    while len(output) <= MOST_OUTPUT:
-        chunk = await process.stdout.read(MOST_OUTPUT + 1)
+    while len(output) <= MAX_OUTPUT_BYTES:
+        chunk = await process.stdout.read(MAX_OUTPUT_BYTES + 1)
         if not chunk:
             await process.wait()
             return output

@@ -29,7 +29,7 @@ READ = 0b1100
 """Landlock's rights to read files and folders."""
 NO_NEW_PRIVILEGES, PARENT_DEATH_SIGNAL = 38, 1
 """Options of prctl(2)."""
-MOST_FILES, MOST_PROCESSES = 32, 16
+MAX_FILES, MAX_PROCESSES = 32, 16
 REFUSED = ("socket.", "subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.kill",
            "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod",
            "os.chown", "os.putenv", "shutil.", "ctypes.", "pty.")  # fmt: skip
@@ -76,8 +76,8 @@ def limit(cpu_seconds: int, memory_bytes: int) -> None:
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, MOST_FILES),
-        (resource.RLIMIT_NPROC, MOST_PROCESSES),
+        (resource.RLIMIT_NOFILE, MAX_FILES),
+        (resource.RLIMIT_NPROC, MAX_PROCESSES),
     ):
         resource.setrlimit(resource_kind, (value, value))
 

@@ -28,7 +28,7 @@ from staleflow.tasks.episodes.calculator import calculate
 from staleflow.tasks.episodes.sandbox import run_python
 from staleflow.tasks.rendering.task_source import Message, Prompt, Record, prompt_of
 
-MOST_CALLS = 8
+MAX_CALLS_PER_TURN = 8
 """Calls of one turn that are carried out."""
 
 
@@ -235,8 +235,8 @@ class ToolEpisode:
         results = []
         for number, call in enumerate(calls):
             problem = call.problem
-            if number >= MOST_CALLS:
-                problem = f"a turn may call at most {MOST_CALLS} tools"
+            if number >= MAX_CALLS_PER_TURN:
+                problem = f"a turn may call at most {MAX_CALLS_PER_TURN} tools"
             left_s = end - time.monotonic()
             if left_s <= 0:
                 problem = f"the calls of this turn took longer than {self._limits.tool_timeout_s:g} s"
@@ -244,7 +244,7 @@ class ToolEpisode:
                 f"error: {problem}" if problem else await self._tools[call.name].run(call.text, left_s, self._limits)
             )
             results.append(Message(TOOL_ROLE, f"<result>{result}</result>" if call.tagged else result))
-            if number >= MOST_CALLS:
+            if number >= MAX_CALLS_PER_TURN:
                 break
         return EnvStepResult(messages=tuple(results))
 

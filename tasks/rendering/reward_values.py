@@ -11,11 +11,11 @@ from typing import Any
 from staleflow.tasks.rendering.task_source import Record, Reward
 from staleflow.tasks.settings.user_code import PICKLED
 
-LARGEST = 3.4e38
+MAX_REWARD = 3.4e38
 """Stores keep rewards in 32 bits."""
-LONGEST_NAME = 200
+MAX_NAME_CHARS = 200
 """Characters of the name of a reward's part, which is a name of metrics and columns."""
-MOST_PARTS = 200
+MAX_PARTS = 200
 PACKAGE = Path(__file__).parents[2]
 """The folder of staleflow."""
 
@@ -36,8 +36,8 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
         if len(result) != 2 or not isinstance(result[1], Mapping):
             raise InvalidReward(f"the reward is {_short(result)}; it must be a number, or (number, its parts by name)")
         reward, parts = result
-    if len(parts) > MOST_PARTS:
-        raise InvalidReward(f"the reward has {len(parts)} parts; at most {MOST_PARTS} are kept")
+    if len(parts) > MAX_PARTS:
+        raise InvalidReward(f"the reward has {len(parts)} parts; at most {MAX_PARTS} are kept")
     names = [_name(name) for name in parts]
     named = {
         name: _number(part, f"part {name} of the reward") for name, part in zip(names, parts.values(), strict=True)
@@ -82,10 +82,10 @@ class WeightedSum:
 def _name(value: object) -> str:
     """The name of a reward's part, one short line: it is shown in terminals and logs."""
     name = str(value)
-    if not name or len(name) > LONGEST_NAME or not name.isprintable():
+    if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise InvalidReward(
-            f"a part of the reward is named {_short(name[:LONGEST_NAME])}, {len(name)} characters; a name must have 1 "
-            f"to {LONGEST_NAME} characters and no control characters"
+            f"a part of the reward is named {_short(name[:MAX_NAME_CHARS])}, {len(name)} characters; a name must have "
+            f"1 to {MAX_NAME_CHARS} characters and no control characters"
         )
     return name
 
@@ -98,7 +98,7 @@ def _number(value: Any, label: str) -> float:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidReward(problem) from error
-    if not math.isfinite(number) or abs(number) > LARGEST:
+    if not math.isfinite(number) or abs(number) > MAX_REWARD:
         raise InvalidReward(f"{label} is {number}; it must be a finite number")
     return number
 

@@ -27,7 +27,7 @@ NAME = r"^[A-Za-z][A-Za-z0-9_-]*$"
 """What the names of a table of tables look like; keys are joined by dots."""
 METADATA, PARAMETER = "knob", "parameter"
 """Keys of a field's metadata: what holds its Knob, and what marks a field that the program fills in."""
-LARGEST = 2**63 - 1
+MAX_INT = 2**63 - 1
 """The largest whole number of a TOML file, and of what stores and seeds keep."""
 SHOWN = 60
 """Most characters of a value that a message repeats."""
@@ -67,8 +67,8 @@ class Knob:
         if self.choices and value not in self.choices and not (self.user_code and names_user_code(value)):
             return unknown_choice(value, self.choices, user_code=self.user_code)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if isinstance(value, int) and abs(value) > LARGEST:
-                return f"= {shown(value)} is out of range; it must be at most {LARGEST}, in 64 bits"
+            if isinstance(value, int) and abs(value) > MAX_INT:
+                return f"= {shown(value)} is out of range; it must be at most {MAX_INT}, in 64 bits"
             if not math.isfinite(value):
                 return f"= {value!r} must be finite"
             below = self.low is not None and value < self.low
@@ -250,7 +250,7 @@ def _entries(tree: object, where: str) -> Mapping[str, Any]:
 
 def _checked(value: Any, hint: Any, spec: Knob, where: str) -> Any:
     kind = typing.get_origin(hint) or hint
-    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_INT:
         value = float(value)
     elif kind is float and isinstance(value, int) and not isinstance(value, bool):
         raise ConfigError(f"{where} {spec.error(value)}")
@@ -278,8 +278,8 @@ def refuse_large(value: object, where: str) -> None:
     elif isinstance(value, list):
         for below in value:
             refuse_large(below, where)
-    elif isinstance(value, int) and abs(value) > LARGEST:
-        raise ConfigError(f"{where} = {shown(value)} is out of range; it must be at most {LARGEST}, in 64 bits")
+    elif isinstance(value, int) and abs(value) > MAX_INT:
+        raise ConfigError(f"{where} = {shown(value)} is out of range; it must be at most {MAX_INT}, in 64 bits")
 
 
 def _article(kind: str) -> str:

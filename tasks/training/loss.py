@@ -2,7 +2,7 @@
 
 r = exp(log pi - log pi_ref). Behaviour logprobs are always the stored ones, token by token, so a trajectory that mixes
 versions is corrected exactly. Importance weights are detached; a mask never shrinks the denominator. Log ratios are cut
-at +-MOST_LOG_RATIO, so that a stored logprob far off overflows nothing; beyond, no gradient passes through the ratio.
+at +-MAX_LOG_RATIO, so that a stored logprob far off overflows nothing; beyond, no gradient passes through the ratio.
 
 Formulas are methods of torch's tensors: a job file is read, and its loss chosen, without loading torch.
 """
@@ -23,12 +23,12 @@ from staleflow.tasks.settings.user_code import error_text
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 """Nats at which log ratios are cut. A ratio of e^20 is far beyond every clip and cap; e^89 overflows float32, and
 infinity times a gradient of 0 is no number."""
-MOST_DISTANCE = 1e4
+MAX_DISTANCE = 1e4
 """Nats beyond which the distance of two logprobs is that of a token which one of them rules out."""
-LARGEST_RATIO = math.exp(MOST_LOG_RATIO) * (1 - 1e-6)
+MAX_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
 """The ratio from which on it is cut, but for rounding."""
 
 
@@ -141,12 +141,12 @@ LOSSES: Registry[Loss] = Registry("loss", "training.loss", Loss, user_code=UserL
 def log_distance(new: Tensor, old: Tensor) -> Tensor:
     """[N, T] log pi_new - log pi_old for penalties, which must pull back from wherever a policy is: cut only where a
     square would be no number."""
-    return (new - old).clamp(-MOST_DISTANCE, MOST_DISTANCE)
+    return (new - old).clamp(-MAX_DISTANCE, MAX_DISTANCE)
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
-    """[N, T] log pi_new - log pi_old, cut at +-MOST_LOG_RATIO."""
-    return (new - old).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    """[N, T] log pi_new - log pi_old, cut at +-MAX_LOG_RATIO."""
+    return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _ratio(new: Tensor, old: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ class Clip:
 
     def cut(self, ratio: Tensor, advantage: Tensor) -> Tensor:
         """Where the surrogate has no gradient."""
-        return ((ratio * advantage > self.clip(ratio) * advantage) | (ratio >= LARGEST_RATIO)).detach()
+        return ((ratio * advantage > self.clip(ratio) * advantage) | (ratio >= MAX_RATIO)).detach()
 
     def clip(self, ratio: Tensor) -> Tensor:
         return ratio.clamp(*self.clip_range)
@@ -283,7 +283,7 @@ class Gspo(Loss):
     def token_loss(self, tokens: Tokens) -> TokenLoss:
         count = tokens.sampled.sum(1, keepdim=True).clamp(min=1)
         mean = _sequence_log_ratio(tokens.logprobs, tokens.behaviour) / count
-        ratio = mean.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp().expand(tokens.logprobs.shape)
+        ratio = mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand(tokens.logprobs.shape)
         clip = Clip(clip_low=self.sequence_clip_low, clip_high=self.sequence_clip_high)
         return TokenLoss(
             loss=-clip.surrogate(ratio, tokens.advantage), clipped=clip.cut(ratio, tokens.advantage), ratio=ratio
@@ -317,7 +317,7 @@ class Topr(Loss):
             log_ratios = _segment_log_ratio(new, old, tokens)
         else:
             log_ratios = _sequence_log_ratio(new, old).expand(new.shape)
-        ratio = log_ratios.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+        ratio = log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         positive = (tokens.advantage > 0).expand(new.shape)
         weight = (self.negative_weight * ratio.clamp(max=1.0)).masked_fill(positive, self.positive_weight)
         return TokenLoss(
@@ -383,7 +383,7 @@ class SequenceTis(Clip, Loss):
     needs_proximal = True
 
     def token_loss(self, tokens: Tokens) -> TokenLoss:
-        rho = _sequence_log_ratio(tokens.proximal, tokens.behaviour).clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+        rho = _sequence_log_ratio(tokens.proximal, tokens.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         weight = self.weigh(rho).detach()
         return _weighted_surrogate(self, weight, _ratio(tokens.logprobs, tokens.proximal), tokens.advantage, rho)
 

@@ -22,7 +22,7 @@ from staleflow.tasks.training.shared_prompts import alike
 MESSAGE_BYTES = 32 * 2**20
 """Bytes of rows in a message to the trainer, at most. A process that packs, sends or takes in a message does little
 else meanwhile, and holds it twice."""
-MOST_LAG = 2**15 - 1
+MAX_LAG = 2**15 - 1
 """Largest lag that a row tells apart."""
 
 
@@ -39,7 +39,7 @@ class Row:
     trained: bool = True
     """False: no gradient, but the row still counts in the denominator."""
     lags: npt.NDArray[np.int16] | None = None
-    """[T] versions from the one that sampled each token to the one the step begins with, at most MOST_LAG; None: of all
+    """[T] versions from the one that sampled each token to the one the step begins with, at most MAX_LAG; None: of all
     tokens `staleness`."""
     branches: tuple[ContextBranch, ...] = ()
     """Where the response left what came before; a model computes a row with branches as several (sequences.py)."""
@@ -145,7 +145,7 @@ class RowArrays:
 def _lags(row: EndedTrajectory) -> npt.NDArray[np.int16]:
     """[T] lags of a stored trajectory's tokens; 0 of given ones."""
     versions = row.trajectory.versions
-    return np.where(versions == NO_VERSION, 0, np.clip(row.step - versions, 0, MOST_LAG)).astype(np.int16)
+    return np.where(versions == NO_VERSION, 0, np.clip(row.step - versions, 0, MAX_LAG)).astype(np.int16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

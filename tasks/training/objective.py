@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from staleflow.tasks.training.loss import LOSSES, MOST_LOG_RATIO, Loss, TokenLoss, Tokens, log_distance
+from staleflow.tasks.training.loss import LOSSES, MAX_LOG_RATIO, Loss, TokenLoss, Tokens, log_distance
 from staleflow.tasks.training.microbatches import Row
 from staleflow.tasks.training.trainer_settings import KlConfig, TrainingConfig
 
@@ -99,5 +99,5 @@ def penalty(estimator: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     if estimator == "k2":
         return 0.5 * distance**2
     # Far below the reference, where a token is hardly ever sampled, it would grow without limit.
-    value = (-distance.clamp(min=-MOST_LOG_RATIO)).exp() + distance - 1
+    value = (-distance.clamp(min=-MAX_LOG_RATIO)).exp() + distance - 1
     return value.where(distance > 0, value.clamp(max=MOST_K3))

@@ -41,7 +41,7 @@ from staleflow.tasks.training.blocks import recompute
 from staleflow.tasks.training.branch_sequences import BranchSequences
 from staleflow.tasks.training.host_memory import HostMemory
 from staleflow.tasks.training.logprobs import LogprobModel, by_row
-from staleflow.tasks.training.loss import MOST_LOG_RATIO, Dpo, Sft, Tokens
+from staleflow.tasks.training.loss import MAX_LOG_RATIO, Dpo, Sft, Tokens
 from staleflow.tasks.training.microbatches import MicroBatch, Row, minibatches, token_weights
 from staleflow.tasks.training.objective import Objective, with_finite_logprobs
 from staleflow.tasks.training.preference_pairs import paired, weighted_pairs
@@ -53,7 +53,7 @@ from staleflow.tasks.training.trainer_settings import ExampleRows, KlConfig, Pol
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LEAST_SAMPLE = 2
+MIN_SAMPLE_ROWS = 2
 """Rows of a sample, at least: one alone has no standard error."""
 ByRow = Mapping[int, npt.NDArray[np.float32]]
 """[T] logprobs of rows' responses, by row index."""
@@ -76,7 +76,7 @@ class Mismatch:
         if not fresh:
             return cls(mean=0.0, max=0.0, kl=0.0, num_tokens=0)
         difference = np.concatenate([(before[i] - rows[i].behaviour)[rows[i].usable] for i in fresh])
-        bounded = np.clip(difference, -MOST_LOG_RATIO, MOST_LOG_RATIO)
+        bounded = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
         return cls(
             mean=float(np.abs(difference).mean()),
             max=float(np.abs(difference).max()),
@@ -452,7 +452,7 @@ class PolicyTrainer:
         count = min(self.settings.training.measured_rows, len(others))
         if count == 0:
             return None
-        count = min(max(count, LEAST_SAMPLE), len(others))
+        count = min(max(count, MIN_SAMPLE_ROWS), len(others))
         rng = generator(self.settings.seed, Stream.MEASURED_ROWS, step)
         chosen = sorted(others[k] for k in rng.choice(len(others), count, replace=False))
         sums_by_row = self.group.all_gather(self._measure(chosen, rows, {}, sums, len(others) / count))

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from staleflow.tasks.training.async_save import in_background
 from staleflow.tasks.training.blocks import blocks
-from staleflow.tasks.training.rank import ALONE, LONGEST_S, Rank
+from staleflow.tasks.training.rank import ALONE, COLLECTIVE_TIMEOUT_S, Rank
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class RankGroup:
         *,
         half: bool = False,
         offload: bool = False,
-        collective_s: float = LONGEST_S,
+        collective_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> None:
         """half: blocks compute in bfloat16 and are gathered in it. offload: shards are kept in the processor's memory,
         with their gradients and what an optimizer keeps of them; the device has a block at a time. collective_s:
@@ -68,7 +68,7 @@ class RankGroup:
         self._half, self._offload = half, offload
         if dist.is_initialized():  # this process was in the group of a run before
             dist.destroy_process_group()
-        limit, longest = datetime.timedelta(seconds=collective_s), datetime.timedelta(seconds=LONGEST_S)
+        limit, longest = datetime.timedelta(seconds=collective_s), datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         store = _store(rank, limit) if rank.count > 1 else dist.HashStore()
         if device == "cuda":
             # Of this thread: a trainer does all of its work in one.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Key = TypeVar("Key", bound=Hashable)
 
-LEAST_SAVED = 16
+MIN_SAVED_TOKENS = 16
 """Tokens that sharing saves, at least: about what one more call of attention takes in a model of half a million
 parameters, and a small part of it in larger ones."""
 COPIED = 64
@@ -59,7 +59,7 @@ class PromptBlock:
 
 def pays(rows: Any, prompt: Any, rest: Any) -> Any:
     """Whether so many rows share a prompt of a length. rest: tokens after it, of all of them. For numbers or arrays."""
-    return (rows - 1) * prompt >= LEAST_SAVED + rest // COPIED
+    return (rows - 1) * prompt >= MIN_SAVED_TOKENS + rest // COPIED
 
 
 def counted(rows: Any, prompt: Any, rest: Any) -> Any:

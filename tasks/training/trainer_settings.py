@@ -12,7 +12,7 @@ from staleflow.tasks.settings.knobs import knob
 from staleflow.tasks.settings.registry import choice
 from staleflow.tasks.training.advantage import ADVANTAGES, Advantage
 from staleflow.tasks.training.loss import LOSSES, Loss
-from staleflow.tasks.training.rank import LONGEST_S
+from staleflow.tasks.training.rank import COLLECTIVE_TIMEOUT_S
 
 if TYPE_CHECKING:
     from staleflow.tasks.training.microbatches import Row
@@ -134,6 +134,6 @@ class PolicyTrainerSettings:
     temperature: float
     max_length: int
     seed: int
-    collective_s: float = LONGEST_S
+    collective_s: float = COLLECTIVE_TIMEOUT_S
     examples: ExampleRowSettings | None = None
     turns: bool = False

@@ -137,7 +137,7 @@ def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thous
 ) -> None:
     """Each step draws, samples, scores and stores forty groups of two, and drops ten of them."""
     groups, remembered = 40, SOME
-    monkeypatch.setattr(trajectory_server, "MOST_TOKENS", remembered)
+    monkeypatch.setattr(trajectory_server, "MAX_TOKENS", remembered)
 
     async def scenario() -> None:
         settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "store", 128)

@@ -6,7 +6,7 @@
 Each mistake is planted in a copy of the repository, and the tests run that execute its line. Every survivor belongs
 into tests/mutation/survivors.toml, with what it is: "hole", to be closed by a test, or "equivalent", with the reason
 why nothing can tell it from what was written. The exit code is 1 if there is one that is not there, or if less than
-LEAST of those that are not equivalent are killed in some package.
+MIN_SCORE of those that are not equivalent are killed in some package.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tests.mutation.mutants import Mutant, mutants, replaced
 from tests.mutation.targets import PACKAGES, Package
 from tests.mutation.worker import PIPES
 
-LEAST = 0.9
+MIN_SCORE = 0.9
 """Share of the mistakes, without those that are equivalent, that the tests of a package must kill."""
-FEWEST = 12
+MIN_MISTAKES = 12
 """Mistakes of a sample in each package, at least."""
 PLANTED = Path(__file__).with_name("planted.toml")
 SURVIVORS = Path(__file__).with_name("survivors.toml")
@@ -191,7 +191,7 @@ def planted() -> int:
 
 
 def chosen(packages: Sequence[Package], sample: int | None, seed: int) -> list[tuple[Package, Mutant]]:
-    """The mistakes to plant: all, or of each package as many as its share is, but FEWEST at least."""
+    """The mistakes to plant: all, or of each package as many as its share is, but MIN_MISTAKES at least."""
     rng = random.Random(seed)
     results = {
         package.name: [m for path in package.modules() for m in mutants(path, Path(path).read_bytes())]
@@ -201,7 +201,7 @@ def chosen(packages: Sequence[Package], sample: int | None, seed: int) -> list[t
     picked = []
     for package in packages:
         of_it = results[package.name]
-        count = len(of_it) if sample is None else min(len(of_it), max(FEWEST, round(sample * len(of_it) / total)))
+        count = len(of_it) if sample is None else min(len(of_it), max(MIN_MISTAKES, round(sample * len(of_it) / total)))
         picked += [(package, mutant) for mutant in rng.sample(of_it, count)]
     rng.shuffle(picked)
     return picked
@@ -271,7 +271,7 @@ def report(done: Sequence[Planted], known: dict[str, dict[str, str]]) -> int:
         equivalent = sum(known.get(item.mutant.key, {}).get("verdict") == "equivalent" for item in survivors)
         killed, holes = len(of_it) - len(survivors), len(survivors) - equivalent
         score = killed / (killed + holes) if killed + holes else 1.0
-        failed |= score < LEAST
+        failed |= score < MIN_SCORE
         print(f"{name:14} {len(of_it):7} {killed:7} {equivalent:11} {holes:6}  {score:.2f}")
     for item in done:
         if item.killer is None and item.mutant.key not in known:

@@ -20,7 +20,7 @@ from tests.packaging.test_distributions import pip
 
 IN_THE_WAY = ("tasks.py", "stores.py", "cli/__init__.py", "pipeline/__init__.py", "random.py", "click.py", "dask.py")
 """What a user's folder may contain; importing any of them raises."""
-LONGEST_S = 240.0
+MAX_S = 240.0
 
 
 class Installed:
@@ -40,7 +40,7 @@ class Installed:
     def run(self, program: str, *arguments: str | Path) -> str:
         """What a program prints; it must succeed."""
         with self.start(program, *arguments) as process:
-            out, err = process.communicate(timeout=LONGEST_S)
+            out, err = process.communicate(timeout=MAX_S)
         assert process.returncode == 0, out + err
         return out
 
@@ -122,7 +122,7 @@ def test_view_serves_the_page_and_its_files_until_it_is_stopped(installed: Insta
             with urllib.request.urlopen(address[0] + name.lstrip("/")) as answer:
                 assert answer.read()
         process.send_signal(signal.SIGINT)
-        assert process.wait(LONGEST_S) in (0, 130)
+        assert process.wait(MAX_S) in (0, 130)
 
 
 def test_version(installed: Installed, distributions: Distributions) -> None:
@@ -133,6 +133,6 @@ def test_a_file_of_the_repository_that_is_not_installed_is_missed_in_one_line_wi
     installed: Installed,
 ) -> None:
     with installed.start("staleflow", "run", "examples/demo.toml") as process:
-        _, error = process.communicate(timeout=LONGEST_S)
+        _, error = process.communicate(timeout=MAX_S)
     remedy = "`staleflow init FOLDER` writes a first one"
     assert (process.returncode, error) == (2, f"staleflow: examples/demo.toml: no such job file; {remedy}\n")

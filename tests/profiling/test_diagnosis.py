@@ -33,7 +33,7 @@ PLANTED = {
         "environment.concurrency=10000",
         "workload.turns=3",
     ),
-    Cause.ENVIRONMENT_PLACES: (
+    Cause.ENVIRONMENT_SLOTS: (
         "rollout.instances=8",
         "task.multi_turn=yes",
         "workload.kind=agentic",

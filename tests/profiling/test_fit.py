@@ -37,7 +37,7 @@ from staleflow.pipeline.profiling.fit import (
     StepPoint,
     fit_prefill,
     fit_steps,
-    fit_verified,
+    fit_verify_share,
 )
 from staleflow.pipeline.profiling.time_breakdown import TimeTracker
 from staleflow.stores.errors import ActorLost, ConfigError
@@ -103,7 +103,7 @@ def test_what_a_verified_token_costs_is_found_and_is_one_where_it_cannot_be_told
             )
             for n, drafted in itertools.product((1, 2, 4, 8, 16, 32, 64), (2.0, 3.7))
         ]  # fmt: skip
-        found, error = fit_verified(model, steps)
+        found, error = fit_verify_share(model, steps)
         assert found == pytest.approx(told, abs=0.15)
         assert error < 0.05
 

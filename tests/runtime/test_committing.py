@@ -6,7 +6,7 @@ import asyncio
 import re
 
 from staleflow.pipeline.coordination.commands import FetchPrompts
-from staleflow.pipeline.runtime.commit_queue import MOST_UNCOMMITTED
+from staleflow.pipeline.runtime.commit_queue import MAX_UNCOMMITTED
 from staleflow.stores.weights.resume_points import ResumePoints
 from tests.support.bodies import Body, Run
 from tests.support.in_process import Fault
@@ -43,7 +43,7 @@ def test_at_most_two_trained_steps_wait_for_their_commit(body: Body) -> None:
     trained = [c.at_s for c in run.workers.calls if c.method == "train"]
     for step, began_s in enumerate(trained):
         stored = sum(at_s + 2.0 < began_s for at_s in commits)
-        assert step - stored < MOST_UNCOMMITTED, f"step {step} began with {stored} stored"
+        assert step - stored < MAX_UNCOMMITTED, f"step {step} began with {stored} stored"
 
 
 def test_a_commit_longer_than_call_s_goes_on_and_is_told(body: Body) -> None:
@@ -90,9 +90,9 @@ def test_a_bucket_that_fails_for_minutes_ends_nothing(body: Body) -> None:
     requests = [c for c in run.workers.calls if c.method == "commit"]
     assert len(requests) == 13, "the server tries again, the driver does not ask again"
     during = [event for at_s, event in run.events("TrajectorySampled") if 3.0 < at_s < 303.0]
-    assert len(during) >= 4 * MOST_UNCOMMITTED
+    assert len(during) >= 4 * MAX_UNCOMMITTED
     trained = [c for c in run.workers.calls if c.method == "train" and 3.0 < c.at_s < 303.0]
-    assert len(trained) == MOST_UNCOMMITTED
+    assert len(trained) == MAX_UNCOMMITTED
 
 
 def test_a_bucket_that_fails_for_longer_than_commit_s_ends_the_run_with_the_cause(body: Body) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.coordination.events import TrajectoryScored
-from staleflow.pipeline.runtime.scoring import HELD_S, MOST_COUNTED, Scoring
+from staleflow.pipeline.runtime.scoring import HELD_S, MAX_GROUPS_COUNTED, Scoring
 from staleflow.stores.trajectory import TrajectoryId
 from tests.support import virtual_time
 from tests.support.bodies import Body
@@ -44,7 +44,7 @@ def scored(body: Body, puts: list[tuple[float, int]], *overrides: str, seconds: 
             await asyncio.sleep(pause_s)
             scoring.put(TrajectoryId(trajectory))
         await asyncio.sleep(60.0)
-        assert len(scoring._num_sampled) <= MOST_COUNTED
+        assert len(scoring._num_sampled) <= MAX_GROUPS_COUNTED
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -80,4 +80,4 @@ def test_several_workers_share_what_is_there(body: Body) -> None:
 
 
 def test_groups_that_never_complete_are_forgotten(body: Body) -> None:
-    scored(body, [(0.0, 4 * group) for group in range(MOST_COUNTED + 10)], seconds=0.0)
+    scored(body, [(0.0, 4 * group) for group in range(MAX_GROUPS_COUNTED + 10)], seconds=0.0)

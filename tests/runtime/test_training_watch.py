@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleflow.pipeline.jobs.summary import summarize
-from staleflow.pipeline.runtime.training_alarms import LEAST_ESS, STEPS, TrainingWatch
+from staleflow.pipeline.runtime.training_alarms import MIN_ESS, STEPS, TrainingWatch
 from tests.support.bodies import Body
 from tests.support.scripted import World
 
@@ -17,7 +17,7 @@ def test_an_ess_that_collapses_for_some_steps_in_a_row_is_an_alarm_once() -> Non
     ((step, alarm),) = results
     assert step == 4 + STEPS - 1
     assert f"step {step}: the effective sample size of the importance ratios is 0.1 of the tokens" in alarm
-    assert f"below {LEAST_ESS:g}" in alarm
+    assert f"below {MIN_ESS:g}" in alarm
     assert "lower staleness.eta or training.learning_rate" in alarm
     assert "\n" not in alarm
 

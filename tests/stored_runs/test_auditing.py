@@ -29,7 +29,7 @@ def test_a_limit_is_divided_among_processes_and_one_too_low_is_refused() -> None
             reading = max(1, plan.workers) * plan.most_tokens * auditing.BYTES_A_TOKEN / auditing.MIB
             assert processes + reading <= memory
             assert plan.workers <= workers
-            assert plan.most_tokens >= auditing.LEAST_TOKENS
+            assert plan.most_tokens >= auditing.MIN_TOKENS
     assert planned(4096, 8, 1000).workers == 0, "a small store is read here"
     with pytest.raises(ConfigError, match="--memory 100: an audit takes at least 216 MiB"):
         planned(100, 2, 10)

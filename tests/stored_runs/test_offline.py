@@ -77,7 +77,7 @@ def test_a_row_that_nobody_answered_for_stores_nothing(
         return run(self, function, list(calls)[1:], model=model)
 
     monkeypatch.setattr(Pool, "run", forgetful)
-    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    monkeypatch.setattr(pools, "MIN_ROWS", 8)
     with pytest.raises(ProtocolViolation, match=r"returned results for .* nothing was stored"):
         reward_rescoring.rescore(stored, "task", "forgotten", pool)
     assert "forgotten" not in VersionedStore.open(stored / "store").branches()

@@ -350,7 +350,7 @@ def test_rewards_of_a_worker_with_threads_are_those_of_a_plain_loop(
         expected[row.trajectory.id] = (0.0, error) if bad else (float(number % 100_000), "")
     assert len(set(expected.values())) > ROWS * 0.9
 
-    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    monkeypatch.setattr(pools, "MIN_ROWS", 8)
     monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
     for branch in ("once", "twice"):
         reward_rescoring.rescore(many, f"{rewards}:checksum", branch, threads)
@@ -366,7 +366,7 @@ def test_a_model_read_by_several_threads_gives_what_it_gives_one(
     many: Path, tiny_model: Path, threads: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprob_recompute, "MODEL_ROWS", 8)
-    monkeypatch.setattr(pools, "LEAST_ROWS", 8)
+    monkeypatch.setattr(pools, "MIN_ROWS", 8)
     monkeypatch.setattr(pools, "CALLS_A_WORKER", 12)
     logprob_recompute.recompute(many, str(tiny_model), threads, branch="read")
     config = loading.load(many / "config.toml")

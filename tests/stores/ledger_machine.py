@@ -13,7 +13,7 @@ from staleflow.stores.errors import ProtocolViolation
 from staleflow.stores.trajectory import AbortReason, Fate
 from tests.stores.ledger_model import NaiveGroup, NaiveLedger
 
-MOST_GROUPS = 9
+MAX_GROUPS = 9
 """Live groups at once: the naive model tries every batch and every assignment."""
 
 
@@ -152,7 +152,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def start(self) -> None:
-        assume(len(self.naive.groups) < MOST_GROUPS)
+        assume(len(self.naive.groups) < MAX_GROUPS)
         self.refused(self.ledger.start, self.begin_group())
 
     @rule(data=st.data(), lag=st.integers(0, 4))
@@ -166,7 +166,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def work(self, num_groups: int, finished: int, lag: int, train: bool) -> None:
         """What a run does most: start some groups, finish some of them, train when a batch is ready."""
         for i in range(num_groups):
-            if len(self.naive.groups) >= MOST_GROUPS:
+            if len(self.naive.groups) >= MAX_GROUPS:
                 break
             group = self.begin_group()
             routed = [

@@ -85,7 +85,7 @@ def test_a_planted_difference_is_said_with_its_size(monkeypatch: pytest.MonkeyPa
 
 def test_nothing_is_said_of_chance_of_few_groups_or_of_little() -> None:
     assert sum(bool(bias_report(dropped(60, 5.0, 0.5)).lines) for _ in range(5)) == 0
-    assert bias_report(dropped(drop_bias.FEWEST - 1, 6.0, 0.0)).lines == []
+    assert bias_report(dropped(drop_bias.MIN_GROUPS - 1, 6.0, 0.0)).lines == []
     assert bias_report(Table(CONSUMED)).lines == []
     many = (Fate.ABORTED, AbortReason.TOO_STALE, 20_000, 5.05, 0.5, FinishReason.STOP)
     assert bias_report(Table((*CONSUMED[:2], 20_000, *CONSUMED[3:]), many)).lines == []
@@ -130,7 +130,7 @@ def test_the_tail_is_that_of_students_t(monkeypatch: pytest.MonkeyPatch, t: floa
     half = freedom // 2 + 1
     values = np.resize([-1.0, 1.0], half)
     gap = t * math.sqrt(2 * float(values.var(ddof=1)) / half)
-    monkeypatch.setattr(drop_bias, "FEWEST", 2)
+    monkeypatch.setattr(drop_bias, "MIN_GROUPS", 2)
     result = difference(values + gap, values)
     assert result is not None and result.p == pytest.approx(p, rel=0.03)
 
@@ -160,11 +160,11 @@ def test_groups_that_spread_differently_are_compared_by_welchs_test(
 
 
 def test_values_without_any_spread_differ_for_certain_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    twos = np.full(drop_bias.FEWEST, 2.0)
+    twos = np.full(drop_bias.MIN_GROUPS, 2.0)
     assert difference(twos, twos) is None
     assert difference(twos, twos - 0.5) == Contrast(factor=0.5, p=0.0)
     assert difference(twos, twos[1:] - 0.5) is None, "one value too few"
-    spread = np.resize([1.0, -1.0], drop_bias.FEWEST)
+    spread = np.resize([1.0, -1.0], drop_bias.MIN_GROUPS)
     found = difference(twos, spread)
     assert found is not None
     monkeypatch.setattr(drop_bias, "P_LIMIT", found.p)
@@ -179,7 +179,7 @@ def test_audit_and_page_say_what_was_not_trained_on(tmp_path: Path) -> None:
     assert "times as long (p < .001)" in line
     assert told["lines"][0] == line.strip()
     assert told["others"][0]["name"] == "dropped"
-    assert told["never_trained"] > drop_bias.FEWEST
+    assert told["never_trained"] > drop_bias.MIN_GROUPS
     page = Page(run)
     assert page.ask("distribution", column="reward", where="reward > 0")["bias"] == told["lines"], "of the whole run"
 

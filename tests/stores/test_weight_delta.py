@@ -132,7 +132,7 @@ def test_the_delta_is_the_same_however_many_threads_write_it(tmp_path: Path, mon
     new = {name: changed(tensor, 0.02, generator) for name, tensor in old.items()}
     results = set()
     for threads in (1, 2, 4):
-        monkeypatch.setattr(weight_hash, "MOST_THREADS", threads)
+        monkeypatch.setattr(weight_hash, "MAX_THREADS", threads)
         folder = WeightFolder(tmp_path / str(threads))
         folder.publish(V0, old)
         folder.publish(V1, new, delta=True)

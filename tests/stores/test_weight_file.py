@@ -55,7 +55,7 @@ def test_weights_that_come_one_by_one_are_never_all_there(
     """Each is gone soon after it has come; file and fingerprint are those of all of them."""
     tensors = {f"layer.{i:02}": torch.full((16,), float(i)) for i in range(60)}
     monkeypatch.setattr(weight_hash, "PIECE_BYTES", 64)
-    monkeypatch.setattr(weight_hash, "MOST_THREADS", threads)
+    monkeypatch.setattr(weight_hash, "MAX_THREADS", threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     there: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0

@@ -54,7 +54,7 @@ from staleflow.tasks.training.advantage import DrGrpo, Overlong
 from tests.support.memory_store import MemoryStore
 from tests.support.watched_engine import WatchedEngine, WatchedSettings
 
-MAX_TOKENS, TURN_TOKENS, MOST_PROMPT = 60, 14, 40
+MAX_TOKENS, TURN_TOKENS, MAX_PROMPT = 60, 14, 40
 """Most tokens of a response, of one of its turns, and of a prompt: a model for 100 tokens will do."""
 FIRST, COUNT = 4, 10
 """First id, and number of ids, of the tokens of prompts and answers: a model must know them."""
@@ -95,7 +95,7 @@ def plans(most_episodes: int = 4) -> st.SearchStrategy[Plan]:
     steps = st.lists(st.lists(step, max_size=12), max_size=12)  # of lists: hypothesis draws some five elements of each
     return st.builds(
         Plan,
-        st.lists(st.integers(1, MOST_PROMPT), min_size=1, max_size=most_episodes).map(tuple),
+        st.lists(st.integers(1, MAX_PROMPT), min_size=1, max_size=most_episodes).map(tuple),
         st.integers(1, 5),
         steps.map(lambda parts: tuple(itertools.chain(*parts))),
     )

@@ -35,7 +35,7 @@ from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.server_settings import ServerSettings
 from staleflow.tasks.actors.trainer import PublishedStep, Trainer
-from staleflow.tasks.actors.trainer_rank import LONGEST_S, TrainerRank
+from staleflow.tasks.actors.trainer_rank import CALL_TIMEOUT_S, TrainerRank
 from staleflow.tasks.actors.trajectory_server import TrajectoryServer
 from staleflow.tasks.emulation.workload import RandomWorkload, WorkloadConfig
 from staleflow.tasks.engines.base import EngineLoad, Failed, LoadResult, PromptResponses, Request, SampledTokens
@@ -463,13 +463,13 @@ class PlayedTrainer:
         self._others = others
         for number, other in enumerate(others, start=1):
             rank = Rank(number=number, count=self._ranks, host=host, port=1)
-            await call_actor(other, "join", rank, timeout_s=LONGEST_S, actor_name=rank_name(number))
+            await call_actor(other, "join", rank, timeout_s=CALL_TIMEOUT_S, actor_name=rank_name(number))
 
     async def _follow(self, method: str) -> None:
         """What the other ranks do meanwhile; the group is lost with any of them."""
         assert len(self._others) == self._ranks - 1, "the group is not there yet"
         requests = [
-            call_actor(other, "call_policy", method, timeout_s=LONGEST_S, actor_name=rank_name(number))
+            call_actor(other, "call_policy", method, timeout_s=CALL_TIMEOUT_S, actor_name=rank_name(number))
             for number, other in enumerate(self._others, start=1)
         ]
         await asyncio.gather(*requests)

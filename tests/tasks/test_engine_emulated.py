@@ -55,7 +55,7 @@ def settings(**changes: Any) -> EmulatedSettings:
     return EmulatedSettings(**(values | changes))
 
 
-MOST_PASSED_S = 0.002
+MAX_PASSED_S = 0.002
 """Most time that passes for an engine between two looks at its clock: on a machine that is busy with other things a
 response must not begin and end between two looks at it."""
 
@@ -75,14 +75,14 @@ class FaultyClock(Clock):
         with self._looked:
             last_s, self._last_s = self._last_s, super().now()
             if not self._stopped and not BRAKE.stops_time:
-                self._passed_s += min(self._last_s - last_s, MOST_PASSED_S)
+                self._passed_s += min(self._last_s - last_s, MAX_PASSED_S)
             return self._passed_s
 
     def wait(self, changed: threading.Condition, seconds: float) -> None:
         self._waiting = changed
         if self._broken:
             raise RuntimeError("no more time")
-        super().wait(changed, min(seconds, MOST_PASSED_S))
+        super().wait(changed, min(seconds, MAX_PASSED_S))
 
     def stop(self) -> None:
         self.now()

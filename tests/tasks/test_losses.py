@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from staleflow.tasks.training.loss import LARGEST_RATIO, LOSSES, MOST_LOG_RATIO, Loss, Tokens
+from staleflow.tasks.training.loss import LOSSES, MAX_LOG_RATIO, MAX_RATIO, Loss, Tokens
 from tests.support.entries import entry
 from tests.tasks.test_numerics import rows, trainer
 
@@ -392,7 +392,7 @@ def test_a_ratio_of_just_the_bound_is_within_it() -> None:
 
 
 def test_a_ratio_beyond_the_cut_counts_as_clipped() -> None:
-    assert float(torch.tensor(MOST_LOG_RATIO).exp()) > LARGEST_RATIO
+    assert float(torch.tensor(MAX_LOG_RATIO).exp()) > MAX_RATIO
     new = torch.tensor([[-1.0, -1.0]])
     whole = torch.ones((1, 2), dtype=torch.bool)
     tokens = Tokens(

@@ -12,7 +12,7 @@ from staleflow.pipeline.config import actor_settings, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.recovery import run_folder
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.user_tools import LONGEST_RESULT, load_tool
+from staleflow.tasks.environments.user_tools import MAX_RESULT_CHARS, load_tool
 from staleflow.tasks.episodes.episode_host import EpisodeHost
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
 
@@ -176,7 +176,7 @@ def test_failures_and_hangs_of_a_tool_are_told_to_the_model(job: Path) -> None:
     ]
     assert [text[: len(start)] for text, start in zip(failed, received, strict=True)] == received
     assert hung == ["error: stopped after 2 s"]
-    assert LONGEST_RESULT < len(long[0]) < LONGEST_RESULT + 100
+    assert MAX_RESULT_CHARS < len(long[0]) < MAX_RESULT_CHARS + 100
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from staleflow.stores.trajectory import (
 from staleflow.tasks.actors import step_batches
 from staleflow.tasks.actors.store_thread import StoreThread
 from staleflow.tasks.actors.trainer import Trainer
-from staleflow.tasks.training.microbatches import MOST_LAG, BatchMessage, Row, RowArrays, microbatches, part_end
+from staleflow.tasks.training.microbatches import MAX_LAG, BatchMessage, Row, RowArrays, microbatches, part_end
 from staleflow.tasks.training.rank import ALONE, Rank
 from tests.support.bodies import Body
 from tests.tasks.test_trainer import Weights
@@ -107,7 +107,7 @@ def test_a_tokens_lag_is_of_the_version_that_sampled_it() -> None:
     assert old.lags.tolist() == [[2, 2, 2, 2, 2]]
     (late,) = RowArrays.of([mixed]).rows()
     assert late.lags is not None
-    assert late.lags.tolist() == [MOST_LAG, MOST_LAG, 0, MOST_LAG, MOST_LAG]
+    assert late.lags.tolist() == [MAX_LAG, MAX_LAG, 0, MAX_LAG, MAX_LAG]
 
 
 @settings(max_examples=60, deadline=None)

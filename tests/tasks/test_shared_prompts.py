@@ -104,7 +104,7 @@ def test_rows_that_share_a_prompt_have_the_numbers_of_separate_ones(
     """With rotary and with absolute positions. With a small budget groups are cut over micro-batches."""
     rows = BATCHES[name]
     found, fewer = computed(model(kind, config, **changes), rows, budget)
-    monkeypatch.setattr(shared_prompts, "LEAST_SAVED", SEPARATE)
+    monkeypatch.setattr(shared_prompts, "MIN_SAVED_TOKENS", SEPARATE)
     expected, passes = computed(model(kind, config, **changes), rows, budget)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * max(1.0, float(other.abs().max())))
@@ -147,7 +147,7 @@ def test_a_step_is_that_of_separate_rows(monkeypatch: pytest.MonkeyPatch, tiny_m
     assert again.metrics == result.metrics
     assert all(np.array_equal(weights, result.weights[name]) for name, weights in again.weights.items())
     several = train(ALONE, job(tiny_model, aggregation, minibatches=2, recompute_activations=True))
-    monkeypatch.setattr(shared_prompts, "LEAST_SAVED", SEPARATE)
+    monkeypatch.setattr(shared_prompts, "MIN_SAVED_TOKENS", SEPARATE)
     check_same(result, train(ALONE, job(tiny_model, aggregation)))
     check_same(several, train(ALONE, job(tiny_model, aggregation, minibatches=2)))
 

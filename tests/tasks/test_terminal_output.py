@@ -12,9 +12,9 @@ import pytest
 
 from staleflow.stores.printable import printable
 from staleflow.tasks.environments.child_programs import ChildPrograms
-from staleflow.tasks.environments.terminal_output import LONGEST_LINE, RelayedOutput
+from staleflow.tasks.environments.terminal_output import MAX_LINE_BYTES, RelayedOutput
 from staleflow.tasks.episodes.episode_host import EpisodeHost
-from staleflow.tasks.rendering.reward_values import LONGEST_NAME, MOST_PARTS, InvalidReward, parse_reward
+from staleflow.tasks.rendering.reward_values import MAX_NAME_CHARS, MAX_PARTS, InvalidReward, parse_reward
 from staleflow.tasks.settings.task_config import RewardConfig, TaskConfig
 from staleflow.tasks.sources.reward_process import Scorer, ScoringSettings
 from staleflow.tasks.sources.task_sources import SourceSettings
@@ -106,12 +106,12 @@ def test_a_part_of_a_reward_has_a_short_name_that_can_be_shown(name: str) -> Non
     assert len(str(refused.value)) < 500
     assert printable(str(refused.value)) == str(refused.value)
     assert "\n" not in str(refused.value)
-    assert parse_reward((1.0, {"\u00fcber\u4f60" * (LONGEST_NAME // 6): 2.0}))[0] == 1.0
+    assert parse_reward((1.0, {"\u00fcber\u4f60" * (MAX_NAME_CHARS // 6): 2.0}))[0] == 1.0
 
 
 def test_a_reward_has_a_limited_number_of_parts() -> None:
-    with pytest.raises(InvalidReward, match=f"at most {MOST_PARTS} are kept"):
-        parse_reward((1.0, {str(i): 0.0 for i in range(MOST_PARTS + 1)}))
+    with pytest.raises(InvalidReward, match=f"at most {MAX_PARTS} are kept"):
+        parse_reward((1.0, {str(i): 0.0 for i in range(MAX_PARTS + 1)}))
 
 
 def test_long_lines_are_cut_and_carriage_returns_leave_the_last_text(capfd: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +121,7 @@ def test_long_lines_are_cut_and_carriage_returns_leave_the_last_text(capfd: pyte
     output.close()
     output.wait()
     lines = capfd.readouterr().err.splitlines()
-    assert lines == ["x" * LONGEST_LINE + "...", "20 %", "\ufffd"]
+    assert lines == ["x" * MAX_LINE_BYTES + "...", "20 %", "\ufffd"]
 
 
 def test_output_is_relayed_again_after_standard_error_was_closed(monkeypatch: pytest.MonkeyPatch) -> None:

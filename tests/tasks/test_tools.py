@@ -20,9 +20,9 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.environment_config import TOOL_NAMES
 from staleflow.tasks.episodes.calculator import calculate
 from staleflow.tasks.episodes.episode_host import EpisodeHost, EpisodeSettings
-from staleflow.tasks.episodes.sandbox import MOST_OUTPUT, _reaped, run_python
+from staleflow.tasks.episodes.sandbox import MAX_OUTPUT_BYTES, _reaped, run_python
 from staleflow.tasks.episodes.step_results import EpisodeKey, HostedStepResult
-from staleflow.tasks.episodes.tools import MOST_CALLS, TOOLS, tool_calls
+from staleflow.tasks.episodes.tools import MAX_CALLS_PER_TURN, TOOLS, tool_calls
 from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.sources.task_sources import EvaluationRecord
 
@@ -137,7 +137,7 @@ def test_the_sandbox_is_bounded_in_time_memory_and_output() -> None:
     assert time.monotonic() - begin < 20
     assert ran("x = bytearray(10**10)").endswith("MemoryError")
     long = ran("while True: print('a' * 1000)")
-    assert long.endswith("error: stopped after 2000 bytes of output") and len(long) < MOST_OUTPUT + 100
+    assert long.endswith("error: stopped after 2000 bytes of output") and len(long) < MAX_OUTPUT_BYTES + 100
     assert "error: the process was killed" in ran("import os, signal; os.abort()")
 
 
@@ -253,8 +253,10 @@ def test_a_task_with_a_verifier_is_played_with_tools(tooled: Path) -> None:
         *_, third = await answers(episodes, ["<calculator>1"] * 2 + ["so 144 <calculator>1"], made, member=3)
         assert (third.ended, third.reward) == (True, 1.0)
         (many,) = await answers(episodes, ["<calculator>1</calculator>" * 20], made, member=4)
-        assert len(many.messages) == MOST_CALLS + 1
-        assert many.messages[-1].content == f"<result>error: a turn may call at most {MOST_CALLS} tools</result>"
+        assert len(many.messages) == MAX_CALLS_PER_TURN + 1
+        assert (
+            many.messages[-1].content == f"<result>error: a turn may call at most {MAX_CALLS_PER_TURN} tools</result>"
+        )
         await episodes.close()
 
     asyncio.run(work())
