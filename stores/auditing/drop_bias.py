@@ -1,5 +1,5 @@
-"""Drop bias: how trajectories that a run did not train on differ from those it trained on, in length, reward and prompt,
-by the reason why they were dropped; and how truncated responses differ from others.
+"""Drop bias: how trajectories that a run did not train on differ from those it trained on, in length, reward and
+prompt, by the reason why they were dropped; and how truncated responses differ from others.
 
 Members of a group are correlated, so the group is the unit: every number compared is a group's mean. Two kinds of
 groups are compared by Welch's t-test, lengths on a logarithmic scale, whose difference of means is the ratio of
