@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from staleflow.tasks.settings.knobs import knob as knob
     from staleflow.tasks.settings.source_kinds import SourceKind as SourceKind
     from staleflow.tasks.settings.source_kinds import SourceType as SourceType
+    from staleflow.tasks.sources.model_judge import Judge as Judge
     from staleflow.tasks.training import tiny_model as tiny_model
     from staleflow.tasks.training.advantage import Advantage as Advantage
     from staleflow.tasks.training.loss import Loss as Loss
@@ -148,6 +149,7 @@ _MODULES = {
     "knob": "staleflow.tasks.settings.knobs",
     "SourceKind": "staleflow.tasks.settings.source_kinds",
     "SourceType": "staleflow.tasks.settings.source_kinds",
+    "Judge": "staleflow.tasks.sources.model_judge",
     "tiny_model": "staleflow.tasks.training",
     "Advantage": "staleflow.tasks.training.advantage",
     "Loss": "staleflow.tasks.training.loss",

@@ -143,7 +143,7 @@ def test_each_example_is_as_long_as_the_page_says() -> None:
         name: blocks(heading, "python")[0]
         for name, heading in (
             ("LeastTokens", "A routing rule"), ("Discard", "A loss with a knob"), ("median", "An advantage"),
-            ("Printed", "A tracker"),
+            ("helpful", "A judge model as a reward"), ("Printed", "A tracker"),
         )
     }  # fmt: skip
     first["Doubles"], short = blocks("A source of prompts, and a reward", "python")[0].split("def short")
