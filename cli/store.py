@@ -1,11 +1,9 @@
-"""staleflow store ls | audit | convert; the other commands of the group are in other modules."""
+"""staleflow store ls | audit; the other commands of the group are in other modules."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,7 +22,6 @@ COMMANDS = {
         "staleflow.cli.store:audit",
         "verify the bound, single consumption and conservation from the stored data alone",
     ),
-    "convert": ("staleflow.cli.store:convert", "write a copy of a run of the version before, as this version reads it"),
     "rescore": ("staleflow.cli.store_process:rescore", "score the stored responses again, on a branch"),
     "diff": ("staleflow.cli.store_process:diff", "compare the rewards of two branches"),
     "recompute-logprobs": (
@@ -125,23 +122,3 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
             click.echo(f"  {line}")
     if not result.proves:  # an empty check does not pass
         sys.exit(1)
-
-
-@click.command("convert")
-@click.argument("run", type=click.Path())
-@click.option("--out", default="", help="Folder of the converted copy; RUN-converted by default.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def convert(run: str, out: str, as_json: bool) -> None:
-    """Write a copy of a run that the version before this one wrote, as this version reads it. The run is not changed.
-
-    The copy has the run's store with all its branches, its job files, journals, spool and resume points: it can be
-    audited, replayed, trained on and resumed as the run could be.
-    """
-    from staleflow.pipeline.stored_runs.conversion import convert_run
-
-    done = convert_run(Path(run), Path(out or f"{Path(run).resolve()}-converted"))
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(done), indent=2))
-    else:
-        click.echo(f"{done.out}: {done.jobs} job files, {done.entries} journal entries")
-        click.echo(f"see: staleflow store audit {done.out}")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from staleflow.pipeline.config.cross_checks import check_across
-from staleflow.pipeline.config.job_conversion import RENAMED
 from staleflow.pipeline.config.knob_tree import apply_override, merged
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.task_tables import with_named_tasks
@@ -59,19 +57,9 @@ def _depth(override: str) -> int:
 
 def from_tree(tree: Mapping[str, Any], where: str = "config") -> RunConfig:
     """Build and check a RunConfig from nested plain values."""
-    for old, new in RENAMED.items():
-        *tables, name = old.split(".")
-        if name in reduce(_table, tables, tree):
-            raise ConfigError(f"{where}: unknown key {old}; did you mean {new}?")
     config = build(RunConfig, _with_profile(with_named_tasks(tree, where), where), where)
     check_across(config, where)
     return config
-
-
-def _table(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The table of this name in an unchecked tree; empty if there is none."""
-    below = tree.get(name)
-    return below if isinstance(below, Mapping) else {}
 
 
 def _with_profile(tree: Mapping[str, Any], where: str) -> Mapping[str, Any]:

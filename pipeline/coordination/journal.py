@@ -22,7 +22,6 @@ from typing import Any, BinaryIO, cast, get_args
 from staleflow.pipeline.coordination.commands import Command
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.events import DecodeStats, Event, NewGroup, RunResumed
-from staleflow.pipeline.coordination.journal_conversion import convert_entry
 from staleflow.stores.errors import ConfigError, ProtocolViolation, StoreError
 from staleflow.stores.in_flight.in_flight_state import GroupInFlight, MemberInFlight
 from staleflow.stores.serialization import Codec
@@ -208,10 +207,7 @@ class Entries:
                         entry = CODEC.decode(value, JournalEntry)
                         _check(entry)
                     except ValueError as error:
-                        remedy = ""
-                        if convert_entry(value) != value:
-                            remedy = "; if the version before wrote it: `staleflow store convert` converts the run"
-                        raise ConfigError(f"{file}, line {number}: {error}{remedy}") from error
+                        raise ConfigError(f"{file}, line {number}: {error}") from error
                     yield entry
             if not number and not last:
                 raise ConfigError(f"{file}: damaged: it is empty; restore it")

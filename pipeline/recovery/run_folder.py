@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from staleflow.pipeline.config import knob_tree, loading, user_files
-from staleflow.pipeline.config.job_conversion import is_earlier_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import replace_text
@@ -102,10 +101,6 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
     another for the job of an earlier start. Raises ConfigError."""
     tree = loading.read_tree(run_dir / file)
-    if is_earlier_job(tree):
-        raise ConfigError(
-            f"{run_dir / file}: written by an earlier version; `staleflow store convert {run_dir}` converts it"
-        )
     here, stored_path = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
     is_job = all(isinstance(part, str) for part in stored_path)  # else it is no job, as is said below
     tools = _value_at(tree, "environment", "tools")

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, user_files
-from staleflow.pipeline.config.job_conversion import convert_job
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.config.user_files import with_code
 from staleflow.pipeline.jobs import job_driver
@@ -321,7 +320,6 @@ def test_a_moved_runs_code_travels_from_where_it_is_and_keeps_its_name(moved: Pa
 
 
 def configuration_text(config: RunConfig) -> str:
-    from staleflow.pipeline.config import knob_tree
 
     return knob_tree.to_toml(config)
 
@@ -400,25 +398,3 @@ def test_store_ls_names_a_run_without_a_store(light: Path) -> None:
     folder = prepare_run_dir(loading.load(light))
     (row,) = json.loads(command("store", "ls", folder.parent, "--json").stdout)
     assert (row["run"], row["state"]) == (str(folder), "no store")
-
-
-def test_a_run_folder_of_an_earlier_version_names_the_command_that_converts_it(light: Path) -> None:
-    config = begun(light)
-    path = config.run_dir / "config.toml"
-    path.write_text("[rollout]\npace_slack = 0.0\n")
-    with pytest.raises(ConfigError, match=r"config.toml: written by an earlier version; `staleflow store convert /.*`"):
-        load_job(config.run_dir)
-
-
-@pytest.mark.parametrize(
-    ("now", "before"), [("[evaluation]", "[evaluation]\nfill = false"), ("max_slot_share", "share")]
-)
-def test_so_does_a_job_with_a_setting_that_is_no_more_or_was_renamed(light: Path, now: str, before: str) -> None:
-    config = begun(light)
-    path = config.run_dir / "config.toml"
-    assert now in path.read_text()
-    path.write_text(path.read_text().replace(now, before, 1))
-    with pytest.raises(ConfigError, match=r"config.toml: written by an earlier version; `staleflow store convert /.*`"):
-        load_job(config.run_dir)
-    path.write_text(knob_tree.to_toml(loading.from_tree(convert_job(loading.read_tree(path)))))
-    assert load_job(config.run_dir) == config

@@ -276,7 +276,6 @@ OWN_WAYS = {
     "stores/files.py": "the one way",
     "pipeline/stored_runs/suite_process.py": "into a temporary folder; it imports nothing of this project",
     "pipeline/cluster/tls_cluster.py": "logs of processes",
-    "pipeline/stored_runs/conversion.py": "inside the folder that is published at the end",
     "pipeline/stored_runs/run_location.py": "in a temporary folder of its own",
     "pipeline/config/first_job.py": "into a folder whose files are published at the end",
     "pipeline/coordination/journal.py": "appends, and renames a whole file",
