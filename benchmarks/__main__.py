@@ -22,7 +22,6 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "coordinator": ((),),
     "board": ((),),
     "transfer": ((),),
-    "deltas": ((MODEL,),),
     "fingerprints": ((),),
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),

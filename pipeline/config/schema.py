@@ -159,13 +159,6 @@ class ClusterConfig:
     threads: int = knob(1, "torch threads per process; more than its cores slows them down", low=1, high=1024)
     dashboard: bool = knob(True, "serve the Dask dashboard and its staleflow page (kind = local)")
     shared_memory: str = knob("/dev/shm", "in-memory folder on each host that weights are published in")
-    delta_versions: int = knob(
-        0,
-        "a host whose weights are no more than so many versions old fetches only what has changed since; 0: all of "
-        "them, always",
-        low=0,
-        high=100,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,7 +60,6 @@ async def place(workers: Workers, ask_once: AskOnce, config: RunConfig, folder: 
         str(points),
         config.training.resume_every,
         config.training.ranks,
-        config.cluster.delta_versions > 0,
     )
     if names:
         await gather_or_cancel(*(workers.place(name, "trainer", TrainerRank, settings, threads) for name in names))

@@ -36,6 +36,8 @@ dead."""
 ELSEWHERE = "free space or set runs_dir to another folder"
 PATHS = (*user_files.MODELS, "workload.run")
 """Keys of a job that may name a file in the run's folder, besides those of user code."""
+REMOVED = (("cluster", "delta_versions"),)
+"""Keys that jobs of stored runs may have and that are ignored: they changed no result, and are gone."""
 
 
 class FolderInUse(ConfigError):
@@ -101,6 +103,9 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     """Load the job in a run's folder, with its paths adjusted to where the folder is now, then apply overrides. file:
     another for the job of an earlier start. Raises ConfigError."""
     tree = loading.read_tree(run_dir / file)
+    for *tables, name in REMOVED:
+        if isinstance(table := _value_at(tree, *tables), dict):
+            table.pop(name, None)
     here, stored_path = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
     is_job = all(isinstance(part, str) for part in stored_path)  # else it is no job, as is said below
     tools = _value_at(tree, "environment", "tools")

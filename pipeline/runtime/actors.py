@@ -126,7 +126,7 @@ class Actors:
         self._unresponsive_addresses: set[str] = set()
         """Processes whose parameter server did not answer: no other parameter server is placed there."""
         self._published: dict[PolicyVersion, PublishedStep] = {}
-        self._transfers = WeightTransfers(self, config.deadlines.call_s, config.cluster.delta_versions)
+        self._transfers = WeightTransfers(self, config.deadlines.call_s)
         self._first_work = PUBLISHING
         """What the trainer does before version 0 is there, for people."""
         self._base_logprobs: tuple[float, ...] = ()
@@ -480,9 +480,7 @@ class Actors:
     def publish(self, result: PublishedStep) -> None:
         """Record a published version; instances can pull it from now on."""
         self._published[result.version] = result
-        self._transfers.publish(
-            result.version, self._trainer_host, result.num_bytes, result.delta_bytes, result.fingerprint
-        )
+        self._transfers.publish(result.version, self._trainer_host, result.num_bytes)
 
     async def train(
         self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...]

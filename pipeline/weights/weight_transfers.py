@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.stores.errors import ActorLost
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights.weight_delta import DeltaFile
 from staleflow.tasks.actors.actor_calls import timeout_for
 from staleflow.tasks.actors.parameter_server import FetchProgress, Source
 
@@ -87,14 +86,9 @@ class Caller(Protocol):
 class WeightTransfers:
     """Brings versions to hosts, each to a host once. call_s: see deadlines.call_s."""
 
-    def __init__(self, caller: Caller, call_s: float, delta_versions: int = 0) -> None:
-        """delta_versions: see cluster.delta_versions."""
+    def __init__(self, caller: Caller, call_s: float) -> None:
         self._caller = caller
         self._call_s = call_s
-        self._delta_versions = delta_versions
-        self._deltas: dict[PolicyVersion, int] = {}
-        """Bytes of the deltas that were published."""
-        self._fingerprints: dict[PolicyVersion, str] = {}
         self._trees: dict[PolicyVersion, BroadcastTree] = {}
         self._num_bytes: dict[PolicyVersion, int] = {}
         self.bytes_arrived = 0
@@ -102,17 +96,11 @@ class WeightTransfers:
         self._arrived: dict[tuple[PolicyVersion, str], int] = {}
         """Most bytes of a version that a host is known to have had, while it fetches."""
 
-    def publish(
-        self, version: PolicyVersion, host: str, num_bytes: int, delta_bytes: int = 0, fingerprint: str = ""
-    ) -> None:
+    def publish(self, version: PolicyVersion, host: str, num_bytes: int) -> None:
         """Note that a version is on a host, to be fetched from there; maybe on another as well, if it was published
-        again. delta_bytes: of its delta, 0 if there is none. fingerprint: of the version, for those who make it of
-        deltas."""
+        again."""
         self._trees.setdefault(version, BroadcastTree(host)).arrived(host)
         self._num_bytes[version] = num_bytes
-        self._fingerprints[version] = fingerprint
-        if delta_bytes:
-            self._deltas[version] = delta_bytes
 
     def within_s(self, version: PolicyVersion) -> float:
         """Seconds that reading, hashing or loading a version may take."""
@@ -121,9 +109,7 @@ class WeightTransfers:
     def keep(self, used: Iterable[PolicyVersion]) -> None:
         """Forget where versions are, except these and the newest."""
         for version in set(self._trees) - {*used, max(self._trees, default=None)}:
-            del self._trees[version], self._num_bytes[version], self._fingerprints[version]
-        oldest = max(self._trees, default=0) - self._delta_versions
-        self._deltas = {version: size for version, size in self._deltas.items() if version > oldest}
+            del self._trees[version], self._num_bytes[version]
         self._arrived = {key: count for key, count in self._arrived.items() if key[0] in self._trees}
 
     async def fetch(self, version: PolicyVersion, host: str) -> str:
@@ -149,8 +135,6 @@ class WeightTransfers:
             raise
         tree.arrived(host)
         took_s = now_s() - begin
-        if fetched.without_delta:
-            logger.warning("%s has fetched all of version %d: %s", name, version, fetched.without_delta)
         level = logging.INFO if took_s > SLOW_S else logging.DEBUG
         logger.log(level, "%s has version %d, %d bytes, after %.1f s", name, version, num_bytes, took_s)
         return fetched.path
@@ -163,18 +147,8 @@ class WeightTransfers:
     async def _ensure(
         self, name: str, version: PolicyVersion, num_bytes: int, sources: tuple[Source, ...]
     ) -> FetchProgress:
-        deltas = self._chain(version)
-        changes = (deltas, self._fingerprints[version]) if deltas else ()
-        fetched: FetchProgress = await self._caller.ask(name, "ensure", version, num_bytes, sources, *changes)
+        fetched: FetchProgress = await self._caller.ask(name, "ensure", version, num_bytes, sources)
         return fetched
-
-    def _chain(self, version: PolicyVersion) -> tuple[DeltaFile, ...]:
-        """The deltas up to a version, one after the other: as many as there are, cluster.delta_versions at most."""
-        files: list[DeltaFile] = []
-        while len(files) < self._delta_versions and (size := self._deltas.get(version)):
-            files.append(DeltaFile(version, size))
-            version = PolicyVersion(version - 1)
-        return tuple(reversed(files))
 
     def _sources(self, hosts: tuple[str, ...]) -> tuple[Source, ...]:
         """The parameter servers of these hosts, as far as they are there."""

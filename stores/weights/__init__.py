@@ -1,1 +1,1 @@
-"""Weight files, deltas, fingerprints and resume points."""
+"""Weight files, fingerprints and resume points."""

@@ -25,10 +25,9 @@ from safetensors import SafetensorError, safe_open
 from staleflow.stores.errors import StoreError
 from staleflow.stores.files import replace_folder, replacing
 from staleflow.stores.trajectory import PolicyVersion
-from staleflow.stores.weights import weight_delta, weight_file
+from staleflow.stores.weights import weight_file
 from staleflow.stores.weights.partial_file import PIECE_BYTES, PartialFile
-from staleflow.stores.weights.weight_delta import DeltaTarget
-from staleflow.stores.weights.weight_hash import Array, Tensors, TensorStream, fingerprint
+from staleflow.stores.weights.weight_hash import Array, Tensors, TensorStream
 
 if TYPE_CHECKING:
     import torch
@@ -139,40 +138,10 @@ class WeightFolder:
     def versions(self) -> list[PolicyVersion]:
         return sorted(PolicyVersion(int(p.stem[1:])) for p in self.folder.glob("v*.safetensors"))
 
-    def delta_path(self, version: PolicyVersion) -> Path:
-        """Path of the delta from the version before, if it is here."""
-        return self.folder / f"v{version:08d}.delta"
-
-    def publish(self, version: PolicyVersion, weights: Tensors | TensorStream, *, delta: bool = False) -> str:
-        """Write a version, and make it visible atomically.
-
-        Args:
-            version: The policy version.
-            weights: Its weights.
-            delta: Also write what has changed since the version before, if that is here and has the same tensors.
-
-        Returns:
-            The fingerprint of the weights.
-
-        Raises:
-            StoreError: The version cannot be written.
-        """
+    def publish(self, version: PolicyVersion, weights: Tensors | TensorStream) -> str:
+        """Write a version, and make it visible atomically. Returns its fingerprint. Raises StoreError."""
         with self._replacing(self.path(version)) as part:
-            if not delta or version == 0:
-                return weight_file.write(part, weights)
-            before = PolicyVersion(version - 1)
-            changes = DeltaTarget(path=part.with_suffix(".delta"), base=before, old=self.path(before))
-            try:
-                fingerprint = weight_file.write(part, weights, changes)
-                with contextlib.suppress(FileNotFoundError):  # there is none
-                    changes.path.replace(self.delta_path(version))  # before the version itself is seen
-                return fingerprint
-            finally:
-                changes.path.unlink(missing_ok=True)
-
-    def size(self, path: Path) -> int:
-        """Bytes of a file here; 0 if it is not."""
-        return path.stat().st_size if path.exists() else 0
+            return weight_file.write(part, weights)
 
     @contextlib.contextmanager
     def incoming(self, path: Path, num_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[PartialFile]:
@@ -184,16 +153,6 @@ class WeightFolder:
             if incoming.missing:
                 raise StoreError(f"{path}: {len(incoming.missing)} pieces have not arrived")
 
-    def rebuild(self, version: PolicyVersion, base: PolicyVersion, recorded: str) -> None:
-        """Build a version from an older one and the deltas since, which are here. recorded: its fingerprint. Raises
-        StoreError if it cannot be written, or the result has another fingerprint."""
-        with self._replacing(self.path(version)) as part:
-            shutil.copyfile(self.path(base), part)
-            for before in range(base, version):
-                weight_delta.apply(part, self.delta_path(PolicyVersion(before + 1)), PolicyVersion(before))
-            if fingerprint(weight_file.stored(part)) != recorded:
-                raise StoreError(f"version {version}, made of version {base} and what has changed, is another one")
-
     def read_chunk(self, path: Path, offset: int, size: int) -> bytes:
         """Read `size` bytes of a file of this folder from `offset`; fewer at its end."""
         with path.open("rb") as file:
@@ -201,17 +160,13 @@ class WeightFolder:
             return file.read(size)
 
     def prune(self, used: Iterable[PolicyVersion]) -> list[PolicyVersion]:
-        """Remove all versions except those in use and the newest; returns the removed ones. Deltas are kept for those
-        that have one of these. A reader that has a removed file open keeps it."""
+        """Remove all versions except those in use and the newest; returns the removed ones. A reader that has a removed
+        file open keeps it."""
         versions = self.versions()
         keep = {*used, *versions[-1:]}
         gone = [v for v in versions if v not in keep]
         for version in gone:
             self.path(version).unlink(missing_ok=True)
-        oldest = min(keep, default=0)
-        for path in self.folder.glob("v*.delta"):
-            if int(path.stem[1:]) <= oldest:
-                path.unlink(missing_ok=True)
         return gone
 
     def remove(self) -> None:

@@ -26,19 +26,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as it is in a file."""
-
-    dtype: str
-    """torch's name of its type, such as torch.bfloat16, which numpy may not have."""
-    shape: tuple[int, ...]
-    data: npt.NDArray[np.uint8]
-    """Its bytes."""
-
-
 Tensors: TypeAlias = "Mapping[str, torch.Tensor] | Mapping[str, Array]"
-AnyTensor: TypeAlias = "torch.Tensor | Array | StoredTensor"
+AnyTensor: TypeAlias = "torch.Tensor | Array"
 
 SCHEME = "sha256-tree"
 """The scheme of fingerprints."""
@@ -62,7 +51,7 @@ class TensorStream:
     """All of them, once."""
 
 
-Weights: TypeAlias = "Tensors | Mapping[str, StoredTensor] | TensorStream"
+Weights: TypeAlias = "Tensors | TensorStream"
 
 
 def in_order(weights: Weights) -> Iterator[tuple[str, AnyTensor]]:
@@ -124,8 +113,6 @@ def _header(name: str, tensor: AnyTensor) -> bytes:
 def _pieces(tensor: AnyTensor) -> Iterator[tuple[int, torch.Tensor | Array]]:
     """Views of a tensor's bytes with their place in it, PIECE_BYTES each and the rest."""
     flat: torch.Tensor | Array
-    if isinstance(tensor, StoredTensor):
-        tensor = tensor.data
     if isinstance(tensor, np.ndarray):
         flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
         return ((begin, flat[begin : begin + PIECE_BYTES]) for begin in range(0, len(flat), PIECE_BYTES))

@@ -48,8 +48,6 @@ class PublishedStep:
     """Logprobs of the probe's tokens under these weights; see Engine.logprobs."""
     num_bytes: int = 0
     """Size of the published file."""
-    delta_bytes: int = 0
-    """Size of the delta to the version before; 0 if there is none."""
     as_recorded: bool = True
     """Whether the weights have the fingerprint that was recorded for this version."""
 
@@ -67,7 +65,6 @@ class Trainer:
         points: str,
         point_every: int,
         ranks: int = 1,
-        deltas: bool = False,
     ) -> None:
         """Build the policy, unless there are several ranks.
 
@@ -76,11 +73,10 @@ class Trainer:
             points: folder of the run's resume points.
             point_every: steps between two resume points; 0 for none.
             ranks: number of trainer processes; with more than one, `form_group` must be called first.
-            deltas: whether to publish with each version its delta to the version before.
         """
         engine_handover.close_orphans()
         self._call_s = call_s
-        self._settings, self._threads, self._ranks, self._deltas = settings, threads, ranks, deltas
+        self._settings, self._threads, self._ranks = settings, threads, ranks
         self._joined: Policy | None = settings.build(threads) if ranks == 1 else None
         weight_folder.sweep(Path(folder).parent)
         self._folder = WeightFolder(Path(folder))
@@ -219,7 +215,7 @@ class Trainer:
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> PublishedStep:
-        fingerprint = self._policy.published(lambda weights: self._folder.publish(version, weights, delta=self._deltas))
+        fingerprint = self._policy.published(lambda weights: self._folder.publish(version, weights))
         path = self._folder.path(version)
         self._version = version
         return PublishedStep(
@@ -228,7 +224,6 @@ class Trainer:
             fingerprint=fingerprint,
             path=str(path),
             num_bytes=path.stat().st_size,
-            delta_bytes=self._folder.size(self._folder.delta_path(version)),
             probe=self._policy.probe(self._probe) if self._probe else (),
         )
 

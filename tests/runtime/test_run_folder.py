@@ -398,3 +398,12 @@ def test_store_ls_names_a_run_without_a_store(light: Path) -> None:
     folder = prepare_run_dir(loading.load(light))
     (row,) = json.loads(command("store", "ls", folder.parent, "--json").stdout)
     assert (row["run"], row["state"]) == (str(folder), "no store")
+
+
+def test_a_stored_job_may_have_a_key_that_is_gone_and_changed_no_result(light: Path) -> None:
+    config = begun(light)
+    path = config.run_dir / "config.toml"
+    path.write_text(path.read_text().replace("[cluster]", "[cluster]\ndelta_versions = 4", 1))
+    assert load_job(config.run_dir) == config
+    with pytest.raises(ConfigError, match=r"unknown key cluster\.delta_versions"):
+        loading.load(path)

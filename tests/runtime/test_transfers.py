@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staleflow.pipeline.weights.weight_transfers import FAN_OUT, BroadcastTree, WeightTransfers
+from staleflow.pipeline.weights.weight_transfers import FAN_OUT, BroadcastTree
 from staleflow.stores.errors import ActorLost, TransferFailed
 from staleflow.stores.trajectory import InstanceId, PolicyVersion
 from staleflow.tasks.actors.parameter_server import FetchProgress
@@ -202,61 +201,3 @@ def test_loading_may_take_as_long_as_its_bytes(body: Body) -> None:
 
     slow = [Fault(actor="rollout-0", method="pull", nth=2, late_s=6.0)]
     body.place(script, faults=slow, world=World(num_bytes=100_000_000))
-
-
-class Asked:
-    """Has every version at once; notes what parameter servers are asked."""
-
-    def __init__(self) -> None:
-        self.args: list[tuple[Any, ...]] = []
-
-    def actor(self, name: str) -> str:
-        return name
-
-    async def ask(self, name: str, method: str, *args: Any) -> FetchProgress:
-        self.args.append(args)
-        return FetchProgress(path="file", num_bytes=0)
-
-
-def test_as_many_deltas_are_named_as_the_knob_allows_and_there_are_without_a_gap() -> None:
-    async def chains(most: int, *published: int) -> list[list[int]]:
-        """The versions of the deltas to each of five versions. published: those that have one."""
-        asked = Asked()
-        transfers = WeightTransfers(asked, 60.0, most)
-        for version in map(PolicyVersion, range(5)):
-            transfers.publish(version, "root", 100, version * (version in published), f"print-{version}")
-            await transfers.fetch(version, "other")
-        for version, args in enumerate(asked.args):
-            assert args[3:] == () or args[4] == f"print-{version}"
-            assert not any(delta.num_bytes != delta.version for delta in args[3:4] and args[3])
-        return [[delta.version for delta in args[3]] if args[3:] else [] for args in asked.args]
-
-    assert asyncio.run(chains(0, 1, 2, 3, 4)) == [[], [], [], [], []]
-    assert asyncio.run(chains(1, 1, 2, 3, 4)) == [[], [1], [2], [3], [4]]
-    assert asyncio.run(chains(3, 1, 2, 3, 4)) == [[], [1], [1, 2], [1, 2, 3], [2, 3, 4]]
-    assert asyncio.run(chains(3, 1, 2, 4)) == [[], [1], [1, 2], [], [4]]
-
-
-def test_deltas_are_named_as_long_as_a_host_may_need_them() -> None:
-    async def scenario() -> None:
-        asked = Asked()
-        transfers = WeightTransfers(asked, 60.0, 2)
-        for version in map(PolicyVersion, range(6)):
-            transfers.publish(version, "root", 100, 1, "")
-            transfers.keep(())
-        await transfers.fetch(PolicyVersion(5), "other")
-        assert [delta.version for delta in asked.args[-1][3]] == [4, 5]
-        assert len(transfers._deltas) == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_host_that_had_to_fetch_all_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    class Whole(Asked):
-        async def ask(self, name: str, method: str, *args: Any) -> FetchProgress:
-            return FetchProgress(path="file", num_bytes=0, without_delta="version 1 is another one")
-
-    transfers = WeightTransfers(Whole(), 60.0, 2)
-    transfers.publish(PolicyVersion(1), "root", 100, 1, "")
-    asyncio.run(transfers.fetch(PolicyVersion(1), "other"))
-    assert "parameters-other has fetched all of version 1: version 1 is another one" in caplog.text

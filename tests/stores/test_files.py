@@ -284,7 +284,6 @@ OWN_WAYS = {
     "pipeline/stored_runs/reward_rescoring.py": "code for a worker's import, in a temporary folder of its own",
     "pipeline/runtime/best_checkpoint.py": "renames a whole folder",
     "pipeline/recovery/resumption.py": "renames a whole file",
-    "stores/weights/weight_delta.py": "fills a part it is given",
     "pipeline/recovery/run_journal.py": "fills a part it is given",
     "tasks/engines/vllm_adapters.py": "in a temporary folder of its own",
     "tasks/training/emulated_trainer.py": "fills a part it is given",

@@ -26,7 +26,6 @@ from staleflow.stores.errors import ProtocolViolation, StoreError, StoreUnavaila
 from staleflow.stores.trajectories.records import RunHeader, StepRecord
 from staleflow.stores.trajectory import EndedTrajectory, FinishReason, InstanceId, PolicyVersion, Segment, TrajectoryId
 from staleflow.stores.weights.resume_points import ResumePoints
-from staleflow.stores.weights.weight_delta import DeltaFile
 from staleflow.stores.weights.weight_report import WeightReport
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.environment_host import EnvironmentHost
@@ -444,7 +443,7 @@ class PlayedTrainer:
 
     def __init__(
         self, world: World, host: str, settings: Any, folder: str, threads: int, call_s: float, points: str,
-        point_every: int, ranks: int = 1, deltas: bool = False,
+        point_every: int, ranks: int = 1,
     ) -> None:  # fmt: skip
         self._world, self._host, self._call_s = world, host, call_s
         self._probe: tuple[int, ...] = ()
@@ -588,8 +587,6 @@ class PlayedParameterServer:
         version: PolicyVersion,
         num_bytes: int,
         sources: tuple[Source, ...],
-        deltas: tuple[DeltaFile, ...] = (),
-        recorded: str = "",
     ) -> FetchProgress:
         if version not in self._here:
             name, actor = sources[0]
@@ -597,7 +594,7 @@ class PlayedParameterServer:
             self._here.add(version)
         return FetchProgress(path=self._world.path(version), num_bytes=num_bytes)
 
-    async def read_piece(self, version: PolicyVersion, offset: int, size: int, delta: bool = False) -> bytes | None:
+    async def read_piece(self, version: PolicyVersion, offset: int, size: int) -> bytes | None:
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while version not in self._here:  # it may be on its way
             if asyncio.get_running_loop().time() > deadline:

@@ -318,14 +318,3 @@ def test_memory_that_is_full_is_not_the_sources_fault(tmp_path: Path, monkeypatc
         assert [p.name for p in target.folder.folder.iterdir()] == [".owner"]
 
     virtual_time.run(scenario())
-
-
-def test_a_delta_of_a_version_that_is_here_whole_is_not_waited_for(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        host, begin = RealHost(tmp_path), asyncio.get_running_loop().time()
-        host.publish(4)
-        with pytest.raises(StoreError, match="no such version here"):
-            await host.server.read_piece(V4, 0, PIECE, delta=True)
-        assert asyncio.get_running_loop().time() == begin
-
-    virtual_time.run(scenario())

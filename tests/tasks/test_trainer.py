@@ -408,25 +408,3 @@ def test_an_actors_own_error_is_told_as_what_it_is(tmp_path: Path, error: Except
     text = r"trainer failed: RuntimeError: CUDA out of memory|trainer failed: OSError: \[Errno 5\] Input/output error"
     with pytest.raises(ActorFailed, match=text):
         asyncio.run(whole())
-
-
-def test_what_has_changed_is_published_with_a_version_where_that_is_asked_for(tmp_path: Path) -> None:
-    class Changing(Weights):
-        def published(self, use: Callable[[Weighed], Any]) -> Any:
-            self.weights = getattr(self, "weights", torch.zeros(1000)).clone()
-            self.weights[7] += 1
-            return use({"w": self.weights})
-
-    async def whole(deltas: bool) -> list[bool]:
-        folders = [str(tmp_path / f"{name}{deltas}") for name in ("memory", "resume")]
-        actor = Trainer(Changing(), folders[0], 1, 60.0, folders[1], 1, 1, deltas)
-        results = [await actor.publish_initial((), PolicyVersion(0), "")]
-        results += [await actor.train(Server(), step, (), ()) for step in range(2)]
-        sizes = [(result.delta_bytes, Path(result.path).with_suffix(".delta")) for result in results]
-        assert all(size == (path.stat().st_size if path.exists() else 0) for size, path in sizes)
-        assert all(size < 100 for size, _ in sizes)
-        await actor.close()
-        return [size > 0 for size, _ in sizes]
-
-    assert asyncio.run(whole(False)) == [False, False, False]
-    assert asyncio.run(whole(True)) == [False, True, True]
