@@ -20,9 +20,7 @@ MODEL = "runs/base/running-sums"
 COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "ledger": ((),),
     "coordinator": ((),),
-    "board": ((),),
     "transfer": ((),),
-    "fingerprints": ((),),
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),
@@ -39,18 +37,12 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "soak": ((),),
     "sources": ((),),
     "endpoint": (("load",), ("identity",)),
-    "agent_seeds": ((),),
-    "taskset": ((),),
-    "drafts": ((),),
     "drafted": ((), ("--tables",)),
     "speculation": ((MODEL,),),
-    "between": ((MODEL,),),
     "engines": (("throughput", MODEL), ("updates", MODEL), ("logprobs", MODEL)),
 }
 """Arguments of each benchmark in this folder besides --quick, once for each of its parts."""
-NEEDS = {
-    "engines": "vllm", "speculation": "vllm", "agent_seeds": "openai", "taskset": "verifiers", "objectives": "trl",
-}  # fmt: skip
+NEEDS = {"engines": "vllm", "speculation": "vllm", "objectives": "trl"}
 """Packages that are not everywhere."""
 
 

@@ -5,8 +5,8 @@
 
 36 steps, three seeds, the KV cache kept over weight updates. Drafts of up to 8 tokens, of which each is sampled with
 the probability named if those before it were; the coordinator learns that, and decides for each instance how many it
-drafts. Acceptance .79 keeps the 3.3 tokens a step with 4 drafted that `benchmarks.drafts` found for the last
-responses of the demo's groups; other work will have less. Each line has the tokens/s of the default (`deadline`,
+drafts. Acceptance .79 keeps the 3.3 tokens a step with 4 drafted that the last responses of the demo's groups kept;
+other work will have less. Each line has the tokens/s of the default (`deadline`,
 pulls at once) and of plain reservation (`least_requests`), means and spread of seeds, and of the first the ratio to
 the best synchronous run, which drafts in the same way or does not. With --tables the same of every model and workload
 of docs/simulated.md on four instances, with acceptance .79.

@@ -29,7 +29,7 @@ def test_each_has_a_quick_form(script: Path) -> None:
     assert '"--quick"' in script.read_text()
 
 
-@pytest.mark.parametrize("name", ["ledger", "coordinator", "board", "long_store", "transfer", "fingerprints"])
+@pytest.mark.parametrize("name", ["ledger", "coordinator", "long_store", "transfer"])
 def test_the_small_ones_work(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--quick"])
     runpy.run_path(f"benchmarks/{name}.py", run_name="__main__")
