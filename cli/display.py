@@ -59,7 +59,10 @@ class Display(RunListener):
     def line(self, text: str) -> None:
         """Print a line above the view."""
         if not self._quiet:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._print(text)
+
+    def _print(self, text: str, *, markup: bool = False) -> None:
+        self.console.print(text, highlight=False, markup=markup, soft_wrap=True)
 
     def phase(self, doing: str) -> None:
         self._doing = doing
@@ -126,64 +129,55 @@ class Display(RunListener):
 
     def summarize(self, end: RunEnd) -> None:
         """Print the results of a run, and the commands that show more."""
-        console, summary = self.console, end.summary
+        summary = end.summary
         self._show_evaluations(summary)
         seconds: Any = summary["seconds"]
         overhead: Any = summary["overhead"]
-        console.print(
+        self._print(
             f"{summary['trajectories_consumed']} trajectories, {summary['response_tokens']} tokens in "
             f"{seconds.get('wall_s', 0.0):.0f} s; staleness {summary['staleness_histogram']}, "
-            f"eta {'-' if summary['eta'] is None else summary['eta']}",
-            highlight=False,
-            soft_wrap=True,
+            f"eta {'-' if summary['eta'] is None else summary['eta']}"
         )
         for_point = overhead["trainer_waits_for_resume_point"]
         writing = f" ({for_point:.1%} for resume points: raise training.resume_every)" if for_point >= 0.01 else ""
-        console.print(
+        self._print(
             f"overhead: trainer waiting with a batch ready {overhead['trainer_waits_though_ready']:.1%}{writing}, "
-            f"instances idle with work to route {overhead['rollout_idle_though_routable']:.1%}",
-            highlight=False,
-            soft_wrap=True,
+            f"instances idle with work to route {overhead['rollout_idle_though_routable']:.1%}"
         )
         tasks: Any = summary["tasks"]
         for task in tasks:
-            console.print(task["line"], highlight=False, markup=False, soft_wrap=True)
+            self._print(task["line"])
         if "diagnosis" in summary:
             diagnosis: Any = summary["diagnosis"]
-            console.print(f"[bold]{escape(diagnosis['line'])}[/]", highlight=False, soft_wrap=True)
+            self._print(f"[bold]{escape(diagnosis['line'])}[/]", markup=True)
         if summary.get("bias"):
             bias: Any = summary["bias"]
             for line in bias["lines"][:2]:
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
+                self._print(line)
         weights: Any = summary.get("weights", {})
         for line in weights.get("lines", ()) if weights.get("not_verified") or weights.get("contradicted") else ():
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self._print(line)
         alarms: Any = summary["alarms"]
         for alarm in alarms[:1]:
             more = f" (and {len(alarms) - 1} more in summary.json)" if len(alarms) > 1 else ""
-            console.print(f"[red]alarm[/]: {alarm}{more}", highlight=False, soft_wrap=True)
+            self._print(f"[red]alarm[/]: {alarm}{more}", markup=True)
         cost: Any = summary["cost_model"]
         ratio = cost["measured_over_predicted"]
         if self._config.uses_cost_model and cost["drifted"]:
-            console.print(
+            self._print(
                 f"[yellow]decode steps took {ratio:.2f} times as long as the strategies' cost model predicts[/]; "
                 f"staleflow profile {os.path.relpath(end.run_dir)} fits it to this run",
-                highlight=False,
-                soft_wrap=True,
+                markup=True,
             )
         run_dir = os.path.relpath(end.run_dir)
         if end.stopped:
-            console.print(
+            self._print(
                 f"stopped: {end.stopped}; all {summary['steps']} finished steps are stored; go on: "
-                f"staleflow resume {run_dir}",
-                highlight=False,
-                soft_wrap=True,
+                f"staleflow resume {run_dir}"
             )
-        console.print(
+        self._print(
             f"see: {run_dir}/summary.png, staleflow store show {run_dir} --worst 3, staleflow store audit {run_dir}; "
-            f"retrain: staleflow train-offline {run_dir}",
-            highlight=False,
-            soft_wrap=True,
+            f"retrain: staleflow train-offline {run_dir}"
         )
 
     def _show_evaluations(self, summary: Mapping[str, object]) -> None:
@@ -200,8 +194,6 @@ class Display(RunListener):
             self.console.print(table)
         for e in evaluations:
             for line in e.figures.lines(e.samples):
-                self.console.print(
-                    f"{e.name}, version {e.version}: {line}", highlight=False, markup=False, soft_wrap=True
-                )
+                self._print(f"{e.name}, version {e.version}: {line}")
         for line in not_comparable(evaluations):
-            self.console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
+            self._print(f"[yellow]{escape(line)}[/]", markup=True)

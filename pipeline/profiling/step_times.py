@@ -29,8 +29,6 @@ class PeriodTimes:
     """With max_running requests running."""
     out_of_memory_s: float = 0.0
     """Below max_running, out of KV memory, with work waiting."""
-    idle_s: float = 0.0
-    """Without any work."""
     pull_s: float = 0.0
     """Loading weights."""
     running_s: float = 0.0

@@ -223,7 +223,6 @@ class TimeTracker:
         breakdown.awaiting_environment_s += passed_s * environments_lead * len(self._in_environment)
         breakdown.at_max_running_s += passed_s * fleet.full / count
         breakdown.out_of_memory_s += passed_s * (fleet.out_of_memory / count if self._queued else 0.0)
-        breakdown.idle_s += passed_s * fleet.idle / count
         breakdown.pull_s += passed_s * fleet.pulling / count
         breakdown.running_s += passed_s * fleet.running / count
         breakdown.kv_s += passed_s * fleet.kv_tokens / count

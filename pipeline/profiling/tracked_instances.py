@@ -100,7 +100,6 @@ class FleetCounts:
     instances: int = 0
     full: int = 0
     out_of_memory: int = 0
-    idle: int = 0
     pulling: int = 0
     running: int = 0
     kv_tokens: float = 0.0
@@ -109,7 +108,6 @@ class FleetCounts:
         self.instances += sign
         self.full += sign * instance.full
         self.out_of_memory += sign * instance.out_of_memory
-        self.idle += sign * (not instance.running)
         self.pulling += sign * instance.pulling
         self.running += sign * len(instance.running)
         self.kv_tokens += sign * instance.kv_tokens

@@ -40,6 +40,12 @@ class AgentTask:
     options: Mapping[str, Any]
     rng: random.Random
 
+    @classmethod
+    def of(cls, start: EpisodeStart, options: Mapping[str, Any]) -> AgentTask:
+        return cls(
+            index=start.index, held_out=start.held_out, seed=start.seed, options=options, rng=random.Random(start.seed)
+        )
+
 
 class Session:
     """A coroutine's connection to the model."""
@@ -142,13 +148,7 @@ class CoroutineEpisode(AskingEpisode):
     def __init__(self, play: Play, options: Mapping[str, Any], start: EpisodeStart) -> None:
         super().__init__()
         self._play = play
-        self._task = AgentTask(
-            index=start.index,
-            held_out=start.held_out,
-            seed=start.seed,
-            options=options,
-            rng=random.Random(start.seed),
-        )
+        self._task = AgentTask.of(start, options)
         self._session: Session | None = None
 
     async def begin(self) -> Prompt:

@@ -12,7 +12,7 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.environments.coroutine_environments import CoroutineEnvironment
 from staleflow.tasks.environments.episode import Environment
 from staleflow.tasks.environments.gym_environments import GymEnvironment
-from staleflow.tasks.environments.user_tools import TOOLS_KEY, ToolEnvironment, load_tool
+from staleflow.tasks.environments.user_tools import TOOLS_KEY, load_tool, tool_environment
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.endpoint_settings import EndpointSettings
 from staleflow.tasks.settings.source_kinds import SourceType, has_turns, kind_of, open_source
@@ -43,14 +43,14 @@ def open_environment(
     """Load the environment named `kind:name`, `file.py:NAME` or `module:NAME`. key: of the job file; it may also be the
     one of user tools. endpoint: see ForkSettings. Raises ConfigError."""
     if key == TOOLS_KEY:
-        return ToolEnvironment(load_tool(source))
+        return tool_environment(load_tool(source))
     where = f"{key} = {source!r}"
     kind, name = kind_of(source), source.partition(":")[2]
     if kind is not None and kind.type is SourceType.AGENT:
         agents = importlib.import_module("staleflow.tasks.episodes.agents")
         agent = kind.open(name, options, where, where=where)
         agent.prepare()
-        runs: Environment = agents.ForkedAgents(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
+        runs: Environment = agents.forked_agent(agent) if endpoint is None else agents.AgentEnvironment(agent, endpoint)
         return runs
     if kind is not None:
         rows = (_rows(options, where),) if kind.plays_rows else ()

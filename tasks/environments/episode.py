@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,6 +73,36 @@ class Environment(Protocol):
     def episode(self, start: EpisodeStart) -> Episode:
         """Make an episode that has not begun."""
         ...
+
+
+class CallEnvironment:
+    """A coroutine function as an environment: each episode is one call, of which the only turn holds the arguments. It
+    raises EpisodeFailed, and the episode's process ends it."""
+
+    def __init__(self, call: Callable[[EpisodeStart, str], Awaitable[EnvStepResult]]) -> None:
+        self.call = call
+
+    def episode(self, start: EpisodeStart) -> CallEpisode:
+        return CallEpisode(self, start)
+
+
+class CallEpisode:
+    """One call."""
+
+    def __init__(self, environment: CallEnvironment, start: EpisodeStart) -> None:
+        self._environment, self._start = environment, start
+
+    async def begin(self) -> Prompt:
+        return ""
+
+    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
+        return await self._environment.call(self._start, text)
+
+    async def close(self) -> None:
+        """There is nothing to release."""
+
+    def kill(self) -> None:
+        """The process ends with the call."""
 
 
 def parse_observation(value: object, label: str) -> Prompt:

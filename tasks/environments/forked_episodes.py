@@ -105,6 +105,13 @@ class ForkServer:
                 self._wanted.discard(number)
             return self._ended.pop(number, None)
 
+    def death(self, number: int) -> str:
+        """Describe how a process ended. May wait for the report."""
+        deadline = time.monotonic() + REPORT_S
+        while (status := self.how_ended(number)) is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return death(status)
+
     def _hear(self) -> None:
         """Read the reports of ended processes that have arrived."""
         control = self._control
@@ -223,91 +230,49 @@ class ForkedEpisode:
             await asyncio.get_running_loop().sock_sendall(connection, packed(request))
             result, problem = await receive(connection)
         except (EOFError, OSError) as error:
-            raise EpisodeFailed(f"its process {await self._death()}") from error
+            death = await asyncio.to_thread(self._server.death, self._number)
+            raise EpisodeFailed(f"its process {death}") from error
         if problem:
             raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
         return result
 
-    async def _death(self) -> str:
-        """Describe how the process ended."""
-        deadline = time.monotonic() + REPORT_S
-        while (status := self._server.how_ended(self._number)) is None and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S)
-        return death(status)
-
 
 class Resetter:
     """Resets environments in forked processes and returns their first observations. Thread-safe; each reset has a
-    process for itself, of which one is kept for the next reset."""
+    process for itself, which is kept for later ones."""
 
     def __init__(self, settings: ForkSettings, within_s: float) -> None:
         self._server = ForkServer(settings)
         self._within_s = within_s
-        self._lock = threading.Lock()
-        self._kept: list[tuple[int, socket.socket]] = []
-        self._open: set[socket.socket] = set()
-        weakref.finalize(self, _closed, self._open)
+        self._idle: list[tuple[int, socket.socket]] = []
+
+    def __del__(self) -> None:
+        for _, connection in self._idle:
+            connection.close()  # the process behind it ends
 
     def first_observation(self, start: EpisodeStart) -> Prompt:
         """Return the first observation of an episode. Raises EpisodeFailed; ConfigError if the environment cannot be
         loaded."""
-        number, connection = self._taken()
-        kept = False
+        try:
+            number, connection = self._idle.pop()
+        except IndexError:
+            number, connection = self._server.fork()
+            connection.settimeout(self._within_s)
         try:
             connection.sendall(packed((BEGIN, start)))
             prompt, problem = read_value(connection)
-            kept = self._keep(number, connection)
-        except TimeoutError as error:
-            raise EpisodeFailed(f"reset took longer than environment.step_timeout_s = {self._within_s:g} s") from error
         except (EOFError, OSError) as error:
-            deadline = time.monotonic() + REPORT_S
-            while (status := self._server.how_ended(number)) is None and time.monotonic() < deadline:
-                time.sleep(POLL_S)
-            raise EpisodeFailed(f"reset: its process {death(status)}") from error
-        finally:
-            if not kept:
-                self._end(number, connection)
+            why = f"reset took longer than environment.step_timeout_s = {self._within_s:g} s"
+            if not isinstance(error, TimeoutError):
+                why = f"reset: its process {self._server.death(number)}"
+            connection.close()
+            self._server.kill(number)
+            raise EpisodeFailed(why) from error
+        self._idle.append((number, connection))
         if problem:
             raise EpisodeFailed(_with_limit(problem, self._server.settings.memory_mib))
         observation: Prompt = prompt
         return observation
-
-    def close(self) -> None:
-        """Stop the processes; they are started again when needed."""
-        with self._lock:
-            kept, self._kept = self._kept, []
-        for number, connection in kept:
-            self._end(number, connection)
-        self._server.close()
-
-    def _taken(self) -> tuple[int, socket.socket]:
-        """Take the kept process, or fork one."""
-        with self._lock:
-            if self._kept:
-                return self._kept.pop()
-        number, connection = self._server.fork()
-        connection.settimeout(self._within_s)
-        self._open.add(connection)
-        return number, connection
-
-    def _keep(self, number: int, connection: socket.socket) -> bool:
-        """Keep a process for the next reset. Returns False if one is kept already."""
-        with self._lock:
-            if not self._kept:
-                self._kept.append((number, connection))
-                return True
-        return False
-
-    def _end(self, number: int, connection: socket.socket) -> None:
-        self._open.discard(connection)
-        connection.close()
-        self._server.kill(number)
-
-
-def _closed(connections: set[socket.socket]) -> None:
-    """Close connections; the processes behind them end."""
-    for connection in connections:
-        connection.close()
 
 
 def death(status: int | None) -> str:

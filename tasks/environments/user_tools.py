@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from staleflow.stores.errors import ConfigError
-from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart, error_line
+from staleflow.tasks.environments.episode import CallEnvironment, EnvStepResult, EpisodeFailed, EpisodeStart, error_line
 from staleflow.tasks.environments.gym_environments import outside_event_loop
-from staleflow.tasks.rendering.task_source import Message, Prompt
+from staleflow.tasks.rendering.task_source import Message
 from staleflow.tasks.settings import user_code
 
 TOOLS_KEY = "environment.tools"
@@ -171,41 +171,21 @@ def read_argument(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-class ToolEnvironment:
-    """A user's tool as an environment whose episodes are calls: the only turn is the arguments as JSON."""
+def tool_environment(tool: UserTool) -> CallEnvironment:
+    """Make the environment of a user's tool, of which a turn is the arguments as JSON."""
 
-    def __init__(self, tool: UserTool) -> None:
-        self._tool = tool
-
-    def episode(self, start: EpisodeStart) -> _Call:
-        return _Call(self._tool)
-
-
-class _Call:
-    """One call."""
-
-    def __init__(self, tool: UserTool) -> None:
-        self._tool = tool
-
-    async def begin(self) -> Prompt:
-        return ""
-
-    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
+    async def call(start: EpisodeStart, text: str) -> EnvStepResult:
         arguments: dict[str, Any] = json.loads(text)
         try:
-            if inspect.iscoroutinefunction(self._tool.function):
-                result = await self._tool.function(**arguments)
+            if inspect.iscoroutinefunction(tool.function):
+                result = await tool.function(**arguments)
             else:
-                result = outside_event_loop(lambda: self._tool.function(**arguments))
+                result = outside_event_loop(lambda: tool.function(**arguments))
         except (Exception, SystemExit) as error:
             raise EpisodeFailed(error_line(error)) from error
         return EnvStepResult(messages=(Message(TOOL_ROLE, _text(result)),))
 
-    async def close(self) -> None:
-        """There is nothing to release."""
-
-    def kill(self) -> None:
-        """The process ends with the call."""
+    return CallEnvironment(call)
 
 
 def _text(result: Any) -> str:

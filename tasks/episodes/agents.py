@@ -17,7 +17,6 @@ import contextvars
 import inspect
 import json
 import os
-import random
 import signal
 import threading
 from collections import deque
@@ -30,6 +29,7 @@ from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession
 from staleflow.tasks.environments.coroutine_environments import AgentTask, AskingEpisode, without_exit
 from staleflow.tasks.environments.episode import (
+    CallEnvironment,
     EnvStepResult,
     EpisodeFailed,
     EpisodeStart,
@@ -180,13 +180,6 @@ def _printed_reward(line: str) -> Any:
     return parsed
 
 
-def task_of(start: EpisodeStart, options: Mapping[str, Any]) -> AgentTask:
-    """Make the task that an agent is started with."""
-    return AgentTask(
-        index=start.index, held_out=start.held_out, seed=start.seed, options=options, rng=random.Random(start.seed)
-    )
-
-
 class AgentEnvironment:
     """An agent as an environment, behind an endpoint. server: the endpoint; by default one starts with the first
     episode."""
@@ -219,7 +212,7 @@ class AgentEpisode(AskingEpisode):
         except ConfigError as error:
             raise EpisodeFailed(str(error)) from error
         session = self._session = self._server.sessions.open()
-        args = (self._server.base_url, session.key, task_of(self._start, self._agent.options))
+        args = (self._server.base_url, session.key, AgentTask.of(self._start, self._agent.options))
         self._run(self._agent.run, args)
         first = await self._messages(session)
         if isinstance(first, EnvStepResult):
@@ -266,38 +259,19 @@ class AgentEpisode(AskingEpisode):
         return EnvStepResult(ended=True) if self._limited else None
 
 
-class ForkedAgents:
-    """Agents in forked processes, which use an endpoint elsewhere."""
+def forked_agent(agent: LoadedAgent) -> CallEnvironment:
+    """Make the environment of an agent in forked processes, which uses an endpoint elsewhere: its complete run is one
+    step, whose text is the endpoint's URL and key, as JSON."""
 
-    def __init__(self, agent: LoadedAgent) -> None:
-        self._agent = agent
-
-    def episode(self, start: EpisodeStart) -> ForkedAgentEpisode:
-        return ForkedAgentEpisode(self._agent, start)
-
-
-class ForkedAgentEpisode:
-    """A complete run of an agent as one step. The step's text is the endpoint's URL and key, as JSON."""
-
-    def __init__(self, agent: LoadedAgent, start: EpisodeStart) -> None:
-        self._agent, self._start = agent, start
-
-    async def begin(self) -> Prompt:
-        return ""
-
-    async def step(self, text: str, *, truncated: bool, last: bool) -> EnvStepResult:
+    async def run(start: EpisodeStart, text: str) -> EnvStepResult:
         base_url, key = json.loads(text)
         try:
-            args = (base_url, key, task_of(self._start, self._agent.options))
-            reward = await without_exit(AgentEpisode.runner, self._agent.run, args)
+            args = (base_url, key, AgentTask.of(start, agent.options))
+            reward = await without_exit(AgentEpisode.runner, agent.run, args)
         except EpisodeFailed:
             raise
         except Exception as error:
             raise EpisodeFailed(f"the agent raised: {error_line(error, line=True)}") from error
         return final_result(reward, label="what the agent returned")
 
-    async def close(self) -> None:
-        """Its process ends it."""
-
-    def kill(self) -> None:
-        """Its process ends it."""
+    return CallEnvironment(run)
