@@ -45,6 +45,17 @@ def test_a_trainer_that_dies_after_fine_tuning_is_tuned_anew(body: Body, method:
     assert len(run.world.tuned) in (1, 2) and all(tuned == [0, 1, 2] for tuned in run.world.tuned)
 
 
+def test_fine_tuning_steps_that_a_trainer_has_done_are_not_logged_again(
+    body: Body, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer about such a step is empty."""
+    caplog.set_level("INFO", "staleflow")
+    body.run(
+        *RANKS, "training.sft.steps=2", faults=[Fault(actor="trainer", method="fine_tune", nth=2, twice=True)]
+    ).check()
+    assert [m for m in caplog.messages if "fine-tuning" in m] == ["fine-tuning step 1 of 2: loss 1.0000"]
+
+
 def test_a_trainer_that_goes_on_from_a_resume_point_is_not_tuned(body: Body) -> None:
     run = body.run(
         "steps=4", "training.sft.steps=3", faults=[Fault(actor="trainer", method="train", nth=3, dies="before")]

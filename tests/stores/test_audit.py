@@ -16,7 +16,7 @@ import icechunk
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from staleflow.stores.auditing import audit as audit_module
@@ -340,7 +340,12 @@ ROW = st.tuples(
 )
 
 
+INTERLEAVED = [(id, group, Fate.CONSUMED, id // 4) for id, group in enumerate((1, 0, 0, 1, 0, 1))]
+"""Step 0 consumed group 1 first, and step 1 both groups again."""
+
+
 @given(st.lists(st.lists(ROW, max_size=6), max_size=3), st.lists(st.integers(0, 3), max_size=3), st.integers(1, 2))
+@example([INTERLEAVED], [0, 1], 2)
 def test_consumption_is_checked_as_with_dicts(
     blocks: list[list[tuple[int, int, Fate, int]]], trained: list[int], group_size: int
 ) -> None:
