@@ -25,7 +25,7 @@ MAX_VERIFY_SHARE = 10.0
 HUBER = 0.05
 """Relative residual beyond which a point loses weight: decode steps repeat to within a few percent."""
 ROUNDS = 8
-"""Number of reweightings; the weights have converged by then."""
+"""Most reweightings; the weights have converged by then."""
 HELD_OUT = 4
 """Every fourth point is held out of the fit to validate it."""
 MIN_POINTS = 8
@@ -178,7 +178,9 @@ def _robust(design: Array, seconds: Array) -> list[float]:
         scale = np.sqrt(weights) / seconds
         solution = _non_negative(design * scale[:, None], seconds * scale)
         residual = np.abs(design @ solution - seconds) / seconds
-        weights = np.where(residual <= HUBER, 1.0, HUBER / np.maximum(residual, HUBER))
+        before, weights = weights, np.where(residual <= HUBER, 1.0, HUBER / np.maximum(residual, HUBER))
+        if np.array_equal(weights, before):
+            break
     return [float(x) for x in solution]
 
 

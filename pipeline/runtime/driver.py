@@ -504,8 +504,7 @@ class Driver:
         self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
         self.outcomes.snapshot = self._coordinator.snapshot()
         self.outcomes.sources = self._sources()
-        self.outcomes.diagnosis = self._measurements.diagnosis
-        self.outcomes.profile = self._measurements.profile(str(self._run_dir))
+        self.outcomes.diagnosis, self.outcomes.profile = self._measurements.diagnosis_and_profile(str(self._run_dir))
 
     def _begin_phase(self, doing: str) -> None:
         self._listener.phase(doing)

@@ -131,19 +131,15 @@ class Measurements:
         """What limited the latest steps; None before the first ended."""
         return diagnose(recent(self._watch.loads, self._sizes.eta), self._sizes)
 
-    @property
-    def diagnosis(self) -> Diagnosis | None:
-        """What limited the steady part of the run."""
-        sizes = sizes_of(self._config, self._watch.fit(), self._watch.drafts)
-        return diagnose(steady(self._watch.loads, self._sizes.eta), sizes)
-
-    def profile(self, source: str) -> Profile | None:
-        """The cost model and latencies of the run so far, for simulations; None if too little was sampled."""
-        fit = self._watch.fit()
+    def diagnosis_and_profile(self, source: str) -> tuple[Diagnosis | None, Profile | None]:
+        """What limited the steady part of the run; and for simulations its cost model and latencies, None if too little
+        was sampled."""
+        fit, drafts = self._watch.fit(), self._watch.drafts
+        diagnosis = diagnose(steady(self._watch.loads, self._sizes.eta), sizes_of(self._config, fit, drafts))
         if fit is None:
-            return None
+            return diagnosis, None
         latencies = measured_latencies(self._watch, fit)
-        return Profile(source=source, fit=fit, latencies=latencies, drafts=self._watch.drafts)
+        return diagnosis, Profile(source=source, fit=fit, latencies=latencies, drafts=drafts)
 
     def _engine_counts(self, instances: Collection[InstanceHandle]) -> dict[str, float]:
         """What instances did with contexts and drafts since the last step ended, and what they keep."""
