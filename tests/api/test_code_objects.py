@@ -60,21 +60,21 @@ class Counting:
         return self.count + bonus("ab")
 
 
-def elsewhere(named: str, expression: str, folder: Path) -> Any:
-    """The value of an expression of `f`, the object that `named` names, in a process of its own."""
+def elsewhere(folder: Path, *asked: tuple[str, str]) -> Any:
+    """The values of expressions of `f`, the object that a name names, in a process of their own."""
     script = (
         "import json, sys; from staleflow.tasks.settings import user_code\n"
-        "f = user_code.load(sys.argv[1], 'reward.function')\n"
-        f"print(json.dumps({expression}))"
+        "print(json.dumps([eval(e, {'sys': sys, 'f': user_code.load(n, 'reward.function')})"
+        " for n, e in json.loads(sys.argv[1])]))"
     )
-    run = subprocess.run([sys.executable, "-c", script, named], cwd=folder, capture_output=True, text=True, check=True)
-    return json.loads(run.stdout)
+    command = [sys.executable, "-c", script, json.dumps(asked)]
+    return json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout)
 
 
 def test_a_function_takes_along_what_it_uses_of_its_own_module(tmp_path: Path) -> None:
     named = write_code(reward, tmp_path / "code", "reward")
     assert named == f"{tmp_path}/code/reward.py:reward"
-    assert elsewhere(named, "[f('abc', 1), 'tests' in sys.modules]", tmp_path) == [2.5, False]
+    assert elsewhere(tmp_path, (named, "[f('abc', 1), 'tests' in sys.modules]")) == [[2.5, False]]
 
 
 def test_the_file_has_the_source_text_of_the_function_and_of_those_it_calls(tmp_path: Path) -> None:
@@ -84,37 +84,25 @@ def test_the_file_has_the_source_text_of_the_function_and_of_those_it_calls(tmp_
     compile(text, "reward.py", "exec")
 
 
-def test_a_class_is_loaded_as_a_class(tmp_path: Path) -> None:
-    named = write_code(Counting, tmp_path, "mine")
-    assert named.endswith("mine.py:Counting")
-    assert elsewhere(named, "[isinstance(f, type), f()(), f.__doc__]", tmp_path) == [True, 3.0, "Counts its calls."]
-
-
-def test_an_instance_a_partial_and_a_lambda_are_called_as_the_file_is(tmp_path: Path) -> None:
+def test_a_class_an_instance_a_partial_and_lambdas_are_loaded_as_what_they_are(tmp_path: Path) -> None:
+    """And a function of an installed package is imported there; of one without source the file says so."""
     counting = Counting()
     counting()
-    for number, (obj, expression, value) in enumerate((
-        (counting, "f()", 5.0),
-        (functools.partial(reward, row=2), "f('ab')", 3.0),
-        (lambda text, row: row * BONUS, "f('', 4)", 2.0),
-    )):  # fmt: skip
-        named = write_code(obj, tmp_path, f"mine_{number}")
-        assert named == f"{tmp_path}/mine_{number}.py:mine_{number}"
-        assert elsewhere(named, expression, tmp_path) == value
-
-
-def test_a_function_of_an_installed_package_is_imported_where_it_is_loaded(tmp_path: Path) -> None:
-    named = write_code(pytest.approx, tmp_path, "reward")
-    assert elsewhere(named, "f.__module__ in sys.modules", tmp_path) is True
-    assert len(Path(named.rpartition(":")[0]).read_text()) < 1500
-
-
-def test_a_function_from_an_interpreter_without_source_says_so(tmp_path: Path) -> None:
     made: dict[str, Any] = {"__name__": "__main__"}
     exec("def plain(text, row):\n    return 1.0", made)
-    named = write_code(made["plain"], tmp_path, "reward")
-    assert "Its source text is not known." in Path(named.rpartition(":")[0]).read_text()
-    assert elsewhere(named, "f('', 0)", tmp_path) == 1.0
+    cases: tuple[tuple[Any, str, str, Any], ...] = (
+        (Counting, "Counting", "[isinstance(f, type), f()(), f.__doc__]", [True, 3.0, "Counts its calls."]),
+        (counting, "mine_1", "f()", 5.0),
+        (functools.partial(reward, row=2), "mine_2", "f('ab')", 3.0),
+        (lambda text, row: row * BONUS, "mine_3", "f('', 4)", 2.0),
+        (pytest.approx, "approx", "f.__module__ in sys.modules", True),
+        (made["plain"], "plain", "f('', 0)", 1.0),
+    )
+    named = [write_code(obj, tmp_path, f"mine_{number}") for number, (obj, *_) in enumerate(cases)]
+    assert named == [f"{tmp_path}/mine_{number}.py:{name}" for number, (_, name, *_) in enumerate(cases)]
+    assert elsewhere(tmp_path, *zip(named, (case[2] for case in cases), strict=True)) == [case[3] for case in cases]
+    assert len((tmp_path / "mine_4.py").read_text()) < 1500
+    assert "Its source text is not known." in (tmp_path / "mine_5.py").read_text()
 
 
 @pytest.mark.parametrize(("obj", "culprit"), [(locked, r"locked\.LOCK"), (calls_locked, r"calls_locked\.locked\.LOCK")])

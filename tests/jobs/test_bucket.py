@@ -81,6 +81,7 @@ def test_a_killed_run_goes_on_and_commands_take_its_url(tmp_path: Path) -> None:
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
 
 
+@pytest.mark.slow  # by default tests/stores/test_bucket.py and runtime/test_committing.py have buckets that fail
 @pytest.mark.usefixtures("bucket")
 def test_a_run_outlives_a_bucket_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It resets connections for longer than Icechunk itself tries, and then the credentials have expired."""
@@ -113,6 +114,7 @@ def test_a_run_outlives_a_bucket_that_fails(tmp_path: Path, monkeypatch: pytest.
         assert json.loads(command("store", "audit", one.run_dir, "--json").stdout)["clean"]
 
 
+@pytest.mark.slow  # by default tests/stores/test_bucket.py has a branch with other rewards
 @pytest.mark.usefixtures("bucket")
 def test_a_store_in_a_bucket_is_scored_and_trained_on_again(job: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def even(answer, record):\n    return float(len(answer) % 2)\n")

@@ -90,6 +90,7 @@ def until_workers(cluster: Cluster, count: int) -> None:
     asyncio.run(wait())
 
 
+@pytest.mark.slow  # by default tests/cluster/test_job_queue.py replaces lost GPUs
 def test_a_role_whose_gpus_worker_is_killed_moves_to_another_gpu_of_its_host(cluster: Cluster, tmp_path: Path) -> None:
     until_workers(cluster, 5)
     id = submit(cluster, tmp_path, "steps=100000", "deadlines.call_s=20", "rollout.instances=2")

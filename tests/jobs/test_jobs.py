@@ -272,6 +272,7 @@ pull_s = 0.02
 """
 
 
+@pytest.mark.slow  # ten processes; by default tests/cluster/test_job_queue.py and runtime/test_driver_losses.py show it
 def test_a_job_gives_reward_workers_beyond_its_need_back_to_one_that_waits(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "dry.toml"
     path.write_text(DRY.format(runs=tmp_path / "runs"))
@@ -323,6 +324,7 @@ def waits_while_another_runs(cluster: Cluster, folder: Path, alone: int, beside:
     return rate(1, begun), rate(begun, len(steps))
 
 
+@pytest.mark.slow  # by default tests/cluster/test_board.py has a job that waits and runs nothing
 def test_a_job_that_waits_does_not_disturb_the_one_that_runs(cluster: Cluster, tmp_path: Path) -> None:
     waits_while_another_runs(cluster, tmp_path, 3, 6)
 

@@ -17,6 +17,7 @@ from benchmarks.soaking.bucket import BUCKET, FailingProxy, served
 from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError, StoreError, StoreUnavailable
 from staleflow.stores.s3_url import parsed
+from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.repository import check_bucket
 from staleflow.stores.trajectories.storage import bucket_storage
 from staleflow.stores.trajectories.versioned import VersionedStore
@@ -63,6 +64,11 @@ def test_its_path_leads_to_it_and_only_a_small_file_is_there(tmp_path: Path, rng
     again.commit(record(1), [ended(rng, 4 + i, 1) for i in range(4)])
     assert [e.trajectory.id for e in VersionedStore.pinned(path).ended()] == list(range(8))
     assert audit(VersionedStore.open(path)).num_steps == 2
+    doubled = derived_branches.Rewards(
+        rewards=np.full(8, 2.0, np.float32), advantages=np.zeros(8, np.float32), loss_mask=np.ones(8, bool), errors={}
+    )
+    derived_branches.derive(VersionedStore.pinned(path), path, "doubled", doubled, {})
+    assert {e.trajectory.reward for e in VersionedStore.open(path, branch="doubled").ended()} == {2.0}
     with pytest.raises(StoreError, match="another process has committed since"):
         store.commit(record(1), [ended(rng, 9, 1)])
     assert VersionedStore.rewind(path, 1) == 1
