@@ -104,20 +104,12 @@ def audit(run: str, full: bool, memory: int, workers: int, as_json: bool, cluste
     if as_json:
         click.echo(json.dumps({**result.as_dict(), "bias": None if bias is None else bias.as_dict()}, indent=2))
     elif result.clean and not result.num_steps:
-        click.echo(f"{run}: NOT VERIFIED: no steps are stored yet, so there is nothing to verify")
+        click.echo(f"{run}: {result.verdict}")
     else:
         covered = f"{result.num_steps} steps, {result.num_trajectories} trajectories, largest staleness "
         covered += f"{result.max_staleness} ({stored.bound})"
         click.echo(f"{run}: {'damaged' if result.unchecked else covered}")
-        for check in result.checks:
-            findings = [f for f in result.findings if f.check == check]
-            click.echo(f"  {check:<13} {'holds' if not findings else f'BROKEN, {len(findings)} findings'}")
-            for line in result.weights.lines if check == "fingerprints" else ():
-                click.echo(f"      {line}")
-            for finding in findings[:10]:
-                click.echo(f"      {finding.where}: {finding.message}")
-        for check in result.unchecked:
-            click.echo(f"  {check:<13} not checked: it needs what cannot be read")
+        click.echo("\n".join(result.lines))
         for line in bias.lines if bias is not None else ():
             click.echo(f"  {line}")
     if not result.proves:  # an empty check does not pass

@@ -18,6 +18,7 @@ LOCAL = "127.0.0.1"
 
 @click.command("view")
 @click.argument("run", type=click.Path())
+@click.argument("other", type=click.Path(), default="")
 @click.option(
     "--port",
     type=click.IntRange(0, 65_535),
@@ -27,17 +28,19 @@ LOCAL = "127.0.0.1"
 @click.option("--host", default=LOCAL, show_default=True, help="Name or address of this machine to listen on.")
 @click.option("--no-browser", is_flag=True, help="Print the address only.")
 @click.option("--until-eof", is_flag=True, hidden=True)
-def command(run: str, port: int | None, host: str, no_browser: bool, until_eof: bool) -> None:
+def command(run: str, other: str, port: int | None, host: str, no_browser: bool, until_eof: bool) -> None:
     """Show a run, live or finished, on a page in the browser: steps, groups, trajectories, instances over time,
-    branches. Ends with Ctrl-C."""
+    branches, job and audit. With OTHER, a second run's steps and settings are beside those of the first. Ends with
+    Ctrl-C."""
     quiet_libraries()
     from staleflow.pipeline.api.stored_run import open_run
     from staleflow.pipeline.run_page.api import RunApi
     from staleflow.pipeline.run_page.page_server import listen, make_server
     from staleflow.pipeline.run_page.run_reader import RunReader
 
-    reader = RunReader(open_run(run).path)
-    reader.stored()  # reports a store that cannot be read before anything is served
+    reader, *others = (RunReader(open_run(name).path) for name in (run, other) if name)
+    for each in (reader, *others):
+        each.stored()  # reports a store that cannot be read before anything is served
     listening = listen(host, PORT if port is None else port, exactly=port is not None)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{listening.getsockname()[1]}/"
@@ -52,7 +55,7 @@ def command(run: str, port: int | None, host: str, no_browser: bool, until_eof: 
     if until_eof:  # for a program that starts it, and with which it is to end
         threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        make_server(RunApi(reader), host, started).run(sockets=[listening])
+        make_server(RunApi(reader, *others), host, started).run(sockets=[listening])
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -22,6 +22,8 @@ BUDGET_S = 2.0
 """Processor seconds that each of the two simulations may take at the end of a run."""
 WORSE = 0.95
 """Ratio below which a change is said not to be worth it."""
+BETTER = 1.02
+"""Ratio from which on a change is said to bring something."""
 MAX_STEPS = 60
 """Most steps simulated: enough for a steady part at any bound in use."""
 
@@ -38,6 +40,8 @@ class WhatIf:
     def line(self) -> str:
         if self.ratio is None:
             return f"see what it would bring: {self.command}"
+        if WORSE <= self.ratio < BETTER:
+            return f"a simulation of this run expects about the same tokens/s ({self.ratio:.2f} times)"
         but = "but " if self.ratio < WORSE else ""
         return f"{but}a simulation of this run expects {self.ratio:.2f} times the tokens/s of it"
 

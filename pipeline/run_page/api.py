@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from staleflow.pipeline.config.knob_tree import Explained, explained, toml_value
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import files, num_bytes
 from staleflow.pipeline.coordination.mixture import source_views
@@ -22,6 +23,7 @@ from staleflow.pipeline.runtime.evaluation_results import Evaluation, not_compar
 from staleflow.pipeline.stored_runs.branch_diff import difference
 from staleflow.pipeline.stored_runs.conversations import passages
 from staleflow.pipeline.stored_runs.views import facts, trajectory_view
+from staleflow.stores.auditing.audit import audit
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.repository import MAIN
@@ -32,6 +34,8 @@ TEXT_SHOWN, TEXTS_SHOWN = 6_000, 400_000
 all of its own."""
 EXCERPT, PROMPT_EXCERPT = 240, 2_000
 """Characters of a response and of a prompt in a list; of the prompt the last, where most differ."""
+AUDITED_TOKENS = 50_000_000
+"""Most tokens of a store that is audited for a page: some ten seconds; larger ones by the command line."""
 REPLAYED_BYTES = 32 * 2**20
 """Largest journal that is replayed for a page: some 15 seconds; longer ones by the command line."""
 
@@ -40,9 +44,11 @@ class RunApi:
     """Answers about one run. Safe for threads. All raise ConfigError for what cannot be asked, StoreError for what
     cannot be read."""
 
-    def __init__(self, reader: RunReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: RunReader, other: RunReader | None = None) -> None:
+        """other: a second run, whose steps and settings are shown beside those of the first."""
+        self._reader, self._other = reader, other
         self._replaying = threading.Lock()
+        self._auditing = threading.Lock()
 
     def run(self, branch: str) -> dict[str, Any]:
         """The run as a whole."""
@@ -54,6 +60,7 @@ class RunApi:
         return {
             "name": config.name,
             "folder": str(self._reader.run_dir),
+            "other": self._other and {"name": _other_name(config, self._other), "folder": str(self._other.run_dir)},
             "state": state,
             "steps": config.steps,
             "num_steps": len(stored.steps) if stored else 0,
@@ -77,14 +84,46 @@ class RunApi:
             "charts": [chart.plain() for chart in charts(stored.records if stored else (), [*config.task.sources])],
         }
 
-    def steps(self, branch: str, first: int) -> dict[str, Any]:
-        """The charts' values for the steps from index `first` on."""
+    def steps(self, branch: str, first: int, *, other: bool = False) -> dict[str, Any]:
+        """The charts' values for the steps from index `first` on. other: of the second run's main branch."""
+        if other:
+            stored = self._other.stored() if self._other else None
+            return series(stored.records if stored else (), max(0, first))
         stored = self._need(branch)
         return {
             "snapshot": stored.store.snapshot,
             "state": self._reader.state(),
             **series(stored.records, max(0, first)),
         }
+
+    def settings(self) -> dict[str, Any]:
+        """All settings of the job as TOML, with their defaults and those of the second run."""
+        others = {row.key: row for row in explained(self._other.config)} if self._other else {}
+        rows = {row.key: row for row in explained(self._reader.config)}
+        return {
+            "settings": [
+                {
+                    "key": key,
+                    "value": toml_value(rows[key].value) if key in rows else None,
+                    "other": toml_value(others[key].value) if key in others else None,
+                    "default": _default(rows.get(key) or others[key]),
+                    "doc": (rows.get(key) or others[key]).doc,
+                }
+                for key in {**rows, **others}
+            ]
+        }
+
+    def audit(self) -> dict[str, Any]:
+        """An audit of what the run has stored, of its main branch. One at a time."""
+        stored = self._need(MAIN)
+        if stored.store.summary().num_tokens > AUDITED_TOKENS:
+            raise ConfigError(
+                f"the store has more tokens than a page audits ({AUDITED_TOKENS:,}); use staleflow store audit "
+                f"{self._reader.run_dir}"
+            )
+        with self._auditing:
+            report = audit(stored.store)
+        return {"verdict": report.verdict, "proves": report.proves, "lines": report.lines}
 
     def groups(self, branch: str, step: int, where: str, order: str, page: int) -> dict[str, Any]:
         """A page of the groups a step trained on, with all their members."""
@@ -297,6 +336,16 @@ class RunApi:
         if stored is None:
             raise ConfigError("nothing is stored yet: the first step has not ended")
         return stored
+
+
+def _other_name(config: RunConfig, other: RunReader) -> str:
+    """The second run's name; its folder where the names are equal."""
+    return other.config.name if other.config.name != config.name else str(other.run_dir)
+
+
+def _default(row: Explained) -> str | None:
+    """A setting's default as TOML; None if it has none."""
+    return None if row.default is None else toml_value(row.default)
 
 
 def _shown(evaluation: Evaluation) -> dict[str, Any]:

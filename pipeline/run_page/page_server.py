@@ -43,7 +43,7 @@ HEADERS = {
 }
 FILES = importlib.resources.files("staleflow.pipeline.run_page") / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-PAGES = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{id}", "/lanes", "/compare")
+PAGES = ("/", "/step/{step}", "/group/{group}", "/trajectories", "/trajectory/{id}", "/lanes", "/compare", "/job")
 """Addresses that a browser may open: one page, which reads from its address what to show."""
 MAX_QUERY_CHARS = 4_000
 
@@ -73,7 +73,9 @@ def application(answers: RunApi, names: frozenset[str]) -> ASGIApp:
 
     routes = [
         api("run", lambda r: answers.run(_branch(r))),
-        api("steps", lambda r: answers.steps(_branch(r), _int(r, "first", 0))),
+        api("steps", lambda r: answers.steps(_branch(r), _int(r, "first", 0), other=_text(r, "run") == "other")),
+        api("settings", lambda r: answers.settings()),
+        api("audit", lambda r: answers.audit()),
         api(
             "groups",
             lambda r: answers.groups(

@@ -30,6 +30,8 @@ RECORDS_AT_ONCE = 256
 """Records of commits read together: some 10 KB each."""
 ROWS_AT_ONCE = 32_768
 """Rows whose numbers are read together, 4 MiB."""
+SHOWN_FINDINGS = 10
+"""Findings of a check that are shown; the JSON report has all."""
 MAX_TOKENS = 2**21
 """Tokens read together: more make it no faster."""
 TASK_TOKENS, TASK_COMMITS = 2**23, 256
@@ -69,6 +71,26 @@ class AuditReport:
     def proves(self) -> bool:
         """Whether no check found anything wrong and there were steps and verified weights to check."""
         return self.clean and self.num_steps > 0 and self.weights.verified > 0
+
+    @property
+    def verdict(self) -> str:
+        """The result in a few words."""
+        if self.findings:
+            return "BROKEN"
+        if not self.num_steps:
+            return "NOT VERIFIED: no steps are stored yet, so there is nothing to verify"
+        return "holds" if self.proves else "NOT VERIFIED: the weights of no instance were verified"
+
+    @property
+    def lines(self) -> list[str]:
+        """The result of each check for people, with its first findings."""
+        lines = []
+        for check in self.checks:
+            findings = [f for f in self.findings if f.check == check]
+            lines.append(f"  {check:<13} {'holds' if not findings else f'BROKEN, {len(findings)} findings'}")
+            lines += [f"      {line}" for line in (self.weights.lines if check == "fingerprints" else ())]
+            lines += [f"      {finding.where}: {finding.message}" for finding in findings[:SHOWN_FINDINGS]]
+        return lines + [f"  {check:<13} not checked: it needs what cannot be read" for check in self.unchecked]
 
     @property
     def readable(self) -> bool:

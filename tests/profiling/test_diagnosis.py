@@ -10,7 +10,7 @@ import pytest
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.summary import diagnosis_entry
-from staleflow.pipeline.jobs.what_if import WORSE, check_by_simulation, expect
+from staleflow.pipeline.jobs.what_if import WORSE, WhatIf, check_by_simulation, expect
 from staleflow.pipeline.profiling.diagnosis import Cause, diagnose, sizes_of
 from staleflow.pipeline.profiling.engine_profile import profile_run
 from staleflow.pipeline.profiling.step_times import StepTimes
@@ -149,6 +149,19 @@ def test_a_simulation_of_the_run_says_what_the_change_would_bring(tmp_path: Path
     text = diagnosis_entry(diagnosis, expected)
     assert text["cause"] == "too few instances"
     assert text["line"].endswith(f"a simulation of this run expects {expected.ratio:.2f} times the tokens/s of it")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "line"),
+    [
+        (0.94, "but a simulation of this run expects 0.94 times the tokens/s of it"),
+        (1.004, "a simulation of this run expects about the same tokens/s (1.00 times)"),
+        (1.02, "a simulation of this run expects 1.02 times the tokens/s of it"),
+        (None, "see what it would bring: staleflow simulate"),
+    ],
+)
+def test_a_change_that_brings_nothing_is_not_praised(ratio: float | None, line: str) -> None:
+    assert WhatIf(ratio=ratio, command="staleflow simulate").line == line
 
 
 def test_instances_that_a_simulation_finds_to_be_needed_are_not_said_to_be_too_many(tmp_path: Path) -> None:

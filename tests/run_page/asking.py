@@ -26,11 +26,12 @@ class Answer:
 
 
 class Page:
-    """One run's page. reader: the reader behind it."""
+    """One run's page, or that of a run beside another. reader: the reader behind it."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, other: Path | None = None) -> None:
         self.reader = RunReader(run_dir)
-        self._app = application(RunApi(self.reader), frozenset({"box"}))
+        beside = None if other is None else RunReader(other)
+        self._app = application(RunApi(self.reader, beside), frozenset({"box"}))
 
     def get(self, path: str, host: str = "127.0.0.1:8799", method: str = "GET", **query: object) -> Answer:
         """What it answers."""

@@ -31,15 +31,15 @@ HOSTILE = (
 )
 """Markup, an escape sequence of terminals, marks that turn the direction of text, characters without width, letters
 read from right to left, and an emoji that needs its joiners."""
-VIEWS = ("/", "/step/1", "/group/1", "/trajectories", "/trajectory/2", "/lanes", "/compare")
+VIEWS = ("/", "/step/1", "/group/1", "/trajectories", "/trajectory/2", "/lanes", "/compare", "/job")
 PHONE, DESKTOP = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 
 
 @contextlib.asynccontextmanager
-async def serving(run_dir: Path) -> AsyncIterator[str]:
-    """The address of a run's page, served from a thread."""
+async def serving(run_dir: Path, other: Path | None = None) -> AsyncIterator[str]:
+    """The address of a run's page, served from a thread. other: a run beside it."""
     listening = listen("127.0.0.1", 0, exactly=True)
-    server = make_server(RunApi(RunReader(run_dir)), "127.0.0.1", lambda: None)
+    server = make_server(RunApi(*map(RunReader, filter(None, (run_dir, other)))), "127.0.0.1", lambda: None)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -50,11 +50,16 @@ async def serving(run_dir: Path) -> AsyncIterator[str]:
         listening.close()
 
 
-def look(run: StoredRun, at: Callable[[Any, str], Awaitable[None]], **context: Any) -> None:
-    """Run `at` on a page of a browser and the address that serves the run."""
+def look(
+    run: StoredRun, at: Callable[[Any, str], Awaitable[None]], other: StoredRun | None = None, **context: Any
+) -> None:
+    """Run `at` on a page of a browser and the address that serves the run, with another beside it."""
 
     async def scenario() -> None:
-        async with serving(run.run_dir) as address, opened(viewport=DESKTOP, **context) as page:
+        async with (
+            serving(run.run_dir, other and other.run_dir) as address,
+            opened(viewport=DESKTOP, **context) as page,
+        ):
             await at(page, address)
 
     asyncio.run(scenario())
@@ -296,3 +301,41 @@ def test_a_conversation_is_walked_token_by_token_and_says_who_gave_what(tmp_path
         assert await page.locator(".sibling .passage").count() == 5
 
     look(stored, at)
+
+
+def test_two_runs_are_side_by_side_and_their_settings_compared(run: StoredRun, tmp_path: Path) -> None:
+    other = StoredRun(tmp_path / "second", group=3, eta=0)
+    for step in range(4):
+        other.train([("p", [Response("a", float(step)), Response("b"), Response("c")])])
+
+    async def at(page: Any, address: str) -> None:
+        await page.goto(address)
+        await page.locator("svg path.line.other").first.wait_for()
+        reward = page.locator(".card", has=page.get_by_role("heading", name="reward", exact=False)).first
+        assert await reward.locator("path.line").count() == 2
+        await page.get_by_text(f"Dashed: {other.run_dir}").wait_for()
+        await page.get_by_role("link", name="Job").click()
+        row = page.locator("tr", has_text="staleness.eta")
+        await row.wait_for()
+        assert await row.locator("code").all_inner_texts() == ["1", "0", "1"]
+        await page.get_by_role("button", name="Audit what is stored").click()
+        await page.get_by_text("The audit: ").wait_for()
+
+    look(run, at, other)
+
+
+def test_versions_of_a_view_have_colours_of_their_own(tmp_path: Path) -> None:
+    """Of any number of versions: with a fixed set of colours the ninth had that of the first."""
+    run = StoredRun(tmp_path, group=2, eta=40)
+    versions = (*range(30),)
+    run.train([("p", [Response("x" * 60, 1.0, versions=versions), Response("y")])])
+
+    async def at(page: Any, address: str) -> None:
+        await page.goto(f"{address}/trajectory/0")
+        await page.locator(".swatch").first.wait_for()
+        colours = await page.evaluate(
+            "[...document.querySelectorAll('.swatch')].map((one) => getComputedStyle(one).backgroundColor)"
+        )
+        assert len(colours) == len(set(colours)) == len(versions)
+
+    look(run, at)

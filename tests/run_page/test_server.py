@@ -28,7 +28,9 @@ def page(run: StoredRun) -> Page:
     return Page(run.run_dir)
 
 
-@pytest.mark.parametrize("path", ["/", "/step/1", "/group/0", "/trajectories", "/trajectory/3", "/lanes", "/compare"])
+@pytest.mark.parametrize(
+    "path", ["/", "/step/1", "/group/0", "/trajectories", "/trajectory/3", "/lanes", "/compare", "/job"]
+)
 def test_every_address_of_the_page_can_be_opened(page: Page, path: str) -> None:
     answer = page.get(path)
     assert answer.status == 200
@@ -211,3 +213,45 @@ def test_many_or_long_siblings_are_cut_so_that_a_page_stays_small(tmp_path: Path
     assert group["prompt_cut"]
     assert all(m["cut"] and len(m["text"]) > 1_000 for m in group["members"])
     assert len(Page(wide.run_dir).ask("trajectory", id=5)["text"]) == 900 * 12
+
+
+def test_the_jobs_settings_are_listed_with_their_defaults(page: Page) -> None:
+    rows = {row["key"]: row for row in page.ask("settings")["settings"]}
+    assert rows["batch.group_size"]["value"] == "2" != rows["batch.group_size"]["default"]
+    assert rows["training.loss.name"]["value"] == rows["training.loss.name"]["default"] == '"decoupled_ppo"'
+    assert all(row["doc"] and row["other"] is None for row in rows.values())
+
+
+def test_an_audit_that_verified_no_weights_does_not_read_as_clean(page: Page) -> None:
+    answer = page.ask("audit")
+    assert not answer["proves"]
+    assert answer["verdict"] == "NOT VERIFIED: the weights of no instance were verified"
+    assert any(line.split() == ["bound", "holds"] for line in answer["lines"])
+
+
+def test_a_broken_store_is_named_by_the_audit(run: StoredRun, page: Page) -> None:
+    run.train([("late", [Response("1", 1.0, versions=(0,)), Response("2", versions=(0,))])])
+    run.train([("late", [Response("1", 1.0, versions=(0,)), Response("2", versions=(0,))])])
+    answer = page.ask("audit")
+    assert (answer["verdict"], answer["proves"]) == ("BROKEN", False)
+    assert any("bound" in line and "BROKEN" in line for line in answer["lines"]), answer
+
+
+def test_a_second_run_is_shown_beside_the_first(run: StoredRun, tmp_path: Path) -> None:
+    longer = StoredRun(tmp_path / "second", group=3, eta=0)
+    for _ in range(run.step + 1):
+        longer.train([("p", [Response("a", 1.0), Response("b"), Response("c")])], loss=-0.5)
+    page = Page(run.run_dir, longer.run_dir)
+    assert page.ask("run")["other"] == {"name": str(longer.run_dir), "folder": str(longer.run_dir)}, "of equal names"
+    steps = page.ask("steps", run="other")
+    assert steps["step"] == [*range(run.step + 1)]
+    assert steps["lines"]["loss"] == [-0.5] * (run.step + 1) != page.ask("steps")["lines"]["loss"]
+    settings = page.ask("settings")["settings"]
+    differing = {row["key"]: (row["value"], row["other"]) for row in settings if row["value"] != row["other"]}
+    assert differing.pop("staleness.eta") == ("1", "0")
+    assert differing.keys() == {"batch.group_size", "runs_dir", "model.path"}
+
+
+def test_without_a_second_run_there_are_no_steps_of_one(page: Page) -> None:
+    assert page.ask("run")["other"] is None
+    assert page.ask("steps", run="other")["step"] == []

@@ -3,7 +3,7 @@
 import { ask, go, to, value } from "./address.js";
 import { ticks } from "./charts.js";
 import { h, onWidth, seconds, short, showTip, svg } from "./dom.js";
-import { choice, versionClass } from "./parts.js";
+import { choice, versionStyle } from "./parts.js";
 
 const LEFT = 46,
   RIGHT = 10,
@@ -23,6 +23,12 @@ const ORDERS = [
   ["sampling", "longest sampling first"],
   ["reward", "by reward"],
 ];
+
+/** The colour of a phase of a life, or of the version that was sampled from. */
+const colour = (name) =>
+  typeof name !== "number"
+    ? { class: `phase-fill ${name}` }
+    : { class: name < 0 ? "served gone" : "served", style: versionStyle(name) };
 
 /** The two cards, which fill themselves. */
 export function batchCards(step) {
@@ -109,7 +115,7 @@ function drawLives(card, batch) {
     const paths = new Map(); // one path for all pieces of a colour: thousands of trajectories are a few elements
     rows.forEach(({ life }, i) => {
       for (const [a, b, phase, version] of life) {
-        const name = phase === "sampling" ? `served ${versionClass(version)}` : `phase-fill ${phase}`;
+        const name = phase === "sampling" ? version : phase;
         const piece = `M${x(a).toFixed(1)} ${(TOP + i * tall).toFixed(2)}H${Math.max(x(b), x(a) + 0.3).toFixed(1)}v${Math.max(0.5, tall * (tall > 4 ? 0.85 : 1)).toFixed(2)}H${x(a).toFixed(1)}z`;
         paths.set(name, (paths.get(name) ?? "") + piece);
       }
@@ -118,7 +124,7 @@ function drawLives(card, batch) {
       svg(
         "svg",
         { width, height: HEIGHT, role: "img", "aria-label": "lives of the batch" },
-        [...paths].map(([name, d]) => svg("path", { class: name, d })),
+        [...paths].map(([name, d]) => svg("path", { ...colour(name), d })),
         ticks(0, end - begin, Math.max(2, width / 100)).map((at) => [
           svg("line", {
             class: "grid",

@@ -58,7 +58,7 @@ export class Board {
     this.charts = [];
   }
 
-  /** A card with a chart. spec: {title, unit, hint, lines: [{name, label, doc}], eta, points(), keys()}. */
+  /** A card with a chart. spec: {title, unit, hint, lines: [{name, label, doc, colour}], eta, points(), keys()}. */
   add(spec) {
     const chart = new LineChart(this, spec);
     this.charts.push(chart);
@@ -224,7 +224,7 @@ class LineChart extends Chart {
   select() {
     const { spec, data, range, span } = this;
     this.lines = spec.lines
-      .map((line, i) => ({ ...line, colour: `c${(i % 6) + 1}`, raw: data.lines[line.name] }))
+      .map((line, i) => ({ ...line, colour: line.colour ?? `c${(i % 6) + 1}`, raw: data.lines[line.name] }))
       .filter((line) => line.raw && line.raw.some((value) => value !== null))
       .map((line) => ({ ...line, mean: smoothed(line.raw, span) }));
     const inside = (i) => data.step[i] >= range[0] && data.step[i] <= range[1];
@@ -341,7 +341,7 @@ class LineChart extends Chart {
           { class: `key ${line.colour}`, title: line.doc },
           line.label,
           " ",
-          h("b", {}, short((exact ? line.raw : line.mean)[i])),
+          h("b", {}, short(exact ? line.raw[i] : line.mean.findLast((value) => value !== null))),
         ),
       ),
       ...(exact ? [] : (this.spec.keys?.() ?? [])).map((key) =>

@@ -25,7 +25,8 @@ export function evaluationsTable(run) {
   ];
 }
 
-function table(columns, rows) {
+/** A table of rows of cells. */
+export function table(columns, rows) {
   return h(
     "div",
     { class: "scroll" },

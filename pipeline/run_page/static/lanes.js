@@ -3,7 +3,7 @@
 import { ask, changed, go, to, value } from "./address.js";
 import { h, onWidth, seconds, short, showTip, svg, visible } from "./dom.js";
 import { ticks } from "./charts.js";
-import { versionClass } from "./parts.js";
+import { versionStyle } from "./parts.js";
 
 const NAME = 92,
   LANE = 44,
@@ -130,7 +130,7 @@ function lanes(plot, found, run) {
   const coloured = (kind, version) =>
     far && version >= 0
       ? { class: kind, style: { "--v": 205 + (150 * (version - low)) / Math.max(1, high - low) } }
-      : { class: `${kind} ${versionClass(version)}` };
+      : { class: version < 0 ? `${kind} gone` : kind, style: versionStyle(version) };
   let y = 0;
   for (const lane of found.instances) {
     parts.push(

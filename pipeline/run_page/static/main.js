@@ -4,6 +4,7 @@ import { ask, to, value } from "./address.js";
 import { h, showTip } from "./dom.js";
 import { compareView } from "./compare.js";
 import { groupView, stepView } from "./groups.js";
+import { jobView } from "./job.js";
 import { lanesView } from "./lanes.js";
 import { stepsView } from "./steps.js";
 import { trajectoriesView } from "./trajectories.js";
@@ -15,6 +16,7 @@ const TABS = [
   ["/trajectories", "Trajectories"],
   ["/lanes", "Time"],
   ["/compare", "Branches"],
+  ["/job", "Job"],
 ];
 const VIEWS = [
   [/^\/$/, stepsView],
@@ -24,6 +26,7 @@ const VIEWS = [
   [/^\/trajectory\/(-?\d+)$/, trajectoryView],
   [/^\/lanes$/, lanesView],
   [/^\/compare$/, compareView],
+  [/^\/job$/, jobView],
 ];
 
 const view = document.getElementById("view");
@@ -61,7 +64,7 @@ function fail(error) {
 }
 
 function tabs() {
-  const here = ["/trajector", "/lanes", "/compare"].findIndex((start) => path.startsWith(start)) + 1;
+  const here = ["/trajector", "/lanes", "/compare", "/job"].findIndex((start) => path.startsWith(start)) + 1;
   document
     .getElementById("nav")
     .replaceChildren(

@@ -3,10 +3,12 @@
 import { changed, go, to, value } from "./address.js";
 import { h, many, seconds, short, visible } from "./dom.js";
 
-const HUES = 8;
+const FIRST_HUE = 211,
+  GOLDEN_ANGLE = 137.508; // turns that never meet again, and are far apart for neighbours
 
-/** The class that colours a policy version: the same in all views. */
-export const versionClass = (version) => (version < 0 ? "gone" : `v${version % HUES}`);
+/** The style that colours by policy version, the same in all views: no two versions have the same hue. */
+export const versionStyle = (version) =>
+  version < 0 ? {} : { "--v": ((FIRST_HUE + version * GOLDEN_ANGLE) % 360).toFixed(1) };
 
 /** A strip of a trajectory's segments in the colours of their versions. segments: [version, instance, tokens], or
  * [-1, role, tokens, seconds] of what an environment gave. */
@@ -25,7 +27,10 @@ export function strip(segments) {
         .join("\n"),
     },
     segments.map(([version, , count]) =>
-      h("i", { class: version < 0 ? "given" : versionClass(version), style: { flex: count / Math.max(1, total) } }),
+      h("i", {
+        class: version < 0 ? "given" : null,
+        style: { ...versionStyle(version), flex: count / Math.max(1, total) },
+      }),
     ),
   );
 }

@@ -14,12 +14,14 @@ const SPANS = [
 ];
 
 export async function stepsView(run) {
-  const data = run.num_steps ? await ask("steps") : empty();
+  const own = run.num_steps ? await ask("steps") : empty();
+  const other = run.other ? await ask("steps", { run: "other", branch: "main" }) : null;
+  let data = other ? together(own, other) : own;
   const notes = h("ul", { class: "notes" });
   const figures = h("div", { class: "figures" });
   const evaluations = h("section", {});
   const board = new Board({
-    pick: (step) => data.step.includes(step) && go(to(`/step/${step}`)),
+    pick: (step) => own.step.includes(step) && go(to(`/step/${step}`)),
     zoom: (from, until) => go(changed({ from, to: until })),
   });
   const cards = run.charts.map((chart) => board.add(withPoints(chart, run)));
@@ -33,7 +35,7 @@ export async function stepsView(run) {
   };
   const draw = () => {
     notes.replaceChildren(...run.notes.map((note) => h("li", {}, visible(note))));
-    figures.replaceChildren(...tiles(run, data));
+    figures.replaceChildren(...tiles(run, own));
     evaluations.replaceChildren(...evaluationsTable(run));
     const [first, last] = range();
     board.update(data, [first, last], Number(value("smooth")) || automatic(last - first + 1));
@@ -56,6 +58,7 @@ export async function stepsView(run) {
       ? h("a", { class: "button", href: changed({ from: "", to: "" }) }, `Steps ${range().join(" to ")} · show all`)
       : null,
     h("span", { class: "quiet" }, "Drag over a chart to zoom, click for a step’s groups."),
+    run.other ? h("span", { class: "quiet" }, "Dashed: ", visible(run.other.name)) : null,
   );
   draw();
   return {
@@ -72,9 +75,10 @@ export async function stepsView(run) {
     ].filter(Boolean),
     follow: async (now) => {
       if (now.snapshot === run.snapshot && now.state === run.state) return;
-      if (now.num_steps < data.step.length) return go(changed({}), { replace: true }); // resumed: later steps were undone
+      if (now.num_steps < own.step.length) return go(changed({}), { replace: true }); // resumed: later steps were undone
       Object.assign(run, now);
-      append(data, await ask("steps", { first: data.step.length }));
+      append(own, await ask("steps", { first: own.step.length }));
+      if (other) data = together(own, other);
       draw();
     },
   };
@@ -95,8 +99,34 @@ function append(data, more) {
   }
 }
 
+const OTHER = "other:"; // before the names of the second run's lines
+
+/** The values of two runs over the steps of both. */
+function together(own, other) {
+  const step = [...new Set([...own.step, ...other.step])].sort((a, b) => a - b);
+  const spread = (data, values, missing) => {
+    const byStep = new Map(data.step.map((at, i) => [at, values[i]]));
+    return step.map((at) => byStep.get(at) ?? missing);
+  };
+  const all = (data, part, before, missing) =>
+    Object.entries(data[part]).map(([name, values]) => [before + name, spread(data, values, missing)]);
+  return {
+    step,
+    lines: Object.fromEntries([...all(own, "lines", "", null), ...all(other, "lines", OTHER, null)]),
+    drops: Object.fromEntries(all(own, "drops", "", 0)),
+  };
+}
+
+/** A chart's lines, and after each that of the second run, dashed in the same colour. */
+const withOther = (lines, name) =>
+  lines.flatMap((line, i) => [
+    { ...line, colour: `c${(i % 6) + 1}` },
+    { ...line, name: OTHER + line.name, label: "", doc: `${line.doc}, of ${name}`, colour: `c${(i % 6) + 1} other` },
+  ]);
+
 function withPoints(chart, run) {
   const spec = { ...chart, eta: chart.eta ? run.eta : null };
+  if (run.other) spec.lines = withOther(chart.lines, run.other.name);
   if (!chart.held_out) return spec;
   spec.points = () => heldOut(run); // a run that goes on evaluates again
   spec.keys = () =>

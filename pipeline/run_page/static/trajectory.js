@@ -2,7 +2,7 @@
 
 import { ask, changed, go, to, value } from "./address.js";
 import { h, many, seconds, short, visible } from "./dom.js";
-import { labels, note, rewardOf, speaker, strip, text, versionClass } from "./parts.js";
+import { labels, note, rewardOf, speaker, strip, text, versionStyle } from "./parts.js";
 
 const PHASES = {
   waiting: "waiting for an instance",
@@ -115,8 +115,8 @@ function response(one, run) {
   const details = h("dl", { class: "facts details" });
   const cells = tokens.text.map((words, i) => {
     const shown = words === "" ? h("span", { class: "quiet" }, "·") : visible(words.replace(/\n/g, "↵\n"));
-    const colour = tokens.version[i] < 0 ? "given" : mode === "version" ? versionClass(tokens.version[i]) : "";
-    return h("span", { class: `t ${colour}`, "data-i": String(i), style: shade(mode, tokens, i) }, shown);
+    const given = tokens.version[i] < 0;
+    return h("span", { class: given ? "t given" : "t", "data-i": String(i), style: shade(mode, tokens, i) }, shown);
   });
   const said = { dir: "auto", tabindex: "0", "aria-label": "response, token by token" };
   const block =
@@ -180,6 +180,7 @@ function response(one, run) {
 
 function shade(mode, tokens, i) {
   if (tokens.version[i] < 0) return {};
+  if (mode === "version") return versionStyle(tokens.version[i]);
   if (mode === "probability") return { "--s": Math.min(1, -tokens.logprob[i] / 3).toFixed(3) };
   if (mode !== "ratio") return {};
   // Full at a factor of e; above 1 it is likelier now than when it was sampled.
@@ -215,7 +216,7 @@ function legend(mode, one, run) {
         h(
           "span",
           {},
-          h("i", { class: `swatch ${versionClass(version)}` }),
+          h("i", { class: "swatch", style: versionStyle(version) }),
           `version ${version}`,
           one.fate === "consumed" ? `, ${one.step - version} behind its step` : "",
           `: ${many(count, "token")} on ${[...where].join(", ")}`,
