@@ -4,8 +4,8 @@ On everything a run consumed, with nothing changed, it reproduces the weights th
 the fingerprints in the store prove. Other rewards (a branch), a choice of rows or other settings give another policy;
 behaviour logprobs are always the stored ones, so the losses correct for the distance.
 
-The training is one task on a Dask worker, with another for each further rank (rank_tasks.py). If it is killed, the
-same command resumes it from its newest resume point.
+The training is one task on a Dask worker, which leads an actor for each further rank (rank_tasks.py). If it is killed,
+the same command resumes it from its newest resume point.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
 from staleflow.pipeline.stored_runs.pool import Pool, creation_lock, store_at
-from staleflow.pipeline.stored_runs.rank_tasks import RankZeroPolicy, lead_group
+from staleflow.pipeline.stored_runs.rank_tasks import lead_group
 from staleflow.stores.errors import ConfigError, StoreError
 from staleflow.stores.files import claim_folder, publish, replace_text
 from staleflow.stores.trajectories.reader import UnreadableRow
@@ -48,7 +48,7 @@ from staleflow.stores.weights.weight_hash import fingerprint
 from staleflow.tasks.engines.engine_settings import TransformersSettings
 
 if TYPE_CHECKING:
-    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+    from staleflow.tasks.training.policy import Policy
 
 MAY_CHANGE = ("training.", "model.", "seed", "task.eval_prompts")
 """Keys that --set may change: how the policy learns, not what it learns from."""
@@ -285,7 +285,7 @@ def _prepare(part: Path, plan: OfflinePlan) -> None:
 
 
 @contextlib.contextmanager
-def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[RankZeroPolicy | PolicyTrainer]:
+def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[Policy]:
     """The policy to train: of this process, or of a group that it leads."""
     from staleflow.tasks.training.policy import TrainerSettings
     from staleflow.tasks.training.policy_trainer import PolicyTrainer
@@ -304,14 +304,14 @@ def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[RankZeroPolicy | Pol
     if settings.training.ranks == 1:
         yield PolicyTrainer(settings)
         return
-    with lead_group(settings, shared=shared) as policy:
+    with lead_group(settings, plan.config.cluster.threads, shared=shared) as policy:
         yield policy
 
 
 class _Training:
     """The trainer and its progress."""
 
-    def __init__(self, plan: OfflinePlan, part: Path, policy: RankZeroPolicy | PolicyTrainer) -> None:
+    def __init__(self, plan: OfflinePlan, part: Path, policy: Policy) -> None:
         self._plan, self._part = plan, part
         self._store = store_at(plan.path, plan.snapshot)
         self.policy = policy
@@ -364,7 +364,9 @@ class _Training:
             file.write(json.dumps({**metrics, "same": same}) + "\n")
         if time.monotonic() - self._saved_at > POINT_S:
             sharded = self._plan.config.training.ranks > 1
-            self._points.write(PolicyVersion(number + 1), self.policy.save_state, sharded=sharded)
+            with self._points.writing(PolicyVersion(number + 1), sharded=sharded) as point:
+                self.policy.begin_save(point)
+                self.policy.end_save()
             self._saved_at = time.monotonic()
         return metrics
 

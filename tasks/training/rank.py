@@ -8,7 +8,7 @@ from dataclasses import dataclass
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Seconds that a rank waits for the others at most. In a run, one that hangs is found sooner, by the driver's
 deadlines: this ends threads whose run has ended. Nor does it say that one hangs if others wait until it has written its
-shards or a checkpoint, or told them what to do next."""
+shards or a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

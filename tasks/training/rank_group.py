@@ -61,8 +61,6 @@ class RankGroup:
         self._mesh: Any = None
         self._saving: Any = None
         """A process group for what is written in the background: its calls have another order than the trainer's."""
-        self._idle: Any = None
-        """A process group in which ranks wait for what they are to do next."""
         if rank.count == 1 and not offload:
             return
         self._half, self._offload = half, offload
@@ -78,7 +76,6 @@ class RankGroup:
         dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=limit)
         self._mesh = init_device_mesh(device, (rank.count,))
         self._saving = dist.new_group(backend="gloo", timeout=longest)
-        self._idle = dist.new_group(backend="gloo", timeout=longest)
 
     @property
     def shards(self) -> bool:
@@ -126,14 +123,12 @@ class RankGroup:
             whole = distribute_tensor(whole.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
         shard.copy_(whole)
 
-    def broadcast(self, thing: T, *, idle: bool = False) -> T:
-        """What the leading rank was called with, on all ranks; the others' own is left. idle: the leading one may be
-        busy with something else for long before it calls this."""
+    def broadcast(self, thing: T) -> T:
+        """What the leading rank was called with, on all ranks; the others' own is left."""
         if self._mesh is None:
             return thing
         things = [thing if self.rank.leads else None]
-        group = self._idle if idle else None
-        dist.broadcast_object_list(things, src=0, group=group, device=torch.device("cpu"))
+        dist.broadcast_object_list(things, src=0, device=torch.device("cpu"))
         return things[0]  # type: ignore[return-value]  # the leading rank's
 
     def all_gather(self, entries: Mapping[int, T]) -> dict[int, T]:

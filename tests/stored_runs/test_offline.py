@@ -380,7 +380,7 @@ def test_a_lost_rank_ends_offline_training_with_a_line_and_the_same_command_goes
 
     def kill_the_other(client: Any) -> None:
         assert first.wait(60.0)
-        (follower,) = (a for a, keys in client.processing().items() if any("_follow" in key for key in keys))
+        (follower,) = (a for a, keys in client.has_what().items() if any("TrainerRank" in key for key in keys))
         os.kill(client.run(os.getpid)[follower], signal.SIGKILL)
 
     with local_pool(2) as two:
