@@ -302,14 +302,14 @@ def test_training_on_what_is_stored_gives_the_runs_own_weights(stored: Path, tmp
     theirs = load_file(stored / "checkpoints" / "step-000003" / "model.safetensors")
     assert all((ours[name] == theirs[name]).all() for name in theirs)
     assert result.before is not None and result.after is not None
-    # Of 48 held-out prompts, for which the run kept none apart: two are the same, and some it was trained on.
+    # Of 48 held-out prompts, for which the run kept none apart, it was trained on some.
     source = ReasoningGym("chain_sum", loading.load(stored / "config.toml").task.options, 3)
     held_out = {task.prompt for task in distinct_held_out(source, 48)}
     trained = {source.task(row.trajectory.group).prompt for row in rows_of(stored) if row.staleness >= 0}
     assert held_out & trained
-    assert result.before.num_prompts == result.after.num_prompts == len(held_out - trained) < len(held_out) < 48
+    assert result.before.num_prompts == result.after.num_prompts == len(held_out - trained) < len(held_out) == 48
     messages = [event.get("say", "") for event in received]
-    assert any(line.startswith("task.eval_prompts = 48: ") for line in messages)
+    assert not any(line.startswith("task.eval_prompts") for line in messages)
     assert (
         f"leaving out {len(held_out & trained)} of {len(held_out)} held-out prompts: they were trained on" in messages
     )
