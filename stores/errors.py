@@ -5,6 +5,9 @@ All are picklable (Dask carries them between processes) and also inherit the sta
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 
 class StaleflowError(Exception):
     """Root of all errors raised on purpose."""
@@ -71,3 +74,24 @@ class TooManyFailedEnvironments(StaleflowError, RuntimeError):
 
 class RunStuck(StaleflowError, TimeoutError):
     """No progress within the deadline; the message says which step waits for which work on which instance."""
+
+
+@contextlib.contextmanager
+def raised_as(
+    kind: type[Exception],
+    what: str,
+    *errors: type[Exception],
+    remedy: str = "",
+    said: Callable[[Exception], str] = str,
+) -> Iterator[None]:
+    """Context manager that raises any of these errors as an error of this kind, of one line: what failed, what the
+    error said and, if there is one, the remedy."""
+    try:
+        yield
+    except errors as error:
+        raise kind(f"{what}: {said(error)}" + (f"; {remedy}" if remedy else "")) from error
+
+
+def strerror(error: Exception) -> str:
+    """What the system says of an OSError, without its number and path."""
+    return str(getattr(error, "strerror", error))

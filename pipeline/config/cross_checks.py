@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.stores.s3_url import HOW, parsed
 from staleflow.tasks.engines.adapters import LoraConfig
 from staleflow.tasks.settings.knobs import shown
@@ -23,12 +23,10 @@ SHOWN_TEMPLATE = 200
 
 def check_across(config: RunConfig, where: str) -> None:
     """Raise ConfigError for the first rule that is broken. where: the source, for messages."""
-    try:
+    with raised_as(ConfigError, where, ConfigError):
         for line in _broken_rules(config):
             raise ConfigError(line)
         config.rollout.engine.check()
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
 
 
 def _broken_rules(config: RunConfig) -> Iterator[str]:

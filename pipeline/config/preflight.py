@@ -31,7 +31,7 @@ from staleflow.pipeline.config.model_files import (
     shown_context,
 )
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.file_tokenizer import FileTokenizer, chat_template, check_same_tokens
 from staleflow.tasks.settings.knobs import names_user_code, shown
 from staleflow.tasks.settings.source_kinds import is_installed, kind_of
@@ -315,10 +315,8 @@ def _first_prompt(config: RunConfig, folder: Path | None, notes: list[str]) -> t
     first = prompts.task(0)
     for number, task in itertools.chain([(0, first)], _drawn(config, prompts)):
         if task is first or prompts.may_be_too_long(task):
-            try:
+            with raised_as(ConfigError, _place(config, task, number), ConfigError):
                 ids = prompts.encode(task)
-            except ConfigError as error:
-                raise ConfigError(f"{_place(config, task, number)}: {error}") from error
             if task is first and (unknown := ids.count(tokenizer.unknown_id)):
                 notes.append(
                     f"{_place(config, task, number)}: {unknown} of its {len(ids)} tokens are unknown to the model's "

@@ -14,7 +14,7 @@ import numpy as np
 from staleflow.pipeline.config import session_files
 from staleflow.pipeline.config.factories import make_strategies
 from staleflow.pipeline.config.schema import TRACKERS, RunConfig
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.user_tools import TOOLS_KEY
 from staleflow.tasks.settings import user_code
 from staleflow.tasks.settings.source_kinds import SourceType, is_environment, kind_of
@@ -180,10 +180,8 @@ def with_code(config: RunConfig, keys: Sequence[str] | None = None) -> tuple[Run
         if file:
             prefix = key.split(".")[-2 if key in CODE else 0] + "_"
             sent_as = prefix + Path(file).name.removeprefix(prefix)
-            try:
+            with raised_as(ConfigError, f"{key} = {_get(config, key)!r}: cannot be read", OSError, UnicodeDecodeError):
                 text = Path(file).read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{key} = {_get(config, key)!r}: cannot be read: {error}") from error
             while code.setdefault(sent_as, text) != text:  # files of one name, from two folders
                 sent_as = f"{prefix}{sent_as}"
             config = _set_named(config, key, sent_as, name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from staleflow.pipeline.cluster.job_registry import ENDED
 from staleflow.pipeline.recovery.run_folder import ELSEWHERE, is_locked
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, raised_as, strerror
 from staleflow.stores.files import replace_text
 
 RECORD, LOG = "job.json", "job.log"
@@ -34,12 +34,10 @@ def write(run_dir: Path, changes: Mapping[str, Any], lines: Sequence[str]) -> No
     """Update a job's record and append lines to its log. changes: new values by key. Raises StoreError."""
     before = read(run_dir) if has_record(run_dir) else DEFAULT_RECORD | {"submitted_at": time.time()}
     record = before | {"name": run_dir.name, "run_dir": str(run_dir), "reported_at": time.time()} | dict(changes)
-    try:
+    with raised_as(StoreError, f"{run_dir / LOG}: cannot be written", OSError, remedy=ELSEWHERE, said=strerror):
         if lines:
             with (run_dir / LOG).open("a", encoding="utf-8") as file:
                 file.write("".join(f"{' '.join(line.splitlines())}\n" for line in lines))
-    except OSError as error:
-        raise StoreError(f"{run_dir / LOG}: cannot be written: {error.strerror}; {ELSEWHERE}") from error
     replace_text(run_dir / RECORD, json.dumps(record), ELSEWHERE)
 
 
@@ -50,10 +48,8 @@ def has_record(run_dir: Path) -> bool:
 
 def read(run_dir: Path) -> dict[str, Any]:
     """Read a job's record from a run's folder, as its driver last wrote it. Raises ConfigError."""
-    try:
+    with raised_as(ConfigError, f"{run_dir / RECORD}: cannot be read", OSError, ValueError):
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run_dir / RECORD}: cannot be read: {error}") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{run_dir / RECORD}: is no record of a job")
     return DEFAULT_RECORD | record | {"run_dir": str(run_dir)}

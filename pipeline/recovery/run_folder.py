@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from staleflow.pipeline.config import knob_tree, loading, user_files
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.tasks.settings.source_kinds import kind_of
 
@@ -199,12 +199,10 @@ def _locked(run_dir: Path) -> TextIO:
     """The folder's lock file, locked while it is open."""
     path = run_dir / LOCK
     while True:
-        try:
+        with raised_as(
+            StoreError, f"{run_dir}: cannot be written", OSError, remedy="a run's folder is locked while it is in use"
+        ):
             file = path.open("a+")
-        except OSError as error:
-            raise StoreError(
-                f"{run_dir}: cannot be written: {error}; a run's folder is locked while it is in use"
-            ) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):

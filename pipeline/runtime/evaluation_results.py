@@ -15,7 +15,7 @@ from typing import Any
 
 from staleflow.pipeline.config.evaluation_settings import HELD_OUT
 from staleflow.pipeline.runtime.evaluation_figures import NO_FIGURES, EvaluationFigures
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import replace_text
 from staleflow.stores.reward_statistics import Estimate, Interval, estimate
 from staleflow.stores.serialization import Codec
@@ -197,14 +197,10 @@ def write_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Read a run's evaluations; empty if there are none yet. Raises StoreError."""
     path, remedy = run_dir / "evaluations.json", "remove it to resume without earlier evaluations"
-    try:
+    with raised_as(StoreError, f"{path}: cannot be read", OSError, ValueError, remedy=remedy):
         parsed = json.loads(path.read_text()) if path.is_file() else []
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}; {remedy}") from error
-    try:
+    with raised_as(StoreError, f"{path}: is no list of a run's evaluations", ValueError, remedy=remedy):
         return CODEC.decode(parsed, list[Evaluation])
-    except ValueError as error:
-        raise StoreError(f"{path}: is no list of a run's evaluations: {error}; {remedy}") from error
 
 
 def after_resuming(evaluations: Sequence[Evaluation], version: int) -> list[Evaluation]:

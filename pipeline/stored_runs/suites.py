@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from staleflow.pipeline.stored_runs import suite_process
-from staleflow.stores.errors import ConfigError, SuiteFailed
+from staleflow.stores.errors import ConfigError, SuiteFailed, raised_as, strerror
 from staleflow.stores.serialization import Codec
 
 CODEC = Codec()
@@ -61,10 +61,8 @@ class SuiteFigure:
 
 def check_lm_eval(python: str) -> None:
     """Raise ConfigError if a Python has no lm-eval."""
-    try:
+    with raised_as(ConfigError, f"--python = {python!r}: cannot be run", OSError, said=strerror):
         ended = subprocess.run([python, "-P", "-c", HAS_LM_EVAL], check=False)
-    except OSError as error:
-        raise ConfigError(f"--python = {python!r}: cannot be run: {error.strerror}") from error
     if ended.returncode:
         raise ConfigError(
             f"{python} has no lm-eval: pip install 'staleflow[eval]', or name the Python of another environment by "

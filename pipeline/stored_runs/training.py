@@ -36,7 +36,7 @@ from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
 from staleflow.pipeline.stored_runs.pool import Pool, creation_lock, store_at
 from staleflow.pipeline.stored_runs.rank_tasks import lead_group
-from staleflow.stores.errors import ConfigError, StoreError
+from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import claim_folder, publish, replace_text
 from staleflow.stores.trajectories.reader import UnreadableRow
 from staleflow.stores.trajectories.selection import Selection
@@ -210,10 +210,8 @@ def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> Offline
     """Carry out a plan in this process, which is a Dask task if others train with it. shared: see Pool."""
     out = Path(plan.out)
     part = out.with_name(f".{out.name}.part")
-    try:
+    with raised_as(StoreError, f"{part}: cannot be created", OSError, remedy="choose another place with --out"):
         part.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"{part}: cannot be created: {error}; choose another place with --out") from error
     with lock_folder(part):
         try:
             _refuse_taken(out)  # another training may have finished meanwhile

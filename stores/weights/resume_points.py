@@ -22,7 +22,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import remove, replacing, replacing_folder
 from staleflow.stores.trajectory import PolicyVersion
 
@@ -47,13 +47,11 @@ class ResumePoints:
     def claim(self) -> None:
         """Become the only writer of points: points that others are still writing are refused. Raises StoreError."""
         claimed = secrets.token_hex(8).encode()
-        try:
+        with raised_as(StoreError, f"{self._writer}: cannot be written", OSError, remedy=REMEDY):
             self._writer.parent.mkdir(parents=True, exist_ok=True)
             with self._locked() as fd:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, claimed, 0)
-        except OSError as error:
-            raise StoreError(f"{self._writer}: cannot be written: {error}; {REMEDY}") from error
         self._claimed = claimed
 
     def path(self, version: PolicyVersion, *, sharded: bool | None = None) -> Path:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from staleflow.stores.errors import StoreError
+from staleflow.stores.errors import StoreError, raised_as
 from staleflow.stores.files import replace_folder, replacing
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights import weight_file
@@ -39,18 +39,14 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a published file. Raises StoreError."""
     from safetensors.torch import load_file
 
-    try:
+    with raised_as(StoreError, f"{path}: weights cannot be read", OSError, ValueError, SafetensorError):
         return dict(load_file(path))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise StoreError(f"{path}: weights cannot be read: {error}") from error
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
     """The tensors of a published file as arrays, without torch. Raises StoreError."""
-    try:
+    with raised_as(StoreError, f"{path}: weights cannot be read", OSError, ValueError, SafetensorError):
         return dict(safetensors.numpy.load_file(path))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise StoreError(f"{path}: weights cannot be read: {error}") from error
 
 
 def shapes(tensors: Tensors) -> Shapes:
@@ -59,11 +55,9 @@ def shapes(tensors: Tensors) -> Shapes:
 
 def read_shapes(path: Path) -> Shapes:
     """Tensor names and shapes of a published file, without reading the tensors. Raises StoreError."""
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError) as error:
-        raise StoreError(f"{path}: weights cannot be read: {error}") from error
+    cannot = f"{path}: weights cannot be read"
+    with raised_as(StoreError, cannot, OSError, ValueError, SafetensorError), safe_open(path, "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def check_shapes(expected: Shapes, loaded: Shapes, path: Path) -> None:
@@ -122,13 +116,11 @@ class WeightFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
+        with raised_as(
+            StoreError, f"{folder}: cannot be created", OSError, remedy="set cluster.shared_memory to another folder"
+        ):
             while (owner := _owned(folder)) is None:
                 continue
-        except OSError as error:
-            raise StoreError(
-                f"{folder}: cannot be created: {error}; set cluster.shared_memory to another folder"
-            ) from error
         # The lock ends with this object or with the process, whichever comes first.
         self._release = weakref.finalize(self, os.close, owner)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from staleflow.stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed
+from staleflow.stores.errors import ActorFailed, ActorLost, StoreError, TransferFailed, raised_as
 from staleflow.stores.trajectory import PolicyVersion
 from staleflow.stores.weights.partial_file import PIECE_BYTES, PartialFile, Piece
 from staleflow.stores.weights.weight_folder import WeightFolder
@@ -205,7 +205,7 @@ class ParameterServer:
     async def _read(self, source: Source, version: PolicyVersion, piece: Piece) -> bytes:
         """Read a piece from a source. Raises SourceFailed."""
         deadline = _now() + self._silent_s
-        try:
+        with raised_as(SourceFailed, f"{source.name} does not hand it on", ActorLost, ActorFailed, StoreError):
             data: bytes | None = None
             while data is None:
                 remaining_s = deadline - _now()
@@ -214,8 +214,6 @@ class ParameterServer:
                 data = await call_actor(
                     source.actor, "read_piece", version, *piece, timeout_s=remaining_s + WAIT_S, actor_name=source.name
                 )
-        except (ActorLost, ActorFailed, StoreError) as error:
-            raise SourceFailed(f"{source.name} does not hand it on: {error}") from error
         if len(data) != piece.size:
             raise SourceFailed(f"{source.name} handed on {len(data)} of {piece.size} bytes at {piece.offset}")
         return data

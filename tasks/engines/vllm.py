@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
+from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused, raised_as
 from staleflow.stores.trajectory import FinishReason, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_folder
 from staleflow.stores.weights.weight_hash import fingerprint
@@ -204,15 +204,13 @@ class VllmEngine(EngineThread):
 
     def _load(self, version: PolicyVersion, weights: Path) -> float:
         engine, begin = self._engine, time.monotonic()
-        try:
+        with raised_as(WeightsRefused, f"{self._instance}: vLLM cannot load {weights}", Exception):
             if self._asleep:
                 engine.wake_up()
                 self._asleep = False
             engine.collective_rpc("start_weight_update")
             engine.collective_rpc("update_weights", args=({"path": str(weights)},))
             engine.collective_rpc("finish_weight_update")
-        except Exception as error:
-            raise WeightsRefused(f"{self._instance}: vLLM cannot load {weights}: {error}") from error
         with self._changed:
             self._requests.change_version(version)
         self._scheduler.change_version(version, keep=self._settings.keep)
@@ -226,15 +224,13 @@ class VllmEngine(EngineThread):
         begin = time.monotonic()
         with self._changed:
             gone = self._requests.drop_old(version, self._settings.adapters)
-        try:
+        with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
             for old in gone:
                 served.drop(old)
             if served.request(version) is None:  # else it was asked for before, and requests may run under it
                 if served.full:
                     return None
                 served.add(version, weights)
-        except Exception as error:
-            raise ActorLost(f"{self._instance}: {weights} cannot be served: {error}") from error
         with self._changed:
             self._requests.serve(version)
         return time.monotonic() - begin
@@ -343,10 +339,8 @@ def make_engine(settings: VllmSettings) -> Any:
         if settings.device == "cuda":
             raise ConfigError('model.device = "cuda": the vllm installed here is the CPU build')
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes(settings)}
-    try:
+    with raised_as(ConfigError, "rollout.engine: vLLM refuses it", TypeError, ValueError):
         engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **settings.options}))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"rollout.engine: vLLM refuses it: {error}") from error
     if not settings.adapters:
         engine.collective_rpc("init_weight_transfer_engine", args=({},))
     return engine

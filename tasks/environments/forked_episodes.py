@@ -15,7 +15,7 @@ import time
 import weakref
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.child_programs import ending_by_themselves
 from staleflow.tasks.environments.episode import EnvStepResult, EpisodeFailed, EpisodeStart
 from staleflow.tasks.environments.fork_server import (
@@ -197,11 +197,9 @@ class ForkedEpisode:
         self._connection: socket.socket | None = None
 
     async def begin(self) -> Prompt:
-        try:
+        with raised_as(EpisodeFailed, "no process can be started for it", ConfigError, OSError):
             await asyncio.to_thread(self._server.start)
             self._number, self._connection = self._server.fork()
-        except (ConfigError, OSError) as error:
-            raise EpisodeFailed(f"no process can be started for it: {error}") from error
         self._connection.setblocking(False)
         prompt: Prompt = await self._asked(BEGIN, self._start)
         return prompt

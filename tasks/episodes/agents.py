@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as, strerror
 from staleflow.tasks.endpoint.requests import RequestError
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.endpoint.sessions import AgentSession
@@ -58,10 +58,8 @@ def load_agent(name: str, options: Mapping[str, Any], where: str) -> LoadedAgent
     if name == COMMAND:
         return _program(options, where)
     loaded = user_code.load(name, where.partition(" = ")[0])
-    try:
+    with raised_as(ConfigError, f"{where}: an agent takes (base_url, key, task)", TypeError, ValueError):
         inspect.signature(loaded).bind("", "", None)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: an agent takes (base_url, key, task): {error}") from error
     if inspect.iscoroutinefunction(loaded):
         return LoadedAgent(
             run=lambda args: loaded(*args), blocking=bool(getattr(loaded, "blocking", False)), options=options
@@ -119,13 +117,11 @@ async def _run_program(command: Sequence[str], args: AgentArgs) -> Any:
     about = {"index": task.index, "held_out": task.held_out, "seed": task.seed, "options": dict(task.options)}
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key, "STALEFLOW_TASK": json.dumps(about)}
     pipe = asyncio.subprocess.PIPE
-    try:
+    with raised_as(EpisodeFailed, f"the agent's command {command[0]!r} cannot be started", OSError, said=strerror):
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, limit=MAX_LINE_BYTES,
             env={**os.environ, **variables}, start_new_session=True,
         )  # fmt: skip
-    except OSError as error:
-        raise EpisodeFailed(f"the agent's command {command[0]!r} cannot be started: {error.strerror}") from error
     try:
         assert process.stdout is not None and process.stderr is not None
         reading = asyncio.gather(_last_lines(process.stdout), _last_lines(process.stderr))

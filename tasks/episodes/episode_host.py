@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.stores.printable import printable
 from staleflow.tasks.endpoint.server import EndpointServer
 from staleflow.tasks.environments.child_programs import ChildPrograms
@@ -130,10 +130,8 @@ class EpisodeHost:
         else:
             await self._check_environment("", settings.source)
         for name, source in settings.environments.items():
-            try:
+            with raised_as(ConfigError, f"task {name!r}", ConfigError):
                 await self._check_environment(name, source)
-            except ConfigError as error:
-                raise ConfigError(f"task {name!r}: {error}") from error
 
     async def _check_environment(self, name: str, source: SourceSettings) -> None:
         for held_out in (False, True) if source.task.eval_source else (False,):
@@ -309,10 +307,8 @@ class EpisodeHost:
         return answer
 
     async def _begin(self, key: EpisodeKey, record: Record, hosted: HostedEpisode) -> None:
-        try:
+        with raised_as(EpisodeFailed, "the environment cannot be made", ConfigError, KeyError, said=error_line):
             hosted.episode = (await self._maker_of(key, record)).make(record)
-        except (ConfigError, KeyError) as error:
-            raise EpisodeFailed(f"the environment cannot be made: {error_line(error)}") from error
         prompt = await self._timed(hosted, hosted.episode.begin(), "reset")
         if prompt != prompt_of(record["prompt"]):
             raise EpisodeFailed(_UNLIKE)

@@ -16,7 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.endpoint.server import QuietServer
 from staleflow.tasks.environments.episode import EpisodeFailed, error_line
 from staleflow.tasks.episodes.loaded_agent import AgentArgs, LoadedAgent, check_options
@@ -52,10 +52,8 @@ class OpenEnvironment:
         if self._url or self._app is not None:
             return
         module = f"{self._name}.server.app"
-        try:
+        with raised_as(ConfigError, f"{self._where}: no app in {module}", Exception, said=error_line):
             self._app = importlib.import_module(module).app
-        except Exception as error:
-            raise ConfigError(f"{self._where}: no app in {module}: {error_line(error)}") from error
 
     async def run(self, args: AgentArgs) -> float:
         """Run one episode. Returns the sum of its steps' rewards. Raises EpisodeFailed, ConfigError."""

@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.environments.episode import error_line
 
 RAW = "-raw"
@@ -38,10 +38,8 @@ def open_game(name: str, options: Mapping[str, Any], where: str) -> Callable[[],
         raise ConfigError(
             f"{where}: cannot be made with task.options = {dict(options)}: {error_line(error)}"
         ) from error
-    try:
+    with raised_as(ConfigError, f"{where}: cannot be played by one player", Exception, remedy=OTHERS, said=error_line):
         game.reset(0)
-    except Exception as error:
-        raise ConfigError(f"{where}: cannot be played by one player: {error_line(error)}; {OTHERS}") from error
     if not game.has_one_player:
         raise ConfigError(f"{where}: is a game of several players; {OTHERS}")
     return make

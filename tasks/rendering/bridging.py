@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.chat_tokenizer import ChatTokenizer
 from staleflow.tasks.rendering.task_source import Message
 
@@ -70,11 +70,9 @@ class TemplateBridge:
             self._known(role)
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
-        try:
+        with raised_as(ConfigError, f"turn {number}", ConfigError):
             named = [message._replace(role=self._known(message.role)) for message in messages]
             bridge = list(self._texts.ids(self._after(SAYS, named)))
-        except ConfigError as error:
-            raise ConfigError(f"turn {number}: {error}") from error
         if turn and bridge and self._texts.is_special(turn[-1]) and self._texts.is_special(bridge[0]):
             return bridge[1:]  # the model has closed its turn itself, perhaps by another token that ends responses
         return bridge

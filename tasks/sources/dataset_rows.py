@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from staleflow.stores.errors import ConfigError
+from staleflow.stores.errors import ConfigError, raised_as
 from staleflow.tasks.rendering.task_source import (
     Prompt,
     Record,
@@ -90,10 +90,8 @@ class JsonLines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            try:
+            with raised_as(ConfigError, f"{path}, line {number}: not JSON", ValueError, RecursionError):
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ConfigError(f'{path}, line {number}: must be an object, such as {{"prompt": ..., "answer": ...}}')
             self._rows.append(row)
@@ -122,10 +120,8 @@ class ParquetRows:
         from pyarrow import ArrowException, parquet
 
         path = Path(name)
-        try:
+        with raised_as(ConfigError, f"{where}: cannot be read", OSError, ArrowException, said=_first_line):
             self._table = parquet.read_table(path, memory_map=True)
-        except (OSError, ArrowException) as error:
-            raise ConfigError(f"{where}: cannot be read: {_first_line(error)}") from error
         self._path = path
         self.names = tuple(self._table.column_names)
 
