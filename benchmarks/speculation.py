@@ -40,7 +40,6 @@ KINDS = {
     "off": (0, "responses", 1000),
     "responses": (4, "responses", 1000),
     "decided": (4, "responses", 0),
-    "ngram": (4, "ngram", 1000),
     "suffix": (4, "suffix", 1000),
 }
 """By name: tokens drafted, what from, and up to how many requests; 0: it is decided."""

@@ -49,8 +49,8 @@ class Speculation:
     source: str = knob(
         "responses",
         "what drafts come from; responses: the prompt, the response so far, and other responses to the same prompt; "
-        "ngram, suffix: vLLM's own",
-        choices=("responses", "ngram", "suffix"),
+        "suffix: vLLM's own",
+        choices=("responses", "suffix"),
     )
     disable_above: int = knob(
         0,
@@ -174,7 +174,7 @@ class VllmSettings(ModelSettings):
     options: dict[str, Any] = knob({}, "further arguments of its EngineArgs, such as gpu_memory_utilization")
 
     package: ClassVar[str] = "vllm"
-    drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
+    drafts: ClassVar[tuple[str, ...]] = ("responses", "suffix")
     REFUSED_OPTIONS: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("model", "dtype", "seed", "tensor_parallel_size", "max_num_seqs", "block_size"), "has its own key"
@@ -217,7 +217,7 @@ class VllmSettings(ModelSettings):
         ):
             raise ConfigError(
                 "rollout.engine.speculation.source = 'responses' needs tensor_parallel = 1, since vLLM drafts in "
-                "processes of its own otherwise; use 'ngram' or 'suffix'"
+                "processes of its own otherwise; use 'suffix'"
             )
         for option in self.options:
             if why := self.REFUSED_OPTIONS.get(option):
@@ -241,5 +241,5 @@ class EmulatedSettings(EngineSettings):
     time_scale: float = knob(1.0, "cost-model seconds that pass in one second of real time", above=0)
 
     emulated: ClassVar[bool] = True
-    drafts: ClassVar[tuple[str, ...]] = ("responses", "ngram", "suffix")
+    drafts: ClassVar[tuple[str, ...]] = ("responses", "suffix")
     keeps: ClassVar[bool] = True

@@ -20,10 +20,8 @@ from staleflow.tasks.engines.response_drafter import Drafter
 if TYPE_CHECKING:
     import torch
 
-REQUIRED_PACKAGES = {"ngram": ("numba", "numba"), "suffix": ("arctic_inference", "arctic-inference==0.1.1")}
-"""By source of drafts: the module that vLLM imports for it, and the package that provides the module."""
-NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
-"""Minimum and maximum n-gram length."""
+SUFFIX_PACKAGE = "arctic-inference==0.1.1"
+"""What vLLM imports for its drafts by suffixes."""
 REJECTED = -1
 """vLLM's mark of a token that is not kept. Also the filler of positions that have no draft."""
 
@@ -33,18 +31,15 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
     speculation = settings.speculation
     if not speculation.num_speculative_tokens:
         return {}
-    module, package = REQUIRED_PACKAGES.get(speculation.source, ("", ""))
-    if module and importlib.util.find_spec(module) is None:
+    if speculation.source == "suffix" and importlib.util.find_spec("arctic_inference") is None:
         raise ConfigError(
-            f"rollout.engine.speculation.source = {speculation.source!r} needs {package}, which is not installed; "
-            "install it beside vLLM, or use 'responses'"
+            f"rollout.engine.speculation.source = 'suffix' needs {SUFFIX_PACKAGE}, which is not installed; install it "
+            "beside vLLM, or use 'responses'"
         )
-    method_config: dict[str, Any]
-    if speculation.source == "responses":
-        method_config = {"method": "custom_class", "model": f"{__name__}.{ResponsesProposer.__name__}"}
-    else:
-        method_config = {"method": speculation.source, **(NGRAM if speculation.source == "ngram" else {})}
-    return {"speculative_config": {**method_config, "num_speculative_tokens": speculation.num_speculative_tokens}}
+    method = {"method": "custom_class", "model": f"{__name__}.{ResponsesProposer.__name__}"}
+    if speculation.source == "suffix":
+        method = {"method": "suffix"}
+    return {"speculative_config": {**method, "num_speculative_tokens": speculation.num_speculative_tokens}}
 
 
 class ResponsesProposer:

@@ -151,7 +151,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("name.x=3", "name must be a string, not"),
         ("steps.x=3", "steps must be a whole number, not {'x': 3}"),
         (
-            'rollout.engine.speculation={num_speculative_tokens=4,source="ngram"}',
+            'rollout.engine.speculation={num_speculative_tokens=4,source="suffix"}',
             "not supported by the transformers engine",
         ),
         (
