@@ -98,7 +98,7 @@ def main() -> None:
     if args.quick:
         args.count = 2_048
     with tempfile.TemporaryDirectory() as folder:
-        config = user_files.located(loading.load(args.job, (f"runs_dir={folder}", "name=large")))
+        config = user_files.with_absolute_paths(loading.load(args.job, (f"runs_dir={folder}", "name=large")))
         config.run_dir.mkdir()
         (config.run_dir / "config.toml").write_text(knob_tree.to_toml(config))
         begin = time.perf_counter()

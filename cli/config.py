@@ -49,7 +49,7 @@ def explain(config_path: str, overrides: tuple[str, ...], as_json: bool, gpus: s
     print_values(explained(config), as_json=as_json)
     if check:
         preflight.check_names(config)
-        if check_inputs(user_files.located(config)) and config.has_texts:
+        if check_inputs(user_files.with_absolute_paths(config)) and config.has_texts:
             click.echo("checked: the files, model, data and reward that it names can be used", err=True)
 
 

@@ -27,8 +27,8 @@ def end_at_once() -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     with contextlib.suppress(OSError):
-        shown = SHOW_CURSOR if sys.stderr.isatty() else ""
-        os.write(2, f"{shown}\nstaleflow: ended at once\n".encode())
+        show_cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
+        os.write(2, f"{show_cursor}\nstaleflow: ended at once\n".encode())
     os._exit(130)
 
 

@@ -70,11 +70,11 @@ def print_profile(profile: Profile, path: Path) -> None:
     for name, value in {**coefficients, **stored["latencies"]}.items():
         click.echo(f"  {name:8} {value:.4g} s")
     if profile.drafted:
-        steps, most = len(profile.drafted), max(point.drafted for point in profile.drafted)
+        steps, max_drafted = len(profile.drafted), max(point.drafted for point in profile.drafted)
         _, error = fit_verify_share(fit.model, profile.drafted)
         click.echo(
-            f"  verified {verified:.4g} of k3 a drafted token ({steps} batches with up to {most:.1f} each; with it "
-            f"their steps are {error:.1%} off, median)"
+            f"  verifying a drafted token costs {verified:.4g} of k3 ({steps} batches, up to {max_drafted:.1f} drafts; "
+            f"median error of their steps {error:.1%})"
         )
     if (acceptance := stored["acceptance_rate"]) is not None:
         click.echo(f"  acceptance {acceptance:.3g} of drafted tokens, as if each request drafted all that it might")

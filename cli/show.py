@@ -74,10 +74,10 @@ def command(
     if html is not None:
         claim_folder(Path(html).parent, "--html")
     if orders or trajectory is not None:
-        chosen = [] if trajectory is None else [trajectory]
+        ids = [] if trajectory is None else [trajectory]
         for order, count in orders.items():
-            chosen = stored.ranked(order, count, selection, step=at_step)
-        show_trajectories(stored, chosen, model, html, as_json)
+            ids = stored.sorted_ids(order, count, selection, step=at_step)
+        show_trajectories(stored, ids, model, html, as_json)
     elif selection or model or html:
         raise ConfigError(
             "how many trajectories, and in which order? give --worst N, --best N or --longest N, or --trajectory ID"
@@ -88,16 +88,16 @@ def command(
         sys.exit(1)
 
 
-def show_trajectories(run: Run, chosen: list[int], model: str, html: str | None, as_json: bool) -> None:
+def show_trajectories(run: Run, ids: list[int], model: str, html: str | None, as_json: bool) -> None:
     """Print trajectories to the terminal or as JSON, or write them to an HTML page."""
     quiet_libraries()
     if html is not None:
         from staleflow.stores.files import replace_text
 
-        replace_text(Path(html), run.page(chosen, model=model), "choose another file with --html")
-        click.echo(f"{html}: {len(chosen)} trajectories")
+        replace_text(Path(html), run.page(ids, model=model), "choose another file with --html")
+        click.echo(f"{html}: {len(ids)} trajectories")
         return
-    views = run.view(chosen, model=model)
+    views = run.view(ids, model=model)
     if as_json:
         click.echo(json.dumps([_plain(view) for view in views], indent=2))
     elif not views:
@@ -121,15 +121,15 @@ def show_steps(run: Run, as_json: bool) -> None:
         return
     batch = run.job.batch
     click.echo(f"{run.name}: {batch.groups_per_step} groups of {batch.group_size} per step, {run.bound}")
-    if others := run.branches[1:]:
-        click.echo(f"other branches: {', '.join(others)}")
+    if derived_branches := run.branches[1:]:
+        click.echo(f"other branches: {', '.join(derived_branches)}")
     for commit in commits:
         m = commit.metrics
         ended = ", ".join(f"{n} {k.removesuffix(':none')}" for k, n in commit.ledger.num_ended.items())
         figures = ""
         if commit.kind == "step":
-            named = {name.removeprefix(REWARD_PART): m[name] for name in m if name.startswith(REWARD_PART)}
-            parts = "".join(f"{printable(name, 100)} {value:.3f}  " for name, value in named.items())
+            reward_parts = {name.removeprefix(REWARD_PART): m[name] for name in m if name.startswith(REWARD_PART)}
+            parts = "".join(f"{printable(name, 100)} {value:.3f}  " for name, value in reward_parts.items())
             turns = f"turns {m['turns_mean']:.1f}  " if m.get("given_tokens") else ""
             figures = (
                 f"reward {m['reward']:.3f}  {parts}length {m['response_mean']:.1f}  {turns}"
@@ -193,7 +193,7 @@ def print_trajectory(view: TrajectoryView) -> None:
         console.print(Text.assemble(("response ", "dim"), coloured(view)), soft_wrap=True)
     for passage in view.passages if len(view.passages) > 1 else ():
         console.print(speaker(passage), soft_wrap=True)
-        console.print(coloured(view, passage.first, passage.last), soft_wrap=True)
+        console.print(coloured(view, passage.start, passage.stop), soft_wrap=True)
     console.print(legend(view), soft_wrap=True)
     console.print()
 
@@ -207,16 +207,16 @@ def speaker(passage: MessageSpan) -> Text:
     from rich.text import Text
 
     seconds = f", {passage.seconds:.2f} s" if passage.seconds else ""
-    return Text(f"{printable(passage.role)} ({passage.last - passage.first} tokens{seconds})", style="dim")
+    return Text(f"{printable(passage.role)} ({passage.stop - passage.start} tokens{seconds})", style="dim")
 
 
-def coloured(view: TrajectoryView, first: int = 0, last: int | None = None) -> Text:
-    """The tokens of the response at first <= i < last, each in its colour; given ones are dim."""
+def coloured(view: TrajectoryView, start: int = 0, stop: int | None = None) -> Text:
+    """The tokens of the response at start <= i < stop, each in its colour; given ones are dim."""
     from rich.text import Text
 
     versions = _versions(view)
     text = Text()
-    for token in view.tokens[first:last]:
+    for token in view.tokens[start:stop]:
         if token.version < 0:
             style = "dim"
         elif token.ratio is None:

@@ -59,8 +59,8 @@ def command(
         if result.before and result.after:
             click.echo(f"  {result.before.line}\n  {result.after.line}")
         if result.same_steps is not None:
-            same = f"{result.same_steps} of {result.steps}"
-            click.echo(f"  after {same} steps the weights equalled those the run published, bit for bit")
+            equal_steps = f"{result.same_steps} of {result.steps}"
+            click.echo(f"  after {equal_steps} steps the weights equalled those the run published, bit for bit")
         print_errors(result.errors, "could not be read and were left out")
     if result.errors:
         sys.exit(1)

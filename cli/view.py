@@ -42,8 +42,8 @@ def command(run: str, other: str, port: int | None, host: str, no_browser: bool,
     for each in (reader, *others):
         each.stored()  # reports a store that cannot be read before anything is served
     listening = listen(host, PORT if port is None else port, exactly=port is not None)
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{listening.getsockname()[1]}/"
+    url_host = f"[{host}]" if ":" in host else host
+    address = f"http://{url_host}:{listening.getsockname()[1]}/"
 
     def started() -> None:
         click.echo(f"{run}: {address} (Ctrl-C ends it)")

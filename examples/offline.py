@@ -42,7 +42,7 @@ print(f"step {last} consumed {len(batch.trajectories)} trajectories, fingerprint
 # ## Trajectories worth reading (`store show --worst 2`)
 
 # %%
-for id in run.ranked("worst", 2, step=last):
+for id in run.sorted_ids("worst", 2, step=last):
     trajectory = run.trajectory(id)
     print(f"trajectory {id}, reward {trajectory.reward:.2f}: {trajectory.prompt!r} -> {trajectory.response!r}")
 

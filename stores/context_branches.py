@@ -61,7 +61,7 @@ def ranges(branches: Sequence[ContextBranch], end: int) -> list[tuple[int, int]]
 
 def places(branches: Sequence[ContextBranch], end: int) -> Places:
     """The positions of `ranges` as an array."""
-    parts = [np.arange(first, last) for first, last in ranges(branches, end)]
+    parts = [np.arange(start, stop) for start, stop in ranges(branches, end)]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
@@ -81,16 +81,16 @@ def training_sequences(branches: Sequence[ContextBranch], trained: SampledTokens
     >>> [(positions.tolist(), trained.tolist()) for positions, trained in both]
     [([0, 1], [False, True]), ([0, 2, 3], [False, False, True])]
     """
-    left = trained.copy()
+    remaining = trained.copy()
     ends = [*(branch.at for branch in branches), len(trained)]
-    begins = [0, *(branch.at for branch in branches)]
+    starts = [0, *(branch.at for branch in branches)]
     sequences: list[tuple[Places, SampledTokens]] = []
     for number in reversed(range(len(ends))):
-        own = np.flatnonzero(left[begins[number] : ends[number]])
-        if len(own):
-            path = places(branches[:number], begins[number] + int(own[-1]) + 1)
-            sequences.append((path, left[path]))
-            left[path] = False
+        positions = np.flatnonzero(remaining[starts[number] : ends[number]])
+        if len(positions):
+            path = places(branches[:number], starts[number] + int(positions[-1]) + 1)
+            sequences.append((path, remaining[path]))
+            remaining[path] = False
     return sequences[::-1]
 
 
@@ -109,12 +109,12 @@ def longest_shared_prefix(
     >>> longest_shared_prefix([ContextBranch(3, 1)], np.array([7, 8, 9, 5, 6]), np.array([7, 5, 4]))
     (2, 4)
     """
-    best, place = 0, 0
+    best, position = 0, 0
     ends = [*(branch.at for branch in branches), len(tokens)]
     for number, end in reversed(list(enumerate(ends))):
         path = places(branches[:number], end)[: len(wanted)]
         other = np.flatnonzero(tokens[path] != wanted[: len(path)])
         count = int(other[0]) if len(other) else len(path)
         if count > best:
-            best, place = count, int(path[count - 1]) + 1
-    return best, place
+            best, position = count, int(path[count - 1]) + 1
+    return best, position

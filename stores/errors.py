@@ -18,29 +18,29 @@ class ConfigError(StaleflowError, ValueError):
 
 
 class ActorLost(StaleflowError, ConnectionError):
-    """An actor is gone: replace it, requeue its work. who: the actor that failed; it may be one that the called actor
+    """An actor is lost: replace it, requeue its work. actor: the one that failed; it may be one that the called actor
     called."""
 
-    def __init__(self, message: str, who: str = "") -> None:
+    def __init__(self, message: str, actor: str = "") -> None:
         super().__init__(message)
-        self.who = who
+        self.actor = actor
 
 
 class ActorSilent(ActorLost):
-    """An actor did not answer within its deadline: its process was stopped, or is too slow. who: as of ActorLost."""
+    """An actor did not answer within its deadline: its process was stopped, or is too slow. actor: as of ActorLost."""
 
 
 class WeightsRefused(ActorLost):
     """An instance cannot take the published weights, or has others than these after a load: it samples no further
-    token. who: as of ActorLost."""
+    token. actor: as of ActorLost."""
 
 
 class ActorFailed(StaleflowError, RuntimeError):
-    """An actor is there and failed by an error of its own, which the message names. who: as of ActorLost."""
+    """An actor is there and failed by an error of its own, which the message names. actor: as of ActorLost."""
 
-    def __init__(self, message: str, who: str = "") -> None:
+    def __init__(self, message: str, actor: str = "") -> None:
         super().__init__(message)
-        self.who = who
+        self.actor = actor
 
 
 class TransferFailed(StaleflowError, ConnectionError):

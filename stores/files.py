@@ -43,8 +43,8 @@ def replace_file(
     Raises:
         StoreError: `path` is unchanged then.
     """
-    with replacing(path, remedy, failures=failures, flush=flush) as part:
-        write(part)
+    with replacing(path, remedy, failures=failures, flush=flush) as tmp_path:
+        write(tmp_path)
 
 
 @contextlib.contextmanager
@@ -56,25 +56,25 @@ def replacing(path: Path, remedy: str, *, failures: Failures = (), flush: bool =
         if path.exists() and not path.is_file():
             yield path
             return
-        with _part(path, folder=False) as part:
-            yield part
+        with _part(path, folder=False) as tmp_path:
+            yield tmp_path
             if flush:
-                _flush(part)
-            part.replace(path)
+                _flush(tmp_path)
+            tmp_path.replace(path)
         if flush:
             _flush(path.parent)
 
 
 def replace_text(path: Path, text: str, remedy: str) -> None:
     """`replace_file` for a text, as UTF-8."""
-    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"), remedy)
+    replace_file(path, lambda tmp_path: tmp_path.write_text(text, encoding="utf-8"), remedy)
 
 
 def replace_folder(path: Path, write: Callable[[Path], object], remedy: str, *, failures: Failures = ()) -> None:
     """Call `write` with a temporary, empty folder, and rename it to `path` once it is complete. Raises StoreError; then
     `path` is unchanged."""
-    with replacing_folder(path, remedy, failures=failures) as part:
-        write(part)
+    with replacing_folder(path, remedy, failures=failures) as tmp_path:
+        write(tmp_path)
 
 
 @contextlib.contextmanager
@@ -82,29 +82,29 @@ def replacing_folder(path: Path, remedy: str, *, failures: Failures = ()) -> Ite
     """Context manager like `replace_folder`: yields the temporary folder, renamed when the block ends well."""
     with _failures_as_store_error(path, remedy, failures):
         path = path.resolve()
-        with _part(path, folder=True) as part:
-            yield part
+        with _part(path, folder=True) as tmp_path:
+            yield tmp_path
             if not path.exists():
-                publish(part, path)
+                publish(tmp_path, path)
                 return
-            _flush_all(part)
-            old = part.with_suffix(".old")
+            _flush_all(tmp_path)
+            old = tmp_path.with_suffix(".old")
             path.rename(old)  # a folder cannot be renamed onto a full one
             try:
-                part.replace(path)
+                tmp_path.replace(path)
             except OSError:
                 old.rename(path)
                 raise
             _flush(path.parent)
             with contextlib.suppress(OSError):
-                old.rename(part)  # removed under this name: what is called old is whole
+                old.rename(tmp_path)  # removed under this name: what is called old is whole
 
 
-def publish(part: Path, path: Path) -> None:
+def publish(tmp_path: Path, path: Path) -> None:
     """Flush a finished file or folder to disk and rename it to `path`. Raises OSError, also if a folder would replace
     one that is not empty."""
-    _flush_all(part)
-    part.replace(path)
+    _flush_all(tmp_path)
+    tmp_path.replace(path)
     _flush(path.parent)
 
 
@@ -141,20 +141,20 @@ def _part(path: Path, *, folder: bool) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     _sweep(path)
     while True:
-        part = _beside(path, "part")
+        tmp_path = _beside(path, "part")
         if folder:
-            part.mkdir()
-            fd = os.open(part, os.O_RDONLY)
+            tmp_path.mkdir()
+            fd = os.open(tmp_path, os.O_RDONLY)
         else:
-            fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            fd = os.open(tmp_path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            if not _lock(fd) or not part.exists():
+            if not _lock(fd) or not tmp_path.exists():
                 continue  # another writer sweeps it, or has swept it
-            yield part
+            yield tmp_path
             return
         finally:
             os.close(fd)
-            remove(part)
+            remove(tmp_path)
 
 
 def _lock(fd: int) -> bool:
@@ -173,25 +173,25 @@ def _sweep(path: Path) -> None:
     """Remove temporary files of `path` whose writers have died. After a kill between the two renames of
     `replace_folder`, put the old folder back."""
     called = re.compile(rf"\.{re.escape(path.name[:NAME_CHARS])}\.[0-9a-f]{{16}}\.part")
-    for left in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
+    for leftover in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
         with contextlib.suppress(OSError):
-            fd = os.open(left, os.O_RDONLY)
+            fd = os.open(leftover, os.O_RDONLY)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(left)
+                remove(leftover)
             finally:
                 os.close(fd)
     if len(path.name) >= NAME_CHARS:
         return  # an old folder may be that of a longer name
     called = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.old")
-    for left in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
-        if left.with_suffix(".part").exists():
+    for leftover in [p for p in path.parent.iterdir() if called.fullmatch(p.name)]:
+        if leftover.with_suffix(".part").exists():
             continue  # its writer is about to rename that one
         with contextlib.suppress(OSError):
             if path.exists():
-                remove(left)
+                remove(leftover)
             else:
-                left.rename(path)
+                leftover.rename(path)
 
 
 def _beside(path: Path, kind: str) -> Path:

@@ -37,9 +37,9 @@ class IdSet:
             self.count += len(new)
         return unique[~absent | (counts > 1)]
 
-    def absent(self, first: Ints, last: Ints) -> int:
-        """How many ids of the disjoint intervals first <= id < last are not in the set."""
-        return int((self._below(last) - self._below(first)).sum())
+    def absent(self, start: Ints, stop: Ints) -> int:
+        """How many ids of the disjoint intervals start <= id < stop are not in the set."""
+        return int((self._below(stop) - self._below(start)).sum())
 
     def next_absent(self, id: int) -> int:
         """The smallest id from `id` on that is not in the set."""
@@ -52,15 +52,15 @@ class IdSet:
         return int(self._ends[i]) if i >= 0 and id < self._ends[i] else id
 
     def _absent(self, ids: Ints) -> npt.NDArray[np.bool_]:
-        at = np.searchsorted(self._starts, ids, side="right") - 1
-        return (at >= 0) & (ids < self._ends[np.maximum(at, 0)])
+        indices = np.searchsorted(self._starts, ids, side="right") - 1
+        return (indices >= 0) & (ids < self._ends[np.maximum(indices, 0)])
 
     def _below(self, ids: Ints) -> Ints:
         """Number of absent ids below each id. It may wrap around; differences are right all the same."""
         sizes = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._ends - self._starts)])
-        at = np.searchsorted(self._starts, ids, side="right") - 1
-        own = np.minimum(ids, self._ends[np.maximum(at, 0)]) - self._starts[np.maximum(at, 0)]
-        return np.where(at < 0, 0, sizes[np.maximum(at, 0)] + own)
+        indices = np.searchsorted(self._starts, ids, side="right") - 1
+        within = np.minimum(ids, self._ends[np.maximum(indices, 0)]) - self._starts[np.maximum(indices, 0)]
+        return np.where(indices < 0, 0, sizes[np.maximum(indices, 0)] + within)
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
@@ -78,5 +78,5 @@ def merged(ranges: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     if not len(edges):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     reach = np.maximum.accumulate(edges[:, 1])
-    begins = np.concatenate([[True], edges[1:, 0] > reach[:-1]])
-    return edges[begins, 0], reach[np.concatenate([begins[1:], [True]])]
+    starts = np.concatenate([[True], edges[1:, 0] > reach[:-1]])
+    return edges[starts, 0], reach[np.concatenate([starts[1:], [True]])]

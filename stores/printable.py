@@ -10,5 +10,5 @@ def printable(text: str, most: int | None = None) -> str:
     'a\\x1b[2J...'
     """
     kept = text if most is None or len(text) <= most else text[:most]
-    shown = "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in kept)
-    return shown if len(kept) == len(text) else f"{shown}..."
+    escaped = "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in kept)
+    return escaped if len(kept) == len(text) else f"{escaped}..."

@@ -142,8 +142,8 @@ def majority(answers: Sequence[str], rewards: Sequence[float]) -> float:
     by_answer: dict[str, list[float]] = {}
     for answer, reward in zip(answers, rewards, strict=True):
         by_answer.setdefault(answer, []).append(reward)
-    most = max(map(len, by_answer.values()))
-    return statistics.fmean(statistics.fmean(same) for same in by_answer.values() if len(same) == most)
+    max_answers = max(map(len, by_answer.values()))
+    return statistics.fmean(statistics.fmean(rewards) for rewards in by_answer.values() if len(rewards) == max_answers)
 
 
 def paired_difference(
@@ -186,8 +186,8 @@ def sign_flip_p(differences: Sequence[float]) -> float:
         bits = np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))
         return float(np.mean(np.abs((1 - 2 * (bits & 1)) @ changed) >= enough))
     rng, extreme = np.random.default_rng(0), 1
-    for begin in range(0, NUM_DRAWS, 1000):
-        signs = rng.integers(0, 2, (min(1000, NUM_DRAWS - begin), len(changed)), np.int8)
+    for start in range(0, NUM_DRAWS, 1000):
+        signs = rng.integers(0, 2, (min(1000, NUM_DRAWS - start), len(changed)), np.int8)
         extreme += int(np.sum(np.abs((1.0 - 2 * signs) @ changed) >= enough))
     return extreme / (NUM_DRAWS + 1)
 

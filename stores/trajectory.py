@@ -98,9 +98,13 @@ class Segment:
         finite = np.isfinite(self.logprobs)
         return len(finite) if finite.all() else int(finite.argmin())
 
-    def without(self, first: int) -> Segment:
+    def drop_first(self, num_dropped: int) -> Segment:
         """A copy of this segment without its first tokens."""
-        return replace(self, tokens=self.tokens[first:], logprobs=self.logprobs[first:]) if first else self
+        return (
+            replace(self, tokens=self.tokens[num_dropped:], logprobs=self.logprobs[num_dropped:])
+            if num_dropped
+            else self
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,19 +209,19 @@ class Trajectory:
     @property
     def branches(self) -> tuple[ContextBranch, ...]:
         """Context branches: where a request continued from an earlier point; empty for a linear conversation."""
-        starts, at = [], len(self.prompt_tokens)
+        starts, position = [], len(self.prompt_tokens)
         for span in self.spans:
             if isinstance(span, EnvSpan) and span.after is not None:
-                starts.append(ContextBranch(at, span.after))
-            at += len(span.tokens)
+                starts.append(ContextBranch(position, span.after))
+            position += len(span.tokens)
         return tuple(starts)
 
     @property
     def context(self) -> IntArray:
         """[C] token ids of the next token's context: all so far, unless there are branches."""
-        whole = np.concatenate([self.prompt_tokens, self.response_tokens])
+        tokens = np.concatenate([self.prompt_tokens, self.response_tokens])
         branches = self.branches
-        return whole[places(branches, len(whole))] if branches else whole
+        return tokens[places(branches, len(tokens))] if branches else tokens
 
     @property
     def logprobs(self) -> FloatArray:
@@ -246,8 +250,8 @@ class Trajectory:
     @property
     def num_turn_tokens(self) -> int:
         """The number of tokens sampled since the last given one."""
-        own = itertools.takewhile(lambda span: isinstance(span, Segment), reversed(self.spans))
-        return sum(len(span.tokens) for span in own)
+        turn_segments = itertools.takewhile(lambda span: isinstance(span, Segment), reversed(self.spans))
+        return sum(len(span.tokens) for span in turn_segments)
 
     @property
     def turns(self) -> tuple[IntArray, ...]:

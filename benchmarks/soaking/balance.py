@@ -133,8 +133,8 @@ def balance(run_dir: Path, records: Path) -> Balance:
     for record in read(records):
         match record:
             case Sampling(trajectory=t) if t >= 0:
-                key = record.instance, record.route_number, record.first
-                streams[t][key] = max(record.last, streams[t].get(key, record.first))
+                key = record.instance, record.route_number, record.start
+                streams[t][key] = max(record.last, streams[t].get(key, record.start))
             case Loading(version=version, loaded_version=loaded_version) if version == loaded_version:
                 loaded.add((record.instance, version))
             case _:

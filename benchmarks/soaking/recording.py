@@ -23,12 +23,12 @@ FOLDER = "STALEFLOW_SOAK_RECORDS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Tokens that an engine sampled in one go: positions first <= position < last of a trajectory's response."""
+    """Tokens that an engine sampled in one go: positions start <= position < last of a trajectory's response."""
 
     instance: str
     trajectory: int
     route_number: int
-    first: int
+    start: int
     last: int
 
 
@@ -54,12 +54,12 @@ def dask_setup(worker: Any) -> None:
 
     def recorded_sampled(self: Any, *args: Any) -> Any:
         result = sampled(self, *args)
-        last = result.first + sum(len(segment.tokens) for segment in result.segments)
+        last = result.start + sum(len(segment.tokens) for segment in result.segments)
         write(
             instance=self._instance,
             trajectory=result.trajectory,
             route_number=result.route_number,
-            first=result.first,
+            start=result.start,
             last=last,
         )
         return result

@@ -24,11 +24,11 @@ def reward_file(run_dir: Path, branch: str, reward: str | Callable[..., Any]) ->
     if not callable(reward):
         raise ConfigError(f"reward: a {type(reward).__name__}; expected a function, or a name as in a job file")
     derived_branches.refuse((run_dir / "store").resolve(), branch)  # the file of a branch that exists is kept
-    named = write_code(reward, run_dir / "code", file_name(branch))
+    path = write_code(reward, run_dir / "code", file_name(branch))
     try:
-        yield named
+        yield path
     except BaseException:
-        Path(named.rpartition(":")[0]).unlink(missing_ok=True)
+        Path(path.rpartition(":")[0]).unlink(missing_ok=True)
         raise
 
 

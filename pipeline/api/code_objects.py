@@ -72,9 +72,9 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
         raise ConfigError(f"{name} = {obj!r}: not a function or class")
     called = str(getattr(obj, "__name__", ""))
     called = called if called.isidentifier() else name
-    with _own_modules() as own:
-        pickled = _pickled(obj, called, own)
-        sources = list(_sources(obj, own))[:MAX_SOURCES]
+    with _own_modules() as modules:
+        pickled = _pickled(obj, called, modules)
+        sources = list(_sources(obj, modules))[:MAX_SOURCES]
     about = "Its source text, for readers:" if sources else "Its source text is not known."
     comments = textwrap.indent("\n\n".join(sources), "#     ", lambda _: True) if sources else ""
     text = FILE.format(
@@ -91,18 +91,18 @@ def write_code(obj: Callable[..., Any], folder: Path, name: str) -> str:
     return f"{path}:{called}"
 
 
-def _pickled(obj: Any, called: str, own: set[str]) -> bytes:
+def _pickled(obj: Any, called: str, modules: set[str]) -> bytes:
     """An object pickled by value. Raises ConfigError."""
     try:
         pickled: bytes = cloudpickle.dumps(obj)
     except Exception as error:  # an object of the user's may raise anything
-        path, why = _culprit(obj, error, own, [called])
+        path, why = _culprit(obj, error, modules, [called])
         raise ConfigError(
             f"{called} cannot be sent to worker processes: {'.'.join(path)} cannot be pickled ({why}); create it "
             "inside of the function, or load it from a file there"
         ) from error
     try:
-        _Loading(pickled, own).load()
+        _Loading(pickled, modules).load()
     except Exception as error:  # an object of the user's may raise anything
         why = " ".join(str(error).split())
         raise ConfigError(f"{called} cannot be sent to worker processes: loaded there it fails: {why}") from error
@@ -117,9 +117,9 @@ def _pickled(obj: Any, called: str, own: set[str]) -> bytes:
 class _Loading(pickle.Unpickler):
     """Loads an object as another process does, which has neither the notebook nor the user's modules."""
 
-    def __init__(self, pickled: bytes, own: set[str]) -> None:
+    def __init__(self, pickled: bytes, modules: set[str]) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._elsewhere = (*SCRIPTS, *own)
+        self._elsewhere = (*SCRIPTS, *modules)
 
     def find_class(self, module: str, name: str) -> Any:
         if module in self._elsewhere:
@@ -130,22 +130,22 @@ class _Loading(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _culprit(obj: Any, error: Exception, own: set[str], path: list[str]) -> tuple[list[str], str]:
+def _culprit(obj: Any, error: Exception, modules: set[str], path: list[str]) -> tuple[list[str], str]:
     """Where in an object the innermost part is that cannot be pickled, and why."""
-    for name, value in _parts(obj, own):
+    for name, value in _parts(obj, modules):
         if name in path:
             continue
         try:
             cloudpickle.dumps(value)
         except Exception as inner:  # noqa: BLE001  an object of the user's may raise anything
-            return _culprit(value, inner, own, [*path, name])
+            return _culprit(value, inner, modules, [*path, name])
     return path, " ".join(str(error).split())
 
 
-def _parts(obj: Any, own: set[str]) -> Iterator[tuple[str, Any]]:
+def _parts(obj: Any, modules: set[str]) -> Iterator[tuple[str, Any]]:
     """What is pickled with an object, by name: globals, closure and defaults of a function, members of a class,
     attributes of an instance."""
-    if isinstance(obj, types.FunctionType) and _by_value(obj, own):
+    if isinstance(obj, types.FunctionType) and _by_value(obj, modules):
         for name in dict.fromkeys(_names(obj.__code__)):
             if name in obj.__globals__:
                 yield name, obj.__globals__[name]
@@ -155,14 +155,14 @@ def _parts(obj: Any, own: set[str]) -> Iterator[tuple[str, Any]]:
         for value in (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values()):
             yield "a default value", value
     elif isinstance(obj, (staticmethod, classmethod)):
-        yield from _parts(obj.__func__, own)
+        yield from _parts(obj.__func__, modules)
     elif isinstance(obj, types.MethodType):
         yield from (("__func__", obj.__func__), ("__self__", obj.__self__))
-    elif isinstance(obj, type) and _by_value(obj, own):
+    elif isinstance(obj, type) and _by_value(obj, modules):
         yield from ((base.__name__, base) for base in obj.__bases__)
         yield from vars(obj).items()
     elif isinstance(obj, types.ModuleType):
-        if obj.__name__ in own:
+        if obj.__name__ in modules:
             yield from vars(obj).items()
     elif not isinstance(obj, (type, types.FunctionType)):
         yield from getattr(obj, "__dict__", {}).items()
@@ -176,28 +176,28 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _sources(obj: Any, own: set[str], seen: set[int] | None = None) -> Iterator[str]:
+def _sources(obj: Any, modules: set[str], seen: set[int] | None = None) -> Iterator[str]:
     """Source texts of an object and of the user's functions and classes that it uses."""
     seen = set() if seen is None else seen
     if id(obj) in seen:
         return
     seen.add(id(obj))
-    if isinstance(obj, (types.FunctionType, type)) and _by_value(obj, own):
+    if isinstance(obj, (types.FunctionType, type)) and _by_value(obj, modules):
         with contextlib.suppress(OSError, TypeError):  # a plain Python prompt keeps no source
             yield textwrap.dedent(inspect.getsource(obj)).rstrip()
         if isinstance(obj, type):
             for member in vars(obj).values():
-                for _, value in _parts(member, own):
-                    yield from _sources(value, own, seen)
+                for _, value in _parts(member, modules):
+                    yield from _sources(value, modules, seen)
             return
-        for _, value in _parts(obj, own):
-            yield from _sources(value, own, seen)
+        for _, value in _parts(obj, modules):
+            yield from _sources(value, modules, seen)
 
 
-def _by_value(obj: Any, own: set[str]) -> bool:
+def _by_value(obj: Any, modules: set[str]) -> bool:
     """Whether a function or class is pickled with its code: one of the user's own, or that no import finds."""
     module = str(getattr(obj, "__module__", ""))
-    return module in own or module in SCRIPTS or module not in sys.modules
+    return module in modules or module in SCRIPTS or module not in sys.modules
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def dry_run(
 def dry_job(job: Job, folder: Path) -> Job:
     """The job of a dry run, whose run is in a folder. Raises ConfigError."""
     preflight.check_names(job)
-    return dry_settings(user_files.located(job), folder)
+    return dry_settings(user_files.with_absolute_paths(job), folder)
 
 
 def dry_run_result(run_dir: Path) -> DryRunResult:

@@ -99,7 +99,7 @@ def override_texts(overrides: Overrides | None) -> tuple[str, ...]:
 def new_job(job: Job) -> Job:
     """The job of a new run, with absolute paths. Raises ConfigError, also if the name of its run is taken."""
     preflight.check_names(job)
-    job = user_files.located(job)
+    job = user_files.with_absolute_paths(job)
     require_unused_name(job.run_dir)
     return job
 
@@ -112,7 +112,7 @@ def resumable_job(run_dir: Path, overrides: Overrides | None = None) -> Job:
     if note := resumption.schedule_note(config):
         logger.warning(note)
     resumption.reached(config)
-    return user_files.located(config)
+    return user_files.with_absolute_paths(config)
 
 
 def with_objects(source: JobSource, overrides: Overrides | None, objects: Mapping[str, Any]) -> Job:
@@ -144,7 +144,7 @@ def with_objects(source: JobSource, overrides: Overrides | None, objects: Mappin
             changes |= {
                 key: "task",
                 "reward.parts": {
-                    part: of if isinstance(of, Mapping) else {"function": of} for part, of in value.items()
+                    part: table if isinstance(table, Mapping) else {"function": table} for part, table in value.items()
                 },
             }
         elif not callable(value) and not isinstance(value, (str, Path, Mapping, list, tuple)):

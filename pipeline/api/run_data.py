@@ -181,7 +181,7 @@ class RunData:
             raise ConfigError(f"{self._path}: no stored trajectory {id}; it was never started or is still in flight")
         return StoredTrajectory.of(row, self._texts())
 
-    def ranked(self, order: Order, count: int, where: str = "", *, step: int | None = None) -> list[int]:
+    def sorted_ids(self, order: Order, count: int, where: str = "", *, step: int | None = None) -> list[int]:
         """Ids of the trajectories with the lowest or highest reward, or the most response tokens.
 
         Args:
@@ -191,9 +191,9 @@ class RunData:
             where: Which trajectories to rank, as in `trajectories`.
             step: Only those that this training step consumed.
         """
-        from staleflow.pipeline.stored_runs.views import ranked
+        from staleflow.pipeline.stored_runs.views import sorted_ids
 
-        return [int(id) for id in ranked(self._store(), order, count, _of_step(where, step))]
+        return [int(id) for id in sorted_ids(self._store(), order, count, _of_step(where, step))]
 
     def view(self, trajectories: int | Iterable[int], *, model: str = "") -> list[TrajectoryView]:
         """Trajectories for display, token by token: text, policy version, instance, probability and importance ratio.

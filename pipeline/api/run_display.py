@@ -42,11 +42,11 @@ class RunFacts:
     @property
     def shown(self) -> dict[str, str]:
         """Names and values, in display order."""
-        at = {} if self.at_step is None else {"as of step": str(self.at_step)}
+        snapshot = {} if self.at_step is None else {"as of step": str(self.at_step)}
         reward = {} if self.reward is None else {"reward": f"{self.reward:.3f}"}
         return {
             "branch": self.branch,
-            **at,
+            **snapshot,
             "state": self.state,
             "steps": f"{self.steps:,}",
             "trajectories": f"{self.trajectories:,}",

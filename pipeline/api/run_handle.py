@@ -124,7 +124,7 @@ class RunHandle:
         steps = list(self._progress.report.steps)
         last = steps[-1] if steps else {}
         elapsed_s = last.get("elapsed_s", 0.0)
-        left = self._job.steps - self._progress.version
+        remaining_steps = self._job.steps - self._progress.version
         return RunStatus(
             state=self._state(),
             step=self._progress.version,
@@ -133,7 +133,9 @@ class RunHandle:
             staleness=last.get("staleness_mean"),
             tokens_per_s=tokens_per_s(steps),
             elapsed_s=elapsed_s,
-            remaining_s=left * elapsed_s / len(steps) if steps and left > 0 and not self.done else None,
+            remaining_s=remaining_steps * elapsed_s / len(steps)
+            if steps and remaining_steps > 0 and not self.done
+            else None,
             message=self._message(),
         )
 

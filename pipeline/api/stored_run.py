@@ -144,11 +144,11 @@ class Run(RunData):
         from staleflow.pipeline.stored_runs import reward_rescoring
         from staleflow.pipeline.stored_runs.pool import pool_of
 
-        self._refuse_past("score the responses of")
+        self._require_newest("score the responses of")
         lines, notify = override_lines(changes), progress or _ignore
         if not reward and not lines:
             raise ConfigError("rescore: name the reward, or what changes of the job's own")
-        with self._alone(), reward_file(self._path, branch, reward) as named:
+        with self._lock_run(), reward_file(self._path, branch, reward) as named:
             reward_rescoring.refuse(self._path, named, branch, lines)
             notify(0, 0)
             with pool_of(client, workers) as pool:
@@ -183,12 +183,12 @@ class Run(RunData):
         from staleflow.pipeline.stored_runs import logprob_recompute
         from staleflow.pipeline.stored_runs.pool import pool_of
 
-        self._refuse_past("compute logprobs of")
+        self._require_newest("compute logprobs of")
         logprob_recompute.refuse(self._path, str(model), branch, where)
         notify = progress or _ignore
         notify(0, 0)
         # Storing a branch commits to the store, as a run in progress does; reading disturbs nothing.
-        with self._alone() if branch else contextlib.nullcontext(), pool_of(client, workers, model=True) as pool:
+        with self._lock_run() if branch else contextlib.nullcontext(), pool_of(client, workers, model=True) as pool:
             return logprob_recompute.recompute(
                 self._path, str(model), pool, branch=branch, where=where, progress=notify
             )
@@ -226,7 +226,7 @@ class Run(RunData):
         from staleflow.pipeline.stored_runs import exporting
         from staleflow.pipeline.stored_runs.pool import pool_of
 
-        self._refuse_past("export")
+        self._require_newest("export")
         path = Path(f"{self._path.resolve().name}.{to}" if out is None else out)
         exporting.refuse(self._path, to, path, self._branch, where)
         notify = progress or _ignore
@@ -268,7 +268,7 @@ class Run(RunData):
         from staleflow.pipeline.stored_runs.pool import pool_of
         from staleflow.pipeline.stored_runs.training import planned, train_offline
 
-        self._refuse_past("train on")
+        self._require_newest("train on")
         lines = override_lines(overrides)
         beside = self._path.name if is_url(self._source) else self._path.resolve()
         folder = Path(f"{beside}-offline" if out is None else out)
@@ -279,11 +279,11 @@ class Run(RunData):
                 report=report or _ignore,
             )  # fmt: skip
 
-    def _alone(self) -> contextlib.AbstractContextManager[None]:
+    def _lock_run(self) -> contextlib.AbstractContextManager[None]:
         """The lock of the run's folder. Raises FolderInUse if a process works on the run."""
         return run_folder.lock_folder(self._path)
 
-    def _refuse_past(self, operation: str) -> None:
+    def _require_newest(self, operation: str) -> None:
         if self._at_step is not None:
             raise ConfigError(f"{self._source}: cannot {operation} the run as of a step; open it without at_step")
 

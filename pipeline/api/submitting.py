@@ -185,7 +185,7 @@ def _status_of(job: Mapping[str, Any]) -> RunStatus:
     last, reported = job["last"] or {}, job["status"] or {}
     done = int(last["step"]) + 1 if last else 0
     elapsed_s = last.get("elapsed_s", 0.0)
-    left = job["steps"] - done
+    remaining_steps = job["steps"] - done
     state = STATES[job["state"]]
     if job["stop"] and state not in ENDED:
         state = "stopping"
@@ -197,6 +197,6 @@ def _status_of(job: Mapping[str, Any]) -> RunStatus:
         staleness=last.get("staleness_mean"),
         tokens_per_s=last.get("tokens_per_s", 0.0),
         elapsed_s=elapsed_s,
-        remaining_s=left * elapsed_s / done if done and left > 0 and state not in ENDED else None,
+        remaining_s=remaining_steps * elapsed_s / done if done and remaining_steps > 0 and state not in ENDED else None,
         message=job["why"] or (reported.get("doing", "") if state == "running" else ""),
     )

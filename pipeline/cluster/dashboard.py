@@ -255,25 +255,25 @@ class View:
         slots: dict[str, list[Any]] = {name: [] for name in ("x", "y", "colour", "line", "what")}
         published, widest = status["version"], 1
         for buffer in status["buffers"]:
-            at = 0
+            row = 0
             for state in ("occupied", "reserved"):
                 for version, count in sorted(buffer[state].items(), key=lambda item: int(item[0])):
                     colour = LAG_COLORS[min(max(published - int(version), 0), len(LAG_COLORS) - 1)]
                     for _ in range(count):
-                        slots["x"].append(at + 0.5)
+                        slots["x"].append(row + 0.5)
                         slots["y"].append(buffer["step"])
                         slots["colour"].append(colour if state == "occupied" else "white")
                         slots["line"].append(colour)
                         slots["what"].append(f"step {buffer['step']}: {state}, version {version}")
-                        at += 1
-            for _ in range(buffer["capacity"] - at):
-                slots["x"].append(at + 0.5)
+                        row += 1
+            for _ in range(buffer["capacity"] - row):
+                slots["x"].append(row + 0.5)
                 slots["y"].append(buffer["step"])
                 slots["colour"].append(EMPTY_COLOR)
                 slots["line"].append(EMPTY_COLOR)
                 slots["what"].append(f"step {buffer['step']}: empty")
-                at += 1
-            widest = max(widest, at)
+                row += 1
+            widest = max(widest, row)
         self._slots.data = slots
         steps = [b["step"] for b in status["buffers"]] or [0]
         self._buffers.x_range.update(start=0, end=widest)
@@ -289,7 +289,7 @@ class View:
                 for name in tokens
             }
             self._last_token_counts = (now, dict(tokens))
-        kept = {name: f" and {count} kept" for name, count in status.get("kept_tokens", {}).items() if count}
+        retained = {name: f" and {count} kept" for name, count in status.get("kept_tokens", {}).items() if count}
         lanes, hosts = status["instances"], status.get("environments", ())
         names = [*(lane["instance"] for lane in lanes), *(host["host"] for host in hosts)]
         if names and self._instances.y_range.factors != names[::-1]:
@@ -306,7 +306,7 @@ class View:
             "label": names,
             "text": [
                 f"v{lane['version']} (-{n}){' pulling' if lane['pulling'] else ''}, {lane['num_running']} running, "
-                f"{lane['kv_tokens']} KV{kept.get(lane['instance'], '')}, "
+                f"{lane['kv_tokens']} KV{retained.get(lane['instance'], '')}, "
                 f"samples {self._rates.get(lane['instance'], 0.0):.0f} {GAUGES['instance_tokens_per_s'].unit}"
                 for lane, n in zip(lanes, lag, strict=True)
             ]

@@ -193,14 +193,14 @@ def hosts_of(gpus: Mapping[str, WorkerGpus], kinds: Kinds, free: Iterable[str]) 
     """The machines of a cluster, with all GPUs that their workers report and with those workers that are free."""
     devices: dict[str, dict[str, Device]] = defaultdict(dict)
     processes: dict[str, list[Process]] = defaultdict(list)
-    for own in gpus.values():
-        devices[own.host] |= {device.uuid: device for device in own.devices}
+    for worker_gpus in gpus.values():
+        devices[worker_gpus.host] |= {device.uuid: device for device in worker_gpus.devices}
     for address in free:
         if address in gpus:
-            own = gpus[address]
+            worker_gpus = gpus[address]
             able = frozenset(ROLE_KINDS[role].value for role in kinds[address])
-            uuids = tuple(device.uuid for device in own.devices)
-            processes[own.host].append(Process(name=address, devices=uuids, kinds=able))
+            uuids = tuple(device.uuid for device in worker_gpus.devices)
+            processes[worker_gpus.host].append(Process(name=address, devices=uuids, kinds=able))
     return [
         Host(
             name=name,
@@ -233,7 +233,7 @@ def _assigned(
 
 
 def _assign(
-    roles: Sequence[str], taken: list[tuple[Kind, tuple[str, ...]]], left: Counter[Kind], needs: Needs
+    roles: Sequence[str], taken: list[tuple[Kind, tuple[str, ...]]], available: Counter[Kind], needs: Needs
 ) -> list[tuple[Kind, tuple[str, ...]]] | None:
     """Assign the light roles, then the trainer's ranks, such that enough workers are left for rollout instances.
 
@@ -241,33 +241,39 @@ def _assign(
     there are few kinds. None if there is none.
     """
     if not roles:
-        ranks = _ranks(left, needs)
+        ranks = _ranks(available, needs)
         return None if ranks is None else [*taken, *ranks]
-    role, *others = roles
+    role, *other_roles = roles
     for i, (kind, assigned) in enumerate(taken):
         if role in kind:
-            assignment = _assign(others, [*taken[:i], (kind, (*assigned, role)), *taken[i + 1 :]], left, needs)
+            assignment = _assign(
+                other_roles, [*taken[:i], (kind, (*assigned, role)), *taken[i + 1 :]], available, needs
+            )
             if assignment is not None:
                 return assignment
-    for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # workers with few other roles come first
-        if role in kind and left[kind]:
-            assignment = _assign(others, [*taken, (kind, (role,))], left - Counter([kind]), needs)
+    for kind in sorted(
+        available, key=lambda kind: (len(kind), sorted(kind))
+    ):  # workers with few other roles come first
+        if role in kind and available[kind]:
+            assignment = _assign(other_roles, [*taken, (kind, (role,))], available - Counter([kind]), needs)
             if assignment is not None:
                 return assignment
     return None
 
 
-def _ranks(left: Counter[Kind], needs: Needs) -> list[tuple[Kind, tuple[str, ...]]] | None:
+def _ranks(available: Counter[Kind], needs: Needs) -> list[tuple[Kind, tuple[str, ...]]] | None:
     """Workers for the trainer's ranks, such that enough are left for the rollout instances; None if there are not."""
-    spare = sum(n for kind, n in left.items() if "rollout" in kind) - needs.instances
+    spare = sum(n for kind, n in available.items() if "rollout" in kind) - needs.instances
     if spare < 0:
         return None
-    taken: list[Kind] = []
-    for kind in sorted(left, key=lambda kind: (len(kind), sorted(kind))):  # workers with few other roles come first
+    rank_kinds: list[Kind] = []
+    for kind in sorted(
+        available, key=lambda kind: (len(kind), sorted(kind))
+    ):  # workers with few other roles come first
         if "trainer" in kind:
-            count = min(left[kind], needs.ranks - len(taken))
+            count = min(available[kind], needs.ranks - len(rank_kinds))
             if "rollout" in kind:
                 count = min(count, spare)
                 spare -= count
-            taken += [kind] * count
-    return [(kind, ("trainer",)) for kind in taken] if len(taken) == needs.ranks else None
+            rank_kinds += [kind] * count
+    return [(kind, ("trainer",)) for kind in rank_kinds] if len(rank_kinds) == needs.ranks else None

@@ -117,9 +117,9 @@ class JobQueue:
         """A worker has joined; perhaps a restarted one, under a new address. unreported_since: when it was asked for
         its GPUs; None: it has none."""
         self.workers[address] = dict(resources)
-        same = next((old for old, (has, _) in self._gone.items() if has == resources), None)
-        if same is not None:
-            self._forget_gone(same)
+        restarted = next((old for old, (has, _) in self._gone.items() if has == resources), None)
+        if restarted is not None:
+            self._forget_gone(restarted)
         if unreported_since is not None:
             self._unreported[address] = unreported_since
         self._kinds = None
@@ -176,8 +176,8 @@ class JobQueue:
 
     def unavailable(self, owner: str) -> list[str]:
         """Workers that cannot be used by a job, or by whoever is none (owner: its id, or empty)."""
-        others = [a for a, claim in self.claims.items() if claim.job != owner]
-        return [*others, *self.needs_restart, *self._kept]
+        other_workers = [a for a, claim in self.claims.items() if claim.job != owner]
+        return [*other_workers, *self.needs_restart, *self._kept]
 
     def workers_of(self, id: str) -> Gang:
         """The workers of a job, and the roles each was given for."""
@@ -191,7 +191,9 @@ class JobQueue:
 
     def devices(self) -> list[Device]:
         """All GPUs of the cluster."""
-        return list({device.uuid: device for own in self.gpus.values() for device in own.devices}.values())
+        return list(
+            {device.uuid: device for worker_gpus in self.gpus.values() for device in worker_gpus.devices}.values()
+        )
 
     def short_of_gpus(self, needs: Needs) -> str:
         """Why all workers together do not have the GPUs that a job needs, in one line; empty if they do, or if there
@@ -239,7 +241,7 @@ class JobQueue:
         silent = [(c.roles[0], self._place_of(a, c)) for a, c in self.claims.items() if a in avoid and c.job == id]
         lost = [lost_place for lost_place in self._lost_places.get(id, ()) if lost_place[0] == role]
         before = self._places_of(id)
-        if earlier := [*lost, *((name, at) for name, at in silent if name == role)]:
+        if earlier := [*lost, *((name, address) for name, address in silent if name == role)]:
             before[role] = earlier[0][1]
         hosts = hosts_of(self.gpus, self._known_kinds(), [a for a in self.free if a not in avoid])
         placed = place(hosts, [entry.needs.heavy_role(role, role)], taken=self._taken(), before=before)
@@ -268,10 +270,10 @@ class JobQueue:
 
     def _taken(self, free: Sequence[str] = ()) -> dict[str, str]:
         """GPUs that jobs have, with the jobs' names. free: workers whose GPUs are to be placed anew."""
-        kept = {address: claim for address, (claim, _) in self._kept.items()}
+        retained_claims = {address: claim for address, (claim, _) in self._kept.items()}
         return {
             uuid: claim.job
-            for claims in (self.claims, self.needs_restart, kept)
+            for claims in (self.claims, self.needs_restart, retained_claims)
             for address, claim in claims.items()
             if address not in free
             for uuid in claim.devices
@@ -299,11 +301,11 @@ class JobQueue:
         placed = self._placed(needs, able, taken=self._taken([*free, *engines]) if taken is None else taken, id=id)
         if isinstance(placed, Shortage):
             return None
-        heavy = {at.process: at.devices for at in placed.assignments.values()}
+        heavy = {assignment.process: assignment.devices for assignment in placed.assignments.values()}
         light = choose(needs.light, kinds, [a for a in free if a not in heavy], driver_at, surplus=surplus)
         if light is None:
             return None
-        roles = {at.process: (name.partition("-")[0],) for name, at in placed.assignments.items()}
+        roles = {assignment.process: (name.partition("-")[0],) for name, assignment in placed.assignments.items()}
         return light | roles, heavy
 
     def _lacks(self, needs: Needs, free: list[str]) -> str:
@@ -354,11 +356,11 @@ class JobQueue:
     def driver_lost(self, id: str, now: float) -> list[str]:
         """A job's driver is gone: it waits again. Returns the workers it had, which must be restarted before anyone
         gets them, unless they are kept."""
-        left = list(self.workers_of(id))
-        for address in left:
+        workers_left = list(self.workers_of(id))
+        for address in workers_left:
             self.needs_restart[address] = self.claims.pop(address)
         self.requeue(id, now)
-        return left
+        return workers_left
 
     def admit_ready(self, now: float) -> tuple[dict[str, Gang], list[str]]:
         """Admit all who can be, in their order. Returns the workers of each job admitted, and the jobs whose time to
@@ -382,13 +384,13 @@ class JobQueue:
                 ahead += 1
                 entry.why = UNREPORTED
                 continue
-            kept = self._kept_for(entry.id)
+            retained = self._kept_for(entry.id)
             alone = self._waits_alone(entry.id)
             chosen = (
-                None if ahead or owed else self._select(entry.needs, free, engines=kept, id=entry.id, surplus=alone)
+                None if ahead or owed else self._select(entry.needs, free, engines=retained, id=entry.id, surplus=alone)
             )
-            if chosen is not None and any(chosen[0].get(address) not in ((ROLLOUT,), None) for address in kept):
-                for address in kept:
+            if chosen is not None and any(chosen[0].get(address) not in ((ROLLOUT,), None) for address in retained):
+                for address in retained:
                     self._drop_kept(address)
                 ahead += 1
                 entry.why = RESTARTS
@@ -407,10 +409,10 @@ class JobQueue:
                     self._ask_back(entry.needs, free)
                 ahead += 1
             else:
-                there = describe_workers(self.workers)
+                description = describe_workers(self.workers)
                 if short := self.short_of_gpus(entry.needs):
-                    there += f"; {short}"
-                entry.why = f"needs {entry.needs}; {there}; starts once there are enough"
+                    description += f"; {short}"
+                entry.why = f"needs {entry.needs}; {description}; starts once there are enough"
             if not entry.num_workers and entry.wait_s and now - entry.since_s > entry.wait_s:
                 expired.append(entry.id)
         return admitted, expired
@@ -432,9 +434,9 @@ class JobQueue:
         if not entry.num_workers:
             return False
         engines = [address for address in claimed if address in self._engines]
-        others = [address for address in claimed if address not in self._engines]
+        without_engine = [address for address in claimed if address not in self._engines]
         alone = self._waits_alone(id)
-        chosen = self._select(entry.needs, [*others, *self.free], driver_at, engines, id=id, surplus=alone)
+        chosen = self._select(entry.needs, [*without_engine, *self.free], driver_at, engines, id=id, surplus=alone)
         if chosen is not None and (misused := [a for a in engines if chosen[0].get(a) != (ROLLOUT,)]):
             for address in misused:
                 self._dirty(address)

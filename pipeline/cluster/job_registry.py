@@ -178,7 +178,7 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                     self._end(job, "failed", GONE if job.needs is None else UNSENT)
                 continue
             gang = self.job_queue.workers_of(job.id)
-            left = self.job_queue.driver_lost(job.id, time.monotonic())
+            workers_left = self.job_queue.driver_lost(job.id, time.monotonic())
             engines: list[str] = []
             if job.state in ENDED:
                 self.job_queue.leave(job.id)
@@ -186,9 +186,11 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
                 self._end(job, "failed", GONE)
             else:
                 self._wait_again(job)
-                engines = [address for address in left if gang[address] == (ROLLOUT,)]
+                engines = [address for address in workers_left if gang[address] == (ROLLOUT,)]
             self._begin(
-                worker_restarts.restart(self._scheduler, [address for address in left if address not in engines])
+                worker_restarts.restart(
+                    self._scheduler, [address for address in workers_left if address not in engines]
+                )
             )
             self._begin(self._keep(engines))
         self._serve()
@@ -230,11 +232,13 @@ class JobRegistry(SchedulerPlugin):  # type: ignore[misc]  # untyped
 
     async def _keep(self, addresses: Sequence[str]) -> None:
         """Keep workers on which an engine is and which answer; restart the others."""
-        kept = await asyncio.gather(*(worker_restarts.has_engine(self._scheduler, address) for address in addresses))
-        for address, has_engine in zip(addresses, kept, strict=True):
+        engine_flags = await asyncio.gather(
+            *(worker_restarts.has_engine(self._scheduler, address) for address in addresses)
+        )
+        for address, has_engine in zip(addresses, engine_flags, strict=True):
             if has_engine:
                 self.job_queue.keep(address, time.monotonic())
-        dead = [address for address, has_engine in zip(addresses, kept, strict=True) if not has_engine]
+        dead = [address for address, has_engine in zip(addresses, engine_flags, strict=True) if not has_engine]
         self._serve()
         await worker_restarts.restart(self._scheduler, dead)
 

@@ -160,21 +160,21 @@ def evaluation_sets(config: RunConfig) -> tuple[EvaluationSet, ...]:
     """The sets of prompts that this job evaluates the model on."""
     from staleflow.tasks.sources.evaluation_sets import EvaluationSet
 
-    own = {name or HELD_OUT: number for number, name in enumerate(config.task.named)}
+    source_numbers = {name or HELD_OUT: number for number, name in enumerate(config.task.named)}
     tasks = list(config.task.named.values())
     return tuple(
         EvaluationSet(
             name=name,
             config=dataclasses.replace(
                 settings,
-                source=settings.source if name not in own and config.has_texts else "",
+                source=settings.source if name not in source_numbers and config.has_texts else "",
                 max_new_tokens=settings.max_new_tokens or config.rollout.max_new_tokens,
             ),
             columns=tasks[0].columns,
             seed=config.seed,
-            main=name in own,
-            task_source=own.get(name, 0),
-            answer_pattern=tasks[own.get(name, 0)].answer_pattern,
+            main=name in source_numbers,
+            task_source=source_numbers.get(name, 0),
+            answer_pattern=tasks[source_numbers.get(name, 0)].answer_pattern,
         )
         for name, settings in config.evaluation_sets.items()
     )

@@ -187,7 +187,7 @@ def _check_template(task: TaskConfig, key: str) -> Iterator[str]:
 
 def _check_evaluation(config: RunConfig) -> Iterator[str]:
     """Check what the model is to be evaluated on."""
-    most, sets = config.rollout.max_new_tokens, config.evaluation_sets
+    max_new_tokens, sets = config.rollout.max_new_tokens, config.evaluation_sets
     if HELD_OUT in config.evaluation.sets:
         yield f"evaluation.sets.{HELD_OUT} is the name of the set of task.eval_prompts; rename it"
     plays = config.acts and not config.environment.tools and not config.task.sources
@@ -195,10 +195,10 @@ def _check_evaluation(config: RunConfig) -> Iterator[str]:
         key = f"evaluation.sets.{name}"
         if not evaluation_set.responses_per_prompt:
             yield f"{key}: samples = 0 and greedy = false leave nothing to score; set one of them"
-        if evaluation_set.max_new_tokens > most:
+        if evaluation_set.max_new_tokens > max_new_tokens:
             yield (
                 f"{key}.max_new_tokens = {evaluation_set.max_new_tokens} is more than rollout.max_new_tokens = "
-                f"{most}, which the engines have room for; lower it"
+                f"{max_new_tokens}, which the engines have room for; lower it"
             )
         if plays and evaluation_set.reward != "task":
             yield (

@@ -22,9 +22,9 @@ MAX_SCALE = 100.0
 def dry_run(config: RunConfig, runs_dir: Path) -> RunConfig:
     """The dry run of a job, in another folder for runs: prompts, template, tokenizer, reward, strategies and store are
     the job's; engine and trainer are emulated, on this machine. Raises ConfigError if the model is not found."""
-    rollout, batch, longest = config.rollout, config.batch, config.rollout.max_new_tokens
+    rollout, batch, max_new_tokens = config.rollout, config.batch, config.rollout.max_new_tokens
     folder = find_model(config.model.path) if config.model.path else None
-    scale = min(max(longest * TOKEN_S / RESPONSE_S, 1.0), MAX_SCALE)
+    scale = min(max(max_new_tokens * TOKEN_S / RESPONSE_S, 1.0), MAX_SCALE)
     engine = EmulatedSettings.like(rollout.engine, time_scale=scale)
     groups = min(batch.groups_per_step, GROUPS)
     return dataclasses.replace(
@@ -43,6 +43,8 @@ def dry_run(config: RunConfig, runs_dir: Path) -> RunConfig:
         reward=dataclasses.replace(config.reward, workers=min(config.reward.workers, WORKERS), max_error_share=1.0),
         cluster=dataclasses.replace(config.cluster, kind="local", address="", scheduler_file="", dashboard=False),
         tracking=dataclasses.replace(config.tracking, tracker="", tensorboard=False),
-        workload=dataclasses.replace(config.workload, kind="lognormal", median=max(1.0, longest / 4), prompts="task"),
+        workload=dataclasses.replace(
+            config.workload, kind="lognormal", median=max(1.0, max_new_tokens / 4), prompts="task"
+        ),
         simulation=dataclasses.replace(config.simulation, train_s=1.0, train_s_per_token=0.0, pull_s=0.1),
     )

@@ -188,7 +188,7 @@ def _pretrain(out: Path, say: Callable[[str], None]) -> None:
             works = number < BATCH * LEARNING_STEPS or rng.random() < WORKED_SHARE
             yield f"{expression} =", worked_example(expression, rng, 0.0) if works else f"so{rng.randint(0, 9)}."
 
-    def begun(parameters: int) -> None:
+    def on_start(parameters: int) -> None:
         say(f"pretraining a model of {parameters:,} parameters, {PRETRAINING_STEPS} steps")
 
     def progress(step: int, loss: float) -> None:
@@ -203,7 +203,7 @@ def _pretrain(out: Path, say: Callable[[str], None]) -> None:
         warmup_steps=30,
         initializer_range=0.1,
     )
-    pretrain(out, examples(random.Random(1)), recipe, begun, progress)
+    pretrain(out, examples(random.Random(1)), recipe, on_start, progress)
 
 
 # -- what the user brings --------------------------------------------------------------------------------------------
@@ -317,8 +317,8 @@ def reward(answer, record):
 
 def _job(folder: Path, inputs: InitInputs, data: DataFacts) -> str:
     """The text of the job file. Raises ConfigError."""
-    texts = load_chat_tokenizer(inputs.model) if inputs.model else None
-    chat = texts is not None and texts.has_chat_template
+    tokenizer = load_chat_tokenizer(inputs.model) if inputs.model else None
+    chat = tokenizer is not None and tokenizer.has_chat_template
     if data.messages and not chat:
         raise ConfigError(f"--data {inputs.data}: prompts are messages, and {inputs.model} has no chat template")
     tokens = 48
@@ -371,7 +371,7 @@ def _learning_rate(model: str) -> float:
     if not model:
         return RATES[0][1]
     size = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))
-    return next((rate for most, rate in RATES if 0 < size <= most), MIN_RATE)
+    return next((rate for max_bytes, rate in RATES if 0 < size <= max_bytes), MIN_RATE)
 
 
 TEMPLATE = """\

@@ -49,12 +49,12 @@ def _choice(spec: Choice) -> dict[str, Any]:
     """A name, or a table with the name and the knobs of that entry."""
     registry = spec.registry
     forms: list[dict[str, Any]] = []
-    own = {"type": "string", "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
+    user_code = {"type": "string", "pattern": USER_CODE, "description": "your own code: file.py:NAME or module:NAME"}
     if not spec.has_common_knobs:
         forms.append({"enum": list(registry.names)})
     if registry.user_code is not None:
-        knobs = {"type": "object", "properties": {"name": own}, "required": ["name"]}
-        forms += [own, knobs]
+        knobs = {"type": "object", "properties": {"name": user_code}, "required": ["name"]}
+        forms += [user_code, knobs]
     for name in registry.names:
         table = _table(registry.find(name))
         table["properties"] = {"name": {"const": name}} | table["properties"]

@@ -58,8 +58,8 @@ def _explained(node: Any, prefix: str, choice: Choice | None = None) -> Iterator
                 yield from _explained(below, f"{prefix}{name}.{entry}.")
         else:
             yield Explained(key=f"{prefix}{name}", value=value, default=default, limits=knob.limits, doc=knob.doc)
-    for name, (below, chosen) in tables.items():
-        yield from _explained(below, f"{prefix}{name}.", chosen)
+    for name, (below, name_value) in tables.items():
+        yield from _explained(below, f"{prefix}{name}.", name_value)
 
 
 def _tables(node: Any, key: str, choice: Choice | None = None) -> Iterator[str]:

@@ -105,18 +105,18 @@ def _numa(bus_id: str) -> int:
         return 0
 
 
-def _visible(devices: list[Device], named: str | None) -> tuple[Device, ...]:
+def _visible(devices: list[Device], variable: str | None) -> tuple[Device, ...]:
     """The devices that a value of CUDA_VISIBLE_DEVICES names, in its order; as CUDA does, up to the first that is not
     there."""
-    if named is None:
+    if variable is None:
         return tuple(devices)
-    chosen: list[Device] = []
-    for entry in filter(None, (part.strip() for part in named.split(","))):
+    visible: list[Device] = []
+    for entry in filter(None, (part.strip() for part in variable.split(","))):
         match = [d for d in devices if d.visible == entry or (not entry.isdigit() and d.uuid.startswith(entry))]
         if not match:
             break
-        chosen.append(match[0])
-    return tuple(chosen)
+        visible.append(match[0])
+    return tuple(visible)
 
 
 def _text(value: str | bytes) -> str:

@@ -50,14 +50,14 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{key} = {config.model.path!r}: cannot be loaded: {reason}") from error
-    ends: set[int] = set()
+    eos_ids: set[int] = set()
     try:
         declared = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         declared = architecture.eos_token_id
-    ends |= {declared} if isinstance(declared, int) else set(declared or ())
+    eos_ids |= {declared} if isinstance(declared, int) else set(declared or ())
     if tokenizer.eos_token_id is not None:
-        ends.add(int(tokenizer.eos_token_id))
+        eos_ids.add(int(tokenizer.eos_token_id))
     context = context_of(architecture.to_dict())
     if config.rollout.max_new_tokens >= context:
         raise ConfigError(
@@ -72,4 +72,4 @@ def inspect_model(config: RunConfig, key: str = "model.path") -> ModelFacts:
             f"rollout.engine.kv_tokens = {config.rollout.engine.kv_tokens} is too small for a prompt and a response of "
             f"{config.rollout.max_new_tokens} tokens; set it to at least {2 * config.rollout.max_new_tokens}"
         )
-    return ModelFacts(context=context, eos=tuple(sorted(ends)), nonce=secrets.token_hex(4))
+    return ModelFacts(context=context, eos=tuple(sorted(eos_ids)), nonce=secrets.token_hex(4))

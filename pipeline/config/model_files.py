@@ -80,8 +80,8 @@ def _neighbours(path: Path) -> str:
         return f"; `make {EXAMPLE_MODELS[str(path)]}` creates it"
     if not path.parent.is_dir() or path.parent == path:
         return ""
-    there = sorted(p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith("."))
-    return f"; in {path.parent} there are {', '.join(there[-8:])}" if there else f"; {path.parent} is empty"
+    folders = sorted(p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith("."))
+    return f"; in {path.parent} there are {', '.join(folders[-8:])}" if folders else f"; {path.parent} is empty"
 
 
 def _ask_hub(name: str, subject: str) -> None:
@@ -250,7 +250,7 @@ def _check_weights(path: Path, subject: str, vocabulary: object) -> None:
             (length,) = HEADER.unpack(file.read(HEADER.size))
             header = json.loads(file.read(length)) if length <= min(size, MAX_HEADER_BYTES) else {}
         ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__" and isinstance(v, Mapping)]
-        needed = HEADER.size + length + max(ends, default=0)
+        file_bytes = HEADER.size + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{subject}: {path.name} cannot be read: {error}; copy the model again") from error
     rows = vocabulary and next((v["shape"][0] for k, v in header.items() if k.endswith(EMBEDDINGS)), vocabulary)
@@ -259,5 +259,5 @@ def _check_weights(path: Path, subject: str, vocabulary: object) -> None:
             f"{subject}: {path.name} has embeddings of {rows} tokens, config.json says vocab_size = {vocabulary}; copy "
             "the model again"
         )
-    if size < needed:
-        raise ConfigError(f"{subject}: {path.name} is truncated: {size} of {needed} bytes; copy the model again")
+    if size < file_bytes:
+        raise ConfigError(f"{subject}: {path.name} is truncated: {size} of {file_bytes} bytes; copy the model again")

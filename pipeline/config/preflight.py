@@ -150,12 +150,12 @@ def _check_steps(config: RunConfig) -> None:
 
 def _check_runs_dir(runs_dir: Path) -> None:
     """Check that run folders can be created, without creating any."""
-    there = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {there} is a file; set runs_dir to another folder")
-    if why := _why_unwritable(there):
+    existing = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"runs_dir = {str(runs_dir)!r}: {existing} is a file; set runs_dir to another folder")
+    if why := _why_unwritable(existing):
         raise ConfigError(
-            f"runs_dir = {str(runs_dir)!r}: {there} cannot be written: {why}; set runs_dir to another folder"
+            f"runs_dir = {str(runs_dir)!r}: {existing} cannot be written: {why}; set runs_dir to another folder"
         )
 
 
@@ -280,7 +280,7 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
             return True
     rewards = [(f"reward.parts.{name}", part.function) for name, part in config.reward.parts.items()]
     rewards += [(f"task.sources.{name}.reward", task.reward) for name, task in config.task.sources.items()]
-    for key, named in (
+    for key, reference in (
         *(
             (f"task.sources.{name}.source" if name else "task.source", t.source)
             for name, t in config.task.named.items()
@@ -289,12 +289,12 @@ def _elsewhere(config: RunConfig, unchecked: list[str]) -> bool:
         *rewards,
         *(("environment.tools", tool) for tool in config.environment.tools),
     ):
-        source, (_, module, _) = kind_of(named), user_files.split_code(named)
+        source, (_, module, _) = kind_of(reference), user_files.split_code(reference)
         packages = () if source is None else source.packages
-        if names_user_code(named) and not module.endswith(".py") and (source is None or source.names_code):
+        if names_user_code(reference) and not module.endswith(".py") and (source is None or source.names_code):
             packages = (*packages, module.partition(".")[0])
         if not all(map(is_installed, packages)):
-            unchecked.append(f"not checked here: {key} = {named!r} cannot be imported on this machine")
+            unchecked.append(f"not checked here: {key} = {reference!r} cannot be imported on this machine")
             return True
     return False
 
@@ -346,9 +346,9 @@ def _try_environment(settings: EpisodeSettings, prompts: TokenizedPrompts | None
 
 def _drawn(config: RunConfig, prompts: TokenizedPrompts) -> Iterator[tuple[int, Task]]:
     """The prompts that the run will use, numbered, as far as they can be drawn in a moment."""
-    begin = time.monotonic()
+    started_s = time.monotonic()
     prompts.task(0)
-    each_s = time.monotonic() - begin  # an environment may take its time to reset
+    each_s = time.monotonic() - started_s  # an environment may take its time to reset
     end = time.monotonic() + DRAWN_S
     held_out = prompts.held_out(min(config.task.eval_prompts, DRAWN // 100, 1 + int(DRAWN_S / max(each_s, 1e-6))))
     yield from ((-1 - i, task) for i, task in enumerate(held_out))
@@ -364,10 +364,10 @@ def _place(config: RunConfig, task: Task, number: int) -> str:
     kind, path = user_files.data_file(source)
     if kind == "jsonl" and path is not None:
         with path.open(encoding="utf-8-sig") as lines:
-            for at, line in enumerate(lines, 1):
+            for line_number, line in enumerate(lines, 1):
                 row = json.loads(line) if line.strip() else None
                 if isinstance(row, dict) and all(task.record.get(key) == value for key, value in row.items()):
-                    return f"{path}, line {at}"
+                    return f"{path}, line {line_number}"
     which = f"prompt {number}" if number >= 0 else f"held-out prompt {-1 - number}"
     return f"{source}, {which}"
 

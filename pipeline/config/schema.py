@@ -307,11 +307,11 @@ class RunConfig:
         """The sets that the model is evaluated on, by name: that of each of several sources has the source's. An
         emulated run, which has no policy to judge, is evaluated only if [evaluation] says so."""
         evaluates = not self.emulated or self.evaluation.every > 0
-        own: dict[str, EvaluationSetConfig] = {}
+        held_out_sets: dict[str, EvaluationSetConfig] = {}
         for name, task in self.task.named.items():
             prompts = task.eval_prompts if evaluates else 0
-            own |= held_out_set(prompts, task.eval_source, task.eval_options, name or HELD_OUT)
-        return own | self.evaluation.sets
+            held_out_sets |= held_out_set(prompts, task.eval_source, task.eval_options, name or HELD_OUT)
+        return held_out_sets | self.evaluation.sets
 
     @property
     def held_out(self) -> int:

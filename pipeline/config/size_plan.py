@@ -31,8 +31,8 @@ NO_CHANGE = "no change of dtype, recompute, micro-batch, cache, ranks, tensor_pa
 def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
     """What of a job decides about memory. A response counts with a prompt of workload.prompt_tokens."""
     training, engine = config.training, config.rollout.engine
-    longest = config.workload.prompt_tokens + config.rollout.max_new_tokens
-    batch_tokens = config.batch.groups_per_step * config.batch.group_size * longest
+    max_length = config.workload.prompt_tokens + config.rollout.max_new_tokens
+    batch_tokens = config.batch.groups_per_step * config.batch.group_size * max_length
     return SizedJob(
         training=TrainingShape(
             ranks=training.ranks,
@@ -49,7 +49,7 @@ def sized_job(config: RunConfig, num_gpus: int) -> SizedJob:
             batch_tokens=engine.max_batch_tokens,
         ),
         instances=config.rollout.instances,
-        longest=longest,
+        longest=max_length,
         num_gpus=num_gpus,
         own_gpu=num_gpus > 1,
         turns=config.turns,
@@ -186,8 +186,8 @@ def usable_devices(config: RunConfig, devices: Sequence[Device]) -> tuple[Device
     """The GPUs of this machine that a job may use: the first cluster.gpus of them, or all. Raises ConfigError."""
     count = config.cluster.gpus
     if count > len(devices):
-        most = f"{len(devices)} or less, or 0 for all" if devices else "0"
-        raise ConfigError(f"cluster.gpus = {count}: {THIS} has {describe(devices)}; set it to {most}")
+        allowed_ranks = f"{len(devices)} or less, or 0 for all" if devices else "0"
+        raise ConfigError(f"cluster.gpus = {count}: {THIS} has {describe(devices)}; set it to {allowed_ranks}")
     return tuple(devices[: count or len(devices)])
 
 
@@ -211,7 +211,7 @@ def place_locally(config: RunConfig, devices: Sequence[Device]) -> tuple[Mapping
         name: ",".join(visible[uuid] for uuid in assignment.devices) for name, assignment in placed.assignments.items()
     }
     picture = draw([host], placed.assignments)
-    idle = len(devices) - len({uuid for own in placed.assignments.values() for uuid in own.devices})
+    idle = len(devices) - len({uuid for assignment in placed.assignments.values() for uuid in assignment.devices})
     if idle and (proposed := split_line(config, len(devices), min(device.memory_bytes for device in devices))):
         picture += f"\n{proposed}"
     return by_name, picture

@@ -59,12 +59,12 @@ def _code_keys(config: RunConfig) -> tuple[str, ...]:
 
 
 def scoring_keys(config: RunConfig) -> tuple[str, ...]:
-    """Those of a job's whose code scores responses."""
+    """Keys of a job whose user code scores responses."""
     return tuple(key for key in _code_keys(config) if key.startswith(("task.", "reward.", "evaluation.")))
 
 
-def kept_keys(config: RunConfig) -> tuple[str, ...]:
-    """Those whose code a run copies into its folder: rules, and what was given as a Python object."""
+def copied_keys(config: RunConfig) -> tuple[str, ...]:
+    """Keys of a job whose user code a run copies into its folder: rules, and code passed as a Python object."""
     return tuple(
         key
         for key in _code_keys(config)
@@ -82,30 +82,30 @@ def data_files(config: RunConfig) -> Iterator[tuple[str, str, Path]]:
             yield key, kind, path
 
 
-def located(config: RunConfig) -> RunConfig:
-    """The job with absolute paths, since a cluster's workers have other working directories."""
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Make all paths of a job absolute, since a cluster's workers have other working directories."""
     for key in _code_keys(config):
         file, name = _named(config, key)
         if file:
             config = _set_named(config, key, str(Path(file).resolve()), name)
-    config = models_located(config)
+    config = with_absolute_models(config)
     for key, kind, path in data_files(config):
         config = _set(config, key, f"{kind}:{path.resolve()}")
     if config.workload.run:
         config = _set(config, "workload.run", str(Path(config.workload.run).resolve()))
-    return _set(settled(config), "runs_dir", str(Path(config.runs_dir).resolve()))
+    return _set(with_multi_turn(config), "runs_dir", str(Path(config.runs_dir).resolve()))
 
 
-def models_located(config: RunConfig) -> RunConfig:
-    """The job with absolute paths of its models' folders."""
+def with_absolute_models(config: RunConfig) -> RunConfig:
+    """Make the paths of a job's model folders absolute."""
     for key in MODELS:
         if (path := _get(config, key)) and Path(path).is_dir():
             config = _set(config, key, str(Path(path).resolve()))
     return config
 
 
-def settled(config: RunConfig) -> RunConfig:
-    """The job that says whether it has environments; as it is if its source cannot be loaded on this machine."""
+def with_multi_turn(config: RunConfig) -> RunConfig:
+    """Resolve task.multi_turn = "auto" to yes or no. Unchanged if the source cannot be loaded on this machine."""
     if config.task.multi_turn != "auto" or not config.has_texts:
         return config
     try:
@@ -117,31 +117,33 @@ def settled(config: RunConfig) -> RunConfig:
 
 
 def data_file(source: str) -> tuple[str, Path | None]:
-    """(kind, path) of a data set; without path if the source names none, such as a data set on the hub, and without
-    kind if it is no data set."""
+    """Split a source into (kind, path) of a data set. No path: not a local file, such as a data set on the hub. Empty
+    kind: not a data set."""
     kind, path = kind_of(source), Path(source.partition(":")[2])
     if kind is None or kind.type is not SourceType.ROWS:
         return "", None
     return kind.name, path if kind.names_file or path.exists() else None
 
 
-def split_code(named: str) -> tuple[str, str, str]:
-    """(kind, file or module, name) of user code that a job names; without kind, `KIND:`, unless the code is a task
-    source of a kind, such as agent:FILE.py:NAME."""
-    kind = kind_of(named)
+def split_code(reference: str) -> tuple[str, str, str]:
+    """Split a reference to user code into (prefix, file or module, name). The prefix, such as `agent:` in
+    agent:FILE.py:NAME, is empty unless the code is a task source of a kind."""
+    kind = kind_of(reference)
     prefix = f"{kind.name}:" if kind is not None and kind.names_code else ""
-    where, _, name = named.removeprefix(prefix).rpartition(":")
+    where, _, name = reference.removeprefix(prefix).rpartition(":")
     return prefix, where, name
 
 
-def placed(config: RunConfig, run_dir: Path) -> RunConfig:
-    """The job in another run folder."""
+def in_run_dir(config: RunConfig, run_dir: Path) -> RunConfig:
+    """Set the run folder of a job."""
     return dataclasses.replace(config, runs_dir=str(run_dir.parent), name=run_dir.name)
 
 
 def check(config: RunConfig) -> None:
-    """Load once the code that the job names by file to decide, to train and to track with, construct its rules and
-    losses, and try its advantage on rewards of a batch's shape. Raises ConfigError."""
+    """Check the user code of a job's rules, losses, advantage and tracker by loading it once. Raises ConfigError.
+
+    Rules and losses are constructed; the advantage is computed on rewards of a batch's shape.
+    """
     make_strategies(config)
     if config.tracking.tracker:
         check_tracker(config.tracking.tracker)
@@ -150,23 +152,23 @@ def check(config: RunConfig) -> None:
     LOSSES.make(config.training.loss)
 
 
-def check_tracker(named: str) -> None:
+def check_tracker(reference: str) -> None:
     """Raise ConfigError if a tracker's package is not installed, or its class cannot be loaded or lacks a method."""
-    if named not in TRACKERS:
-        tracker = user_code.load(named, "tracking.tracker")
+    if reference not in TRACKERS:
+        tracker = user_code.load(reference, "tracking.tracker")
         if isinstance(tracker, type):
-            require_tracker(tracker, named)
-    elif importlib.util.find_spec(named) is None:
+            require_tracker(tracker, reference)
+    elif importlib.util.find_spec(reference) is None:
         raise ConfigError(
-            f"tracking.tracker = {named!r}: the package is not installed; pip install 'staleflow[{named}]'"
+            f"tracking.tracker = {reference!r}: the package is not installed; pip install 'staleflow[{reference}]'"
         )
 
 
-def require_tracker(tracker: object, named: str) -> None:
+def require_tracker(tracker: object, name: str) -> None:
     """Raise ConfigError if a tracker, or its class, lacks one of the methods that a run calls."""
     if missing := [name for name in ("step", "close") if not callable(getattr(tracker, name, None))]:
         raise ConfigError(
-            f"tracking.tracker = {named!r}: has no method {' and no '.join(missing)}; a tracker has "
+            f"tracking.tracker = {name!r}: has no method {' and no '.join(missing)}; a tracker has "
             "step(step, metrics) and close()"
         )
 
@@ -197,14 +199,14 @@ def with_code_in(config: RunConfig, folder: Path, code: Mapping[str, str]) -> Ru
     for key in _code_keys(config):
         file, name = _named(config, key)
         if file in code:
-            config = _set_named(config, key, str(kept_path(folder, file)), name)
+            config = _set_named(config, key, str(copied_path(folder, file)), name)
     for key, kind, path in data_files(config):
         if str(path) in code:
-            config = _set(config, key, f"{kind}:{kept_path(folder, str(path))}")
+            config = _set(config, key, f"{kind}:{copied_path(folder, str(path))}")
     return config
 
 
-def kept_path(folder: Path, name: str) -> Path:
+def copied_path(folder: Path, name: str) -> Path:
     """Where a run keeps a file of its job: code in `folder`, its folder of code, and rows beside that."""
     return folder / name if name.endswith(".py") else folder.parent / name
 

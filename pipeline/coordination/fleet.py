@@ -103,8 +103,10 @@ class Fleet:
         run have grown to what is typical (else some would be preempted). An empty instance has room for anything."""
         count = len(self._rows)
         running, used, version, capacity, cap, _ = self._numbers[:, :count]
-        needed = np.maximum(used + kv_tokens, (running + 1) * typical_kv_tokens)
-        fits: BoolArray = (version >= least_version) & (running < cap) & ((needed <= capacity) | (running == 0))
+        needed_kv_tokens = np.maximum(used + kv_tokens, (running + 1) * typical_kv_tokens)
+        fits: BoolArray = (
+            (version >= least_version) & (running < cap) & ((needed_kv_tokens <= capacity) | (running == 0))
+        )
         return fits
 
     def refusal(self, kv_tokens: int, least_version: int) -> str:
@@ -127,12 +129,14 @@ class Fleet:
         for row, instance in enumerate(self._rows):
             if instance.row != row:
                 raise ProtocolViolation(f"{instance.instance} is in row {row}, not {instance.row}")
-            own = (
+            cached_tokens = (
                 instance.num_running, instance.kv_tokens, instance.version, instance.kv_capacity,
                 instance.max_running, instance.draft_length,
             )  # fmt: skip
-            if own != tuple(self._numbers[:, row]):
-                raise ProtocolViolation(f"{instance.instance} has {own}, the arrays say {tuple(self._numbers[:, row])}")
+            if cached_tokens != tuple(self._numbers[:, row]):
+                raise ProtocolViolation(
+                    f"{instance.instance} has {cached_tokens}, the arrays say {tuple(self._numbers[:, row])}"
+                )
         if self._versions is not None and self._versions != sorted({instance.version for instance in self._rows}):
             raise ProtocolViolation(f"versions in service are taken to be {self._versions}")
 

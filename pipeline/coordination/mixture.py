@@ -172,9 +172,9 @@ class Mixture:
         metrics: dict[str, float] = {}
         for source, view in zip(self._sources, self.views(), strict=True):
             name = f"{TASK}{view.name}/"
-            for end, rewards in (("reward", source.trained), ("reward_scored", source.scored)):
+            for metric, rewards in (("reward", source.trained), ("reward_scored", source.scored)):
                 if rewards:
-                    metrics[name + end] = sum(rewards) / len(rewards)
+                    metrics[name + metric] = sum(rewards) / len(rewards)
             metrics[f"{name}trained_share"], metrics[f"{name}drawn_share"] = view.trained_share, view.drawn_share
             source.scored, source.trained = [], []
         return metrics

@@ -32,8 +32,8 @@ def plan_resume(
     for group in sorted(groups, key=lambda group: _order(group, trial.group_size, filtering)):
         fitting = _fitting(trial, filtering, group)
         fitted.append(fitting)
-        kept = {m.trajectory for m in fitting.members if m.version >= 0}
-        restarted += [m.trajectory for m in group.members if m.trajectory not in kept and m != _fresh(m)]
+        sampled_ids = {m.trajectory for m in fitting.members if m.version >= 0}
+        restarted += [m.trajectory for m in group.members if m.trajectory not in sampled_ids and m != _fresh(m)]
     resumed = RunResumed(
         step=stored.next_step,
         num_ended=num_ended,
@@ -47,11 +47,11 @@ def plan_resume(
 def _order(group: GroupInFlight, group_size: int, filtering: Filtering) -> tuple[int, int, int]:
     """Groups to be filtered come first, since they give their places back, then complete ones, then those begun."""
     scored = [m for m in group.members if m.scored][:group_size]
-    begun = [m.version for m in group.members if m.version >= 0]
-    stage = 2 if begun else 3
+    sampled_versions = [m.version for m in group.members if m.version >= 0]
+    stage = 2 if sampled_versions else 3
     if len(scored) == group_size:
         stage = 1 if filtering.verdict([m.reward for m in scored if m.reward is not None]) is None else 0
-    return stage, min(begun, default=0), group.group
+    return stage, min(sampled_versions, default=0), group.group
 
 
 def _fitting(trial: StalenessLedger, filtering: Filtering, group: GroupInFlight) -> GroupInFlight:

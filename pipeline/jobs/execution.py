@@ -65,7 +65,7 @@ async def execute(
     how it ended. stop: by which the run is stopped. security: Dask's, for the cluster that the job names."""
     refuse_simulated(config)
     facts = inspect_model(config)
-    config = user_files.located(config)
+    config = user_files.with_absolute_paths(config)
     user_files.check(config)
     if slot is None:
         from staleflow.pipeline.processes.dask_workers import check_gpus
@@ -102,9 +102,9 @@ async def _execute(
     try:
         if cluster.dashboard:
             listener.line(f"Dask dashboard: {cluster.dashboard}")
-        own = str(cluster.client.id)
+        client_id = str(cluster.client.id)
         about = {"id": reporter.id, "name": config.name, "run_dir": str(run_dir), "steps": config.steps}
-        refuse_second(await job_registry.ask(cluster.client, "submit", **about, by=own))
+        refuse_second(await job_registry.ask(cluster.client, "submit", **about, by=client_id))
         stopped = await cluster.wait_for_workers(config, listener.line, "" if slot is None else slot.address)
         if stopped:
             ended = "stopped", stopped
@@ -171,7 +171,7 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
     if resume:
         resumption.reached(config)
         return config, prints, source_fingerprints.changes(source_fingerprints.read(config.run_dir), prints)
-    config, code = user_files.with_code(config, user_files.kept_keys(config))
+    config, code = user_files.with_code(config, user_files.copied_keys(config))
     config = user_files.with_code_in(config, config.run_dir / "code", code)
     source_fingerprints.write(prepare_run_dir(config, code), prints)
     return config, prints, []

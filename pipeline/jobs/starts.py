@@ -92,7 +92,7 @@ class Starts(RunListener):
     def _write(self) -> None:
         text = json.dumps([CODEC.encode(start) for start in (*self._earlier, self._now)], indent=1) + "\n"
         # Not flushed to disk: it outlives this process, and a flush would hold up each step.
-        replace_file(self._path, lambda part: part.write_text(text), "free space or move runs_dir", flush=False)
+        replace_file(self._path, lambda tmp_path: tmp_path.write_text(text), "free space or move runs_dir", flush=False)
 
 
 def read(run_dir: Path) -> list[Start]:

@@ -48,7 +48,7 @@ def write_report(config: RunConfig, outcomes: RunReport, run_dir: Path) -> dict[
         summary["diagnosis"] = diagnosis_entry(*advice)
     replace_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n", REMEDY)
     if outcomes.steps:
-        replace_file(run_dir / "summary.png", lambda part: draw(config, outcomes, part), REMEDY)
+        replace_file(run_dir / "summary.png", lambda tmp_path: draw(config, outcomes, tmp_path), REMEDY)
     return summary
 
 
@@ -185,10 +185,10 @@ def draw(config: RunConfig, outcomes: RunReport, path: Path) -> None:
         for label, style in (("sampled", "o-"), ("greedy", "D--")):
             scored = [e for e in alike if getattr(e, label) is not None]
             if scored:
-                at, means = [e.version for e in scored], [getattr(e, label) for e in scored]
+                versions, means = [e.version for e in scored], [getattr(e, label) for e in scored]
                 errors = [getattr(e, f"{label}_stderr") or 0.0 for e in scored]
                 reward.errorbar(
-                    at, means, errors, fmt=style, color=colour[label], capsize=3, markersize=4, linewidth=1.2,
+                    versions, means, errors, fmt=style, color=colour[label], capsize=3, markersize=4, linewidth=1.2,
                     label=f"{name}, {label}",
                 )  # fmt: skip
     title = "reward (held-out rewards cannot be compared)" if not_comparable(outcomes.evaluations) else "reward"
@@ -199,8 +199,8 @@ def draw(config: RunConfig, outcomes: RunReport, path: Path) -> None:
     for name, (color, width) in STALENESS_LINES.items():
         stale.plot(x, [s[name] for s in steps], color=color, linewidth=width, label=STEP[name].label)
     stale.axhline(config.staleness.eta, color="#cb181d", linestyle="--", linewidth=1, label="eta")
-    most = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
-    stale.set(title=axis("staleness", *STALENESS_LINES), xlabel="step", ylim=(-0.05, 1.5 * most + 0.2))
+    staleness_limit = max([config.staleness.eta, *(s["staleness_max"] for s in steps)])
+    stale.set(title=axis("staleness", *STALENESS_LINES), xlabel="step", ylim=(-0.05, 1.5 * staleness_limit + 0.2))
     stale.legend(fontsize=7, loc="upper center", ncols=3)
 
     lengths = axes[1][0]

@@ -123,15 +123,15 @@ class Mlflow:
                 self._client.log_batch(self._id, params=parameters[first : first + MLFLOW_BATCH])
 
     def _resumed_or_new(self, run_dir: str, name: str) -> str:
-        client, own = self._client, own_id(run_dir, "mlflow")
+        client, mlflow_id = self._client, own_id(run_dir, "mlflow")
         called = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = client.get_experiment_by_name(called)
         where = client.create_experiment(called) if experiment is None else experiment.experiment_id
-        if runs := client.search_runs([where], f"tags.`staleflow.run` = '{own}'"):
+        if runs := client.search_runs([where], f"tags.`staleflow.run` = '{mlflow_id}'"):
             run_id = str(runs[0].info.run_id)
             client.update_run(run_id, status="RUNNING")
             return run_id
-        return str(client.create_run(where, run_name=name, tags={"staleflow.run": own}).info.run_id)
+        return str(client.create_run(where, run_name=name, tags={"staleflow.run": mlflow_id}).info.run_id)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -209,21 +209,21 @@ class Tracking(RunListener):
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         job = tomllib.loads(knob_tree.to_toml(config))
         self._trackers: list[Tracker] = [TensorBoard(str(run_dir), job)] if config.tracking.tensorboard else []
-        named = config.tracking.tracker
-        if named in PACKAGES:
-            user_files.check_tracker(named)
+        tracker = config.tracking.tracker
+        if tracker in PACKAGES:
+            user_files.check_tracker(tracker)
             try:
-                self._trackers.append(PACKAGES[named](str(run_dir), job))
+                self._trackers.append(PACKAGES[tracker](str(run_dir), job))
             except Exception as error:  # noqa: BLE001  a service's
-                logger.error("tracking.tracker = %r: cannot be reached, the run goes on without it: %r", named, error)
-        elif named:
-            make = user_code.load(named, "tracking.tracker")
+                logger.error("tracking.tracker = %r: cannot be reached, the run goes on without it: %r", tracker, error)
+        elif tracker:
+            make = user_code.load(tracker, "tracking.tracker")
             try:
                 self._trackers.append(make(str(run_dir), job))
             except (Exception, SystemExit) as error:  # user code
                 reason = f"{type(error).__name__}: {user_code.error_text(error)}"
-                raise ConfigError(f"tracking.tracker = {named!r}: cannot be constructed: {reason}") from error
-            user_files.require_tracker(self._trackers[-1], named)
+                raise ConfigError(f"tracking.tracker = {tracker!r}: cannot be constructed: {reason}") from error
+            user_files.require_tracker(self._trackers[-1], tracker)
 
     def step_stored(self, step: Mapping[str, float], limit: str) -> None:
         self._each("step", int(step["step"]), {name: value for name, value in step.items() if name != "step"})

@@ -73,8 +73,8 @@ def check_by_simulation(
     does not see, may need them."""
     expected = expect(run_dir, profile, diagnosis, budget_s)
     while diagnosis.cause is Cause.MANY_INSTANCES and expected.ratio is not None and expected.ratio < WORSE:
-        needed = int(dict(diagnosis.change)["rollout.instances"])
-        diagnosis = trainer_limits(diagnosis.share, (needed + instances + 1) // 2, instances)
+        num_instances = int(dict(diagnosis.change)["rollout.instances"])
+        diagnosis = trainer_limits(diagnosis.share, (num_instances + instances + 1) // 2, instances)
         expected = expect(run_dir, profile, diagnosis, budget_s)
     return diagnosis, expected
 
@@ -112,10 +112,10 @@ def _command(run_dir: Path, changed: list[str]) -> str:
 
 def _tokens_per_s(config: RunConfig, budget_s: float) -> float:
     """Steady tokens per second of a simulation. Raises _TooLong."""
-    begin = time.process_time()
+    started_s = time.process_time()
 
     def check(*_: object) -> None:
-        if time.process_time() - begin > budget_s:
+        if time.process_time() - started_s > budget_s:
             raise _TooLong
 
     trace = SimulatedRun(config, actor_settings.make_workload(config), observe=check).run()

@@ -99,9 +99,9 @@ def place(
     """
     share = share and not turns and sum(role.num_devices for role in roles) > _num_free(hosts, taken)
     shortage = None
-    for kept in ({role.name: before[role.name] for role in roles if role.name in before}, {}):
+    for previous in ({role.name: before[role.name] for role in roles if role.name in before}, {}):
         occupancy = _Occupancy.of(hosts, taken, share=share, turns=turns)
-        shortage = occupancy.place_all(roles, kept, before)
+        shortage = occupancy.place_all(roles, previous, before)
         if shortage is None:
             return Placement(assignments={role.name: occupancy.assignments[role.name] for role in roles})
     assert shortage is not None
@@ -124,8 +124,8 @@ class _Card:
             return False
         if role.kind is RoleKind.RANK and any(other.kind is RoleKind.RANK for other in self.roles):
             return False
-        needed = role.memory_bytes + sum(other.memory_bytes for other in self.roles)
-        return not self.device.memory_bytes or needed <= self.device.memory_bytes
+        needed_bytes = role.memory_bytes + sum(other.memory_bytes for other in self.roles)
+        return not self.device.memory_bytes or needed_bytes <= self.device.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +174,12 @@ class _Occupancy:
         return cls(hosts, reaches, share, turns, processes_of)
 
     def place_all(
-        self, roles: Sequence[Role], kept: Mapping[str, Assignment], before: Mapping[str, Assignment]
+        self, roles: Sequence[Role], previous: Mapping[str, Assignment], before: Mapping[str, Assignment]
     ) -> Role | None:
-        """Place all roles, those of `kept` where they were, if that is there. Returns the first that does not fit."""
+        """Place all roles, those in `previous` where they were if possible; returns the first that does not fit."""
         for role in roles:
-            if role.name in kept:
-                self._keep(role, kept[role.name])
+            if role.name in previous:
+                self._keep(role, previous[role.name])
         waiting = [role for role in roles if role.name not in self.assignments]
         # The hardest to place first: what is left over after them any smaller role can use.
         waiting.sort(key=lambda role: (-role.num_devices, -role.memory_bytes))
@@ -208,14 +208,14 @@ class _Occupancy:
         """Those of a host's processes that are left and may have a role. Nameless ones never run out."""
         if processes is None:
             return (NAMELESS,)
-        left = self.open.get(host) or ()
-        return [p for p in processes if p in left and (p.kinds is None or role.kind.value in p.kinds)]
+        free_slots = self.open.get(host) or ()
+        return [p for p in processes if p in free_slots and (p.kinds is None or role.kind.value in p.kinds)]
 
     def _assign(self, role: Role, host: str, cards: Sequence[_Card], process: Process) -> None:
         for card in cards:
             card.roles.append(role)
-        if (left := self.open[host]) is not None:
-            left.remove(process)
+        if (free_slots := self.open[host]) is not None:
+            free_slots.remove(process)
         self.num_ranks[host] += role.kind is RoleKind.RANK
         self.num_environments[host] += role.kind is RoleKind.ENVIRONMENT
         devices = tuple(card.device.uuid for card in cards)
@@ -224,10 +224,10 @@ class _Occupancy:
     def _place_on_devices(self, role: Role, waiting: Sequence[Role], before: Mapping[str, Assignment]) -> bool:
         greater = [other.memory_bytes for other in waiting if other.memory_bytes > role.memory_bytes]
         scarce_bytes = min(greater, default=0)
-        own = before[role.name].host if role.name in before else ""
+        earlier_host = before[role.name].host if role.name in before else ""
         loaded = {assignment.host for assignment in before.values() if assignment.devices}
         num_alike = 1 + sum(other.kind is role.kind for other in waiting)
-        order = {host.name: place for place, host in enumerate(self.hosts)}
+        order = {host.name: index for index, host in enumerate(self.hosts)}
         fitting_of = [
             [card for card in reach.cards if card.fits(role, share=self.share, turns=self.turns)]
             for reach in self.reaches
@@ -246,7 +246,7 @@ class _Occupancy:
                 crowding * sum(len(card.roles) for card in cards),
                 _num_scarce(cards, scarce_bytes),
                 len(process.kinds or KINDS),
-                0 if host == own else 1 if host in loaded else 2,
+                0 if host == earlier_host else 1 if host in loaded else 2,
                 *(self._grouping(host, num_free, num_alike) if role.kind is RoleKind.RANK else ()),
                 num_free,
                 order[host],
@@ -321,9 +321,9 @@ def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Ma
         counts[each.kind] += each.num_devices
     parts = ", ".join(f"{count} for {PURPOSES[kind]}" for kind, count in counts.items() if count)
     parts += ", in turns" if turns else ""
-    total, there = (max if turns else sum)(counts.values()), sum(len(host.devices) for host in hosts)
+    total, num_gpus = (max if turns else sum)(counts.values()), sum(len(host.devices) for host in hosts)
     free = _num_free(hosts, taken)
-    line = f"needs {total} GPU{'s' if total > 1 else ''} ({parts}); {free} of {there} are free"
+    line = f"needs {total} GPU{'s' if total > 1 else ''} ({parts}); {free} of {num_gpus} are free"
     present = {device.uuid for host in hosts for device in host.devices}
     owners = Counter(owner for uuid, owner in taken.items() if uuid in present)
     if owners:
@@ -338,9 +338,9 @@ def _explain(hosts: Sequence[Host], roles: Sequence[Role], role: Role, taken: Ma
     )
     of_size = f" of {role.memory_bytes / 10**9:.0f} GB" if role.memory_bytes else ""
     together = " in one link domain" if role.num_devices > 1 else ""
-    where, most = max(domains.items(), key=lambda item: item[1], default=(("", ""), 0))
-    at = f" (on {where[0]})" if most else ""
+    domain, max_gpus = max(domains.items(), key=lambda item: item[1], default=(("", ""), 0))
+    location = f" (on {domain[0]})" if max_gpus else ""
     line += f"; {role.name} needs {role.num_devices}{of_size}{together}"
-    if most < role.num_devices:
-        return line + f", the most there are together is {most}{at}"
+    if max_gpus < role.num_devices:
+        return line + f", the most there are together is {max_gpus}{location}"
     return line + ", which the other roles leave nowhere"

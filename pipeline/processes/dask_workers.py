@@ -189,14 +189,14 @@ class DaskWorkers:
         for it to come back, which it never does under this address."""
         # The handle belongs to the client that is current where it arrives, in this task; a process may have several.
         with _BECOMING_CURRENT, self.client.as_current():
-            made = asyncio.ensure_future(future)
+            pending = asyncio.ensure_future(future)
         try:
-            while not (await asyncio.wait({made}, timeout=CREATING_S))[0]:
+            while not (await asyncio.wait({pending}, timeout=CREATING_S))[0]:
                 if address not in (await self._identity(-1))["workers"]:
                     raise ActorLost(f"{name} could not start on {address}: the worker is gone", name)
-            return await made
+            return await pending
         finally:
-            made.cancel()
+            pending.cancel()
 
     def forget(self, name: str) -> None:
         """Release an actor and free its slot on its worker."""
@@ -266,10 +266,10 @@ class DaskWorkers:
     async def _take_slot(self, role: str) -> tuple[str, str, str] | None:
         """Reserve a slot for `role`: (name, address, host) of its worker, or None if no worker is free."""
         async with self.choosing:
-            chosen = await self._choose(role)
-            if chosen is not None:
-                self.roles_by_worker.setdefault(chosen[0], []).append(role)
-            return chosen
+            worker = await self._choose(role)
+            if worker is not None:
+                self.roles_by_worker.setdefault(worker[0], []).append(role)
+            return worker
 
     async def _choose(self, role: str) -> tuple[str, str, str] | None:
         workers = await self._workers()
@@ -368,8 +368,8 @@ class DaskWorkers:
 
     async def _workers(self) -> dict[str, Any]:
         info = await self._identity(-1)
-        others = await job_registry.ask(self.client, "unavailable", owner=self.job) if self.shared else []
-        return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in others}
+        unavailable = await job_registry.ask(self.client, "unavailable", owner=self.job) if self.shared else []
+        return {a: w for a, w in info["workers"].items() if a not in self.lost and a not in unavailable}
 
     async def close(self) -> None:
         """Release the actors and, for a local cluster, its processes. Call Actors.close first. Never raises."""

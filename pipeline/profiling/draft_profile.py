@@ -56,7 +56,7 @@ def _sample(
 ) -> list[tuple[float, EngineLoad]]:
     """Sample a batch to its end; returns (seconds, engine load) of each poll during which all requests decoded."""
     engine.submit([probe_request(t, context, tokens, seed=seed, greedy=True) for t, seed in batch])
-    begin = time.monotonic()
+    started_s = time.monotonic()
     marks: list[tuple[float, EngineLoad]] = []
     all_running = True
     while (load := engine.load_statistics()).running:
@@ -65,7 +65,7 @@ def _sample(
         sampled = [n for _, n in load.progress]
         if all_running and len(sampled) == len(batch) and min(sampled) >= WARM_TOKENS:
             marks.append((now, load))
-        check_timeout(begin, engine)
+        check_timeout(started_s, engine)
         time.sleep(POLL_S)
     wait_until_empty(engine)
     return marks

@@ -67,21 +67,21 @@ def measure_steps(engine: Engine, grid: Grid, kv_tokens: int, progress: Callable
     return points
 
 
-def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tuple[list[float], list[float]]:
+def measure_prefill(engine: Engine, contexts: Sequence[int], first_id: int) -> tuple[list[float], list[float]]:
     """Measure the time to the first token of single requests, three per length: (prompt tokens, seconds)."""
     tokens: list[float] = []
     seconds: list[float] = []
     for i, context in enumerate(c for c in contexts for _ in range(3)):
-        member = TrajectoryId(first + i)
-        begin = time.monotonic()
+        member = TrajectoryId(first_id + i)
+        started_s = time.monotonic()
         engine.submit([probe_request(member, context, 4)])
         while not any(n >= 1 for t, n in engine.load_statistics().progress if t == member):
             if has_ended(engine):
                 break
-            check_timeout(begin, engine)
+            check_timeout(started_s, engine)
             time.sleep(POLL_S / 4)
         tokens.append(context)
-        seconds.append(time.monotonic() - begin)
+        seconds.append(time.monotonic() - started_s)
         engine.abort([member])
     return tokens, seconds
 
@@ -89,10 +89,10 @@ def measure_prefill(engine: Engine, contexts: Sequence[int], first: int) -> tupl
 def _time_batch(engine: Engine, ids: list[TrajectoryId], context: int, steps: int) -> list[StepPoint]:
     """Run one batch and time each quarter of its steps while all requests decode."""
     engine.submit([probe_request(t, context, steps + WARM_TOKENS + 8) for t in ids])
-    begin = time.monotonic()
+    started_s = time.monotonic()
     marks: list[tuple[float, float]] = []  # (seconds, mean tokens sampled)
     while True:
-        check_timeout(begin, engine)
+        check_timeout(started_s, engine)
         load = engine.load_statistics()
         now = time.monotonic()
         sampled = [n for _, n in load.progress]
@@ -138,16 +138,16 @@ def probe_request(
 
 def wait_until_empty(engine: Engine) -> None:
     """Wait until no request runs, and drop the engine's pending events."""
-    begin = time.monotonic()
+    started_s = time.monotonic()
     while engine.load_statistics().running:
-        check_timeout(begin, engine)
+        check_timeout(started_s, engine)
         time.sleep(POLL_S)
     engine.events(0.0)
 
 
-def check_timeout(begin: float, engine: Engine) -> None:
-    """Raise ActorLost if a batch has taken longer than BATCH_TIMEOUT_S. begin: on the monotonic clock."""
-    if time.monotonic() - begin > BATCH_TIMEOUT_S:
+def check_timeout(started_s: float, engine: Engine) -> None:
+    """Raise ActorLost if a batch has taken longer than BATCH_TIMEOUT_S. started_s: on the monotonic clock."""
+    if time.monotonic() - started_s > BATCH_TIMEOUT_S:
         raise ActorLost(f"a measured batch made no progress in {BATCH_TIMEOUT_S:g} s: {engine.load_statistics()}")
 
 

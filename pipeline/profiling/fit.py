@@ -191,13 +191,13 @@ def _non_negative(design: Array, target: Array) -> Array:
     norms = np.linalg.norm(design, axis=0)
     useful = np.flatnonzero(norms)
     q, r = np.linalg.qr(design[:, useful] / norms[useful])  # the same problem in as many rows as columns
-    seen = q.T @ target
-    best, best_loss = np.zeros(len(norms)), float(seen @ seen)
+    projection = q.T @ target
+    best, best_loss = np.zeros(len(norms)), float(projection @ projection)
     for size in range(1, len(useful) + 1):
         subsets = np.array(list(itertools.combinations(range(len(useful)), size)))
         columns = np.moveaxis(r[:, subsets], 1, 0)  # [subsets, rows, size]
-        solved = np.linalg.pinv(columns, rcond=SINGULAR) @ seen
-        losses = np.square((columns @ solved[..., None])[..., 0] - seen).sum(axis=-1)
+        solved = np.linalg.pinv(columns, rcond=SINGULAR) @ projection
+        losses = np.square((columns @ solved[..., None])[..., 0] - projection).sum(axis=-1)
         losses[(solved < 0).any(axis=-1)] = np.inf
         if losses.min() < best_loss:
             least = int(losses.argmin())

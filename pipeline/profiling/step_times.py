@@ -100,10 +100,10 @@ def sum_steps(steps: Iterable[StepTimes]) -> StepTimes:
         total.waiting.add(step.waiting)
         total.training.add(step.training)
         for name, speed in step.speeds.items():
-            own = total.speeds.setdefault(name, Speed())
-            own.measured_s += speed.measured_s
-            own.expected_s += speed.expected_s
-            own.responses += speed.responses
+            total_speed = total.speeds.setdefault(name, Speed())
+            total_speed.measured_s += speed.measured_s
+            total_speed.expected_s += speed.expected_s
+            total_speed.responses += speed.responses
     return total
 
 

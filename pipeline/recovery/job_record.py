@@ -55,7 +55,7 @@ def read(run_dir: Path) -> dict[str, Any]:
     return DEFAULT_RECORD | record | {"run_dir": str(run_dir)}
 
 
-async def follow_log(run_dir: Path, *, follow: bool = False) -> AsyncIterator[str]:
+async def read_log(run_dir: Path, *, follow: bool = False) -> AsyncIterator[str]:
     """Yield the log's lines. With `follow`, keep polling until the job has ended or no process holds the folder's
     lock."""
     num_lines = num_polls = 0

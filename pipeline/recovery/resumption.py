@@ -103,10 +103,10 @@ def reached(config: RunConfig) -> PolicyVersion:
     trained = stored.num_steps
     if trained > config.steps or (trained == config.steps and stored.ended):
         raise ConfigError(f"{run_dir}: all {trained} steps are trained; set steps=N with a larger N to train further")
-    points = [v for v in ResumePoints(run_dir / "resume").whole() if v <= trained]
+    points = [v for v in ResumePoints(run_dir / "resume").complete_versions() if v <= trained]
     every = config.training.resume_every
-    begun = trained <= 2 * every and (run_dir / "resume").is_dir()  # a second point waits for the first one
-    if trained and not points and not begun:
+    has_first_point = trained <= 2 * every and (run_dir / "resume").is_dir()  # a second point waits for the first one
+    if trained and not points and not has_first_point:
         raise ConfigError(
             f"{run_dir}: {trained} steps are stored but there is no complete resume point; training.resume_every was "
             f"{every}"

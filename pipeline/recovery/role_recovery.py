@@ -115,7 +115,7 @@ class RoleRecovery:
         """Wait until the actor that a call found lost is there again. asked_s: when the call was made. Raises `lost` if
         it is none that can be restored, and ActorLost if that fails. While the run starts, whoever misses a deadline
         would miss it again."""
-        role = role_of(lost.who)
+        role = role_of(lost.actor)
         if role not in ("trainer", "server") or self._elapsed_s is None:
             raise lost
         if isinstance(lost, ActorSilent) and not self._actors.trained_fingerprints:
@@ -130,14 +130,14 @@ class RoleRecovery:
             task.add_done_callback(lambda done: self._ended(role, done))
         await asyncio.shield(task)
 
-    def _ended(self, who: str, done: asyncio.Task[None]) -> None:
-        del self._under_way[who]
+    def _ended(self, role: str, done: asyncio.Task[None]) -> None:
+        del self._under_way[role]
         if done.cancelled():
             return
         if (error := done.exception()) is None:
-            self._done_s[who] = now_s()
+            self._done_s[role] = now_s()
         else:
-            self._failed[who] = error
+            self._failed[role] = error
 
     async def _restore(self, role: str, lost: ActorLost, elapsed_s: Callable[[], float]) -> None:
         """Place a role again until it comes back. lost: the actor of it that was lost. Raises ActorLost."""
@@ -157,7 +157,7 @@ class RoleRecovery:
             except NoFreeWorker as error:
                 raise ActorLost(f"{lost}; {error}", role) from error
             except ActorLost as again:
-                if role_of(again.who) != role:
+                if role_of(again.actor) != role:
                     raise
                 lost = again
 
@@ -166,7 +166,7 @@ class RoleRecovery:
         writes none."""
         if version and not self._every:
             return None
-        return max((v for v in self._points.whole() if v <= version), default=PolicyVersion(0))
+        return max((v for v in self._points.complete_versions() if v <= version), default=PolicyVersion(0))
 
     async def _bring_trainer_back(self, point: PolicyVersion) -> None:
         """Place a trainer, and have it train again what was trained after the point. If nothing was published yet, the

@@ -48,8 +48,8 @@ def require_no_run(run_dir: Path) -> None:
     """Raise ConfigError if the folder already holds a run: nothing stored is ever overwritten. What remains of a run
     killed before it had a store does not count."""
     events = run_dir / "events.jsonl"
-    kept = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
-    if kept or (events.is_file() and events.stat().st_size):
+    has_data = any((run_dir / name).exists() for name in ("store", "checkpoints", "resume"))
+    if has_data or (events.is_file() and events.stat().st_size):
         raise ConfigError(f"{run_dir} already holds a run; set another name=..., or remove it")
 
 
@@ -106,7 +106,7 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     for *tables, name in REMOVED:
         if isinstance(table := _value_at(tree, *tables), dict):
             table.pop(name, None)
-    here, stored_path = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
+    new_dir, stored_path = run_dir.resolve(), (tree.get("runs_dir", "runs"), tree.get("name", "run"))
     is_job = all(isinstance(part, str) for part in stored_path)  # else it is no job, as is said below
     tools = _value_at(tree, "environment", "tools")
     num_tools = len(tools) if isinstance(tools, list) else 0
@@ -119,17 +119,17 @@ def load_job(run_dir: Path, overrides: Sequence[str] = (), *, file: str = "confi
     for path in (*PATHS, *code) if is_job else ():
         *tables, key = path.split(".")
         section = _value_at(tree, *tables)
-        at = int(key) if isinstance(section, list) else key
+        index = int(key) if isinstance(section, list) else key
         if isinstance(value := _value_at(section, key), str):
-            section[at] = _moved(value, str(Path(*stored_path)), str(here))
+            section[index] = _moved(value, str(Path(*stored_path)), str(new_dir))
     config = loading.from_overridden(tree, overrides, str(run_dir / file))
-    return user_files.placed(config, here)
+    return user_files.in_run_dir(config, new_dir)
 
 
 def _names(tree: Mapping[str, Any], *path: str) -> list[str]:
     """Names of what an unchecked job describes by name, such as the parts of its reward."""
-    named = _value_at(tree, *path)
-    return list(named) if isinstance(named, dict) else []
+    table = _value_at(tree, *path)
+    return list(table) if isinstance(table, dict) else []
 
 
 def _value_at(tree: Any, *path: str) -> Any:
@@ -242,7 +242,7 @@ def write_job_id(run_dir: Path, id: str, code: Mapping[str, str]) -> None:
 def write_code(run_dir: Path, code: Mapping[str, str]) -> None:
     """Store user code and rows, by file name, in the run's folder. Raises StoreError."""
     for name, text in code.items():
-        replace_text(user_files.kept_path(run_dir / "code", name), text, ELSEWHERE)
+        replace_text(user_files.copied_path(run_dir / "code", name), text, ELSEWHERE)
 
 
 def list_runs(runs_dir: Path) -> list[Path]:

@@ -28,9 +28,9 @@ class RunJournal(Journal):
 
     def __init__(self, path: Path, part_bytes: int = PART_BYTES) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        for left in sorted(path.parent.glob("events*.jsonl.*")):
-            if left.suffix[1:].isdigit():
-                self._compress_later(left)
+        for leftover in sorted(path.parent.glob("events*.jsonl.*")):
+            if leftover.suffix[1:].isdigit():
+                self._compress_later(leftover)
         super().__init__(path, self._compress_later, part_bytes)
 
     def _compress_later(self, part: Path) -> None:

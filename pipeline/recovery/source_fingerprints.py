@@ -86,8 +86,8 @@ def compute(config: RunConfig) -> Fingerprints:
             theirs = _source(evaluation_set.source, evaluation_set.options, config.seed)
             if task.columns != Columns():
                 theirs["task.columns"] = f"{task.columns.prompt}, {task.columns.answer}"
-        own = _function(evaluation_set.reward, evaluation_set.source or task.source, theirs)
-        sets[name] = {"reward": own | pattern, "data": theirs}
+        reward = _function(evaluation_set.reward, evaluation_set.source or task.source, theirs)
+        sets[name] = {"reward": reward | pattern, "data": theirs}
     return Fingerprints(reward=verifier | pattern, data=source, template=template, sets=sets)
 
 
@@ -135,8 +135,8 @@ def changes(then: Fingerprints | None, now: Fingerprints) -> list[str]:
 
 def changes_of(lines: Sequence[str], name: str) -> list[str]:
     """Those of `changes` that bear on an evaluation set. name: its name."""
-    own = [line for line in lines if line.startswith(_of_set(name))]
-    return own + [line for line in lines if line.startswith("template" if name != HELD_OUT else PARTS)]
+    set_lines = [line for line in lines if line.startswith(_of_set(name))]
+    return set_lines + [line for line in lines if line.startswith("template" if name != HELD_OUT else PARTS)]
 
 
 def _of_set(name: str) -> str:
@@ -159,8 +159,8 @@ def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:
         return {"task.source": kind, "file": _hash_of(path)}
     options_facts = {"task.options": json.dumps(options, sort_keys=True, default=repr)}
     if kind:
-        named = source if path is None else kind
-        return {"task.source": named, **options_facts} | ({} if path is None else {"file": _hash_of(path)})
+        reference = source if path is None else kind
+        return {"task.source": reference, **options_facts} | ({} if path is None else {"file": _hash_of(path)})
     drawn = {**options_facts, "seed": str(seed)}
     if known is not None and known.type is SourceType.PROCEDURAL:
         packages = (package.replace("_", "-") for package in known.packages)
@@ -168,11 +168,11 @@ def _source(source: str, options: Mapping[str, Any], seed: int) -> Facts:
     return {"task.source": _name(source), **drawn, "code": _code(source)}
 
 
-def _function(function: str, named: str, source: Facts) -> Facts:
-    """Of one reward function. named: the source of prompts, and source: its facts."""
+def _function(function: str, reference: str, source: Facts) -> Facts:
+    """Of one reward function. reference: the source of prompts, and source: its facts."""
     if function == "task":
         verifier = {k: v for k, v in source.items() if k not in ("file", "task.options", "seed")}
-        package = {"package staleflow": _version("staleflow")} if data_file(named)[0] else {}
+        package = {"package staleflow": _version("staleflow")} if data_file(reference)[0] else {}
         return {"reward.function": function} | verifier | package
     if function == "math_verify":
         return {"reward.function": function, "package math-verify": _version("math-verify")}
@@ -181,15 +181,15 @@ def _function(function: str, named: str, source: Facts) -> Facts:
     return {"reward.function": _name(function), "code": _code(function)}
 
 
-def _name(named: str) -> str:
+def _name(reference: str) -> str:
     """A function's name without its file's path: a submitted job has its code elsewhere."""
-    _, where, name = split_code(named)
-    return name if where.endswith(".py") else named
+    _, where, name = split_code(reference)
+    return name if where.endswith(".py") else reference
 
 
-def _code(named: str) -> str:
+def _code(reference: str) -> str:
     """Hash of the file that defines a user's function; empty if it cannot be found."""
-    where = split_code(named)[1]
+    where = split_code(reference)[1]
     if where.endswith(".py"):
         return _hash_of(Path(where))
     try:

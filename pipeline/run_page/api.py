@@ -146,15 +146,15 @@ class RunApi:
     def batch(self, branch: str, step: int) -> dict[str, Any]:
         """A step's whole batch, a value a trajectory: reward, length, staleness, and its life by the journal."""
         columns = self._need(branch).columns
-        at = listing.batch_of_step(columns, step)
+        positions = listing.batch_of_step(columns, step)
         names = ("trajectory", "reward", "response_tokens", "staleness", "finish")
-        ids = columns["trajectory"][at].tolist()
+        ids = columns["trajectory"][positions].tolist()
         with self._reader.journal() as journal:
             lives, read_share = journal.lives(ids), journal.read_share
         return {
             "read_share": read_share,
             "lives": [[[round(a, 4), round(b, 4), phase, v] for a, b, phase, v in life] for life in lives],
-            **{name: [_plain(value) for value in columns[name][at].tolist()] for name in names},
+            **{name: [_plain(value) for value in columns[name][positions].tolist()] for name in names},
         }
 
     def group(self, branch: str, group: int) -> dict[str, Any]:
@@ -172,8 +172,8 @@ class RunApi:
         limit = min(TEXT_SHOWN, max(EXCERPT, TEXTS_SHOWN // max(1, len(wanted))))
         groups = []
         for id, positions in placed.items():
-            shown = [rows[at] for at in positions.tolist()]
-            readable = [row for row in shown if isinstance(row, EndedTrajectory)]
+            page_rows = [rows[position] for position in positions.tolist()]
+            readable = [row for row in page_rows if isinstance(row, EndedTrajectory)]
             prompt = readable[0].trajectory.prompt_tokens.tolist() if readable else []
             groups.append(
                 {
@@ -181,8 +181,8 @@ class RunApi:
                     "prompt": self._reader.texts.text(prompt[: TEXT_SHOWN + 1], special=True)[:TEXT_SHOWN],
                     "prompt_cut": len(prompt) > TEXT_SHOWN,
                     "members": [
-                        {**self._member(row, limit), "matches": bool(matching[at])}
-                        for at, row in zip(positions.tolist(), shown, strict=True)
+                        {**self._member(row, limit), "matches": bool(matching[position])}
+                        for position, row in zip(positions.tolist(), page_rows, strict=True)
                     ],
                 }
             )
@@ -213,7 +213,7 @@ class RunApi:
         for span in passages(trajectory):
             if limit <= 0:
                 break
-            ids = trajectory.response_tokens[span.first : min(span.last, span.first + limit + 1)]
+            ids = trajectory.response_tokens[span.start : min(span.stop, span.start + limit + 1)]
             text = self._reader.texts.text(ids.tolist(), special=True)[:limit]
             messages.append({"role": span.role, "sampled": span.sampled, "seconds": span.seconds, "text": text})
             limit -= len(text)
@@ -239,17 +239,17 @@ class RunApi:
         positions = sorted(
             stored.position(id) for id in ids[: listing.ROWS_PER_PAGE]
         )  # adjacent ones are read together
-        texts = {}
+        shown_texts = {}
         for row in stored.store.picked(positions):
             if isinstance(row, UnreadableRow):
-                texts[int(row.trajectory)] = {"damaged": row.error}
+                shown_texts[int(row.trajectory)] = {"damaged": row.error}
                 continue
             t, decode = row.trajectory, self._reader.texts.text
-            texts[int(t.id)] = {
+            shown_texts[int(t.id)] = {
                 "prompt": decode(t.prompt_tokens[-PROMPT_EXCERPT:].tolist(), special=True)[-PROMPT_EXCERPT:],
                 "response": decode(t.response_tokens[:EXCERPT].tolist(), special=True)[:EXCERPT],
             }
-        return {"texts": texts}
+        return {"texts": shown_texts}
 
     def distribution(self, branch: str, where: str, column: str) -> dict[str, Any]:
         """The histogram of a column over the selected trajectories, what was trained on against what was not, and how
@@ -265,10 +265,10 @@ class RunApi:
     def trajectory(self, branch: str, id: int) -> dict[str, Any]:
         """One trajectory with its tokens, its siblings' ids and what the journal says of it."""
         stored = self._need(branch)
-        at = stored.position(id)
-        (row,) = stored.store.picked([at])
+        position = stored.position(id)
+        (row,) = stored.store.picked([position])
         columns = stored.columns
-        siblings = listing.members(columns, columns["group"][[at]])[int(columns["group"][at])]
+        siblings = listing.members(columns, columns["group"][[position]])[int(columns["group"][position])]
         around = {
             "note": self._reader.texts_note,
             "siblings": [

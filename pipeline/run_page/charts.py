@@ -98,12 +98,12 @@ def charts(records: Sequence[StepRecord], sources: Sequence[str] = ()) -> list[C
     sources, if it has several."""
     many_turns = any_many_turns(records)
     of_tasks = [
-        Chart(title=title, names=tuple(f"{TASK}{source}/{end}" for source in sources), hint=OF_TASK[end])
-        for end, title in CHARTS_OF_TASKS.items()
+        Chart(title=title, names=tuple(f"{TASK}{source}/{metric}" for source in sources), hint=OF_TASK[metric])
+        for metric, title in CHARTS_OF_TASKS.items()
         if sources
     ]
-    shown = [chart for chart in CHARTS if many_turns or not chart.many_turns]
-    return [*shown[:1], *of_tasks, *shown[1:]]
+    charts = [chart for chart in CHARTS if many_turns or not chart.many_turns]
+    return [*charts[:1], *of_tasks, *charts[1:]]
 
 
 def any_many_turns(records: Sequence[StepRecord]) -> bool:
@@ -122,17 +122,17 @@ def series(records: Sequence[StepRecord], first: int) -> dict[str, Any]:
     rated = with_rates({"elapsed_s": 0.0, **r.metrics} for r in steps[max(0, first - 1) :])[1 if first else 0 :]
     names = {name for chart in CHARTS for name in chart.names}
     present = sorted({name for step in rated for name in step if name in names or name.startswith(TASK)})
-    shown = steps[first:]
-    counts = [r.ledger.num_ended for r in ([before] if before else []) + shown]
+    page_steps = steps[first:]
+    counts = [r.ledger.num_ended for r in ([before] if before else []) + page_steps]
     reasons = sorted({key for count in counts for key in count if not key.startswith(Fate.CONSUMED.value)})
     drops = {}
     for key in reasons:
         totals = [0 if before is None else before.ledger.num_ended.get(key, 0)]
-        totals += [r.ledger.num_ended.get(key, 0) for r in shown]
+        totals += [r.ledger.num_ended.get(key, 0) for r in page_steps]
         drops[in_words(key)] = [max(0, b - a) for a, b in itertools.pairwise(totals)]
     return {
         "first": first,
-        "step": [r.step for r in shown],
+        "step": [r.step for r in page_steps],
         "lines": {name: [finite(step.get(name)) for step in rated] for name in present},
         "drops": drops,
     }

@@ -196,8 +196,8 @@ class JournalIndex:
         for group in event.get("groups", ()):
             for member in group["members"]:
                 self._mark(member["trajectory"], now, ARRIVED)
-                place = READY if member.get("scored") else SCORING if member.get("sampled") else WAITING
-                self._move(member["trajectory"], place)
+                phase = READY if member.get("scored") else SCORING if member.get("sampled") else WAITING
+                self._move(member["trajectory"], phase)
 
     def _scored(self, event: Plain, now: float) -> None:
         if self._positions.get(event["trajectory"], (READY, ""))[0] in (SCORING, IN_ENVIRONMENT):
@@ -243,8 +243,8 @@ class JournalIndex:
     def _lost(self, event: Plain, now: float) -> None:
         lane = self.lanes[event["instance"]]
         self.events.append((now, f"{lane.name} lost: {event['why']}"))
-        for id, (place, name) in list(self._positions.items()):
-            if place == RUNNING and name == lane.name:
+        for id, (phase, name) in list(self._positions.items()):
+            if phase == RUNNING and name == lane.name:
                 self._mark(id, now, LOST, lane)
                 self._move(id, WAITING)
         self._lose(lane, now)
@@ -279,8 +279,8 @@ class JournalIndex:
 
     def _take_off(self, id: int, now: float) -> Lane | None:
         """Take a trajectory from the instance it runs on, if any; returns that."""
-        place, name = self._positions.get(id, (READY, ""))
-        if place != RUNNING:
+        phase, name = self._positions.get(id, (READY, ""))
+        if phase != RUNNING:
             return None
         lane = self.lanes[name]
         lane.num_running -= 1
@@ -294,10 +294,10 @@ class JournalIndex:
         lane.pulling.set(now, 0)
         lane.version.set(now, -1)
 
-    def _move(self, id: int, place: int, name: str = "") -> None:
+    def _move(self, id: int, phase: int, name: str = "") -> None:
         self._leave(id)
-        self._positions[id] = (place, name)
-        self._present[place] += 1
+        self._positions[id] = (phase, name)
+        self._present[phase] += 1
 
     def _leave(self, id: int) -> None:
         if id in self._positions:
@@ -321,25 +321,25 @@ class JournalIndex:
 
     def story(self, trajectory: int) -> list[dict[str, Any]]:
         """The marks of a trajectory, in order: seconds, what happened, in words, and the phase that begins."""
-        at = self._marks_of([trajectory])[trajectory]
+        indices = self._marks_of([trajectory])[trajectory]
         words = list(self._words)
         marks = []
-        for i in at:
+        for i in indices:
             kind, detail = self._kinds[i], self._detail[i]
             where = self._names[self._lane[i]] if self._lane[i] >= 0 else ""
             text, phase = STORIES[kind]
             word = words[detail] if kind in WORDS else str(detail)
             marks.append({"at_s": self._times[i], "what": text.format(where=where, detail=word), "phase": phase})
-        for (_, end, _, _), (begin, _, phase, version) in itertools.pairwise(self._phases(at)):
-            if phase == "sampling" and begin == end and not any(mark["at_s"] == begin for mark in marks):
-                marks.append({"at_s": begin, "what": f"goes on under version {version}", "phase": phase})
+        for (_, end, _, _), (start, _, phase, version) in itertools.pairwise(self._phases(indices)):
+            if phase == "sampling" and start == end and not any(mark["at_s"] == start for mark in marks):
+                marks.append({"at_s": start, "what": f"goes on under version {version}", "phase": phase})
         return sorted(marks, key=lambda mark: float(mark["at_s"]))
 
     def _marks_of(self, trajectories: Sequence[int]) -> dict[int, list[int]]:
         ids = np.frombuffer(self._ids, np.int64) if self._ids else np.zeros(0, np.int64)
-        (at,) = np.nonzero(np.isin(ids, np.asarray(trajectories, np.int64)))
+        (indices,) = np.nonzero(np.isin(ids, np.asarray(trajectories, np.int64)))
         marks: dict[int, list[int]] = {id: [] for id in trajectories}
-        for i in at.tolist():
+        for i in indices.tolist():
             marks[self._ids[i]].append(i)
         return marks
 
@@ -352,14 +352,14 @@ class JournalIndex:
     def _phases(self, marks: Sequence[int]) -> list[tuple[float, float, str, int]]:
         phases = []
         for i, after in itertools.pairwise(marks):
-            begin, end, phase = self._times[i], self._times[after], STORIES[self._kinds[i]][1]
+            start_s, end_s, phase = self._times[i], self._times[after], STORIES[self._kinds[i]][1]
             if phase != "sampling":
-                phases.append((begin, end, phase, -1))
+                phases.append((start_s, end_s, phase, -1))
                 continue
             version = self.lanes[self._names[self._lane[i]]].version
-            first, last = bisect_right(version.times, begin), bisect_left(version.times, end)
-            edges = [begin, *version.times[first:last], end]
-            served = [version.values[max(0, k - 1)] for k in range(first, last + 1)]
+            start, stop = bisect_right(version.times, start_s), bisect_left(version.times, end_s)
+            edges = [start_s, *version.times[start:stop], end_s]
+            served = [version.values[max(0, k - 1)] for k in range(start, stop + 1)]
             phases += [(a, b, phase, v) for (a, b), v in zip(itertools.pairwise(edges), served, strict=True)]
         return phases
 
@@ -393,7 +393,7 @@ class JournalIndex:
                 for name, function in zip(PHASE_LABELS, self._counts, strict=True)
             ],
             "starts": self.starts[1:],
-            "events": [[at, event] for at, event in self.events if begin_s <= at <= end_s],
+            "events": [[time_s, event] for time_s, event in self.events if begin_s <= time_s <= end_s],
             "num_events": self.num_events,
             "read_share": self.read_share,
             "invalid": self.invalid,

@@ -134,14 +134,14 @@ def groups_of_step(columns: Columns, step: int, where: str, order: str, page: in
     rewards = columns["reward"][positions].astype(np.float64)
     mean = np.bincount(member, rewards, len(ids)) / np.maximum(count, 1)
     squares = np.bincount(member, (rewards - mean[member]) ** 2, len(ids))
-    longest = np.zeros(len(ids))
-    np.maximum.at(longest, member, columns["response_tokens"][positions])
+    max_lengths = np.zeros(len(ids))
+    np.maximum.at(max_lengths, member, columns["response_tokens"][positions])
     key = {
         "trained": first,
         "best": -mean,
         "worst": mean,
         "spread": -squares / np.maximum(count, 1),
-        "longest": -longest,
+        "longest": -max_lengths,
     }
     sorted_ids = np.lexsort((first, key[order]))
     if where.strip():

@@ -83,10 +83,10 @@ class Stored:
 
     def position(self, trajectory: int) -> int:
         """Where a trajectory is stored. Raises ConfigError."""
-        (at,) = np.nonzero(self.columns["trajectory"] == trajectory)
-        if not len(at):
+        (positions,) = np.nonzero(self.columns["trajectory"] == trajectory)
+        if not len(positions):
             raise ConfigError(f"no stored trajectory {trajectory}; it was never started or is still in flight")
-        return int(at[0])
+        return int(positions[0])
 
 
 class JournalFollower:
@@ -99,49 +99,49 @@ class JournalFollower:
         self._files: list[tuple[int, int, int]] = []
         """(inode, bytes read, lines read) of each file of the journals; no inode of a compressed one."""
 
-    def follow(self, journals: Sequence[Path], most: int = READ_AT_ONCE) -> None:
-        """Read on, at most about `most` bytes. Files that are not those read before are read from their beginning: a
-        resumed run renames the last, a closed part is compressed and remains the same."""
-        there, inodes, sizes = _listed(journals)
+    def follow(self, journals: Sequence[Path], max_bytes: int = READ_AT_ONCE) -> None:
+        """Read what the journals gained, about `max_bytes` bytes at most. A file that was replaced is read from
+        its beginning: a resumed run renames the last part; a closed part is compressed, which changes no content."""
+        listed, inodes, sizes = _listed(journals)
         known = [inode for inode, *_ in self._files]
-        same = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
-        if len(inodes) < len(known) or not same:
+        is_same_files = all(now in (0, before) or not before for before, now in zip(known, inodes, strict=False))
+        if len(inodes) < len(known) or not is_same_files:
             self._files.clear()
             self.index = JournalIndex(self._members)
-        for i, (journal, file) in enumerate(there):
+        for i, (journal, file) in enumerate(listed):
             if i == len(self._files):
                 self._files.append((inodes[i], 0, 0))
-                if i == 0 or there[i - 1][0] != journal:
+                if i == 0 or listed[i - 1][0] != journal:
                     self.index.begin_start()
-            most -= self._read(i, file, inodes[i], sizes[i], most)
-            if most <= 0:
+            max_bytes -= self._read(i, file, inodes[i], sizes[i], max_bytes)
+            if max_bytes <= 0:
                 break
-        read, total = sum(at for _, at, _ in self._files), sum(sizes)
+        read, total = sum(offset for _, offset, _ in self._files), sum(sizes)
         self.index.read_share = min(1.0, read / total) if total else 1.0
 
     def _read(self, number: int, file: Path, inode: int, size: int, most: int) -> int:
         """Read on in a file that has `size` bytes; returns how many were read."""
-        _, begin, line_number = self._files[number]
-        at = begin
-        if at < size:
+        _, start, line_number = self._files[number]
+        offset = start
+        if offset < size:
             with open_part(file) as lines:
-                lines.seek(at)
-                while at < size and at - begin < most and (line := lines.readline()).endswith(b"\n"):
+                lines.seek(offset)
+                while offset < size and offset - start < most and (line := lines.readline()).endswith(b"\n"):
                     line_number += 1
-                    at += len(line)
+                    offset += len(line)
                     if line_number > 1 or not line.startswith(HEADING):
                         self.index.add(line, f"{file.name}, line {line_number},")
-        self._files[number] = (inode, at, line_number)
-        return at - begin
+        self._files[number] = (inode, offset, line_number)
+        return offset - start
 
 
 def _listed(journals: Sequence[Path]) -> tuple[list[tuple[Path, Path]], list[int], list[int]]:
     """The journals' files, each with its journal; their inodes, 0 of compressed ones; their sizes uncompressed."""
     while True:
-        there = [(journal, file) for journal in journals for file in files(journal)]
+        listed = [(journal, file) for journal in journals for file in files(journal)]
         try:
-            inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in there]
-            return there, inodes, [num_bytes(file) for _, file in there]
+            inodes = [0 if file.suffix == ".gz" else file.stat().st_ino for _, file in listed]
+            return listed, inodes, [num_bytes(file) for _, file in listed]
         except FileNotFoundError:
             continue  # compressed or renamed meanwhile
 

@@ -178,7 +178,7 @@ class Actors:
                 return await self.ask_once(name, method, *args, deadline=deadline, within_s=within_s)
             except ActorLost as error:
                 lost = error
-            if lost.who == "server" != name and await self.server_answers():
+            if lost.actor == "server" != name and await self.server_answers():
                 num_doubts += 1
                 logger.warning("%s: %s; it answers now", name, lost)
                 if num_doubts <= MAX_FALSE_LOSSES:
@@ -265,22 +265,22 @@ class Actors:
         # get wrong shows before the first step, and what an instance serves is compared from its first token on.
         await gather_or_cancel(*(self._pull_first(i, version, begin_s) for i in list(self.instances.values())))
 
-    async def _start(self, name: str, begin_s: float, place: Callable[[], Awaitable[T]]) -> T:
+    async def _start(self, name: str, begin_s: float, create: Callable[[], Awaitable[T]]) -> T:
         """Place an actor at the start of the run, again if its process is lost meanwhile. Raises ActorLost if it is
         lost too often; ActorSilent if it misses its deadline and ConfigError if it refuses the first weights, since
         both would happen again."""
         while True:
             try:
-                return await place()
+                return await create()
             except ActorSilent:
                 raise
             except WeightsRefused as refused:
                 raise unusable_engine_error(refused) from refused
             except ActorLost as lost:
-                who = trainer_group.role_of(lost.who)
-                if who.partition(".")[0] != name:
+                role = trainer_group.role_of(lost.actor)
+                if role.partition(".")[0] != name:
                     raise
-                self.record_loss(who, lost, begin_s)
+                self.record_loss(role, lost, begin_s)
 
     async def _start_instance(self, index: int, begin_s: float) -> None:
         await self._start(f"rollout-{index}", begin_s, lambda: self.place_instance(index))
@@ -345,7 +345,7 @@ class Actors:
         except WeightsRefused as refused:
             raise unusable_engine_error(refused) from refused
         except ActorLost as lost:
-            if lost.who != instance.id:
+            if lost.actor != instance.id:
                 raise
             self.record_loss(instance.id, lost, begin_s)
             await self._start_instance(instance.index, begin_s)
@@ -359,10 +359,10 @@ class Actors:
         if not missing:
             return f"all {len(names)} ready, {self._first_work}"
         loads = not self._config.emulated and any(n == "trainer" or n.startswith("rollout-") for n in missing)
-        shown = ", ".join(missing[:MAX_NAMES_SHOWN])
+        shown_names = ", ".join(missing[:MAX_NAMES_SHOWN])
         more = f" and {len(missing) - MAX_NAMES_SHOWN} more" if len(missing) > MAX_NAMES_SHOWN else ""
         loading = f" (loading {self._config.model.path})" if loads else ""
-        return f"{len(names) - len(missing)} of {len(names)} ready, waiting for {shown}{more}{loading}"
+        return f"{len(names) - len(missing)} of {len(names)} ready, waiting for {shown_names}{more}{loading}"
 
     async def place_reward(self, name: str) -> None:
         """Place a reward worker, which loads its reward function. Raises ConfigError if it cannot."""
@@ -510,7 +510,7 @@ class Actors:
                 )
                 break
             except ActorLost as lost:
-                if lost.who != "server":
+                if lost.actor != "server":
                     raise
                 await self.recovery.wait_until_restored(lost, asked_s)
         if result.fingerprint != self._trained_fingerprints[result.version]:
@@ -584,7 +584,7 @@ class Actors:
             instance.fetching, instance.loading = None, False
 
     async def _pull(self, instance: InstanceHandle, version: PolicyVersion) -> None:
-        begin = now_s()
+        started_s = now_s()
         path = await self._fetch(instance.placed, version)
         await self._turns.wake(instance.id)
         within_s = self._transfers.within_s(version)
@@ -600,7 +600,7 @@ class Actors:
         check: WeightCheck = await self.ask(
             instance.placed.name, "pull", expected, path, deadline="call_s", within_s=within_s
         )
-        elapsed_s = now_s() - begin
+        elapsed_s = now_s() - started_s
         level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
         logger.log(level, "%s pulled version %d in %.1f s", instance.id, version, elapsed_s)
         self._checks.append(check)
@@ -624,7 +624,7 @@ class Actors:
         try:
             await self.put_to_sleep(instance)
         except ActorLost as lost:
-            if lost.who != instance.id:
+            if lost.actor != instance.id:
                 raise
             logger.warning("%s", lost)
             self._turns.leave(instance.id)
@@ -713,7 +713,7 @@ class Actors:
         it replaced were lost more than MAX_REPLACEMENTS times within REPLACEMENT_WINDOW_S."""
         slot = name.partition(".")[0]
         self._lost_at.setdefault(slot, []).append(now)
-        recent = [at for at in self._lost_at[slot] if now - at < REPLACEMENT_WINDOW_S]
+        recent = [lost_s for lost_s in self._lost_at[slot] if now - lost_s < REPLACEMENT_WINDOW_S]
         self.loss_messages.append(f"{now:.1f} s: {lost}")
         logger.warning("%s; replacing it", lost)
         self.instances.pop(InstanceId(name), None)
@@ -722,7 +722,7 @@ class Actors:
             self._workers.lose(member)
         for future in self._loss_futures[name]:
             if not future.done():
-                future.set_exception(ActorLost(str(lost), lost.who))
+                future.set_exception(ActorLost(str(lost), lost.actor))
         if len(recent) > MAX_REPLACEMENTS:
             raise ActorLost(f"{slot} was lost {len(recent)} times within an hour, last: {lost}") from lost
 

@@ -109,7 +109,7 @@ class EnvironmentHosts:
                     )
                     await self._actors.ask(host.name, "act", SERVER, items)
             except (errors.ActorLost, errors.ActorFailed) as lost:
-                if lost.who != host.name:
+                if lost.actor != host.name:
                     raise
                 await self._replace(host, number, lost)
 
@@ -122,7 +122,7 @@ class EnvironmentHosts:
                     host.name, "outcomes", POLL_S, deadline="call_s", within_s=POLL_S + self._config.deadlines.call_s
                 )
             except (errors.ActorLost, errors.ActorFailed) as lost:
-                if lost.who != host.name:
+                if lost.actor != host.name:
                     raise
                 await self._replace(host, number, lost)
                 continue

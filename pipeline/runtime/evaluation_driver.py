@@ -84,8 +84,8 @@ class EvaluationDriver:
                 key = f"task.sources.{name}.eval_prompts" if self._config.task.sources else "task.eval_prompts"
                 source = source or task.source
             self._note(fewer_prompts(evaluation_set.prompts, num_prompts, source, key))
-        due = self._schedule.latest(version)
-        have = {result.name for result in self._results if result.version >= due}
+        version_due = self._schedule.latest(version)
+        have = {result.name for result in self._results if result.version >= version_due}
         self._is_due = bool(self._items) and not have.issuperset(self._sets)
         self._request()
 
@@ -138,16 +138,18 @@ class EvaluationDriver:
         base = self._base_rewards() if command.version else {}
         results = []
         for name, evaluation_set in self._sets.items():
-            own = [(item, response) for item, response in zip(self._items, answered, strict=True) if item.of == name]
-            if not own:
+            set_responses = [
+                (item, response) for item, response in zip(self._items, answered, strict=True) if item.of == name
+            ]
+            if not set_responses:
                 continue
-            sampled = [response.score or NO_RESPONSE for item, response in own if item.sample != GREEDY]
-            greedy = [response.score or NO_RESPONSE for item, response in own if item.sample == GREEDY]
+            sampled = [response.score or NO_RESPONSE for item, response in set_responses if item.sample != GREEDY]
+            greedy = [response.score or NO_RESPONSE for item, response in set_responses if item.sample == GREEDY]
             results.append(
                 Evaluation.of(
                     command.version, sampled, greedy, self._prints(name), self._changed(name), name=name,
-                    samples=evaluation_set.samples, tokens=sum(response.tokens for _, response in own), seconds=seconds,
-                    figures=figures_of(rewards[name], evaluation_set.samples, base.get(name, {})),
+                    samples=evaluation_set.samples, tokens=sum(response.tokens for _, response in set_responses),
+                    seconds=seconds, figures=figures_of(rewards[name], evaluation_set.samples, base.get(name, {})),
                 )
             )  # fmt: skip
         write_rewards(self._run_dir, command.version, rewards)

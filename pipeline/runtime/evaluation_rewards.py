@@ -42,7 +42,9 @@ def _of_prompt(answered: Sequence[tuple[ItemView, EvaluatedResponse]]) -> Prompt
 
 def write_rewards(run_dir: Path, version: int, sets: Mapping[str, SetRewards]) -> None:
     """Write the rewards of an evaluation. Raises StoreError."""
-    rows = {name: {digest: asdict(rewards) for digest, rewards in of.items()} for name, of in sets.items()}
+    rows = {
+        name: {digest: asdict(rewards) for digest, rewards in rewards_of.items()} for name, rewards_of in sets.items()
+    }
     (run_dir / FOLDER).mkdir(exist_ok=True)
     replace_text(_path(run_dir, version), json.dumps(rows) + "\n", "free space or move runs_dir")
 

@@ -158,11 +158,11 @@ class InstanceLink:
                     f"{still_s:.0f} s; deadlines.sample_s allows {self._deadlines.sample_s:g}",
                     self._name,
                 )
-            taken, before = self._steps_taken(before, load), load
+            stats, before = self._steps_taken(before, load), load
             instance.busy_s = load.busy_s - began.busy_s
             instance.tokens_sampled = load.tokens_sampled
             instance.load = load
-            reported_steps = taken if self._drafts else None
+            reported_steps = stats if self._drafts else None
             self._tell(
                 InstanceReported(
                     instance=instance.id, progress=load.progress, delivered=load.delivered, steps=reported_steps

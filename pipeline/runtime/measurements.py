@@ -75,11 +75,11 @@ class Measurements:
     @contextmanager
     def deciding(self) -> Iterator[None]:
         """Count what is done inside as time spent on decisions; real seconds, whatever the loop's clock is."""
-        begin = time.perf_counter()
+        started_s = time.perf_counter()
         try:
             yield
         finally:
-            self._decide_s += time.perf_counter() - begin
+            self._decide_s += time.perf_counter() - started_s
 
     def training_began(self) -> None:
         """A training step was ordered."""

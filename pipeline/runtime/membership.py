@@ -71,8 +71,10 @@ class Membership:
     def line(self) -> str:
         """How many instances the run has, and how many it misses, for people."""
         rollout, have = self._config.rollout, len(self._actors.instances)
-        most = max(rollout.instances, rollout.max_instances)
-        line = f"{have} of {rollout.instances} instances" + (f", at most {most}" if most > rollout.instances else "")
+        max_instances = max(rollout.instances, rollout.max_instances)
+        line = f"{have} of {rollout.instances} instances" + (
+            f", at most {max_instances}" if max_instances > rollout.instances else ""
+        )
         placed = {instance.index for instance in self._actors.instances.values()}
         if missing := sorted(self._missing - placed):
             line += f"; waiting for {', '.join(f'rollout-{i}' for i in missing)}"
@@ -85,8 +87,8 @@ class Membership:
         rollout = self._config.rollout
         while True:
             await asyncio.sleep(GROW_S)
-            taken = self._missing | self._retiring | {i.index for i in self._actors.instances.values()}
-            further = next((i for i in range(rollout.instances, rollout.max_instances) if i not in taken), None)
+            used_indices = self._missing | self._retiring | {i.index for i in self._actors.instances.values()}
+            further = next((i for i in range(rollout.instances, rollout.max_instances) if i not in used_indices), None)
             if further is not None and not self._resting and await self._actors.has_spare_worker():
                 self._fill(further)
 
@@ -159,7 +161,7 @@ class Membership:
     def _is_lost(instance: InstanceHandle, lost: errors.ActorLost | errors.ActorFailed) -> bool:
         """Whether it is the instance that is lost, and not one that it asked. Parameter servers come back by
         themselves, except from a process that is gone."""
-        return lost.who == instance.id or lost.who.startswith("parameters-")
+        return lost.actor == instance.id or lost.actor.startswith("parameters-")
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """What the links run."""
@@ -216,9 +218,11 @@ class Membership:
                     continue
             except (errors.ActorLost, errors.ActorFailed) as lost:
                 up = next((i for i in self._actors.instances.values() if i.index == index), None)
-                if lost.who.partition(".")[0] != f"rollout-{index}" and (up is None or not self._is_lost(up, lost)):
+                if lost.actor.partition(".")[0] != f"rollout-{index}" and (up is None or not self._is_lost(up, lost)):
                     raise
-                self._actors.record_loss(lost.who if up is None else up.id, lost, self._elapsed_s())  # while it came up
+                self._actors.record_loss(
+                    lost.actor if up is None else up.id, lost, self._elapsed_s()
+                )  # while it came up
                 continue
             else:
                 self._join(instance)
@@ -227,7 +231,7 @@ class Membership:
 
     def _refuse_too_few(self, error: NoFreeWorker) -> None:
         """Raise the error if too few instances are left."""
-        left, rollout = len(self._actors.instances), self._config.rollout
-        if left < rollout.min_instances:
+        num_instances, rollout = len(self._actors.instances), self._config.rollout
+        if num_instances < rollout.min_instances:
             raise error
-        logger.warning("the run goes on with %d of %d instances: %s", left, rollout.instances, error)
+        logger.warning("the run goes on with %d of %d instances: %s", num_instances, rollout.instances, error)

@@ -145,7 +145,7 @@ class Scoring:
                     )
                     scored = await self._watched(name, asking)
             except (errors.ActorLost, errors.ActorFailed) as lost:
-                if lost.who != name:
+                if lost.actor != name:
                     raise
                 self._actors.record_loss(name, lost, self._elapsed_s())
                 await self._actors.place_reward(name)

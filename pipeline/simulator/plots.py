@@ -36,12 +36,12 @@ def draw_run(trace: Trace, title: str, path: Path, *, span_s: float | None = Non
 
 
 def _gantt(axes: Any, trace: Trace, lanes: list[Any]) -> None:
-    most = max((n for lane in lanes for _, n in lane.loads), default=1) or 1
+    max_load = max((n for lane in lanes for _, n in lane.loads), default=1) or 1
     for row, lane in enumerate(lanes):
         if len(lane.loads) > 1:
             times = np.array([t for t, _ in lane.loads])
             loads = np.array([[n for _, n in lane.loads[:-1]]])
-            mesh = axes.pcolormesh(times, [row - 0.4, row + 0.4], loads, cmap="YlGnBu", vmin=0, vmax=most)
+            mesh = axes.pcolormesh(times, [row - 0.4, row + 0.4], loads, cmap="YlGnBu", vmin=0, vmax=max_load)
             if row == 0:
                 axes.figure.colorbar(mesh, ax=axes, pad=0.01, label="decoding", fraction=0.03)
         for ordered_s, loaded_s in lane.pulls:

@@ -114,7 +114,7 @@ class SimulatedRun:
         self._simulation = config.simulation
         self._workload = workload
         self._cost = config.rollout.cost
-        self._alone = factories.drafted_cost(config, 1, 0.0)
+        self._cost_alone = factories.drafted_cost(config, 1, 0.0)
         self._observe = observe
         self._members = config.oversampled_group_size
         self._acts = config.acts  # which may look a user's file up
@@ -155,9 +155,9 @@ class SimulatedRun:
             self._at(self._faults.exponential(self._simulation.mean_loss_interval_s), self._lose_one, recurring=True)
         self._tell_if(self._evaluations.published(0))
         while not self.coordinator.finished or self._evaluations.pending:
-            at, _, action, recurring = heapq.heappop(self._heap)
+            time_s, _, action, recurring = heapq.heappop(self._heap)
             self._under_way -= not recurring
-            self._now = max(self._now, at)
+            self._now = max(self._now, time_s)
             action()
             self._reschedule()
         self._tell(StopRequested(why="all steps are trained"))
@@ -391,13 +391,13 @@ class SimulatedRun:
         sampled = tools = 0
         context_tokens = alone_s = 0.0
         for turn in self._workload.turns(group, member):
-            left = prompt + tokens - context
-            if left <= 0:  # an episode that was full ended with an earlier turn
+            remaining_tokens = prompt + tokens - context
+            if remaining_tokens <= 0:  # an episode that was full ended with an earlier turn
                 break
-            count = min(turn.tokens, left)
-            observation_tokens = min(turn.tool_tokens, left - count)
+            count = min(turn.tokens, remaining_tokens)
+            observation_tokens = min(turn.tool_tokens, remaining_tokens - count)
             context_tokens += context * count + count * (count - 1) / 2
-            alone_s += self._alone.decode_s(1, context, count) + turn.tool_s
+            alone_s += self._cost_alone.decode_s(1, context, count) + turn.tool_s
             sampled += count
             tools += observation_tokens
             context += count + observation_tokens
@@ -474,9 +474,9 @@ class SimulatedRun:
         """Replace the next scheduled event of every changed instance."""
         for instance in self._touched.values():
             instance.wake += 1
-            at = instance.engine.next_s()
-            if at < math.inf:
-                self._at(at, partial(self._wake, instance, instance.wake))
+            next_s = instance.engine.next_s()
+            if next_s < math.inf:
+                self._at(next_s, partial(self._wake, instance, instance.wake))
         self._touched.clear()
 
     def _close(self) -> None:
@@ -493,5 +493,5 @@ def train_seconds(config: RunConfig, tokens: int) -> float:
     seconds = simulation.train_s + simulation.train_s_per_token * tokens
     if not simulation.colocated:
         return seconds + config.turns * simulation.switch_s
-    own = config.rollout.instances * simulation.gpus_per_instance
-    return seconds * simulation.trainer_gpus / (simulation.trainer_gpus + own) + 2 * simulation.switch_s
+    num_gpus = config.rollout.instances * simulation.gpus_per_instance
+    return seconds * simulation.trainer_gpus / (simulation.trainer_gpus + num_gpus) + 2 * simulation.switch_s

@@ -94,13 +94,13 @@ def _fits(model: ModelShape, job: SizedJob, device_bytes: int) -> bool:
 def _candidates(job: SizedJob) -> Iterator[tuple[SizedJob, dict[str, object]]]:
     """The job, then with one change, with two and so on; of as many, those first that cost less."""
     training, engine = job.training, job.engine
-    left = job.num_gpus - (0 if job.turns else job.instances * engine.tensor_parallel)
+    num_free_gpus = job.num_gpus - (0 if job.turns else job.instances * engine.tensor_parallel)
     options: dict[str, Sequence[object]] = {
         "model.dtype": ["bfloat16"] if training.dtype == "float32" else [],
         "training.recompute_activations": [] if training.recompute else [True],
         "training.microbatch_tokens": [job.longest] if job.longest < training.microbatch_tokens else [],
         "rollout.engine.kv_tokens": [job.longest] if job.longest < engine.kv_tokens else [],
-        "training.ranks": [2**power for power in range(1, 11) if training.ranks < 2**power <= left],
+        "training.ranks": [2**power for power in range(1, 11) if training.ranks < 2**power <= num_free_gpus],
         "rollout.engine.tensor_parallel": [
             degree for degree in (2, 4, 8) if job.own_gpu and engine.tensor_parallel < degree
         ],
@@ -134,8 +134,8 @@ def _changed(job: SizedJob, changes: Mapping[str, object]) -> SizedJob:
         if key == "model.dtype":
             parts["training"]["dtype"] = parts["engine"]["dtype"] = value
         else:
-            part, field = FIELDS[key]
-            parts[part][field] = value
+            section, field = FIELDS[key]
+            parts[section][field] = value
     return dataclasses.replace(
         job,
         training=dataclasses.replace(job.training, **parts["training"]),  # type: ignore[arg-type]
@@ -147,16 +147,16 @@ def _proposed(model: ModelShape, job: SizedJob, device_bytes: int) -> dict[str, 
     """What uses the memory that is left: cache, running requests, tokens of a pass, vLLM's share, the deadline."""
     engine = dataclasses.replace(job.engine, kv_tokens=0, batch_tokens=max(job.engine.batch_tokens, PREFILL_TOKENS))
     usable = device_bytes * (1 - MARGIN)
-    left = usable - sum(engine_parts(model, engine).values())
+    free_bytes = usable - sum(engine_parts(model, engine).values())
     if job.turns:
-        left -= CONTEXT_BYTES
+        free_bytes -= CONTEXT_BYTES
     elif not job.own_gpu:
-        left -= sum(trainer_parts(model, job.training).values())
-    if left < job.engine.kv_tokens * kv_bytes(model, engine.dtype, engine.tensor_parallel):
+        free_bytes -= sum(trainer_parts(model, job.training).values())
+    if free_bytes < job.engine.kv_tokens * kv_bytes(model, engine.dtype, engine.tensor_parallel):
         engine = dataclasses.replace(engine, batch_tokens=job.engine.batch_tokens)
         kv_tokens = job.engine.kv_tokens
     else:
-        kv_tokens = int(left) // kv_bytes(model, engine.dtype, engine.tensor_parallel) // 1024 * 1024
+        kv_tokens = int(free_bytes) // kv_bytes(model, engine.dtype, engine.tensor_parallel) // 1024 * 1024
     engine = dataclasses.replace(engine, kv_tokens=kv_tokens)
     parts = engine_parts(model, engine)
     share = (sum(parts.values()) - GRAPH_BYTES) / device_bytes

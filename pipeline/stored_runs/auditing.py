@@ -43,14 +43,14 @@ def planned(memory_mib: int, workers: int, num_tokens: int) -> Plan:
     """
     if workers > 1 and num_tokens > SEVERAL_TOKENS:
         for count in range(workers, 1, -1):
-            most = ((memory_mib - WITH_POOL_MIB) // count - WORKER_MIB) * MIB // BYTES_A_TOKEN
-            if most >= MIN_TOKENS:
-                return Plan(count, min(most, MAX_TOKENS))
-    most = (memory_mib - ALONE_MIB) * MIB // BYTES_A_TOKEN
-    if most < MIN_TOKENS:
+            max_tokens = ((memory_mib - WITH_POOL_MIB) // count - WORKER_MIB) * MIB // BYTES_A_TOKEN
+            if max_tokens >= MIN_TOKENS:
+                return Plan(count, min(max_tokens, MAX_TOKENS))
+    max_tokens = (memory_mib - ALONE_MIB) * MIB // BYTES_A_TOKEN
+    if max_tokens < MIN_TOKENS:
         least = ALONE_MIB + MIN_TOKENS * BYTES_A_TOKEN // MIB
         raise ConfigError(f"--memory {memory_mib}: an audit takes at least {least} MiB")
-    return Plan(0, min(most, MAX_TOKENS))
+    return Plan(0, min(max_tokens, MAX_TOKENS))
 
 
 def audit_within(store: VersionedStore, memory_mib: int, workers: int, client: Any = None) -> AuditReport:

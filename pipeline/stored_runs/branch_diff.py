@@ -52,15 +52,15 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     tables = first_store.table(), second_store.table()
     count = _shared(*tables)
     table, other = ({name: column[:count] for name, column in table.items()} for table in tables)
-    (at,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
-    if not len(at):
+    (positions,) = np.nonzero(table["fate"] == [f.value for f in Fate].index(Fate.CONSUMED.value))
+    if not len(positions):
         raise ConfigError(f"{run_dir}: no trajectory that {first} and {second} have was trained on")
-    at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
-    a, b = table["reward"][at], other["reward"][at]
+    positions = positions[np.lexsort((table["trajectory"][positions], table["group"][positions]))]
+    a, b = table["reward"][positions], other["reward"][positions]
     size = first_store.header.group_size
     grouped_a, grouped_b = a.reshape(-1, size), b.reshape(-1, size)
-    ids = table["group"][at].reshape(-1, size)[:, 0]
-    scored_a, scored_b = table["loss_mask"][at] > 0, other["loss_mask"][at] > 0
+    ids = table["group"][positions].reshape(-1, size)[:, 0]
+    scored_a, scored_b = table["loss_mask"][positions] > 0, other["loss_mask"][positions] > 0
     signal_a = has_signal(grouped_a, scored_a.reshape(-1, size))
     signal_b = has_signal(grouped_b, scored_b.reshape(-1, size))
     # A pair of members flips if the better one becomes the worse; ties do not count.
@@ -70,7 +70,7 @@ def difference(run_dir: Path, first: str, second: str) -> BranchDifference:
     edges = np.histogram_bin_edges(np.concatenate([a, b]), bins=10)
     counts = [np.histogram(values, bins=edges)[0] for values in (a, b)]
     return BranchDifference(
-        trajectories=len(at),
+        trajectories=len(positions),
         changed=int((a != b).sum()),
         mean=(_mean(a, scored_a), _mean(b, scored_b)),
         histogram=tuple(
@@ -88,8 +88,8 @@ def _shared(first_rows: Mapping[str, npt.NDArray[Any]], second_rows: Mapping[str
     other trajectories, and a commit is shared as a whole or not at all."""
     rows = min(len(first_rows["trajectory"]), len(second_rows["trajectory"]))
     # Undone trajectories and those sampled instead may have one id; where their text is stored differs.
-    same = np.logical_and.reduce([first_rows[name][:rows] == second_rows[name][:rows] for name in IDENTITY])
-    return rows if same.all() else int(np.argmin(same))
+    equal = np.logical_and.reduce([first_rows[name][:rows] == second_rows[name][:rows] for name in IDENTITY])
+    return rows if equal.all() else int(np.argmin(equal))
 
 
 def _mean(rewards: npt.NDArray[np.float32], scored: npt.NDArray[np.bool_]) -> float:

@@ -21,8 +21,8 @@ class MessageSpan:
     role: str
     sampled: bool
     """Whether the model sampled it."""
-    first: int
-    last: int
+    start: int
+    stop: int
     seconds: float = 0.0
     """Time that the environment took for it; 0 of the model's."""
 
@@ -31,16 +31,18 @@ def passages(trajectory: Trajectory) -> tuple[MessageSpan, ...]:
     """Split what follows the prompt into passages. Segments of one turn are one passage, whichever versions sampled
     them."""
     spans: list[MessageSpan] = []
-    at = 0
+    position = 0
     for span in trajectory.spans:
-        end = at + len(span.tokens)
+        end = position + len(span.tokens)
         if isinstance(span, EnvSpan):
-            spans.append(MessageSpan(role=span.role or NOBODY, sampled=False, first=at, last=end, seconds=span.seconds))
+            spans.append(
+                MessageSpan(role=span.role or NOBODY, sampled=False, start=position, stop=end, seconds=span.seconds)
+            )
         elif spans and spans[-1].sampled:
-            spans[-1] = replace(spans[-1], last=end)
+            spans[-1] = replace(spans[-1], stop=end)
         else:
-            spans.append(MessageSpan(role=MODEL, sampled=True, first=at, last=end))
-        at = end
+            spans.append(MessageSpan(role=MODEL, sampled=True, start=position, stop=end))
+        position = end
     return tuple(spans)
 
 
@@ -52,8 +54,8 @@ def messages(
     return [
         {
             "role": span.role,
-            "content": (sampled if span.sampled else provided)(ids[span.first : span.last]),
-            "tokens": span.last - span.first,
+            "content": (sampled if span.sampled else provided)(ids[span.start : span.stop]),
+            "tokens": span.stop - span.start,
             "seconds": span.seconds,
         }
         for span in passages(trajectory)

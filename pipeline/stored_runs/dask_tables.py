@@ -48,9 +48,9 @@ def dask_table(
     return dataframes.to_dask(len(positions), block_rows, read, decode)
 
 
-def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], first: int, last: int) -> list[EndedTrajectory]:
+def _read(path: str, snapshot: str, positions: npt.NDArray[np.int64], start: int, stop: int) -> list[EndedTrajectory]:
     rows = []
-    for row in store_at(path, snapshot).picked(positions[first:last].tolist()):
+    for row in store_at(path, snapshot).picked(positions[start:stop].tolist()):
         if isinstance(row, UnreadableRow):
             raise StoreError(f"trajectory {row.trajectory} cannot be read: {row.error}")
         rows.append(row)

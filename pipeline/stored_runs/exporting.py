@@ -20,7 +20,7 @@ import numpy.typing as npt
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.stored_runs.pool import Pool, once_a_process, require_all, store_at
 from staleflow.pipeline.stored_runs.response_texts import row_texts, texts_of
-from staleflow.pipeline.stored_runs.stored_trajectories import chosen_positions, read_windows
+from staleflow.pipeline.stored_runs.stored_trajectories import read_windows, select_positions
 from staleflow.stores.errors import ConfigError, StaleflowError, StoreError
 from staleflow.stores.files import claim_folder, publish
 from staleflow.stores.trajectories import dataframes
@@ -71,24 +71,24 @@ def export(
     store, rows = _chosen(run_dir, to, out, branch, where)
     config = load_job(run_dir)
     texts_of(config)
-    part = out.with_name(f".{out.name}.part")
+    tmp_path = out.with_name(f".{out.name}.part")
     try:
-        part.mkdir(parents=True, exist_ok=True)
-        with lock_folder(part), contextlib.ExitStack() as unfinished:
-            unfinished.callback(shutil.rmtree, part, ignore_errors=True)
+        tmp_path.mkdir(parents=True, exist_ok=True)
+        with lock_folder(tmp_path), contextlib.ExitStack() as unfinished:
+            unfinished.callback(shutil.rmtree, tmp_path, ignore_errors=True)
             _refuse_taken(out)  # another export may have finished meanwhile
-            _clear(part)  # files of a killed export
-            data = part / "data" if to == "hf" else part
+            _clear(tmp_path)  # files of a killed export
+            data = tmp_path / "data" if to == "hf" else tmp_path
             data.mkdir(exist_ok=True)
             written, files, errors = _written(run_dir, store, rows, to, data, pool, progress)
             if to == "hf":
-                (part / "README.md").write_text(_card(config.name, written, store))
-            size = sum(p.stat().st_size for p in part.rglob("*") if p.is_file())
+                (tmp_path / "README.md").write_text(_card(config.name, written, store))
+            size = sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
             if to == "jsonl":
-                _joined(files, part / "whole")
-                publish(part / "whole", out)
+                _joined(files, tmp_path / "whole")
+                publish(tmp_path / "whole", out)
             else:
-                publish(part, out)
+                publish(tmp_path, out)
                 (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
     except OSError as error:
         if isinstance(error, StaleflowError):
@@ -111,7 +111,7 @@ def _chosen(run_dir: Path, to: str, out: Path, branch: str, where: str) -> tuple
     if to != "jsonl":
         dataframes.require("pyarrow.parquet")
     store = VersionedStore.open(run_dir / "store", branch=branch)
-    rows = chosen_positions(store, where)
+    rows = select_positions(store, where)
     if not len(rows):
         none = f"no trajectory matches where = {where!r}" if where else "no trajectory is stored yet"
         raise ConfigError(f"{run_dir}: {none}")
@@ -134,11 +134,11 @@ def _written(
     progress: Callable[[int, int], None],
 ) -> tuple[int, list[Path], dict[int, str]]:
     """(number of trajectories written, files in row order, errors of rows left out)."""
-    places = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
-    files = [folder.resolve() / _name(to, number, len(places)) for number in range(len(places))]
+    row_ranges = [rows[i : i + PART_ROWS] for i in range(0, len(rows), PART_ROWS)]
+    files = [folder.resolve() / _name(to, number, len(row_ranges)) for number in range(len(row_ranges))]
     where = (str(run_dir.resolve()), str(store.path), store.snapshot)
     written, errors = 0, dict[int, str]()
-    calls = ((to, *where, chosen, str(file)) for file, chosen in zip(files, places, strict=True))
+    calls = ((to, *where, rows, str(file)) for file, rows in zip(files, row_ranges, strict=True))
     for count, damaged in pool.run(write_part, calls):
         written += count
         errors |= damaged
@@ -161,8 +161,8 @@ def _name(to: str, number: int, count: int) -> str:
     return f"part-{number:05d}.{to}"
 
 
-def _joined(parts: list[Path], whole: Path) -> None:
-    with whole.open("wb") as file:
+def _joined(parts: list[Path], target: Path) -> None:
+    with target.open("wb") as file:
         for part in parts:
             with part.open("rb") as source:
                 shutil.copyfileobj(source, file)
@@ -195,14 +195,14 @@ def write_part(
         How many rows were written, and the errors of those left out.
     """
     store = store_at(path, snapshot)
-    texts = _texts(run_dir)
+    detokenizer = _texts(run_dir)
     errors: dict[int, str] = {}
 
     def read() -> Iterator[tuple[list[EndedTrajectory], list[RowTexts]]]:
         for picked in read_windows(store, rows):
             errors.update({int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)})
-            kept = [row for row in picked if isinstance(row, EndedTrajectory)]
-            yield kept, [row_texts(row.trajectory, texts) for row in kept]
+            readable = [row for row in picked if isinstance(row, EndedTrajectory)]
+            yield readable, [row_texts(row.trajectory, detokenizer) for row in readable]
 
     return (_write_lines if to == "jsonl" else _write_parquet)(to, Path(file), read()), errors
 

@@ -120,40 +120,40 @@ def recompute(
     Raises:
         ConfigError: Before anything is computed.
     """
-    settings, store, chosen = _chosen(run_dir, model, branch, where)
+    settings, store, mask = _chosen(run_dir, model, branch, where)
     path, columns = store.path, store.columns()
-    count = len(chosen)
+    count = len(mask)
     sums = np.zeros((count, len(SUMS)))
     errors: dict[int, str] = {}
     done = 0
     with tempfile.TemporaryFile() as file:  # unnamed, so that nothing is ever left behind
-        kept = _mapped(file, store.array_lengths()["tokens/logprobs"]) if branch else None
+        output = _mapped(file, store.array_lengths()["tokens/logprobs"]) if branch else None
         calls = (
-            (settings, str(path), store.snapshot, first, last, chosen[first:last], kept is not None)
-            for first, last in pool.blocks(count, MODEL_ROWS)
-            if chosen[first:last].any()
+            (settings, str(path), store.snapshot, start, stop, mask[start:stop], output is not None)
+            for start, stop in pool.blocks(count, MODEL_ROWS)
+            if mask[start:stop].any()
         )
-        for part in pool.run(read_rows, calls, model=True):
-            sums[part.first : part.first + len(part.sums)] = part.sums
-            errors |= part.errors
-            for offset, logprobs in part.logprobs:
-                assert kept is not None
-                kept[offset : offset + len(logprobs)] = logprobs
-            done += part.read
-            progress(done, int(chosen.sum()))
-        require_all(done, int(chosen.sum()))
+        for block in pool.run(read_rows, calls, model=True):
+            sums[block.start : block.start + len(block.sums)] = block.sums
+            errors |= block.errors
+            for offset, logprobs in block.logprobs:
+                assert output is not None
+                output[offset : offset + len(logprobs)] = logprobs
+            done += block.read
+            progress(done, int(mask.sum()))
+        require_all(done, int(mask.sum()))
         snapshot = ""
-        if kept is not None:
+        if output is not None:
             if errors:
                 raise StoreError(
                     f"{path}: branch {branch!r} is not made: {len(errors)} responses have no logprobs to store, the "
                     f"first is trajectory {min(errors)}: {errors[min(errors)]}"
                 )
             lineage = {"logprobs": model, "weights": _digest(Path(model)), "temperature": settings.temperature}
-            snapshot = derived_branches.derive_logprobs(store, path, branch, kept, lineage)
+            snapshot = derived_branches.derive_logprobs(store, path, branch, output, lineage)
     return RecomputeResult(
         model=model,
-        rows=int(chosen.sum()) - len(errors),
+        rows=int(mask.sum()) - len(errors),
         by_staleness=tuple(_by_staleness(columns["staleness"], sums)),
         errors=errors,
         branch=branch,
@@ -178,10 +178,10 @@ def _chosen(
     if branch:
         derived_branches.refuse(path, branch)
     columns = store.columns()
-    chosen = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
+    mask = Selection(where).mask(columns) & (columns["response_tokens"] > 0)
     if not config.emulated:
         _refuse_model(model, store)
-    return logprob_settings(config, model), store, chosen
+    return logprob_settings(config, model), store, mask
 
 
 def _refuse_model(model: str, store: VersionedStore) -> None:
@@ -217,16 +217,16 @@ def logprob_settings(config: RunConfig, model: str) -> LogprobSettings:
 
 def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) -> Iterable[LogprobComparison]:
     for lag in np.unique(staleness):
-        of = sums[(staleness == lag) & (sums[:, _SUM["tokens"]] > 0)]
-        if not len(of):
+        lag_sums = sums[(staleness == lag) & (sums[:, _SUM["tokens"]] > 0)]
+        if not len(lag_sums):
             continue
-        total = dict(zip(SUMS, of.sum(axis=0).tolist(), strict=True))
+        total = dict(zip(SUMS, lag_sums.sum(axis=0).tolist(), strict=True))
         tokens = total["tokens"]
         # Weights of whole responses span hundreds of orders of magnitude: normalize before exponentiating.
-        weights = np.exp(of[:, _SUM["log_ratio"]] - of[:, _SUM["log_ratio"]].max())
+        weights = np.exp(lag_sums[:, _SUM["log_ratio"]] - lag_sums[:, _SUM["log_ratio"]].max())
         yield LogprobComparison(
             staleness=int(lag),
-            trajectories=len(of),
+            trajectories=len(lag_sums),
             tokens=int(tokens),
             kl=total["kl"] / tokens,
             ess_tokens=total["ratio"] ** 2 / (tokens * total["ratio_squared"]),
@@ -234,7 +234,7 @@ def _by_staleness(staleness: npt.NDArray[Any], sums: npt.NDArray[np.float64]) ->
             clipped=total["clipped"] / tokens,
             ratio=total["ratio"] / tokens,
             distance=total["distance"] / tokens,
-            farthest=float(of[:, _SUM["farthest"]].max()),
+            farthest=float(lag_sums[:, _SUM["farthest"]].max()),
         )
 
 
@@ -263,7 +263,7 @@ class RescoredRows:
     """The results for a block of rows, of which `read` were chosen. sums: [N, len(SUMS)]. logprobs: (offset among the
     store's tokens, [T]) of each response, if they are to be stored."""
 
-    first: int
+    start: int
     read: int
     sums: npt.NDArray[np.float64]
     errors: dict[int, str]
@@ -274,22 +274,20 @@ def read_rows(
     settings: LogprobSettings,
     path: str,
     snapshot: str,
-    first: int,
-    last: int,
-    chosen: npt.NDArray[np.bool_],
+    start: int,
+    stop: int,
+    mask: npt.NDArray[np.bool_],
     keep: bool,
 ) -> RescoredRows:
-    """Compute sums for the chosen ones of rows first <= row < last of a snapshot. A Dask task."""
-    rows = list(store_at(path, snapshot).readable(first, last))
-    errors = {
-        int(r.trajectory): r.error for r, c in zip(rows, chosen, strict=True) if c and isinstance(r, UnreadableRow)
-    }
-    at = [i for i, (row, c) in enumerate(zip(rows, chosen, strict=True)) if c and not isinstance(row, UnreadableRow)]
-    read = response_logprobs(settings, [row for i in at if isinstance(row := rows[i], EndedTrajectory)])
+    """Compute sums for the chosen ones of rows start <= row < stop of a snapshot. A Dask task."""
+    rows = list(store_at(path, snapshot).readable(start, stop))
+    errors = {int(r.trajectory): r.error for r, c in zip(rows, mask, strict=True) if c and isinstance(r, UnreadableRow)}
+    indices = [i for i, (row, c) in enumerate(zip(rows, mask, strict=True)) if c and not isinstance(row, UnreadableRow)]
+    read = response_logprobs(settings, [row for i in indices if isinstance(row := rows[i], EndedTrajectory)])
     sums = np.zeros((len(rows), len(SUMS)))
     logprobs: list[tuple[int, npt.NDArray[np.float32]]] = []
-    table = store_at(path, snapshot).places(first, last) if keep else None
-    for i, new in zip(at, read, strict=True):
+    table = store_at(path, snapshot).row_positions(start, stop) if keep else None
+    for i, new in zip(indices, read, strict=True):
         row = rows[i]
         assert isinstance(row, EndedTrajectory)
         sampled = row.trajectory.sampled
@@ -299,7 +297,7 @@ def read_rows(
         sums[i] = _sums(row.trajectory.logprobs[sampled], new[sampled], settings)
         if table is not None:
             logprobs.append((int(table[i]), new))
-    return RescoredRows(first=first, read=int(chosen.sum()), sums=sums, errors=errors, logprobs=logprobs)
+    return RescoredRows(start=start, read=int(mask.sum()), sums=sums, errors=errors, logprobs=logprobs)
 
 
 def response_logprobs(settings: LogprobSettings, rows: list[EndedTrajectory]) -> list[npt.NDArray[np.float32]]:

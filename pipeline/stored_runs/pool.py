@@ -104,14 +104,14 @@ class Pool:
         workers = self.client.scheduler_info(n_workers=-1)["workers"]
         if not self.shared:
             return list(workers)
-        taken = self.client.sync(job_registry.ask, self.client, "unavailable", owner="")
-        free = [address for address in workers if address not in taken]
-        made = [address for address in free if set(workers[address]["resources"]) & set(EXCLUSIVE_ROLES)]
-        free = (made or free) if model else free
+        unavailable = self.client.sync(job_registry.ask, self.client, "unavailable", owner="")
+        free = [address for address in workers if address not in unavailable]
+        reserved = [address for address in free if set(workers[address]["resources"]) & set(EXCLUSIVE_ROLES)]
+        free = (reserved or free) if model else free
         if not free:
             raise ConfigError(
-                f"cluster: none of its {len(workers)} workers is free, jobs have {len(taken)}; start one more, or wait "
-                "for a job to end (`staleflow jobs`)"
+                f"cluster: none of its {len(workers)} workers is free, jobs have {len(unavailable)}; start one, or "
+                "wait for a job to end (`staleflow jobs`)"
             )
         return free
 
@@ -184,18 +184,21 @@ creation_lock = threading.RLock()
 own module at the end of its import, and a thread that waited for the import would keep the old one."""
 
 
-def once_a_process(most: int) -> Callable[[Callable[Key, Made]], Callable[Key, Made]]:
-    """Cache a function's last `most` results per process, for all its tasks. Concurrent callers get the same result;
-    with functools.lru_cache alone, each would compute its own. Arguments must be hashable and positional."""
+def once_a_process(max_results: int) -> Callable[[Callable[Key, Made]], Callable[Key, Made]]:
+    """Cache a function's last `max_results` results per process, for all its tasks.
+
+    Concurrent callers get the same result; with functools.lru_cache alone, each would compute its own. Arguments must
+    be hashable and positional.
+    """
 
     def decorate(make: Callable[Key, Made]) -> Callable[Key, Made]:
-        kept = functools.lru_cache(maxsize=most)(make)
+        cached = functools.lru_cache(maxsize=max_results)(make)
 
         @functools.wraps(make)
         def made(*args: Key.args, **kwargs: Key.kwargs) -> Made:
             assert not kwargs
             with creation_lock:
-                return kept(*args)
+                return cached(*args)
 
         return made
 

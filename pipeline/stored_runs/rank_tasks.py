@@ -72,10 +72,10 @@ def _close(peers: list[Any]) -> None:
             peer.close().result(timeout=CLOSE_S)
 
 
-def _others(pool: Pool, own: str, ranks: int) -> list[str]:
-    """Addresses of the workers of the other ranks. A worker that has just ended may come back."""
+def _others(pool: Pool, own_address: str, ranks: int) -> list[str]:
+    """Addresses of the workers of the other ranks. Waits a while for a worker that has just ended to come back."""
     until = time.monotonic() + COME_BACK_S
-    while len(addresses := [address for address in pool.free(model=True) if address != own]) < ranks - 1:
+    while len(addresses := [address for address in pool.free(model=True) if address != own_address]) < ranks - 1:
         if time.monotonic() > until:
             raise ConfigError(
                 f"training.ranks = {ranks}: {len(addresses) + 1} workers are free; start more, or set training.ranks="

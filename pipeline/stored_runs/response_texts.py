@@ -21,8 +21,8 @@ def texts_of(config: RunConfig) -> Detokenizer:
 def decoded_texts(config: RunConfig) -> Detokenizer:
     """As `texts_of`, but without loading transformers, which takes seconds, where the tokenizer's file is enough.
     Raises ConfigError if the tokenizer is gone."""
-    if not config.emulated and (texts := load_detokenizer(Path(config.model.path))) is not None:
-        return texts
+    if not config.emulated and (detokenizer := load_detokenizer(Path(config.model.path))) is not None:
+        return detokenizer
     return texts_of(config)
 
 
@@ -38,17 +38,17 @@ def shown_texts(config: RunConfig) -> Detokenizer:
         return IdDetokenizer()
 
 
-def row_texts(trajectory: Trajectory, texts: Detokenizer) -> RowTexts:
+def row_texts(trajectory: Trajectory, detokenizer: Detokenizer) -> RowTexts:
     """The texts of a trajectory, without special tokens in what the model sampled; in env spans they are kept, as marks
     of who speaks."""
 
     def plain(tokens: IntArray) -> str:
-        return texts.text(tokens.tolist())
+        return detokenizer.text(tokens.tolist())
 
     def marked(tokens: IntArray) -> str:
-        return texts.text(tokens.tolist(), special=True)
+        return detokenizer.text(tokens.tolist(), special=True)
 
-    whole = marked if trajectory.has_env_steps else plain
+    decode = marked if trajectory.has_env_steps else plain
     return RowTexts(
-        marked(trajectory.prompt_tokens), whole(trajectory.response_tokens), messages(trajectory, plain, marked)
+        marked(trajectory.prompt_tokens), decode(trajectory.response_tokens), messages(trajectory, plain, marked)
     )

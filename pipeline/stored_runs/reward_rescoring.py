@@ -104,10 +104,10 @@ def rescore(
         config, held_out=store.header.held_out, longest_prompt=store.header.longest_prompt
     )
     settings = pickle.dumps((prompts, actor_settings.scoring_settings(config), code))
-    calls = ((settings, str(path), store.snapshot, first, last) for first, last in pool.blocks(count))
-    for first, block in pool.run(score_rows, calls):
-        last = first + len(block.rewards)
-        rewards[first:last], valid[first:last] = block.rewards, block.valid
+    calls = ((settings, str(path), store.snapshot, start, stop) for start, stop in pool.blocks(count))
+    for start, block in pool.run(score_rows, calls):
+        stop = start + len(block.rewards)
+        rewards[start:stop], valid[start:stop] = block.rewards, block.valid
         errors |= block.errors
         done += len(block.rewards)
         progress(done, count)
@@ -153,7 +153,7 @@ def _changed(run_dir: Path, changes: tuple[str, ...]) -> RunConfig:
     for change in changes:
         if not change.startswith(MAY_CHANGE):
             raise ConfigError(f"override {change}: only how responses are scored can change: {', '.join(MAY_CHANGE)}")
-    return user_files.located(load_job(run_dir, changes)) if changes else load_job(run_dir)
+    return user_files.with_absolute_paths(load_job(run_dir, changes)) if changes else load_job(run_dir)
 
 
 def _with_reward(config: RunConfig, reward: str) -> RunConfig:
@@ -192,13 +192,13 @@ def _advantages(
 ) -> npt.NDArray[np.float32]:
     """[R] the job's advantage estimate over the groups that were trained on; 0 elsewhere."""
     estimate = np.zeros(len(rewards), np.float32)
-    (at,) = np.nonzero(consumed)
-    at = at[np.lexsort((table["trajectory"][at], table["group"][at]))]
+    (positions,) = np.nonzero(consumed)
+    positions = positions[np.lexsort((table["trajectory"][positions], table["group"][positions]))]
     size = config.batch.group_size
-    penalties = actor_settings.overlong_penalty(config).penalties(table["response_tokens"][at])
-    shaped = rewards[at].astype(np.float64) - penalties
+    penalties = actor_settings.overlong_penalty(config).penalties(table["response_tokens"][positions])
+    shaped = rewards[positions].astype(np.float64) - penalties
     grouped = shaped.reshape(-1, size)
-    estimate[at] = config.training.advantage.advantages(grouped, valid[at].reshape(-1, size)).reshape(-1)
+    estimate[positions] = config.training.advantage.advantages(grouped, valid[positions].reshape(-1, size)).reshape(-1)
     return estimate
 
 
@@ -214,11 +214,11 @@ class Block:
     errors: dict[int, str]
 
 
-def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int) -> tuple[int, Block]:
-    """Score rows first <= row < last of a snapshot; an unreadable row is an error. A Dask task, whose process keeps
+def score_rows(settings: bytes, path: str, snapshot: str, start: int, stop: int) -> tuple[int, Block]:
+    """Score rows start <= row < stop of a snapshot; an unreadable row is an error. A Dask task, whose process keeps
     what is slow to create."""
     prompts, scoring = _prompts(settings)
-    rows = list(store_at(path, snapshot).readable(first, last))
+    rows = list(store_at(path, snapshot).readable(start, stop))
     rewards, valid = np.zeros(len(rows), np.float32), np.ones(len(rows), bool)
     errors = {int(row.trajectory): row.error for row in rows if isinstance(row, UnreadableRow)}
     answered: list[tuple[int, Trajectory]] = []
@@ -233,7 +233,7 @@ def score_rows(settings: bytes, path: str, snapshot: str, first: int, last: int)
         if score.error:
             valid[i] = False
             errors[int(trajectory.id)] = score.error
-    return first, Block(rewards=rewards, valid=valid, errors=errors)
+    return start, Block(rewards=rewards, valid=valid, errors=errors)
 
 
 def _item(prompts: Prompts, trajectory: Trajectory) -> tuple[str, Mapping[str, Any]]:
@@ -263,8 +263,8 @@ def _prompts(settings: bytes) -> tuple[Prompts, ScoringSettings]:
         for file, text in code.items():
             (folder / file).write_text(text)
 
-        def here(named: str) -> str:
-            return f"{folder}/{named}" if named.rpartition(":")[0] in code else named
+        def here(reference: str) -> str:
+            return f"{folder}/{reference}" if reference.rpartition(":")[0] in code else reference
 
         def there(source: SourceSettings) -> SourceSettings:
             task = source.task
@@ -286,9 +286,9 @@ def _scorer(scoring: ScoringSettings) -> Scorer:
     """The calling thread's scorer, which has its own process: threads score in parallel."""
     from staleflow.tasks.sources.reward_process import Scorer
 
-    kept: tuple[ScoringSettings, Scorer] | None = getattr(_per_thread, "scorer", None)
-    if kept is None or kept[0] != scoring:
-        if kept is not None:
-            kept[1].close()
-        _per_thread.scorer = kept = (scoring, Scorer(scoring))
-    return kept[1]
+    cached: tuple[ScoringSettings, Scorer] | None = getattr(_per_thread, "scorer", None)
+    if cached is None or cached[0] != scoring:
+        if cached is not None:
+            cached[1].close()
+        _per_thread.scorer = cached = (scoring, Scorer(scoring))
+    return cached[1]

@@ -24,8 +24,8 @@ def run_folder(source: str | Path) -> Path:
     Raises:
         ConfigError: There is no run, or nothing can be read at the URL.
     """
-    named = str(source)
-    if not is_url(named):
+    text = str(source)
+    if not is_url(text):
         require_run(Path(source))
         return Path(source)
     from staleflow.stores.trajectories.storage import check_endpoint, name_url
@@ -33,16 +33,16 @@ def run_folder(source: str | Path) -> Path:
 
     parent = tempfile.TemporaryDirectory(prefix="staleflow-", ignore_cleanup_errors=True)
     atexit.register(parent.cleanup)
-    folder = Path(parent.name) / named.rstrip("/").rpartition("/")[2]
+    folder = Path(parent.name) / text.rstrip("/").rpartition("/")[2]
     folder.mkdir()
-    name_url(folder / "store", named)
+    name_url(folder / "store", text)
     try:
         check_endpoint()
         store = VersionedStore.pinned(folder / "store")
     except (StoreError, OSError) as error:
         why = str(error).rpartition(": ")[2]
         raise ConfigError(
-            f"{named}: no store can be read there: {why}; check the URL, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID"
+            f"{text}: no store can be read there: {why}; check the URL, AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID"
         ) from error
     (folder / "config.toml").write_text(store.header.job, "utf-8")
     return folder

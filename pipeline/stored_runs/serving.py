@@ -42,7 +42,7 @@ class ServingPlan:
             key,
             chat=next(iter(config.task.named.values())).chat,
             template=config.environment.template,
-            room=min(self.facts.context, config.rollout.engine.kv_tokens),
+            max_context=min(self.facts.context, config.rollout.engine.kv_tokens),
             max_new_tokens=config.rollout.max_new_tokens,
         )
 
@@ -55,8 +55,8 @@ def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | No
         if step is not None:
             raise ConfigError(f"--step = {step}: {target} is a model without a run; leave out --step")
         folder = find_model(target, "MODEL")
-        most = ANSWER_TOKENS if folder is None else min(ANSWER_TOKENS, read_context(folder, target) // 2)
-        tree = {"model": {"path": target}, "rollout": {"max_new_tokens": most}}
+        max_new_tokens = ANSWER_TOKENS if folder is None else min(ANSWER_TOKENS, read_context(folder, target) // 2)
+        tree = {"model": {"path": target}, "rollout": {"max_new_tokens": max_new_tokens}}
         config = loading.from_overridden(tree, overrides, target)
         facts = inspect_model(config, "MODEL")
         chat = load_chat_tokenizer(target).has_chat_template
@@ -71,6 +71,6 @@ def serving_plan(target: str, overrides: tuple[str, ...] = (), *, step: int | No
     steps = [int(folder.name.removeprefix("step-")) for folder in checkpoints]
     if step is not None and step not in steps:
         raise ConfigError(f"--step = {step}: {target} has checkpoints of steps {', '.join(map(str, steps))}")
-    chosen = checkpoints[-1 if step is None else steps.index(step)]
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(chosen)))
-    return ServingPlan(config=config, facts=inspect_model(config), label=f"{chosen.name} of {path.name}")
+    checkpoint = checkpoints[-1 if step is None else steps.index(step)]
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(checkpoint)))
+    return ServingPlan(config=config, facts=inspect_model(config), label=f"{checkpoint.name} of {path.name}")

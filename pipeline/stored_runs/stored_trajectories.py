@@ -85,10 +85,10 @@ class StoredTrajectory:
     """Whether the model sampled each token."""
 
     @classmethod
-    def of(cls, row: EndedTrajectory, texts: Detokenizer | None = None) -> StoredTrajectory:
-        """The record of a stored row. texts: decodes its tokens; without, its texts are empty."""
+    def of(cls, row: EndedTrajectory, detokenizer: Detokenizer | None = None) -> StoredTrajectory:
+        """The record of a stored row. detokenizer: decodes its tokens; without, its texts are empty."""
         t = row.trajectory
-        decoded = None if texts is None else row_texts(t, texts)
+        decoded = None if detokenizer is None else row_texts(t, detokenizer)
         return cls(
             id=int(t.id),
             group=int(t.group),
@@ -139,7 +139,7 @@ class StoredTrajectory:
         return f"<StoredTrajectory {self.id}, {self.fate} at step {self.step}, reward {self.reward:.3f}{text}>"
 
 
-def chosen_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:
+def select_positions(store: StoreReader, where: str) -> npt.NDArray[np.int64]:
     """Positions of the rows that a condition selects, in the order stored. Raises ConfigError."""
     (positions,) = np.nonzero(Selection(where).mask(store.columns()))
     return positions
@@ -151,28 +151,28 @@ def windows(rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
     >>> [w.tolist() for w in windows(np.array([0, 3, 511, 512, 2000]))]
     [[0, 3, 511], [512], [2000]]
     """
-    begin = 0
-    while begin < len(rows):
-        end = int(np.searchsorted(rows, rows[begin] + READ_ROWS))
-        yield rows[begin:end]
-        begin = end
+    start = 0
+    while start < len(rows):
+        end = int(np.searchsorted(rows, rows[start] + READ_ROWS))
+        yield rows[start:end]
+        start = end
 
 
 def read_windows(store: StoreReader, rows: npt.NDArray[np.int64]) -> Iterator[list[EndedTrajectory | UnreadableRow]]:
     """The rows at these positions, in order, one window after the other, so that memory is bounded by a window."""
-    for chosen in windows(rows):
-        first, last = int(chosen[0]), int(chosen[-1]) + 1
-        if len(chosen) < FEW:
-            yield list(store.picked(chosen.tolist()))
+    for window in windows(rows):
+        start, stop = int(window[0]), int(window[-1]) + 1
+        if len(window) < FEW:
+            yield list(store.picked(window.tolist()))
         else:
-            read = list(store.readable(first, last))
-            yield [read[i - first] for i in chosen.tolist()]
+            read = list(store.readable(start, stop))
+            yield [read[i - start] for i in window.tolist()]
 
 
 def read_rows(store: StoreReader, where: str) -> Iterator[EndedTrajectory]:
     """Read the rows that a condition selects, in the order stored. Raises ConfigError at once for a wrong condition,
     StoreError at a row that cannot be read."""
-    return _readable_rows(store, chosen_positions(store, where))
+    return _readable_rows(store, select_positions(store, where))
 
 
 def _readable_rows(store: StoreReader, positions: npt.NDArray[np.int64]) -> Iterator[EndedTrajectory]:

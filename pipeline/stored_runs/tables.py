@@ -17,19 +17,19 @@ TABLE_ROWS = 512
 """Trajectories converted together to a part of a dataset."""
 
 
-def pandas_table(store: StoreReader, where: str, texts: Detokenizer | None) -> Any:
-    """A pandas.DataFrame with a row for each trajectory that `where` selects. texts: decodes the columns `prompt` and
-    `response`, which are absent without. Raises ConfigError, StoreError."""
+def pandas_table(store: StoreReader, where: str, detokenizer: Detokenizer | None) -> Any:
+    """Make a pandas.DataFrame with a row for each trajectory that `where` selects. detokenizer: for columns `prompt`
+    and `response`, which are absent if it is None. Raises ConfigError, StoreError."""
     dataframes.require("pandas")
     rows = list(read_rows(store, where))
     frame = dataframes.to_pandas(rows)
-    if texts is not None:
-        decoded = [row_texts(row.trajectory, texts) for row in rows]
+    if detokenizer is not None:
+        decoded = [row_texts(row.trajectory, detokenizer) for row in rows]
         frame["prompt"], frame["response"] = [t.prompt for t in decoded], [t.response for t in decoded]
     return frame
 
 
-def hugging_face_dataset(store: StoreReader, where: str, texts: Detokenizer) -> Any:
+def hugging_face_dataset(store: StoreReader, where: str, detokenizer: Detokenizer) -> Any:
     """A datasets.Dataset, in memory, of the trajectories that `where` selects, with the columns of an exported one.
     Raises ConfigError, StoreError."""
     arrow = dataframes.require("pyarrow")
@@ -42,10 +42,10 @@ def hugging_face_dataset(store: StoreReader, where: str, texts: Detokenizer) -> 
     for row in read_rows(store, where):
         rows.append(row)
         if len(rows) == TABLE_ROWS:
-            parts.append(_part(rows, names, texts))
+            parts.append(_part(rows, names, detokenizer))
             rows = []
-    return datasets.Dataset(arrow.concat_tables([*parts, _part(rows, names, texts)]))
+    return datasets.Dataset(arrow.concat_tables([*parts, _part(rows, names, detokenizer)]))
 
 
-def _part(rows: list[Any], names: dict[str, str], texts: Detokenizer) -> Any:
-    return dataframes.arrow_table(rows, names, [row_texts(row.trajectory, texts) for row in rows])
+def _part(rows: list[Any], names: dict[str, str], detokenizer: Detokenizer) -> Any:
+    return dataframes.arrow_table(rows, names, [row_texts(row.trajectory, detokenizer) for row in rows])

@@ -170,16 +170,16 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
     if config.training.kl.reference:
         find_model(config.training.kl.reference, "training.kl.reference")
     inspect_model(config)  # last: it loads torch, which takes seconds
-    same = [o for o in overrides if not o.startswith("task.eval_prompts")]
+    kept_overrides = [o for o in overrides if not o.startswith("task.eval_prompts")]
     return OfflinePlan(
-        config=dataclasses.replace(user_files.models_located(config), runs_dir=str(out.parent)),
+        config=dataclasses.replace(user_files.with_absolute_models(config), runs_dir=str(out.parent)),
         path=str(store.path),
         snapshot=store.snapshot,
         branch=branch,
         where=where,
         epochs=epochs,
         out=str(out.resolve()),
-        exact=branch == "main" and not where and epochs == 1 and not same,
+        exact=branch == "main" and not where and epochs == 1 and not kept_overrides,
         prompt_seed=load_job(run_dir).seed,
     )
 
@@ -188,10 +188,10 @@ def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.i
     """Positions of the consumed rows that `where` selects, by training step in order."""
     columns = store.columns()
     mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
-    (at,) = np.nonzero(mask)
-    at = at[np.argsort(columns["step"][at], kind="stable")]
-    steps, firsts = np.unique(columns["step"][at], return_index=True)
-    return dict(zip(steps.tolist(), np.split(at, firsts[1:]), strict=True)) if len(at) else {}
+    (positions,) = np.nonzero(mask)
+    positions = positions[np.argsort(columns["step"][positions], kind="stable")]
+    steps, firsts = np.unique(columns["step"][positions], return_index=True)
+    return dict(zip(steps.tolist(), np.split(positions, firsts[1:]), strict=True)) if len(positions) else {}
 
 
 # -- on the worker ---------------------------------------------------------------------------------------------------
@@ -209,20 +209,20 @@ def _task(plan: bytes, topic: str, shared: bool) -> bytes:
 def train(plan: OfflinePlan, report: Report, *, shared: bool = False) -> OfflineTrainingResult:
     """Carry out a plan in this process, which is a Dask task if others train with it. shared: see Pool."""
     out = Path(plan.out)
-    part = out.with_name(f".{out.name}.part")
-    with raised_as(StoreError, f"{part}: cannot be created", OSError, remedy="choose another place with --out"):
-        part.mkdir(parents=True, exist_ok=True)
-    with lock_folder(part):
+    tmp_path = out.with_name(f".{out.name}.tmp_path")
+    with raised_as(StoreError, f"{tmp_path}: cannot be created", OSError, remedy="choose another place with --out"):
+        tmp_path.mkdir(parents=True, exist_ok=True)
+    with lock_folder(tmp_path):
         try:
             _refuse_taken(out)  # another training may have finished meanwhile
         except ConfigError:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(tmp_path, ignore_errors=True)
             raise
-        result = _trained(plan, out, part, report, shared=shared)
+        result = _trained(plan, out, tmp_path, report, shared=shared)
         try:
-            publish(part, out)
+            publish(tmp_path, out)
         except OSError as error:
-            raise StoreError(f"{out}: cannot be created: {error}; the training's results are in {part}") from error
+            raise StoreError(f"{out}: cannot be created: {error}; the training's results are in {tmp_path}") from error
         (out / LOCK).unlink()  # after the rename: without its lock file a folder can be locked by others
     return result
 
@@ -232,8 +232,8 @@ def _refuse_taken(out: Path) -> None:
         raise ConfigError(f"{out} already exists; choose another folder, or remove it")
 
 
-def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared: bool) -> OfflineTrainingResult:
-    _prepare(part, plan)
+def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, shared: bool) -> OfflineTrainingResult:
+    _prepare(tmp_path, plan)
     with creation_lock:  # this imports transformers
         context = inspect_model(plan.config).context
         changes = source_fingerprints.changes(
@@ -243,7 +243,7 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared
         report({"say": line})
     before = _evaluated(plan, plan.config.model.path, 0, context, report)
     with _policy(plan, shared=shared) as policy:
-        training = _Training(plan, part, policy)
+        training = _Training(plan, tmp_path, policy)
         steps = list(training.steps())
         report({"total": len(steps)})
         for step in range(0 if training.version else plan.config.training.sft.steps):
@@ -252,7 +252,7 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared
             report({"say": f"resuming after {training.version} of {len(steps)} steps"})
         for number in range(training.version, len(steps)):
             report({"done": number + 1, "total": len(steps), "metrics": training.step(number, *steps[number])})
-        checkpoint = part / "checkpoints" / f"step-{len(steps):06d}"
+        checkpoint = tmp_path / "checkpoints" / f"step-{len(steps):06d}"
         training.save(checkpoint)
     after = _evaluated(plan, str(checkpoint), len(steps), context, report)
     result = OfflineTrainingResult(
@@ -265,21 +265,21 @@ def _trained(plan: OfflinePlan, out: Path, part: Path, report: Report, *, shared
         same_steps=training.same_steps(),
         errors=training.errors,
     )
-    shutil.rmtree(part / "resume", ignore_errors=True)
+    shutil.rmtree(tmp_path / "resume", ignore_errors=True)
     lineage = {"store": plan.path, "snapshot": plan.snapshot, "branch": plan.branch, "where": plan.where}
     record = {**dataclasses.asdict(result), **lineage, "epochs": plan.epochs, "metrics": training.history}
-    replace_text(part / "offline.json", json.dumps(record, indent=2) + "\n", ELSEWHERE)
+    replace_text(tmp_path / "offline.json", json.dumps(record, indent=2) + "\n", ELSEWHERE)
     return result
 
 
-def _prepare(part: Path, plan: OfflinePlan) -> None:
+def _prepare(tmp_path: Path, plan: OfflinePlan) -> None:
     """Prepare the working folder, keeping the results of an earlier attempt at the same plan. Raises StoreError."""
-    if not (part / "plan").is_file() or (part / "plan").read_text() != plan.digest:
-        for old in (part / name for name in ("resume", "checkpoints", "history.jsonl")):
+    if not (tmp_path / "plan").is_file() or (tmp_path / "plan").read_text() != plan.digest:
+        for old in (tmp_path / name for name in ("resume", "checkpoints", "history.jsonl")):
             shutil.rmtree(old, ignore_errors=True)
             old.unlink(missing_ok=True)
-        replace_text(part / "job.toml", knob_tree.to_toml(plan.config), ELSEWHERE)
-        replace_text(part / "plan", plan.digest, ELSEWHERE)
+        replace_text(tmp_path / "job.toml", knob_tree.to_toml(plan.config), ELSEWHERE)
+        replace_text(tmp_path / "plan", plan.digest, ELSEWHERE)
 
 
 @contextlib.contextmanager
@@ -309,23 +309,23 @@ def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[Policy]:
 class _Training:
     """The trainer and its progress."""
 
-    def __init__(self, plan: OfflinePlan, part: Path, policy: Policy) -> None:
-        self._plan, self._part = plan, part
+    def __init__(self, plan: OfflinePlan, tmp_path: Path, policy: Policy) -> None:
+        self._plan, self._part = plan, tmp_path
         self._store = store_at(plan.path, plan.snapshot)
         self.policy = policy
         self.errors: dict[int, str] = {}
         self.history: list[dict[str, float]] = []
         self._published = {r.step: r.weight_fingerprint for r in self._store.steps() if r.kind == "step"}
         self._prints: list[bool] = []
-        self._points = ResumePoints(part / "resume")
+        self._points = ResumePoints(tmp_path / "resume")
         self._saved_at = time.monotonic()
-        self.version = max(self._points.whole(), default=PolicyVersion(0))
+        self.version = max(self._points.complete_versions(), default=PolicyVersion(0))
         if self.version:
             self.policy.load_state(self._points.path(self.version))
-            lines = (part / "history.jsonl").read_text().splitlines()[: self.version]
+            lines = (tmp_path / "history.jsonl").read_text().splitlines()[: self.version]
             self.history = [json.loads(line) for line in lines]
             self._prints = [bool(h.pop("same", False)) for h in self.history]
-            replace_text(part / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
+            replace_text(tmp_path / "history.jsonl", "".join(f"{line}\n" for line in lines), ELSEWHERE)
 
     def steps(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """(step number for the learning-rate schedule, positions of the rows), over all epochs."""
@@ -334,32 +334,32 @@ class _Training:
             for step, rows in chosen.items():
                 yield epoch * self._plan.config.steps + step, rows
 
-    def step(self, number: int, schedule: int, places: npt.NDArray[np.int64]) -> dict[str, float]:
-        """Train step `number` on the rows at `places`; returns its metrics. schedule: the step the learning rate is
+    def step(self, number: int, schedule: int, positions: npt.NDArray[np.int64]) -> dict[str, float]:
+        """Train step `number` on the rows at `positions`; returns its metrics. schedule: the step the learning rate is
         of."""
         from staleflow.tasks.training.microbatches import Row
 
-        first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
-        stored = list(self._store.readable(first, last))
-        picked = [stored[i - first] for i in places.tolist()]
+        start, stop = int(positions[0]), int(positions[-1]) + 1  # of one commit, so close together
+        stored = list(self._store.readable(start, stop))
+        picked = [stored[i - start] for i in positions.tolist()]
         self.errors |= {int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)}
         ended = [row for row in picked if isinstance(row, EndedTrajectory)]
         rows = [Row.of(row) for row in ended]
         rewards = [row.trajectory.reward for row in ended if row.loss_mask]
-        begin = time.monotonic()
+        started_s = time.monotonic()
         metrics = self.policy.step(schedule, rows) if rows else {}
         metrics |= {
             "step": float(number),
             "reward": float(np.mean(rewards)) if rewards else 0.0,
             "rows": float(len(rows)),
-            "train_s": time.monotonic() - begin,
+            "train_s": time.monotonic() - started_s,
         }
         recorded = self._published.get(schedule, "")
-        same = self._plan.exact and self.policy.published(lambda weights: fingerprint(weights) == recorded)
-        self._prints.append(same)
+        is_equal = self._plan.exact and self.policy.published(lambda weights: fingerprint(weights) == recorded)
+        self._prints.append(is_equal)
         self.history.append(metrics)
         with (self._part / "history.jsonl").open("a") as file:
-            file.write(json.dumps({**metrics, "same": same}) + "\n")
+            file.write(json.dumps({**metrics, "same": is_equal}) + "\n")
         if time.monotonic() - self._saved_at > POINT_S:
             sharded = self._plan.config.training.ranks > 1
             with self._points.writing(PolicyVersion(number + 1), sharded=sharded) as point:
@@ -379,7 +379,7 @@ class _Training:
         """The value of OfflineTrainingResult.same_steps."""
         if not self._plan.exact:
             return None
-        return next((i for i, same in enumerate(self._prints) if not same), len(self._prints))
+        return next((i for i, is_equal in enumerate(self._prints) if not is_equal), len(self._prints))
 
 
 def _evaluated(plan: OfflinePlan, model: str, version: int, context: int, report: Report) -> Evaluation | None:

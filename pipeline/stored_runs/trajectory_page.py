@@ -30,10 +30,10 @@ h3 { font-size: .85rem; font-weight: 600; margin: 0; } h3 small { font-weight: 4
 """
 
 
-def page(run: str, shown: Sequence[TrajectoryView], description: str) -> str:
+def page(run: str, views: Sequence[TrajectoryView], description: str) -> str:
     """The HTML of the page. what: branch or model, for the title."""
-    body = "\n".join(_article(view) for view in shown)
-    title = escape(f"{run}: {len(shown)} trajectories ({description})")
+    body = "\n".join(_article(view) for view in views)
+    title = escape(f"{run}: {len(views)} trajectories ({description})")
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>\n'
         f"<h1>{title}</h1>\n<p class=legend>Hover over a token for its version, instance, logprob and ratio.</p>\n"
@@ -57,7 +57,7 @@ def _article(view: TrajectoryView) -> str:
 
 
 def _passage(view: TrajectoryView, passage: MessageSpan, versions: list[int]) -> str:
-    tokens = "".join(_token(t, versions) for t in view.tokens[passage.first : passage.last])
+    tokens = "".join(_token(t, versions) for t in view.tokens[passage.start : passage.stop])
     if len(view.passages) == 1:
         return f"<pre>{tokens}</pre>"
     seconds = f" · {passage.seconds:.2f} s" if passage.seconds else ""
@@ -86,8 +86,8 @@ def _colour(token: TokenView, versions: list[int]) -> str:
     return f"hsl({0 if token.ratio > 1 else 220} 90% 55% / {0.75 * strength:.2f})"
 
 
-def _version_colour(place: int) -> str:
-    return f"hsl({HUES[place % len(HUES)]} 80% 55% / .3)"
+def _version_colour(index: int) -> str:
+    return f"hsl({HUES[index % len(HUES)]} 80% 55% / .3)"
 
 
 def _legend(view: TrajectoryView, versions: list[int]) -> str:

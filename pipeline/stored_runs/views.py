@@ -62,7 +62,7 @@ class TrajectoryView:
     timings: dict[str, float] = field(default_factory=dict)
 
 
-def ranked(store: VersionedStore, order: Order, count: int, where: str) -> list[TrajectoryId]:
+def sorted_ids(store: VersionedStore, order: Order, count: int, where: str) -> list[TrajectoryId]:
     """The first `count` trajectories that `where` selects, by an order of ORDERS; ties list one of each group first.
     Orders by reward leave out trajectories never scored. Raises ConfigError."""
     if order not in ORDERS:
@@ -72,16 +72,16 @@ def ranked(store: VersionedStore, order: Order, count: int, where: str) -> list[
     name, sign = ORDERS[order]
     if name == "reward":
         selected &= (columns["rewarded_s"] > 0) | (columns["staleness"] >= 0)
-    (at,) = np.nonzero(selected)
-    at = at[np.argsort(columns["trajectory"][at])]
+    (positions,) = np.nonzero(selected)
+    positions = positions[np.argsort(columns["trajectory"][positions])]
     # Ties list one of each group first: siblings are too similar to read in a row.
-    seen: Counter[int] = Counter()
-    turns = np.zeros(len(at), np.int64)
-    for i, group in enumerate(columns["group"][at].tolist()):
-        turns[i] = seen[group]
-        seen[group] += 1
-    at = at[np.lexsort((columns["trajectory"][at], turns, sign * columns[name][at]))]
-    return [TrajectoryId(int(i)) for i in columns["trajectory"][at[:count]]]
+    num_of_group: Counter[int] = Counter()
+    turns = np.zeros(len(positions), np.int64)
+    for i, group in enumerate(columns["group"][positions].tolist()):
+        turns[i] = num_of_group[group]
+        num_of_group[group] += 1
+    positions = positions[np.lexsort((columns["trajectory"][positions], turns, sign * columns[name][positions]))]
+    return [TrajectoryId(int(i)) for i in columns["trajectory"][positions[:count]]]
 
 
 def view(
@@ -114,12 +114,12 @@ def view(
         rescored = [*response_logprobs(logprob_settings(config, model), rows)]
     else:
         rescored = [store.rescored(row.trajectory.id) for row in rows]
-    texts = shown_texts(config)
-    return [trajectory_view(row, texts, new) for row, new in zip(rows, rescored, strict=True)]
+    detokenizer = shown_texts(config)
+    return [trajectory_view(row, detokenizer, new) for row, new in zip(rows, rescored, strict=True)]
 
 
 def trajectory_view(
-    row: EndedTrajectory, texts: Detokenizer, rescored: npt.NDArray[np.float32] | None = None
+    row: EndedTrajectory, detokenizer: Detokenizer, rescored: npt.NDArray[np.float32] | None = None
 ) -> TrajectoryView:
     """The view of a stored row. rescored: [T] logprobs of its response under another model, nats, for the ratios."""
     t = row.trajectory
@@ -131,13 +131,15 @@ def trajectory_view(
     origins = [s.role if isinstance(s, EnvSpan) else str(s.instance) for s in t.spans for _ in s.tokens]
     tokens = tuple(
         TokenView(id=i, text=text, version=int(v), instance=origin, logprob=float(p), ratio=r)
-        for i, text, v, origin, p, r in zip(ids, pieces(texts, ids), t.versions, origins, logprobs, ratios, strict=True)
+        for i, text, v, origin, p, r in zip(
+            ids, pieces(detokenizer, ids), t.versions, origins, logprobs, ratios, strict=True
+        )
     )
     return TrajectoryView(
         id=int(t.id),
         facts=facts(row),
-        prompt=texts.text(t.prompt_tokens.tolist(), special=True),
-        response=texts.text(ids, special=True),
+        prompt=detokenizer.text(t.prompt_tokens.tolist(), special=True),
+        response=detokenizer.text(ids, special=True),
         tokens=tokens,
         passages=passages(t),
         error=t.error,

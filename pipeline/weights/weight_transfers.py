@@ -36,7 +36,7 @@ class BroadcastTree:
     """Who fetches one version from whom. Decides as hosts ask; does nothing."""
 
     def __init__(self, root: str) -> None:
-        self.whole: set[str] = {root}
+        self.complete_hosts: set[str] = {root}
         """Hosts that have all of it."""
         self._parents: dict[str, str] = {}
         """Of the hosts that fetch it now, in the order in which they began."""
@@ -50,10 +50,10 @@ class BroadcastTree:
         earlier = [] if host in self._failed else list(itertools.takewhile(lambda h: h != host, self._parents))
         children = Counter(p for h, p in self._parents.items() if h != host)
         ranked = sorted(
-            [*(self.whole - {host}), *earlier],
+            [*(self.complete_hosts - {host}), *earlier],
             key=lambda h: (h != parent, children[h] >= FAN_OUT, self._depth(h), children[h], h),
         )
-        if ranked and host not in self.whole:
+        if ranked and host not in self.complete_hosts:
             self._parents.setdefault(host, ranked[0])
         return tuple(ranked)
 
@@ -61,7 +61,7 @@ class BroadcastTree:
         """Note that a host has the version."""
         self._parents.pop(host, None)
         self._failed.discard(host)
-        self.whole.add(host)
+        self.complete_hosts.add(host)
 
     def failed(self, host: str) -> None:
         """Note that a host has given up."""

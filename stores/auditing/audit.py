@@ -186,15 +186,15 @@ class _Commit:
 
 
 def _records(store: StoreReader) -> Iterator[StepRecord]:
-    first = 0
-    while records := store.steps(first, first + RECORDS_AT_ONCE):
+    start = 0
+    while records := store.steps(start, start + RECORDS_AT_ONCE):
         yield from records
-        first += len(records)
+        start += len(records)
 
 
-def _rows(store: StoreReader, first: int, last: int, names: Sequence[str]) -> Iterator[Rows]:
-    for begin in range(first, last, ROWS_AT_ONCE):
-        yield store.numbers(begin, min(begin + ROWS_AT_ONCE, last), names)
+def _rows(store: StoreReader, start: int, stop: int, names: Sequence[str]) -> Iterator[Rows]:
+    for block_start in range(start, stop, ROWS_AT_ONCE):
+        yield store.numbers(block_start, min(block_start + ROWS_AT_ONCE, stop), names)
 
 
 def _all_rows(store: StoreReader, names: Sequence[str]) -> Iterator[Rows]:
@@ -210,11 +210,11 @@ def _damage(store: StoreReader) -> Iterator[Finding]:
         for first in range(0, num_rows, ROWS_AT_ONCE):
             table = store.table(first, first + ROWS_AT_ONCE, (*PLACES, "text_offset", "text_bytes"))
             for i, chunk in enumerate(damage):
-                begins, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
+                starts, sizes = table["offset"], table["prompt_tokens"] + table["response_tokens"]
                 if chunk.array == "text":
-                    begins, sizes = table["text_offset"], table["text_bytes"]
+                    starts, sizes = table["text_offset"], table["text_bytes"]
                 from_here = chunk.number * chunk.elements
-                num_damaged[i] += int(((begins < from_here + chunk.elements) & (begins + sizes > from_here)).sum())
+                num_damaged[i] += int(((starts < from_here + chunk.elements) & (starts + sizes > from_here)).sum())
     except StoreUnavailable:
         raise
     except StoreError:
@@ -259,13 +259,13 @@ def _array_findings(store: StoreReader) -> Iterator[Finding]:
 def _conservation(store: StoreReader) -> Iterator[Finding]:
     num_rows = store.array_lengths()[NUM_ROWS]
     counted = conservation.Conservation()
-    at = 0
+    offset = 0
     for record in _records(store):
-        for rows in _rows(store, *slice(at, at + record.num_rows).indices(num_rows)[:2], conservation.READ):
+        for rows in _rows(store, *slice(offset, offset + record.num_rows).indices(num_rows)[:2], conservation.READ):
             counted.add(rows)
-        at += record.num_rows
+        offset += record.num_rows
         yield from counted.ends(record)
-    yield from counted.rest(num_rows, at)
+    yield from counted.rest(num_rows, offset)
 
 
 def _read_tokens(
@@ -279,45 +279,45 @@ def _read_tokens(
     """Violations of the bound, tokens of instances that were out of service, and the hash of each step's batch. Raises
     StoreError at the first row that cannot be read."""
     ranges = list(_ranges(commits, consumption.num_rows))
-    places = consumption.steps()
-    begins = np.asarray([first for first, _ in ranges], np.int64)
+    step_rows = consumption.steps()
+    starts = np.asarray([first for first, _ in ranges], np.int64)
     inside: dict[int, set[int]] = {}
-    for step, (first, last) in places.items():
-        number = int(np.searchsorted(begins, first, side="right")) - 1
-        if last <= ranges[number][1]:
+    for step, (start, stop) in step_rows.items():
+        number = int(np.searchsorted(starts, start, side="right")) - 1
+        if stop <= ranges[number][1]:
             inside.setdefault(number, set()).add(step)
     calls = (
         (
             str(store.path), store.snapshot, store.header.eta,
-            RowRange(first=a, last=b, steps=frozenset(inside.get(i, ())), most_tokens=most_tokens, refused=refused),
+            RowRange(start=a, stop=b, steps=frozenset(inside.get(i, ())), most_tokens=most_tokens, refused=refused),
         )
         for i, (a, b) in enumerate(ranges)
     )  # fmt: skip
-    results = sorted(run(check_rows_at, calls), key=lambda result: result.first)
+    results = sorted(run(check_rows_at, calls), key=lambda result: result.start)
     if error := next((result.error for result in results if result.error), ""):
         raise StoreError(error)
     digests = {step: digest for result in results for step, digest in result.digests.items()}
-    if spread := places.keys() - digests.keys():  # rows of them are not where their step was committed
-        first, last = min(places[step][0] for step in spread), max(places[step][1] for step in spread)
+    if spread := step_rows.keys() - digests.keys():  # rows of them are not where their step was committed
+        start, stop = min(step_rows[step][0] for step in spread), max(step_rows[step][1] for step in spread)
         digests |= hash_batches(
-            store, RowRange(first=first, last=last, steps=frozenset(spread), most_tokens=most_tokens)
+            store, RowRange(start=start, stop=stop, steps=frozenset(spread), most_tokens=most_tokens)
         )
     return [finding for result in results for finding in result.findings], digests
 
 
 def _ranges(commits: Sequence[_Commit], num_rows: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows that cover the store, of whole commits."""
-    first = last = tokens = count = 0
+    start = stop = tokens = count = 0
     for commit in commits:
-        last = min(max(last + commit.num_rows, first), num_rows)
+        stop = min(max(stop + commit.num_rows, start), num_rows)
         tokens += commit.num_tokens
         count += 1
         if tokens >= TASK_TOKENS or count >= TASK_COMMITS:
-            if first < last:
-                yield first, last
-            first, tokens, count = last, 0, 0
-    if first < num_rows:
-        yield first, num_rows
+            if start < stop:
+                yield start, stop
+            start, tokens, count = stop, 0, 0
+    if start < num_rows:
+        yield start, num_rows
 
 
 def _fingerprints(commits: Sequence[_Commit], digests: dict[int, str]) -> Iterator[Finding]:

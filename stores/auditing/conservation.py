@@ -45,26 +45,26 @@ class Conservation:
         self._last = record
         where, ledger = f"{record.kind} {record.step}", record.ledger
         started = min(max(0, ledger.num_started), MAX_ID)
-        first, last = merged(ledger.live)
-        inside = np.clip(first, 0, started), np.clip(last, 0, started)
+        start, stop = merged(ledger.live)
+        inside = np.clip(start, 0, started), np.clip(stop, 0, started)
         absent = self._stored.absent(np.asarray([0]), np.asarray([started]))
         live_absent = self._stored.absent(*inside)
-        live = int((last - first).sum())
+        live = int((stop - start).sum())
         live_inside = int((inside[1] - inside[0]).sum())
         lost = absent - live_absent
         if lost:
-            message = f"{lost} trajectories are neither stored nor in flight, first {self._first_lost(first, last)}"
+            message = f"{lost} trajectories are neither stored nor in flight, first {self._first_lost(start, stop)}"
             yield Finding(check=CHECK, where=where, message=message)
         # Stored and in flight; stored, never started; in flight, never started.
         both = live_inside - live_absent
         stored_outside = self._stored.count - (started - absent)
         live_outside = live - live_inside
-        both_outside = live - self._stored.absent(first, last) - both
+        both_outside = live - self._stored.absent(start, stop) - both
         wrong = both + stored_outside + live_outside - both_outside
         if wrong:
             message = (
                 f"{wrong} trajectories are stored and in flight, or were never started, first "
-                f"{self._first_wrong(first, last, started)}"
+                f"{self._first_wrong(start, stop, started)}"
             )
             yield Finding(check=CHECK, where=where, message=message)
         if dict(self._counts) != {k: v for k, v in ledger.num_ended.items() if v}:
@@ -82,17 +82,17 @@ class Conservation:
             message = f"{self._last.ledger.num_live} trajectories still in flight after the end"
             yield Finding(check=CHECK, where="end", message=message)
 
-    def _first_lost(self, first: Ints, last: Ints) -> int:
+    def _first_lost(self, start: Ints, stop: Ints) -> int:
         id = self._stored.next_absent(0)
-        for a, b in zip(first.tolist(), last.tolist(), strict=True):
+        for a, b in zip(start.tolist(), stop.tolist(), strict=True):
             if a <= id < b:
                 id = self._stored.next_absent(b)
         return id
 
-    def _first_wrong(self, first: Ints, last: Ints, started: int) -> int:
+    def _first_wrong(self, start: Ints, stop: Ints, started: int) -> int:
         candidates = [self._stored.next_present(MIN_ID), self._stored.next_present(started)]
         candidates = [id for id in candidates if not 0 <= id < started]
-        for a, b in zip(first.tolist(), last.tolist(), strict=True):
+        for a, b in zip(start.tolist(), stop.tolist(), strict=True):
             if a < 0:
                 candidates.append(a)
             if b > started:

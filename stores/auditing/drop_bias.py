@@ -41,7 +41,7 @@ Array = npt.NDArray[np.float64]
 class HasColumns(Protocol):
     """What a store must offer."""
 
-    def columns(self, first: int = 0, last: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
+    def columns(self, start: int = 0, stop: int | None = None) -> dict[str, npt.NDArray[Any]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +112,15 @@ class DropBias:
                 contrasts.append(f"{abs(d.factor):.2g} {more} in reward ({d.sure})")
             if (d := kind.prompt_ratio) is not None:
                 contrasts.append(f"to prompts {d.factor:.2g} times as long ({d.sure})")
-            of = self.consumed.trajectories
+            trajectories = self.consumed.trajectories
             if kind.name == TRUNCATED:
-                if contrasts or kind.trajectories >= MANY_TRUNCATED * of:
-                    cut = f"{kind.trajectories:,} of {of:,} responses ({kind.trajectories / of:.0%})"
+                if contrasts or kind.trajectories >= MANY_TRUNCATED * trajectories:
+                    cut = (
+                        f"{kind.trajectories:,} of {trajectories:,} responses ({kind.trajectories / trajectories:.0%})"
+                    )
                     lines.append(", ".join([f"trained on though cut off at rollout.max_new_tokens: {cut}", *contrasts]))
             elif contrasts:
-                count = f"({kind.trajectories:,} of {of + kind.trajectories:,})"
+                count = f"({kind.trajectories:,} of {trajectories + kind.trajectories:,})"
                 lines.append(f"not trained on: {kind.name} responses {count} were {', '.join(contrasts)}")
         return lines
 
@@ -134,22 +136,22 @@ def bias_of(blocks: Iterable[Mapping[str, npt.NDArray[Any]]]) -> DropBias:
     groups: set[int] = set()
     for table in blocks:
         groups.update(np.unique(table["group"]).tolist())
-        for name, chosen in _kinds(table).items():
-            if chosen.any():
-                sums.setdefault(name, _GroupSums()).add({column: values[chosen] for column, values in table.items()})
+        for name, mask in _kinds(table).items():
+            if mask.any():
+                sums.setdefault(name, _GroupSums()).add({column: values[mask] for column, values in table.items()})
     trained = sums.pop(outcome_key(Fate.CONSUMED, AbortReason.NONE), _GroupSums())
-    whole = sums.pop("whole", _GroupSums())
+    finished = sums.pop("whole", _GroupSums())
     order = sorted(sums, key=lambda name: (name != DROPPED, name == TRUNCATED, -sums[name].trajectories))
-    others = tuple(_compared(name, sums[name], whole if name == TRUNCATED else trained) for name in order)
+    outcomes = tuple(_compared(name, sums[name], finished if name == TRUNCATED else trained) for name in order)
     never = len(groups) - int((trained.count > 0).sum())
-    return DropBias(consumed=_kind("consumed", trained), others=others, groups=len(groups), never_trained=never)
+    return DropBias(consumed=_kind("consumed", trained), others=outcomes, groups=len(groups), never_trained=never)
 
 
 def _blocks(store: HasColumns) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    first = 0
-    while len((table := store.columns(first, first + BLOCK))["trajectory"]):
+    start = 0
+    while len((table := store.columns(start, start + BLOCK))["trajectory"]):
         yield table
-        first += BLOCK
+        start += BLOCK
 
 
 def _kinds(table: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.bool_]]:

@@ -39,8 +39,8 @@ GAP = 65_536
 class RowRange:
     """A range of rows to check, with the batches to hash."""
 
-    first: int
-    last: int
+    start: int
+    stop: int
     """Exclusive."""
     steps: frozenset[int]
     """Steps whose batches lie in the range with all their rows."""
@@ -54,7 +54,7 @@ class RowRange:
 class RowCheckResult:
     """Findings and batch hashes of a range of rows."""
 
-    first: int
+    start: int
     findings: list[Finding] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
     """Hashes of batches, by step."""
@@ -69,11 +69,11 @@ def check_rows_at(path: str, snapshot: str, eta: int, rows: RowRange) -> RowChec
 
 def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
     """Check a range of rows. eta: the staleness bound."""
-    result = RowCheckResult(first=rows.first)
+    result = RowCheckResult(start=rows.start)
     digests: dict[int, BatchDigest] = {}
-    number = rows.first
+    number = rows.start
     try:
-        for block in read_blocks(store, rows.first, rows.last, rows.most_tokens):
+        for block in read_blocks(store, rows.start, rows.stop, rows.most_tokens):
             result.findings += _wrong_rows(block, eta)
             if rows.refused:
                 result.findings += _refused_tokens(block, number, rows.refused)
@@ -90,7 +90,7 @@ def check_rows(store: StoreReader, eta: int, rows: RowRange) -> RowCheckResult:
 def hash_batches(store: StoreReader, rows: RowRange) -> dict[int, str]:
     """The hashes of the batches of steps, all of whose rows lie in a range. Raises StoreError."""
     digests: dict[int, BatchDigest] = {}
-    for block in read_blocks(store, rows.first, rows.last, rows.most_tokens):
+    for block in read_blocks(store, rows.start, rows.stop, rows.most_tokens):
         _hash(block, digests, rows.steps)
     return {step: digest.hex for step, digest in digests.items()}
 
@@ -100,7 +100,7 @@ class RowBlock:
     """Adjacent rows with their tokens, whose spans agree with their texts."""
 
     rows: Rows
-    begin: int
+    start: int
     """Position of the first token in the store."""
     ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -130,49 +130,49 @@ class Spans:
     def of(cls, spans: Sequence[tuple[int, str, int, int, float, int]]) -> Spans:
         """Build the arrays from tuples of row, instance, version, tokens, seconds and `after`. Raises OverflowError for
         numbers beyond 64 bits."""
-        whole = np.asarray([(span[0], *span[2:4], span[5]) for span in spans], np.int64)
-        rows, versions, sizes, after = whole.reshape(-1, 4).T
+        table = np.asarray([(span[0], *span[2:4], span[5]) for span in spans], np.int64)
+        rows, versions, sizes, after = table.reshape(-1, 4).T
         instances, seconds = [s[1] for s in spans], np.asarray([s[4] for s in spans], np.float64)
         return cls(instances=instances, rows=rows, versions=versions, sizes=sizes, seconds=seconds, after=after)
 
     def branches(self, prompts: Ints) -> dict[int, list[ContextBranch]]:
         """Context branches by row, of rows that have any. prompts: the lengths of the rows' prompts."""
         by_row: dict[int, list[ContextBranch]] = {}
-        at = np.cumsum(self.sizes) - self.sizes
+        starts = np.cumsum(self.sizes) - self.sizes
         firsts = dict(zip(*(part.tolist() for part in np.unique(self.rows, return_index=True)), strict=True))
         for i in np.flatnonzero(self.after >= 0).tolist():
             row = int(self.rows[i])
-            place = int(prompts[row] + at[i] - at[firsts[row]])
-            by_row.setdefault(row, []).append(ContextBranch(place, int(self.after[i])))
+            position = int(prompts[row] + starts[i] - starts[firsts[row]])
+            by_row.setdefault(row, []).append(ContextBranch(position, int(self.after[i])))
         return by_row
 
     def turns(self, count: int) -> npt.NDArray[np.float64]:
         """[count, 3] the columns TURNS of the rows."""
         observed = self.versions == NO_VERSION
-        begins = ~observed  # a turn begins where a sampled span comes first in its row, or after a given one
-        begins[1:] &= observed[:-1] | (self.rows[1:] != self.rows[:-1])
+        starts = ~observed  # a turn begins where a sampled span comes first in its row, or after a given one
+        starts[1:] &= observed[:-1] | (self.rows[1:] != self.rows[:-1])
         return np.stack(
-            [np.bincount(self.rows, weights, count) for weights in (begins, observed * self.sizes, self.seconds)],
+            [np.bincount(self.rows, weights, count) for weights in (starts, observed * self.sizes, self.seconds)],
             axis=1,
         )
 
 
-def read_blocks(store: StoreReader, first: int, last: int, most_tokens: int) -> Iterator[RowBlock]:
-    """Read the rows at first <= row < last in blocks. Raises StoreError at the first row that cannot be read."""
-    for begin in range(first, last, BLOCK_ROWS):
-        rows = store.numbers(begin, min(begin + BLOCK_ROWS, last))
+def read_blocks(store: StoreReader, start: int, stop: int, most_tokens: int) -> Iterator[RowBlock]:
+    """Read the rows at start <= row < stop in blocks. Raises StoreError at the first row that cannot be read."""
+    for block_start in range(start, stop, BLOCK_ROWS):
+        rows = store.numbers(block_start, min(block_start + BLOCK_ROWS, stop))
         for a, b in _cuts(rows, most_tokens):
             yield _read(store, rows[a:b])
 
 
 def _cuts(rows: Rows, most_tokens: int) -> Iterator[tuple[int, int]]:
     """Rows that are read together: no more than `most_tokens`, and without gaps."""
-    begins = rows["offset"]
-    ends = begins + rows["prompt_tokens"] + rows["response_tokens"]
+    starts = rows["offset"]
+    ends = starts + rows["prompt_tokens"] + rows["response_tokens"]
     a = 0
     while a < len(rows):
-        extent = np.maximum.accumulate(ends[a:]) - np.minimum.accumulate(begins[a:])
-        apart = np.abs(begins[a + 1 :] - ends[a:-1]) > GAP
+        extent = np.maximum.accumulate(ends[a:]) - np.minimum.accumulate(starts[a:])
+        apart = np.abs(starts[a + 1 :] - ends[a:-1]) > GAP
         stops = (extent[1:] > most_tokens) | apart
         b = a + 1 + int(np.argmax(stops)) if stops.any() else len(rows)
         yield a, b
@@ -180,16 +180,16 @@ def _cuts(rows: Rows, most_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _read(store: StoreReader, rows: Rows) -> RowBlock:
-    tokens, begin, text, text_begin = store.extent(rows)
-    mask = store.masks(begin, begin + len(tokens["ids"]))
-    spans = _agreeing(rows, tokens["versions"], begin, text, text_begin)
+    tokens, start, text, text_start = store.extent(rows)
+    mask = store.masks(start, start + len(tokens["ids"]))
+    spans = _agreeing(rows, tokens["versions"], start, text, text_start)
     if spans is None:
         # Something contradicts something: the reader of single rows says what, if it is of consequence.
-        ended = store.unpacked(rows, tokens, begin, text, text_begin)
+        ended = store.unpacked(rows, tokens, start, text, text_start)
         spans = Spans.of([(i, *_of_span(s)) for i, r in enumerate(ended) for s in r.trajectory.spans])
     return RowBlock(
         rows=rows,
-        begin=begin,
+        start=start,
         ids=tokens["ids"],
         logprobs=tokens["logprobs"],
         versions=tokens["versions"],
@@ -213,17 +213,17 @@ def _lie_in_order(rows: Rows) -> bool:
     )
 
 
-def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], begin: int, text: bytes, text_begin: int) -> Spans | None:
+def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], start: int, text: bytes, text_start: int) -> Spans | None:
     """The spans of rows that lie one after another, if everything about them is in order; None if anything is not,
     or if they lie otherwise."""
     offsets, prompts, responses = (rows[name] for name in PLACES)
     in_place = _lie_in_order(rows)
     for name, members in (("finish", FINISHES), ("fate", FATES), ("reason", REASONS)):
         in_place &= bool(((rows[name] >= 0) & (rows[name] < len(members))).all())
-    places = (rows["text_offset"] - text_begin).tolist()
+    text_starts = (rows["text_offset"] - text_start).tolist()
     sizes = rows["text_bytes"].tolist()
     try:
-        extras = json.loads(b"[%s]" % b",".join(text[a : a + size] for a, size in zip(places, sizes, strict=True)))
+        extras = json.loads(b"[%s]" % b",".join(text[a : a + size] for a, size in zip(text_starts, sizes, strict=True)))
         spans = Spans.of([(i, *parse_span(*span)) for i, extra in enumerate(extras) for span in extra["segments"]])
     except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
         return None
@@ -239,8 +239,8 @@ def _agreeing(rows: Rows, versions: npt.NDArray[np.int32], begin: int, text: byt
         np.concatenate([np.full(len(rows), NO_VERSION), spans.versions])[order].astype(np.int32),
         np.concatenate([prompts, spans.sizes])[order],
     )
-    at = int(offsets[0]) - begin
-    return spans if np.array_equal(versions[at : at + len(expected)], expected) else None
+    offset = int(offsets[0]) - start
+    return spans if np.array_equal(versions[offset : offset + len(expected)], expected) else None
 
 
 def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
@@ -248,11 +248,11 @@ def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
     that tokens which were not sampled have no version, no logprob and no gradient, and the others a finite logprob."""
     rows, spans = block.rows, block.spans
     sampled = (spans.sizes > 0) & (spans.versions != NO_VERSION)
-    of, versions = spans.rows[sampled], spans.versions[sampled]
+    row_index, versions = spans.rows[sampled], spans.versions[sampled]
     v_traj, step, consumed = rows["v_traj"], rows["step"], is_consumed(rows)
     oldest, newest = np.full(len(rows), np.iinfo(np.int64).max), np.full(len(rows), np.iinfo(np.int64).min)
-    np.minimum.at(oldest, of, versions)
-    np.maximum.at(newest, of, versions)
+    np.minimum.at(oldest, row_index, versions)
+    np.maximum.at(newest, row_index, versions)
     older = oldest < v_traj
     outside = consumed & ((v_traj > step) | (step > v_traj + eta))
     newer = consumed & (newest > step)
@@ -277,15 +277,15 @@ def _wrong_rows(block: RowBlock, eta: int) -> Iterator[Finding]:
             yield Finding(check="arrays", where=where, message=other_turns(turns[i], stored[i]))
 
 
-def _refused_tokens(block: RowBlock, first: int, refused: Sequence[Refusal]) -> Iterator[Finding]:
-    """Tokens of instances that were out of service. first: number of the block's first row in the store."""
+def _refused_tokens(block: RowBlock, start_row: int, refused: Sequence[Refusal]) -> Iterator[Finding]:
+    """Tokens of instances that were out of service. start_row: number of the block's first row in the store."""
     spans = block.spans
     for i in np.unique(spans.rows[np.isin(spans.versions, [r.version for r in refused])]).tolist():
         of_row = [
-            (spans.instances[at], int(spans.versions[at]), int(spans.sizes[at]))
-            for at in np.flatnonzero(spans.rows == i).tolist()
+            (spans.instances[index], int(spans.versions[index]), int(spans.sizes[index]))
+            for index in np.flatnonzero(spans.rows == i).tolist()
         ]
-        yield from refused_tokens(f"trajectory {block.rows['trajectory'][i]}", first + i, of_row, refused)
+        yield from refused_tokens(f"trajectory {block.rows['trajectory'][i]}", start_row + i, of_row, refused)
 
 
 def other_turns(spans: Iterable[float], stored: Iterable[float]) -> str:
@@ -298,24 +298,28 @@ def _not_as_sampled(block: RowBlock) -> dict[int, list[str]]:
     """By row: which of its tokens' numbers are not those of tokens that were sampled, or given."""
     if _lie_in_order(block.rows):  # all at once, which is seldom more than a glance
         offsets, prompts, responses = (block.rows[name] for name in PLACES)
-        at = slice(int(offsets[0]) - block.begin, int((offsets + prompts + responses)[-1]) - block.begin)
+        token_range = slice(int(offsets[0]) - block.start, int((offsets + prompts + responses)[-1]) - block.start)
         sizes = np.stack([prompts, responses], axis=1).ravel()
         trained = np.stack([np.zeros(len(prompts), np.uint8), block.rows["loss_mask"]], axis=1).ravel()
-        sampled = block.versions[at] != NO_VERSION
+        sampled = block.versions[token_range] != NO_VERSION
         if (
-            np.array_equal(block.mask[at], np.repeat(trained.astype(np.uint8), sizes) * sampled)
-            and not block.logprobs[at][~sampled].any()
-            and np.isfinite(block.logprobs[at]).all()
+            np.array_equal(block.mask[token_range], np.repeat(trained.astype(np.uint8), sizes) * sampled)
+            and not block.logprobs[token_range][~sampled].any()
+            and np.isfinite(block.logprobs[token_range]).all()
             and not (sampled & np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)).any()
         ):
             return {}
     errors: dict[int, list[str]] = {}
     for i, (offset, prompt, response, trained) in enumerate(block.rows[[*PLACES, "loss_mask"]].tolist()):
-        a = offset - block.begin
+        a = offset - block.start
         if min(offset, prompt, response) < 0:
             continue
-        part = slice(a, a + prompt + response)
-        if wrong := list(token_faults(block.versions[part], block.logprobs[part], block.mask[part], prompt, trained)):
+        row_tokens = slice(a, a + prompt + response)
+        if wrong := list(
+            token_faults(
+                block.versions[row_tokens], block.logprobs[row_tokens], block.mask[row_tokens], prompt, trained
+            )
+        ):
             errors[i] = wrong
     return errors
 
@@ -351,7 +355,7 @@ def _hash(block: RowBlock, digests: dict[int, BatchDigest], steps: Iterable[int]
     branches = block.spans.branches(block.rows["prompt_tokens"])
     for number in np.flatnonzero(consumed).tolist():
         id, v_traj, step, offset, prompt, response, reward, advantage = block.rows[names][number].item()
-        a = offset - block.begin
+        a = offset - block.start
         b, c = a + prompt, a + prompt + response
         versions, logprobs = block.versions[b:c], block.logprobs[b:c]
         if (unsampled := versions == NO_VERSION).any():  # a row that is read has no logprobs there

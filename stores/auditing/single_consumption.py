@@ -44,12 +44,12 @@ class ConsumedRows:
         """Add the next rows, with the columns of READ."""
         self._repeated_ids.update(self._stored.add(rows["trajectory"]).tolist())
         consumed = is_consumed(rows)
-        (at,) = np.nonzero(consumed)
-        consumed_rows = rows[at]
+        (indices,) = np.nonzero(consumed)
+        consumed_rows = rows[indices]
         if len(consumed_rows):
             self.max_staleness = max(self.max_staleness, int((consumed_rows["step"] - consumed_rows["v_traj"]).max()))
-        ones = np.ones(len(at), np.int64)
-        positions = at + self.num_rows
+        ones = np.ones(len(indices), np.int64)
+        positions = indices + self.num_rows
         counts = np.stack([consumed_rows["step"], consumed_rows["group"], ones, positions, positions], axis=1)
         self._counts.append(_merge(counts))
         self.num_rows += len(rows)
@@ -109,13 +109,13 @@ class ConsumedRows:
 def _merge(counts: Ints) -> Ints:
     """One line per step and group, by these."""
     counts = counts[np.lexsort((counts[:, 1], counts[:, 0]))]
-    begins = np.flatnonzero(np.concatenate([[True], (counts[1:, :2] != counts[:-1, :2]).any(axis=1)])[: len(counts)])
-    if not len(begins):
+    starts = np.flatnonzero(np.concatenate([[True], (counts[1:, :2] != counts[:-1, :2]).any(axis=1)])[: len(counts)])
+    if not len(starts):
         return counts
-    summed = counts[begins].copy()
-    summed[:, 2] = np.add.reduceat(counts[:, 2], begins)
+    summed = counts[starts].copy()
+    summed[:, 2] = np.add.reduceat(counts[:, 2], starts)
     # Rows are added in order and the sort is stable, so the first line of a group has its first row.
-    summed[:, 4] = np.maximum.reduceat(counts[:, 4], begins)
+    summed[:, 4] = np.maximum.reduceat(counts[:, 4], starts)
     return summed
 
 

@@ -70,7 +70,7 @@ def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
         except (icechunk.IcechunkError, OSError, KeyError, ValueError) as error:
             yield Finding(check=CHECK, where=where, message=f"cannot be read: {first_line(error)}")
             return
-        chunks = {(name.strip("/"), int(place[0])) for name, places in changed.items() for place in places}
+        chunks = {(name.strip("/"), int(index[0])) for name, indices in changed.items() for index in indices}
         for name, number in sorted(chunks & replaced):
             if message := _difference(root[name], newest[name], number):
                 yield Finding(check=CHECK, where=where, message=f"{name}, chunk {number}: {message}")
@@ -80,9 +80,9 @@ def _earlier(repository: Any, branch: str, seen: set[str]) -> Iterator[Finding]:
 def _difference(then: Any, now: Any, number: int) -> str:
     """What is wrong with a chunk that was replaced later; empty if it holds the beginning of its successor."""
     size = stored_chunk(then)
-    first, last = number * size, min(then.shape[0], (number + 1) * size)
+    start, stop = number * size, min(then.shape[0], (number + 1) * size)
     try:
-        if np.array_equal(then[first:last], now[first:last]):
+        if np.array_equal(then[start:stop], now[start:stop]):
             return ""
         return "it differs from what the newest snapshot has in its place"
     except Exception as error:  # noqa: BLE001  zarr, numcodecs and icechunk each raise their own for a damaged chunk

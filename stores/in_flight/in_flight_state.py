@@ -1,8 +1,8 @@
-"""Trajectories in flight, those that are not in the store yet: the state of the trajectory server.
+"""State of the trajectories in flight, which are not in the store yet. The trajectory server owns it.
 
-Entries describe each change of a group, of trajectories or of a batch, and while a run goes on only `apply` changes the
-state, entry by entry. The spool (stores/in_flight/spool.py) keeps the entries on disk; applied in order, they give the
-state back. Pure.
+Entries describe each change of a group, of trajectories or of a batch. In a run, only `apply` changes the state, entry
+by entry. The spool (stores/in_flight/spool.py), a write-ahead log, keeps the entries on disk; applied in order, they
+restore the state. Pure.
 
 Invariants:
 - Tokens of a trajectory only grow, until it restarts from its prompt. A delivery names the position of its first token:
@@ -83,7 +83,7 @@ class GroupInFlight:
     group: GroupId
     prompt_tokens: int
     members: tuple[MemberInFlight, ...]
-    """Those that have not ended; the scored ones first, in the order in which they were scored."""
+    """Members that have not ended; scored ones first, in the order in which they were scored."""
     source: int = 0
     """Number of its task source."""
     task: int = -1
@@ -106,24 +106,24 @@ class InFlightState:
     num_drawn: int = 0
     """Groups drawn: their numbers are 0 to num_drawn - 1."""
     live: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
+    """Trajectories that have not ended."""
     scored: set[TrajectoryId] = field(default_factory=set)
-    """Those that have their reward, or have failed to get one."""
+    """Trajectories that have their reward, or whose scoring failed."""
     routings: dict[TrajectoryId, LatestRouting] = field(default_factory=dict)
-    """The latest routing of each live one that was routed. Deliveries of an earlier route number are refused."""
-    restarts: dict[TrajectoryId, int] = field(default_factory=dict)
-    """Number of times that a live one was restarted from its prompt, if any."""
-    turn_tokens: dict[TrajectoryId, int] = field(default_factory=dict)
-    """Limit on the tokens of the present turn, for live ones whose environment sets one."""
-    stops: dict[TrajectoryId, StopCriteria] = field(default_factory=dict)
-    """Further stop criteria of the present turn, for live ones whose environment sets some."""
+    """Latest routing of each live trajectory that was routed. Deliveries of an earlier route number are refused."""
+    attempts: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Number of times that a live trajectory was restarted from its prompt; none if never."""
+    turn_limits: dict[TrajectoryId, int] = field(default_factory=dict)
+    """Maximum tokens of the current turn, for live trajectories whose environment sets it."""
+    turn_stops: dict[TrajectoryId, StopCriteria] = field(default_factory=dict)
+    """Stop criteria of the current turn, for live trajectories whose environment sets some."""
     batches: dict[int, tuple[Trajectory, ...]] = field(default_factory=dict)
-    """By step: its batch, in the trainer's order, until it is stored."""
-    ended: list[EndedTrajectory] = field(default_factory=list)
-    """Ended without being trained on."""
+    """Batch of each training step, in the trainer's order, until it is stored."""
+    discarded: list[EndedTrajectory] = field(default_factory=list)
+    """Trajectories that ended without being trained on, until they are stored."""
 
     def apply(self, entry: Entry) -> bool:
-        """Apply an entry. Returns False if it changes nothing, because it is late, repeated, or concerns a trajectory
-        that has ended."""
+        """Apply an entry. Returns False if it changes nothing: it is late, repeated, or about an ended trajectory."""
         t = self.live.get(entry.trajectory) if isinstance(entry, OfEpisode) else None
         if isinstance(entry, OfEpisode) and t is not None and entry.attempt != self.attempt(t.id):
             if entry.attempt < self.attempt(t.id):
@@ -157,16 +157,18 @@ class InFlightState:
                 return self._end_evaluation()
 
     def attempt(self, trajectory: TrajectoryId) -> int:
-        """Number of times that a live trajectory's episode was started again."""
-        return self.restarts.get(trajectory, 0)
+        """Number of times that a live trajectory's episode was restarted."""
+        return self.attempts.get(trajectory, 0)
 
     def route_number(self, trajectory: TrajectoryId) -> int:
         """The route number of a trajectory's latest routing; 0 if there was none."""
         return self.routings.get(trajectory, LatestRouting(0, 0)).route_number
 
     def with_tasks(self, ledger: LedgerState, num_counted: int) -> LedgerState:
-        """Add the groups in flight to the ledger's state of a run with several task sources. num_counted: trajectories
-        that had been started when the ledger counted."""
+        """Add the groups in flight to the ledger state of a run with several task sources.
+
+        num_counted: trajectories started when the ledger state was made.
+        """
         of_group = {t.group: (t.source, t.task) for t in self.live.values() if not is_evaluation(t.id)}
         later = [source for group, (source, _) in of_group.items() if group * self.group_size >= num_counted]
         return replace(
@@ -184,12 +186,12 @@ class InFlightState:
         return {t.group: (t.source, t.task) for t in (*self.live.values(), *self.pending_commit()) if t.group in needed}
 
     def accepts(self, trajectory: TrajectoryId, route_number: int) -> bool:
-        """Whether a delivery under `route_number` is accepted: the trajectory is live, and has no later routing."""
+        """Return whether a delivery under `route_number` is accepted: the trajectory is live, and not routed since."""
         return trajectory in self.live and route_number >= self.route_number(trajectory)
 
     def awaits_environment(self, trajectory: TrajectoryId, tokens: int, route_number: int) -> bool:
-        """Whether the environment's reply to a turn is missing: the turn ended at `tokens` under `route_number`, and
-        has neither an observation nor a reward yet."""
+        """Return whether the environment's reply to a turn is pending. The turn ended at `tokens` under `route_number`,
+        and has neither an observation nor a reward yet."""
         if not self.accepts(trajectory, route_number) or trajectory in self.scored:
             return False
         t = self.live[trajectory]
@@ -197,17 +199,17 @@ class InFlightState:
 
     def pending_commit(self) -> list[Trajectory]:
         """Trajectories that have ended and are not stored yet."""
-        return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.ended)]
+        return [*itertools.chain(*self.batches.values()), *(e.trajectory for e in self.discarded)]
 
     def unstored(self, num_started: int, stored: Iterable[TrajectoryId]) -> list[TrajectoryId]:
-        """Of the first `num_started` trajectories, those in flight that are not among `stored`. num_started: as the
-        ledger counts, which may lag behind the groups that are drawn here."""
+        """Trajectories in flight among the first `num_started`, without those in `stored`. num_started: the ledger's
+        count, which may be behind the groups drawn here."""
         ids = set(stored)
         pending = (t.id for t in self.pending_commit() if t.id not in ids)
         return [i for i in (*self.live, *pending) if 0 <= i < num_started]
 
     def remove_committed(self, rows: Iterable[TrajectoryId], step: int | None) -> set[GroupId]:
-        """Remove the trajectories that a commit has stored. Returns the groups of which none is in flight any more.
+        """Remove the trajectories that a commit has stored. Returns the groups without any trajectory in flight.
 
         Args:
             rows: The stored trajectories.
@@ -216,7 +218,7 @@ class InFlightState:
         ids = set(rows)
         if step is not None:
             self.batches.pop(step, None)
-        self.ended = [e for e in self.ended if e.trajectory.id not in ids]
+        self.discarded = [e for e in self.discarded if e.trajectory.id not in ids]
         self.scored -= ids
         pending = {t.id for t in self.pending_commit()}
         return {
@@ -227,7 +229,7 @@ class InFlightState:
 
     def remove_stored(self, ledger: LedgerState) -> None:
         """Remove the trajectories that the store holds, by the `ledger` of its last record."""
-        unstored = {i for first, last in ledger.live for i in range(first, last)}
+        unstored = {i for start, stop in ledger.live for i in range(start, stop)}
         self.num_drawn = max(self.num_drawn, ledger.num_started // self.group_size)
 
         def is_stored(trajectory: TrajectoryId) -> bool:
@@ -236,15 +238,15 @@ class InFlightState:
         for trajectory in [i for i in self.live if is_stored(i)]:
             self._drop(trajectory)
         self.batches = {step: batch for step, batch in self.batches.items() if not any(is_stored(t.id) for t in batch)}
-        self.ended = [e for e in self.ended if not is_stored(e.trajectory.id)]
+        self.discarded = [e for e in self.discarded if not is_stored(e.trajectory.id)]
         self.scored = {i for i in self.scored if not is_stored(i)}
 
-    def missing(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
-        """Trajectories that were started, and are neither stored nor in flight here, by group."""
+    def lost_trajectories(self, ledger: LedgerState) -> dict[GroupId, list[TrajectoryId]]:
+        """Find trajectories that were started but are neither stored nor in flight, by group: the spool lost them."""
         known = {*self.live, *(t.id for t in self.pending_commit())}
         by_group: dict[GroupId, list[TrajectoryId]] = {}
-        for first, last in (*ledger.live, (ledger.num_started, self.num_drawn * self.group_size)):
-            for i in range(first, last):
+        for start, stop in (*ledger.live, (ledger.num_started, self.num_drawn * self.group_size)):
+            for i in range(start, stop):
                 if i not in known:
                     by_group.setdefault(GroupId(i // self.group_size), []).append(TrajectoryId(i))
         return by_group
@@ -264,18 +266,18 @@ class InFlightState:
             )
 
     def copy_with(self, entry: Entry) -> InFlightState:
-        """A copy of the state with `entry` applied; this one stays as it is."""
+        """Copy the state and apply `entry` to the copy. Does not change this one."""
         copied = InFlightState(
             group_size=self.group_size,
             num_drawn=self.num_drawn,
             live=dict(self.live),
             scored=set(self.scored),
             routings=dict(self.routings),
-            restarts=dict(self.restarts),
-            turn_tokens=dict(self.turn_tokens),
-            stops=dict(self.stops),
+            attempts=dict(self.attempts),
+            turn_limits=dict(self.turn_limits),
+            turn_stops=dict(self.turn_stops),
             batches=dict(self.batches),
-            ended=list(self.ended),
+            discarded=list(self.discarded),
         )
         copied.apply(entry)
         return copied
@@ -340,17 +342,17 @@ class InFlightState:
         return changed
 
     def _restart_from_prompt(self, t: Trajectory, attempt: int, route_number: int) -> None:
-        """Drop all tokens of a trajectory but its prompt. attempt: the number of the attempt that begins. route_number:
-        deliveries under earlier ones are refused."""
+        """Drop all tokens of a trajectory but its prompt. attempt: number of the new attempt. route_number: deliveries
+        under earlier ones are refused."""
         self.live[t.id] = replace(
             t, spans=(), finish=FinishReason.UNFINISHED, reward=0.0, reward_parts={}, error="",
             timings=replace(t.timings, rewarded_s=0.0),
         )  # fmt: skip
         self.scored.discard(t.id)
-        self.turn_tokens.pop(t.id, None)
-        self.stops.pop(t.id, None)
+        self.turn_limits.pop(t.id, None)
+        self.turn_stops.pop(t.id, None)
         self.routings[t.id] = LatestRouting(route_number, 0)
-        self.restarts[t.id] = attempt
+        self.attempts[t.id] = attempt
 
     def _deliver(self, entry: TokensDelivered) -> bool:
         t = self.live.get(entry.trajectory)
@@ -358,17 +360,17 @@ class InFlightState:
         if t is None or not self.accepts(t.id, entry.route_number) or t.finish is not FinishReason.UNFINISHED:
             return False
         num_known = t.num_tokens
-        end = entry.first + sum(len(s.tokens) for s in entry.segments)
+        end = entry.start + sum(len(s.tokens) for s in entry.segments)
         # A turn has tokens. An end without any, after an observation, repeats the end of the turn before it.
-        ends = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], EnvSpan))
-        if entry.first > num_known or end < num_known or (end == num_known and not ends):
+        ends_turn = entry.finish is not FinishReason.UNFINISHED and not (t.spans and isinstance(t.spans[-1], EnvSpan))
+        if entry.start > num_known or end < num_known or (end == num_known and not ends_turn):
             return False
         if any(segment.num_finite < len(segment.tokens) for segment in entry.segments):
             return False
         spans = list(t.spans)
-        skip = num_known - entry.first
+        skip = num_known - entry.start
         for segment in entry.segments:
-            new = segment.without(min(skip, len(segment.tokens)))
+            new = segment.drop_first(min(skip, len(segment.tokens)))
             skip -= len(segment.tokens) - len(new.tokens)
             if len(new.tokens):
                 _append(spans, new, merge=num_known > routing.tokens)
@@ -378,7 +380,7 @@ class InFlightState:
 
     def _observe(self, entry: ObservationDelivered) -> bool:
         t = self.live.get(entry.trajectory)
-        if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.first:
+        if t is None or t.finish is FinishReason.UNFINISHED or t.num_tokens != entry.start:
             return False
         if t.id in self.scored:
             return False
@@ -386,12 +388,12 @@ class InFlightState:
             role=entry.role, tokens=entry.tokens, seconds=entry.seconds, after=entry.after, auxiliary=entry.auxiliary
         )
         self.live[t.id] = replace(t, spans=(*t.spans, observation), finish=FinishReason.UNFINISHED)
-        self.turn_tokens.pop(t.id, None)
+        self.turn_limits.pop(t.id, None)
         if entry.turn_tokens:
-            self.turn_tokens[t.id] = entry.turn_tokens
-        self.stops.pop(t.id, None)
+            self.turn_limits[t.id] = entry.turn_tokens
+        self.turn_stops.pop(t.id, None)
         if entry.stop != NO_STOP:
-            self.stops[t.id] = entry.stop
+            self.turn_stops[t.id] = entry.stop
         return True
 
     def _restart(self, entry: EpisodeRestarted) -> bool:
@@ -431,7 +433,7 @@ class InFlightState:
                 row = EndedTrajectory(
                     trajectory=t, fate=ending.fate, reason=ending.reason, step=ending.step, loss_mask=False
                 )
-                self.ended.append(row)
+                self.discarded.append(row)
                 discarded = True
         return discarded
 
@@ -439,8 +441,8 @@ class InFlightState:
         from_prompt = set(entry.from_prompt)
         trajectories = [t for t in (*self.live.values(), *self.pending_commit()) if not is_evaluation(t.id)]
         scored = self.scored
-        self.live, self.scored, self.routings, self.restarts, self.batches, self.ended = {}, set(), {}, {}, {}, []
-        self.turn_tokens, self.stops = {}, {}
+        self.live, self.scored, self.routings, self.attempts, self.batches, self.discarded = {}, set(), {}, {}, {}, []
+        self.turn_limits, self.turn_stops = {}, {}
         for t in sorted(trajectories, key=lambda t: t.id):
             all_before = all(s.version <= entry.version for s in t.segments)
             prompt_only = Trajectory(
@@ -480,19 +482,19 @@ class InFlightState:
 
     def _drop(self, trajectory: TrajectoryId) -> Trajectory:
         self.routings.pop(trajectory, None)
-        self.restarts.pop(trajectory, None)
-        self.turn_tokens.pop(trajectory, None)
-        self.stops.pop(trajectory, None)
+        self.attempts.pop(trajectory, None)
+        self.turn_limits.pop(trajectory, None)
+        self.turn_stops.pop(trajectory, None)
         return self.live.pop(trajectory)
 
 
 def _until(version: PolicyVersion, spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans before the first that was sampled under a later version."""
+    """The spans before the first one of a later version."""
     return tuple(itertools.takewhile(lambda s: isinstance(s, EnvSpan) or s.version <= version, spans))
 
 
 def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """The spans of a whole trajectory, with auxiliary turns as given tokens: they have no gradient."""
+    """The spans of a scored trajectory, with auxiliary turns as env tokens: they have no gradient."""
     trained: list[Span] = []
     auxiliary = False
     for span in spans:
@@ -505,8 +507,7 @@ def _as_trained(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:
-    """Append a segment, or join it to the last one if that is of the same version and instance. merge: whether it may
-    be joined."""
+    """Append a segment; with `merge`, extend the last segment instead if it is of the same version and instance."""
     last = spans[-1] if spans and merge else None
     if isinstance(last, Segment) and (last.version, last.instance) == (new.version, new.instance):
         spans[-1] = replace(
@@ -519,7 +520,7 @@ def _append(spans: list[Span], new: Segment, *, merge: bool) -> None:
 
 
 def _clipped(timings: Timings, now_s: float) -> Timings:
-    """Times of a trajectory, none later than `now_s`: the run went on after the point that it is resumed from."""
+    """Limit the times of a trajectory to `now_s`, the time of the resume point: the killed run went on after it."""
     return Timings(
         arrived_s=min(timings.arrived_s, now_s),
         routed_s=min(timings.routed_s, now_s),

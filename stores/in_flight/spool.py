@@ -58,11 +58,13 @@ def add_frame(data: bytes) -> bytes:
 
 def unframed(file: BinaryIO) -> Iterator[bytes]:
     """The entries of an open part, up to the first that is not whole."""
-    left = os.fstat(file.fileno()).st_size - file.tell()
+    remaining_bytes = os.fstat(file.fileno()).st_size - file.tell()
     while len(head := file.read(FRAME.size)) == FRAME.size:
         size, checksum = FRAME.unpack(head)
-        left -= FRAME.size + size
-        if left < 0 or zlib.crc32(data := file.read(size)) != checksum:  # before a damaged length is taken for one
+        remaining_bytes -= FRAME.size + size
+        if (
+            remaining_bytes < 0 or zlib.crc32(data := file.read(size)) != checksum
+        ):  # before a damaged length is taken for one
             return
         yield data
 

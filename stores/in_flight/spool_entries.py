@@ -53,11 +53,11 @@ class TrajectoriesRouted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensDelivered:
-    """An instance has sampled tokens of a response. first: the position in the response of the first of them."""
+    """An instance has sampled tokens of a response. start: position of the first one in the response."""
 
     trajectory: TrajectoryId
     route_number: int
-    first: int
+    start: int
     segments: tuple[Segment, ...]
     finish: FinishReason
     at_s: float
@@ -69,7 +69,7 @@ class ObservationDelivered:
     """An environment returned an observation after a turn."""
 
     trajectory: TrajectoryId
-    first: int
+    start: int
     """Position in the response of the observation's first token, which is the end of the turn."""
     role: str
     tokens: IntArray  # [T] token ids; there may be none
@@ -181,7 +181,7 @@ def encode(entry: Entry) -> bytes:
                 "tokens",
                 entry.trajectory,
                 entry.route_number,
-                entry.first,
+                entry.start,
                 entry.finish.value,
                 entry.at_s,
                 segments,
@@ -189,7 +189,7 @@ def encode(entry: Entry) -> bytes:
             head += [entry.attempt]
             arrays = [a for s in entry.segments for a in (s.tokens.astype("<i4"), s.logprobs.astype("<f4"))]
         case ObservationDelivered():
-            head = ["given", entry.trajectory, entry.first, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
+            head = ["given", entry.trajectory, entry.start, entry.role, len(entry.tokens), entry.seconds, entry.at_s]
             head += [entry.attempt, *_next_turn(entry)]
             arrays = (entry.tokens.astype("<i4"),)
         case EpisodeRestarted():
@@ -231,16 +231,16 @@ def decode(data: bytes) -> Entry:
         raise ValueError(f"no entry of a spool: {error}") from error
 
 
-def _ints(data: bytes, at: int, count: int) -> IntArray:
-    return np.frombuffer(data, "<i4", count, at)
+def _ints(data: bytes, offset: int, count: int) -> IntArray:
+    return np.frombuffer(data, "<i4", count, offset)
 
 
 def _tokens(
     data: bytes,
-    at: int,
+    offset: int,
     trajectory: int,
     route_number: int,
-    first: int,
+    start: int,
     finish: str,
     at_s: float,
     parts: list[Any],
@@ -252,15 +252,15 @@ def _tokens(
             Segment(
                 version=PolicyVersion(version),
                 instance=InstanceId(instance),
-                tokens=_ints(data, at, count),
-                logprobs=np.frombuffer(data, "<f4", count, at + 4 * count),
+                tokens=_ints(data, offset, count),
+                logprobs=np.frombuffer(data, "<f4", count, offset + 4 * count),
             )
         )
-        at += 8 * count
+        offset += 8 * count
     return TokensDelivered(
         trajectory=TrajectoryId(trajectory),
         route_number=route_number,
-        first=first,
+        start=start,
         segments=tuple(segments),
         finish=FinishReason(finish),
         at_s=at_s,
@@ -270,9 +270,9 @@ def _tokens(
 
 def _observation(
     data: bytes,
-    at: int,
+    offset: int,
     trajectory: int,
-    first: int,
+    start: int,
     role: str,
     count: int,
     seconds: float,
@@ -286,9 +286,9 @@ def _observation(
 ) -> ObservationDelivered:
     return ObservationDelivered(
         trajectory=TrajectoryId(trajectory),
-        first=first,
+        start=start,
         role=role,
-        tokens=_ints(data, at, count),
+        tokens=_ints(data, offset, count),
         seconds=seconds,
         at_s=at_s,
         attempt=attempt,
@@ -299,7 +299,7 @@ def _observation(
     )
 
 
-def _discarded(data: bytes, at: int, endings: list[Any], versions: list[Any]) -> TrajectoriesDiscarded:
+def _discarded(data: bytes, offset: int, endings: list[Any], versions: list[Any]) -> TrajectoriesDiscarded:
     return TrajectoriesDiscarded(
         endings=tuple(
             Ending(trajectory=TrajectoryId(t), group=GroupId(g), fate=Fate(f), reason=AbortReason(r), step=s)

@@ -26,5 +26,5 @@ def find_stop(text: str, strings: Sequence[str]) -> tuple[int, int] | None:
     >>> find_stop("one, two", [" two", ", "])
     (3, 5)
     """
-    matches = [(begin, begin + len(string)) for string in strings if (begin := text.find(string)) >= 0]
+    matches = [(start, start + len(string)) for string in strings if (start := text.find(string)) >= 0]
     return min(matches, default=None)

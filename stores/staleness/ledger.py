@@ -297,11 +297,11 @@ class StalenessLedger:
             if len(entry.completed) + len(entry.waiting) > self.group_size:
                 entry.waiting.remove(member)
                 return self._end(entry, (member,), Fate.ABORTED, reason)
-            others = tuple(m for m in entry.members if m != member)
+            siblings = tuple(m for m in entry.members if m != member)
             self._drop(entry)
             return (
                 *self._end(entry, (member,), Fate.ABORTED, reason),
-                *self._end(entry, others, Fate.ABORTED, AbortReason.GROUP_FAILED),
+                *self._end(entry, siblings, Fate.ABORTED, AbortReason.GROUP_FAILED),
             )
         self._drop(entry)
         return self._end(entry, entry.members, Fate.ABORTED, reason)

@@ -39,24 +39,24 @@ class _Chunks:
     def length(self) -> int:
         return int(self.metadata["shape"][0])
 
-    async def read(self, first: int, last: int) -> Array:
-        """The elements at first <= position < last."""
-        numbers = range(first // self.size, -(-last // self.size))
+    async def read(self, start: int, stop: int) -> Array:
+        """The elements at start <= position < stop."""
+        numbers = range(start // self.size, -(-stop // self.size))
         chunks = await asyncio.gather(*(self._chunk(number) for number in numbers))
-        begin = numbers.start * self.size
-        return np.concatenate([self._empty(0), *chunks])[first - begin : last - begin]
+        chunk_start = numbers.start * self.size
+        return np.concatenate([self._empty(0), *chunks])[start - chunk_start : stop - chunk_start]
 
     async def append(self, values: Array) -> None:
         before = self.length
         number, kept = divmod(before, self.size)
         tail = (await self._chunk(number))[:kept] if kept else self._empty(0)
-        whole = np.concatenate([tail, values.astype(self._dtype, copy=False)])
+        joined = np.concatenate([tail, values.astype(self._dtype, copy=False)])
         self.metadata["shape"][0] = before + len(values)
         await self._write("zarr.json", json.dumps(self.metadata).encode())
-        for i in range(-(-len(whole) // self.size)):
-            part = whole[i * self.size : (i + 1) * self.size]
-            if (part != self._fill).any():  # a chunk of nothing but the fill value is not stored
-                chunk = np.concatenate([part, self._empty(self.size - len(part))])
+        for i in range(-(-len(joined) // self.size)):
+            chunk_values = joined[i * self.size : (i + 1) * self.size]
+            if (chunk_values != self._fill).any():  # a chunk of nothing but the fill value is not stored
+                chunk = np.concatenate([chunk_values, self._empty(self.size - len(chunk_values))])
                 await self._write(self._key(number + i), _ZSTD.encode(np.ascontiguousarray(chunk)))
 
     async def _chunk(self, number: int) -> Array:
@@ -94,8 +94,8 @@ def append_all(store: Any, values: Mapping[str, Array]) -> None:
     sync(append_each())
 
 
-def read_all(store: Any, names: Iterable[str], first: int, last: int) -> dict[str, Array]:
-    """Read the elements at first <= position < last of several arrays at once, by name.
+def read_all(store: Any, names: Iterable[str], start: int, stop: int) -> dict[str, Array]:
+    """Read the elements at start <= position < stop of several arrays at once, by name.
 
     Arrays that do not exist are left out.
 
@@ -107,9 +107,9 @@ def read_all(store: Any, names: Iterable[str], first: int, last: int) -> dict[st
         chunks = await _open(store, name)
         if chunks is None:
             return name, None
-        if not 0 <= first <= last <= chunks.length:
+        if not 0 <= start <= stop <= chunks.length:
             raise IndexError(name)
-        return name, await chunks.read(first, last)
+        return name, await chunks.read(start, stop)
 
     async def read_each() -> list[tuple[str, Array | None]]:
         return await asyncio.gather(*(read(name) for name in names))

@@ -70,8 +70,8 @@ class Column:
         compute = self.shown or self.value
         assert compute is not None
         value = compute(row)
-        shown: int | float | bool | str = value.value if isinstance(value, Enum) else np.dtype(self.dtype).type(value)
-        return shown
+        cell: int | float | bool | str = value.value if isinstance(value, Enum) else np.dtype(self.dtype).type(value)
+        return cell
 
 
 def _sampled_versions(row: EndedTrajectory) -> list[PolicyVersion]:

@@ -68,12 +68,12 @@ TEXT_COLUMNS = ("prompt", "response", "messages")
 """Columns of tables with texts, as in RowTexts."""
 
 
-def to_pandas(rows: Iterable[EndedTrajectory], texts: ReadTexts | None = None) -> Any:
+def to_pandas(rows: Iterable[EndedTrajectory], read_texts: ReadTexts | None = None) -> Any:
     """A pandas.DataFrame with one row per trajectory; token columns hold numpy arrays.
 
     Args:
         rows: The trajectories, in the order of the table.
-        texts: Decodes them, for the columns TEXT_COLUMNS. Without it there are none.
+        read_texts: Decodes them, for the columns TEXT_COLUMNS. Without it there are none.
 
     Raises:
         ConfigError: pandas is not installed.
@@ -86,8 +86,8 @@ def to_pandas(rows: Iterable[EndedTrajectory], texts: ReadTexts | None = None) -
     }
     for name in ARRAYS:
         columns[name] = pandas.Series([r[name] for r in records], dtype=object)
-    if texts is not None:
-        decoded = texts(rows)
+    if read_texts is not None:
+        decoded = read_texts(rows)
         for name in TEXT_COLUMNS:
             kind = object if name == "messages" else "str"
             columns[name] = pandas.Series([getattr(text, name) for text in decoded], dtype=kind)
@@ -95,15 +95,18 @@ def to_pandas(rows: Iterable[EndedTrajectory], texts: ReadTexts | None = None) -
 
 
 def to_dask(
-    count: int, block_rows: int, read: Callable[[int, int], Iterable[EndedTrajectory]], texts: ReadTexts | None = None
+    count: int,
+    block_rows: int,
+    read: Callable[[int, int], Iterable[EndedTrajectory]],
+    read_texts: ReadTexts | None = None,
 ) -> Any:
     """A dask.dataframe with one row per trajectory, computed on workers.
 
     Args:
         count: Number of rows.
         block_rows: Rows of a partition.
-        read: read(first, last) gives the rows first <= row < last; called on workers.
-        texts: As in `to_pandas`; called on workers.
+        read: read(first, last) gives the rows start <= row < stop; called on workers.
+        read_texts: As in `to_pandas`; called on workers.
 
     Raises:
         ConfigError: dask.dataframe or pandas is not installed.
@@ -111,24 +114,24 @@ def to_dask(
     require("pandas")
     dataframe = require("dask.dataframe")
     dask = require("dask")
-    firsts = range(0, max(count, 1), block_rows)
+    starts = range(0, max(count, 1), block_rows)
     # By default dask.dataframe would convert the token arrays to strings.
     with dask.config.set({"dataframe.convert-string": False}):
         return dataframe.from_map(
             _partition,
-            list(firsts),
-            [min(first + block_rows, count) for first in firsts],
+            list(starts),
+            [min(start + block_rows, count) for start in starts],
             read=read,
-            texts=texts,
-            meta=to_pandas([], None if texts is None else lambda _: []),
+            read_texts=read_texts,
+            meta=to_pandas([], None if read_texts is None else lambda _: []),
             label="trajectories",
         )
 
 
 def _partition(
-    first: int, last: int, read: Callable[[int, int], Iterable[EndedTrajectory]], texts: ReadTexts | None
+    start: int, stop: int, read: Callable[[int, int], Iterable[EndedTrajectory]], read_texts: ReadTexts | None
 ) -> Any:
-    return to_pandas(read(first, last), texts)
+    return to_pandas(read(start, stop), read_texts)
 
 
 class StoredTokens:
@@ -136,40 +139,42 @@ class StoredTokens:
 
     ndim = 1
 
-    def __init__(self, source: Any, begins: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
+    def __init__(self, source: Any, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
         """Take the parts of an array that hold tokens.
 
         Args:
             source: The stored array.
-            begins: [N] where each part begins in `source`.
+            starts: [N] where each part begins in `source`.
             sizes: [N] lengths of the parts.
         """
-        self._source, self._begins = source, begins
+        self._source, self._starts = source, starts
         self._ends = np.cumsum(sizes)
         self.shape = (int(sizes.sum()),)
         self.dtype = source.dtype
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> npt.NDArray[Any]:
         """Read [first:last]; steps are not supported."""
-        (part,) = key if isinstance(key, tuple) else (key,)
-        first, last, step = part.indices(self.shape[0])
+        (rows,) = key if isinstance(key, tuple) else (key,)
+        start, stop, step = rows.indices(self.shape[0])
         assert step == 1
         chunks = [np.zeros(0, self.dtype)]
-        at = int(np.searchsorted(self._ends, first, side="right"))
-        while first < last:
-            end = min(last, int(self._ends[at]))
-            begin = int(self._begins[at] + first - (self._ends[at - 1] if at else 0))
-            chunks.append(self._source[begin : begin + end - first])
-            first, at = end, at + 1
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end = min(stop, int(self._ends[index]))
+            source_start = int(self._starts[index] + start - (self._ends[index - 1] if index else 0))
+            chunks.append(self._source[source_start : source_start + end - start])
+            start, index = end, index + 1
         return np.concatenate(chunks)
 
 
-def to_xarray(table: Mapping[str, Any], places: Mapping[str, Any], root: Any, attributes: Mapping[str, Any]) -> Any:
+def to_xarray(
+    table: Mapping[str, Any], row_coordinates: Mapping[str, Any], root: Any, attributes: Mapping[str, Any]
+) -> Any:
     """An xarray.Dataset of a store's columns and, lazily, its tokens.
 
     Args:
         table: The columns, by name.
-        places: The stored columns `offset`, `prompt_tokens` and `response_tokens`.
+        row_coordinates: The stored columns `offset`, `prompt_tokens` and `response_tokens`.
         root: The store's arrays.
         attributes: Of the dataset.
 
@@ -181,7 +186,7 @@ def to_xarray(table: Mapping[str, Any], places: Mapping[str, Any], root: Any, at
         ConfigError: xarray or dask.array is not installed.
     """
     xarray, array = require("xarray"), require("dask.array")
-    offsets, sizes = places["offset"], places["prompt_tokens"] + places["response_tokens"]
+    offsets, sizes = row_coordinates["offset"], row_coordinates["prompt_tokens"] + row_coordinates["response_tokens"]
     # The tokens of a commit are adjacent.
     starts = np.flatnonzero(np.concatenate([[True], offsets[1:] != (offsets + sizes)[:-1]])[: len(offsets)])
     totals = np.add.reduceat(sizes, starts) if len(starts) else sizes
@@ -195,8 +200,8 @@ def to_xarray(table: Mapping[str, Any], places: Mapping[str, Any], root: Any, at
     return xarray.Dataset(variables, coords={"trajectory": table["trajectory"]}, attrs=dict(attributes))
 
 
-def arrow_schema(texts: dict[str, str]) -> Any:
-    """The pyarrow schema of `arrow_table`. texts: names of the columns of texts and messages."""
+def arrow_schema(text_columns: dict[str, str]) -> Any:
+    """The pyarrow schema of `arrow_table`. text_columns: names of the columns of texts and messages."""
     arrow = require("pyarrow")
     fields = [(name, arrow.type_for_alias("string" if dtype == "str" else dtype)) for name, dtype in COLUMNS.items()]
     lists = [(name, arrow.list_(arrow.type_for_alias(dtype))) for name, dtype in ARRAYS.items()]
@@ -208,22 +213,24 @@ def arrow_schema(texts: dict[str, str]) -> Any:
         ("tokens", arrow.int64()),
         ("seconds", arrow.float64()),
     ]
-    kinds = {**dict.fromkeys(texts, arrow.string()), "messages": arrow.list_(arrow.struct(message_fields))}
-    return arrow.schema([*fields, *((name, kinds[attribute]) for attribute, name in texts.items()), *lists, parts])
+    kinds = {**dict.fromkeys(text_columns, arrow.string()), "messages": arrow.list_(arrow.struct(message_fields))}
+    return arrow.schema(
+        [*fields, *((name, kinds[attribute]) for attribute, name in text_columns.items()), *lists, parts]
+    )
 
 
-def arrow_table(rows: list[EndedTrajectory], texts: dict[str, str], read: list[RowTexts]) -> Any:
-    """A pyarrow.Table of rows and their texts. texts: names of the columns for `prompt`, `response` and `messages`."""
+def arrow_table(rows: list[EndedTrajectory], text_columns: dict[str, str], read: list[RowTexts]) -> Any:
+    """Make a pyarrow.Table of rows and their texts. text_columns: column names of `prompt`, `response`, `messages`."""
     arrow = require("pyarrow")
     records = [
         {
             **record(row),
-            **{name: getattr(texts_of_row, attribute) for attribute, name in texts.items()},
+            **{name: getattr(texts_of_row, attribute) for attribute, name in text_columns.items()},
             "reward_parts": [{"name": n, "value": v} for n, v in row.trajectory.reward_parts.items()],
         }
         for row, texts_of_row in zip(rows, read, strict=True)
     ]
-    schema = arrow_schema(texts)
-    if len(schema) != len({*COLUMNS, *ARRAYS, *texts.values(), "reward_parts"}):
-        raise StoreError(f"text columns cannot be called {', '.join(texts.values())}")
+    schema = arrow_schema(text_columns)
+    if len(schema) != len({*COLUMNS, *ARRAYS, *text_columns.values(), "reward_parts"}):
+        raise StoreError(f"text columns cannot be called {', '.join(text_columns.values())}")
     return arrow.Table.from_pydict({name: [r[name] for r in records] for name in schema.names}, schema=schema)

@@ -51,8 +51,8 @@ def refuse(path: Path, name: str) -> None:
         )
     branches = branch_names(repository_at(path))
     if name in branches or name == MAIN or not name or name.startswith(("undone-", INCOMPLETE)):
-        taken = ", ".join(sorted(branches))
-        raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {taken}; nothing stored is overwritten")
+        names = ", ".join(sorted(branches))
+        raise ConfigError(f"{path}: a branch cannot be called {name!r}; taken: {names}; nothing stored is overwritten")
 
 
 def derive(store: StoreReader, path: Path, name: str, new: Rewards, lineage: Mapping[str, Any]) -> str:
@@ -76,19 +76,19 @@ def _change_masks(root: Any, loss_mask: npt.NDArray[np.bool_]) -> None:
     """Give the tokens of rows whose loss mask becomes another their new mask, file by file."""
     table = {name: np.asarray(root[f"rows/{name}"][:]) for name in ("loss_mask", *PLACES)}
     rows = np.flatnonzero(table["loss_mask"] != loss_mask)
-    begins = (table["offset"] + table["prompt_tokens"])[rows]
-    ends = begins + table["response_tokens"][rows]
+    starts = (table["offset"] + table["prompt_tokens"])[rows]
+    ends = starts + table["response_tokens"][rows]
     mask, versions = root["tokens/mask"], root["tokens/versions"]
     file = stored_chunk(mask)
     for first in range(0, int(mask.shape[0]), file):
-        inside = (begins < first + file) & (ends > first) & (begins < ends)
+        inside = (starts < first + file) & (ends > first) & (starts < ends)
         if not inside.any():
             continue
         values = np.asarray(mask[first : first + file])
         sampled = np.asarray(versions[first : first + file]) != NO_VERSION
-        for begin, end, trained in zip(begins[inside], ends[inside], loss_mask[rows[inside]], strict=True):
-            part = slice(max(0, begin - first), end - first)
-            values[part] = sampled[part] & trained
+        for start, end, trained in zip(starts[inside], ends[inside], loss_mask[rows[inside]], strict=True):
+            token_range = slice(max(0, start - first), end - first)
+            values[token_range] = sampled[token_range] & trained
         mask[first : first + file] = values
 
 

@@ -61,11 +61,11 @@ class CommitArrays:
     num_tokens: int
 
 
-def pack(ended: Sequence[EndedTrajectory], begin: int, text_begin: int) -> CommitArrays:
+def pack(ended: Sequence[EndedTrajectory], start: int, text_start: int) -> CommitArrays:
     """Pack rows for a commit. begin, text_begin: where their tokens and their text will begin in the store."""
     tokens: dict[str, list[npt.NDArray[Any]]] = {name: [np.zeros(0, d)] for name, d in TOKEN_ARRAYS.items()}
     offsets, texts = [], []
-    offset = begin
+    offset = start
     for row in ended:
         t = row.trajectory
         response, versions = t.response_tokens, t.versions
@@ -82,32 +82,32 @@ def pack(ended: Sequence[EndedTrajectory], begin: int, text_begin: int) -> Commi
         rows[column.name] = [column.encoded(row) for row in ended]
     rows["offset"] = offsets
     rows["text_bytes"] = [len(text) for text in texts]
-    rows["text_offset"] = text_begin + np.cumsum(rows["text_bytes"]) - rows["text_bytes"]
+    rows["text_offset"] = text_start + np.cumsum(rows["text_bytes"]) - rows["text_bytes"]
     return CommitArrays(
         tokens={name: np.concatenate(parts) for name, parts in tokens.items()},
         rows=rows,
         text=b"".join(texts),
-        num_tokens=offset - begin,
+        num_tokens=offset - start,
     )
 
 
 def unpack(
-    row: Mapping[str, Any], tokens: Mapping[str, npt.NDArray[Any]], first: int, text: bytes, text_first: int
+    row: Mapping[str, Any], tokens: Mapping[str, npt.NDArray[Any]], start: int, text: bytes, text_start: int
 ) -> EndedTrajectory:
     """Rebuild a trajectory from its stored row: the inverse of `pack`.
 
     Args:
         row: The row's columns by name.
         tokens: Slices of the token arrays that contain the row's.
-        first: Position of those slices in the store.
+        start: Position of those slices in the store.
         text: A slice of the texts that contains the row's.
-        text_first: Position of that slice in the store.
+        text_start: Position of that slice in the store.
 
     Raises:
         StoreError: They contradict each other.
     """
     try:
-        extra = json.loads(text[row["text_offset"] - text_first :][: row["text_bytes"]])
+        extra = json.loads(text[row["text_offset"] - text_start :][: row["text_bytes"]])
         stored = [parse_span(*span) for span in extra["segments"]]
         if min(row["finish"], row["fate"], row["reason"]) < 0:  # Python would count from the end
             raise IndexError("finish, fate and reason must not be negative")
@@ -115,31 +115,31 @@ def unpack(
     except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
         # A flipped bit that decompression did not detect.
         raise StoreError(f"trajectory {row['trajectory']}: its record is corrupt: {error!r}") from error
-    begin = row["offset"] - first
-    middle = begin + row["prompt_tokens"]
+    row_start = row["offset"] - start
+    middle = row_start + row["prompt_tokens"]
     end = middle + row["response_tokens"]
     spans: list[Span] = []
-    at, agree = middle, True
-    for who, version, size, seconds, after in stored:
-        if after >= at - begin:
+    index, agree = middle, True
+    for origin, version, size, seconds, after in stored:
+        if after >= index - row_start:
             raise StoreError(
-                f"trajectory {row['trajectory']}: its branch at token {at - begin} goes on after token {after}"
+                f"trajectory {row['trajectory']}: its branch at token {index - row_start} goes on after token {after}"
             )
-        ids, logprobs = tokens["ids"][at : at + size], tokens["logprobs"][at : at + size]
+        ids, logprobs = tokens["ids"][index : index + size], tokens["logprobs"][index : index + size]
         if version == NO_VERSION:
-            spans.append(EnvSpan(role=who, tokens=ids, seconds=seconds, after=None if after < 0 else after))
+            spans.append(EnvSpan(role=origin, tokens=ids, seconds=seconds, after=None if after < 0 else after))
         else:
-            instance = InstanceId(who)
+            instance = InstanceId(origin)
             spans.append(Segment(version=PolicyVersion(version), instance=instance, tokens=ids, logprobs=logprobs))
-        agree &= bool((tokens["versions"][at : at + size] == version).all())
-        at += size
-    if at != end or not agree:
+        agree &= bool((tokens["versions"][index : index + size] == version).all())
+        index += size
+    if index != end or not agree:
         raise StoreError(f"trajectory {row['trajectory']}: its segments do not match its token versions")
     return EndedTrajectory(
         trajectory=Trajectory(
             id=TrajectoryId(row["trajectory"]),
             group=GroupId(row["group"]),
-            prompt_tokens=tokens["ids"][begin:middle],
+            prompt_tokens=tokens["ids"][row_start:middle],
             v_traj=PolicyVersion(row["v_traj"]),
             spans=tuple(spans),
             finish=finish,
@@ -159,7 +159,7 @@ def unpack(
     )
 
 
-def parse_span(who: str, version: int, size: int, *more: float) -> tuple[str, int, int, float, int]:
+def parse_span(instance: str, version: int, size: int, *more: float) -> tuple[str, int, int, float, int]:
     """Parse a stored span: seconds are 0 of sampled ones, `after` is -1 if no branch begins with it. Raises ValueError
     or TypeError if it is malformed."""
     if len(more) not in ((1, 2) if version == NO_VERSION else (0,)):
@@ -167,7 +167,7 @@ def parse_span(who: str, version: int, size: int, *more: float) -> tuple[str, in
     seconds, after = (*more, -1)[:2] if more else (0.0, -1)
     if len(more) == 2 and after < 0:
         raise ValueError(f"a branch that goes on after token {after}")
-    return str(who), int(version), int(size), float(seconds), int(after)
+    return str(instance), int(version), int(size), float(seconds), int(after)
 
 
 def _extra(trajectory: Trajectory) -> dict[str, Any]:

@@ -136,24 +136,26 @@ class StoreReader:
 
     # -- commits -------------------------------------------------------------------------------------------------
 
-    def steps(self, first: int = 0, last: int | None = None) -> list[StepRecord]:
-        """The commits at first <= number < last, all by default, oldest first; as in slices, negative numbers count
+    def steps(self, start: int = 0, stop: int | None = None) -> list[StepRecord]:
+        """The commits at start <= number < stop, all by default, oldest first; as in slices, negative numbers count
         from the end. Reads no row."""
         root = self._read_root()
-        return list(self._records(root, *slice(first, last).indices(self._num_commits(root))[:2]))
+        return list(self._records(root, *slice(start, stop).indices(self._num_commits(root))[:2]))
 
-    def _records(self, root: Any, first: int, last: int) -> Iterator[StepRecord]:
-        if first >= last:
+    def _records(self, root: Any, start: int, stop: int) -> Iterator[StepRecord]:
+        if start >= stop:
             return
-        table = self._slice(root, "commits", first, last)
-        places = table[:, [COMMIT_AT[name] for name in ("step", "record_offset", "record_bytes")]].tolist()
+        table = self._slice(root, "commits", start, stop)
+        record_locations = table[:, [COMMIT_AT[name] for name in ("step", "record_offset", "record_bytes")]].tolist()
         length = int(root["records"].shape[0])
-        begin = min(max(0, min(offset for _, offset, _ in places)), length)
-        end = min(max(begin, *(offset + size for _, offset, size in places)), length)
-        text = self._slice(root, "records", begin, end).tobytes()
-        for step, offset, size in places:
+        record_start = min(max(0, min(offset for _, offset, _ in record_locations)), length)
+        end = min(max(record_start, *(offset + size for _, offset, size in record_locations)), length)
+        text = self._slice(root, "records", record_start, end).tobytes()
+        for step, offset, size in record_locations:
             try:
-                yield CODEC.decode(json.loads(text[max(0, offset - begin) : offset - begin + size]), StepRecord)
+                yield CODEC.decode(
+                    json.loads(text[max(0, offset - record_start) : offset - record_start + size]), StepRecord
+                )
             except ValueError as error:
                 raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error}") from error
 
@@ -181,42 +183,42 @@ class StoreReader:
         """All stored trajectories in the order stored, or those that one training step consumed, in its order."""
         root = self._read_root()
         if step is None:
-            at = np.arange(num_rows(root))
+            positions = np.arange(num_rows(root))
         else:
-            ends = self._rows(root, 0, num_rows(root), ("fate", "step"))
-            (at,) = np.nonzero((ends["fate"] == FATES.index(Fate.CONSUMED)) & (ends["step"] == step))
+            outcomes = self._rows(root, 0, num_rows(root), ("fate", "step"))
+            (positions,) = np.nonzero((outcomes["fate"] == FATES.index(Fate.CONSUMED)) & (outcomes["step"] == step))
         # In blocks: the rows of a block are adjacent in the token arrays.
-        for block in (at[i : i + BLOCK_ROWS] for i in range(0, len(at), BLOCK_ROWS)):
+        for block in (positions[i : i + BLOCK_ROWS] for i in range(0, len(positions), BLOCK_ROWS)):
             first = int(block[0])
             yield from self._block(root, self._rows(root, first, int(block[-1]) + 1)[block - first])
 
-    def rows(self, first: int, last: int) -> list[EndedTrajectory]:
-        """The stored trajectories at positions first <= position < last."""
+    def rows(self, start: int, stop: int) -> list[EndedTrajectory]:
+        """The stored trajectories at positions start <= position < stop."""
         root = self._read_root()
-        return list(self._block(root, self._rows(root, first, last)))
+        return list(self._block(root, self._rows(root, start, stop)))
 
-    def places(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """[N] index of the first response token of each row at first <= position < last."""
-        rows = self._rows(self._read_root(), first, last, ("offset", "prompt_tokens"))
+    def row_positions(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """[N] index of the first response token of each row at start <= position < stop."""
+        rows = self._rows(self._read_root(), start, stop, ("offset", "prompt_tokens"))
         return np.asarray(rows["offset"] + rows["prompt_tokens"], np.int64)
 
-    def readable(self, first: int, last: int) -> Iterator[EndedTrajectory | UnreadableRow]:
+    def readable(self, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
         """As `rows`, but yields Damaged for rows in a corrupt chunk instead of raising."""
-        return self._readable(self._read_root(), first, last)
+        return self._readable(self._read_root(), start, stop)
 
     def picked(self, positions: Iterable[int]) -> Iterator[EndedTrajectory | UnreadableRow]:
         """Read the rows at these positions, in this order; UnreadableRow for those that cannot be read. Adjacent ones
         are read together."""
         root = self._read_root()
         wanted = list(positions)
-        first = 0
+        start = 0
         for i in range(1, len(wanted) + 1):
             if i == len(wanted) or wanted[i] != wanted[i - 1] + 1:
-                yield from self._readable(root, wanted[first], wanted[i - 1] + 1)
-                first = i
+                yield from self._readable(root, wanted[start], wanted[i - 1] + 1)
+                start = i
 
-    def _readable(self, root: Any, first: int, last: int) -> Iterator[EndedTrajectory | UnreadableRow]:
-        rows = self._rows(root, first, last)
+    def _readable(self, root: Any, start: int, stop: int) -> Iterator[EndedTrajectory | UnreadableRow]:
+        rows = self._rows(root, start, stop)
         try:
             yield from list(self._block(root, rows))
             return
@@ -265,34 +267,34 @@ class StoreReader:
 
     def get(self, trajectory: TrajectoryId) -> EndedTrajectory | None:
         root = self._read_root()
-        at = self._position(root, trajectory)
-        return None if at is None else next(iter(self._block(root, self._rows(root, at, at + 1))))
+        position = self._position(root, trajectory)
+        return None if position is None else next(iter(self._block(root, self._rows(root, position, position + 1))))
 
     def _position(self, root: Any, trajectory: TrajectoryId) -> int | None:
         """The position of a trajectory's row."""
-        (at,) = np.nonzero(self._column(root, NUM_ROWS) == trajectory)
-        return int(at[0]) if len(at) else None
+        (positions,) = np.nonzero(self._column(root, NUM_ROWS) == trajectory)
+        return int(positions[0]) if len(positions) else None
 
-    def numbers(self, first: int, last: int, names: Iterable[str] | None = None) -> Rows:
-        """The columns with these names, all by default, of the rows at first <= position < last."""
-        return self._rows(self._read_root(), first, last, names)
+    def numbers(self, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
+        """The columns with these names, all by default, of the rows at start <= position < stop."""
+        return self._rows(self._read_root(), start, stop, names)
 
     def table(
-        self, first: int = 0, last: int | None = None, names: Iterable[str] | None = None
+        self, start: int = 0, stop: int | None = None, names: Iterable[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """Read columns of the rows at first <= position < last, all by default, as they are stored. names: of the
+        """Read columns of the rows at start <= position < stop, all by default, as they are stored. names: of the
         columns to read."""
         root = self._read_root()
-        bounds = self._bounds(root, first, last)
+        bounds = self._bounds(root, start, stop)
         return self._columns(root, *bounds, chosen(names))
 
     def columns(
-        self, first: int = 0, last: int | None = None, names: Iterable[str] | None = None
+        self, start: int = 0, stop: int | None = None, names: Iterable[str] | None = None
     ) -> dict[str, npt.NDArray[Any]]:
         """Read columns as `table` does, for display: words for fate, reason and finish, no positions in other arrays,
         and response_tokens counting sampled tokens only."""
         root = self._read_root()
-        bounds = self._bounds(root, first, last)
+        bounds = self._bounds(root, start, stop)
         wanted = shown_columns(names)
         stored = self._columns(root, *bounds, chosen({"given_tokens", *(column.name for column in wanted)}))
         table: dict[str, npt.NDArray[Any]] = {}
@@ -303,25 +305,25 @@ class StoreReader:
             table[column.name] = np.asarray([m.value for m in column.members])[values] if column.members else values
         return table
 
-    def _bounds(self, root: Any, first: int, last: int | None) -> tuple[int, int]:
+    def _bounds(self, root: Any, start: int, stop: int | None) -> tuple[int, int]:
         size = num_rows(root)
-        return min(first, size), size if last is None else min(last, size)
+        return min(start, size), size if stop is None else min(stop, size)
 
-    def _rows(self, root: Any, first: int, last: int, names: Iterable[str] | None = None) -> Rows:
+    def _rows(self, root: Any, start: int, stop: int, names: Iterable[str] | None = None) -> Rows:
         columns = chosen(names)
-        rows = empty_rows(last - first, columns)
-        for name, values in self._columns(root, first, last, columns).items():
+        rows = empty_rows(stop - start, columns)
+        for name, values in self._columns(root, start, stop, columns).items():
             rows[name] = values
         return rows
 
-    def _columns(self, root: Any, first: int, last: int, columns: Iterable[Column]) -> dict[str, npt.NDArray[Any]]:
-        """Columns of the rows at first <= position < last: the fill value of those that the store does not have."""
+    def _columns(self, root: Any, start: int, stop: int, columns: Iterable[Column]) -> dict[str, npt.NDArray[Any]]:
+        """Columns of the rows at start <= position < stop: the fill value of those that the store does not have."""
         columns = list(columns)
         try:
-            arrays = read_all(root.store, [column.array for column in columns], first, last)
+            arrays = read_all(root.store, [column.array for column in columns], start, stop)
         except Exception:  # noqa: BLE001  a damaged chunk or a short array: read one by one, they are named
-            arrays = {c.array: self._slice(root, c.array, first, last) for c in columns if c.array in root}
-        return {c.name: arrays.get(c.array, np.full(last - first, c.fill, c.dtype)) for c in columns}
+            arrays = {c.array: self._slice(root, c.array, start, stop) for c in columns if c.array in root}
+        return {c.name: arrays.get(c.array, np.full(stop - start, c.fill, c.dtype)) for c in columns}
 
     def to_dask(self, block_rows: int = 512) -> Any:
         """A dask.dataframe with one row per trajectory, tokens included, read in blocks on the workers."""
@@ -339,11 +341,11 @@ class StoreReader:
         root = self._read_root()
         if RESCORED not in root:
             return None
-        at = self._position(root, trajectory)
-        assert at is not None, "the trajectory is stored"
-        row = self._rows(root, at, at + 1, PLACES)[0]
-        begin = int(row["offset"] + row["prompt_tokens"])
-        return self._slice(root, RESCORED, begin, begin + int(row["response_tokens"]))
+        position = self._position(root, trajectory)
+        assert position is not None, "the trajectory is stored"
+        row = self._rows(root, position, position + 1, PLACES)[0]
+        start = int(row["offset"] + row["prompt_tokens"])
+        return self._slice(root, RESCORED, start, start + int(row["response_tokens"]))
 
     def array_lengths(self) -> dict[str, int]:
         """Length of each array, by name; an audit compares them with the records."""
@@ -358,49 +360,49 @@ class StoreReader:
         return self.unpacked(rows, *self._extent(root, rows)) if len(rows) else ()
 
     def _extent(self, root: Any, rows: Rows) -> TokenRange:
-        first = int(rows["offset"].min())
-        last = int((rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]).max())
-        tokens = {name: self._slice(root, f"tokens/{name}", first, last) for name in ("ids", "logprobs", "versions")}
+        start = int(rows["offset"].min())
+        stop = int((rows["offset"] + rows["prompt_tokens"] + rows["response_tokens"]).max())
+        tokens = {name: self._slice(root, f"tokens/{name}", start, stop) for name in ("ids", "logprobs", "versions")}
         text_first = int(rows["text_offset"].min())
         text_last = int((rows["text_offset"] + rows["text_bytes"]).max())
-        return tokens, first, self._slice(root, "text", text_first, text_last).tobytes(), text_first
+        return tokens, start, self._slice(root, "text", text_first, text_last).tobytes(), text_first
 
-    def masks(self, first: int, last: int) -> npt.NDArray[np.uint8]:
-        """The loss masks of tokens at first <= token < last. Rows have their mask, too: an audit compares them."""
-        return self._slice(self._read_root(), "tokens/mask", first, last)
+    def masks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """The loss masks of tokens at start <= token < stop. Rows have their mask, too: an audit compares them."""
+        return self._slice(self._read_root(), "tokens/mask", start, stop)
 
     def unpacked(
         self,
         rows: Rows,
         tokens: Mapping[str, npt.NDArray[Any]],
-        first: int,
+        start: int,
         text: bytes,
         text_first: int,
     ) -> Iterator[EndedTrajectory]:
         """Rows from their numbers and their `extent`. Raises StoreError if they contradict each other."""
         names = rows.dtype.names or ()
         for values in rows.tolist():
-            ended = layout.unpack(dict(zip(names, values, strict=True)), tokens, first, text, text_first)
+            ended = layout.unpack(dict(zip(names, values, strict=True)), tokens, start, text, text_first)
             if self._errors is not None:
                 error = self._errors.get(str(ended.trajectory.id), "")
                 ended = replace(ended, trajectory=replace(ended.trajectory, error=error, reward_parts={}))
             yield ended
 
-    def _slice(self, root: Any, name: str, first: int, last: int) -> npt.NDArray[Any]:
+    def _slice(self, root: Any, name: str, start: int, stop: int) -> npt.NDArray[Any]:
         array = root[name]
-        if first < 0:  # which an array would take for a place counted from its end
-            raise StoreError(f"{self._where}: a row begins at {first} of {name}: its numbers are corrupt")
-        if last > array.shape[0]:
-            raise StoreError(f"{self._where}: {name} has {array.shape[0]} elements, a row needs {last}: truncated")
+        if start < 0:  # which an array would take for a place counted from its end
+            raise StoreError(f"{self._where}: a row begins at {start} of {name}: its numbers are corrupt")
+        if stop > array.shape[0]:
+            raise StoreError(f"{self._where}: {name} has {array.shape[0]} elements, a row needs {stop}: truncated")
         try:
-            return np.asarray(array[first:last])
+            return np.asarray(array[start:stop])
         except Exception as error:  # zarr, numcodecs and icechunk each raise their own for a damaged chunk
             if bucket_fails(Path(self._where), error):
                 raise failure(Path(self._where), f"{name} cannot be read", error) from error
             size = stored_chunk(array)
-            for number in range(first // size, -(-last // size)):  # find the damaged one
+            for number in range(start // size, -(-stop // size)):  # find the damaged one
                 try:
-                    array[number * size : min(last, (number + 1) * size)]
+                    array[number * size : min(stop, (number + 1) * size)]
                 except Exception as first_error:  # noqa: BLE001  the same
                     message = f"{self._where}: {name}, chunk {number}, is corrupt: {first_line(first_error)}"
                     raise StoreError(message) from error
@@ -444,6 +446,6 @@ def stored_chunk(array: Any) -> int:
     return int((array.shards or array.chunks)[0])
 
 
-def _rows_at(path: str, snapshot: str, first: int, last: int) -> list[EndedTrajectory]:
+def _rows_at(path: str, snapshot: str, start: int, stop: int) -> list[EndedTrajectory]:
     """Rows of a store as it was at a snapshot; a function, so that it can be sent to a worker."""
-    return StoreReader.at(Path(path), snapshot).rows(first, last)
+    return StoreReader.at(Path(path), snapshot).rows(start, stop)

@@ -56,11 +56,11 @@ def creating(path: Path, url: str = "") -> Iterator[Any]:
         yield _unused(url)
         name_url(path, url)
         return
-    part = path.with_name(f".{path.name}.part")
-    if part.exists():
-        shutil.rmtree(part)
-    yield icechunk.Repository.create(storage_at(part), config=_config())
-    publish(part, path)
+    tmp_path = path.with_name(f".{path.name}.part")
+    if tmp_path.exists():
+        shutil.rmtree(tmp_path)
+    yield icechunk.Repository.create(storage_at(tmp_path), config=_config())
+    publish(tmp_path, path)
 
 
 def check_bucket(url: str, *, new: bool) -> None:
@@ -100,8 +100,8 @@ def snapshot_of(repository: Any, step: int, path: Path) -> str:
             steps.append(snapshot.metadata.get("step"))
             if steps[-1] == step:
                 return str(snapshot.id)
-    there = f"steps {steps[-1]} to {steps[0]} are stored" if steps else "none is stored yet"
-    raise ConfigError(f"{path}: no commit of step {step}; {there}")
+    stored = f"steps {steps[-1]} to {steps[0]} are stored" if steps else "none is stored yet"
+    raise ConfigError(f"{path}: no commit of step {step}; {stored}")
 
 
 @contextlib.contextmanager

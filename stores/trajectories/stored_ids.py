@@ -32,7 +32,7 @@ class StoredIds:
             return []
         overlap = (self._unread[:, 0] <= max(ids)) & (self._unread[:, 1] >= min(ids))
         if overlap.any():
-            earlier = [self._read(int(first), int(last)) for first, last in self._unread[overlap, 2:]]
+            earlier = [self._read(int(start), int(stop)) for start, stop in self._unread[overlap, 2:]]
             self._earlier = np.concatenate([self._earlier, *earlier])
             self._unread = self._unread[~overlap]
         stored = np.isin(np.asarray(ids, np.int64), self._earlier).tolist()

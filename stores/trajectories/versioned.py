@@ -229,25 +229,25 @@ class VersionedStore(StoreReader):
         table = np.asarray(root["commits"][:])
         ends = np.cumsum(table[:, COMMIT_AT["rows"]])
         ids = table[:, [COMMIT_AT["first_id"], COMMIT_AT["last_id"]]]
-        places = np.stack([ends - table[:, COMMIT_AT["rows"]], ends], axis=1)
+        row_ranges = np.stack([ends - table[:, COMMIT_AT["rows"]], ends], axis=1)
 
-        def read(first: int, last: int) -> npt.NDArray[np.int64]:
-            return self._slice(root, NUM_ROWS, first, last)
+        def read(start: int, stop: int) -> npt.NDArray[np.int64]:
+            return self._slice(root, NUM_ROWS, start, stop)
 
-        return StoredIds(np.concatenate([ids, places], axis=1), read)
+        return StoredIds(np.concatenate([ids, row_ranges], axis=1), read)
 
     def _append(self, root: Any, record: StepRecord, ended: Sequence[EndedTrajectory]) -> int:
         """Append a commit's rows and its record; returns its number of tokens."""
         file = stored_chunk(root["tokens/ids"])
-        begin = -(-int(root["tokens/ids"].shape[0]) // file) * file
-        packed = layout.pack(ended, begin, int(root["text"].shape[0]))
-        end = begin + packed.num_tokens
+        start = -(-int(root["tokens/ids"].shape[0]) // file) * file
+        packed = layout.pack(ended, start, int(root["text"].shape[0]))
+        end = start + packed.num_tokens
         appended: dict[str, npt.NDArray[Any]] = {}
         if packed.num_tokens:
             for name, values in packed.tokens.items():
                 array = root[f"tokens/{name}"]
                 array.resize((end,))
-                array[begin:end] = values
+                array[start:end] = values
         if len(ended):
             if not self._has_columns:
                 before = num_rows(root)
@@ -263,8 +263,8 @@ class VersionedStore(StoreReader):
 
 def _refused_after(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
     """Records of instances taken out of service that follow the first `num_steps` training steps."""
-    begin = next((i + 1 for i, r in enumerate(records) if (r.kind, r.step) == ("step", num_steps - 1)), 0)
-    return tuple(check for record in records[begin:] for check in record.weight_checks if check.refused)
+    start = next((i + 1 for i, r in enumerate(records) if (r.kind, r.step) == ("step", num_steps - 1)), 0)
+    return tuple(check for record in records[start:] for check in record.weight_checks if check.refused)
 
 
 def _digest(record: StepRecord, ids: Sequence[int]) -> str:

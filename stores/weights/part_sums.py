@@ -37,17 +37,20 @@ DEVICE_BLOCK = 2**24
 
 
 def part_sum(
-    part: torch.Tensor, whole: Sequence[int] | None = None, begin: Sequence[int] | None = None, block: int | None = None
+    part: torch.Tensor,
+    full_shape: Sequence[int] | None = None,
+    start: Sequence[int] | None = None,
+    block: int | None = None,
 ) -> torch.Tensor:
     """Compute the sum of a part of a tensor, on the part's device. Does not copy the part.
 
     The sum of the whole is that of its parts, if each element is in one of them. A shard of the flattened tensor has
-    `whole = (number of elements,)`.
+    `full_shape = (number of elements,)`.
 
     Args:
         part: The part, of any strides and any type of at most eight bytes.
-        whole: Shape of the whole tensor; by default the part is all of it.
-        begin: Where the part's first element is in the whole.
+        full_shape: Shape of the whole tensor; by default the part is all of it.
+        start: Where the part's first element is in the whole.
         block: Elements computed at once.
 
     Returns:
@@ -58,37 +61,43 @@ def part_sum(
     """
     import torch
 
-    whole = tuple(part.shape if whole is None else whole)
-    begin = (0,) * len(whole) if begin is None else tuple(begin)
-    sizes = zip(begin, part.shape, whole, strict=False)
-    if not len(begin) == part.ndim == len(whole) or any(not 0 <= b <= b + size <= most for b, size, most in sizes):
-        raise ValueError(f"a part of shape {tuple(part.shape)} at {begin} does not lie in a tensor of shape {whole}")
-    strides = tuple(math.prod(whole[dim + 1 :]) for dim in range(len(whole)))
-    first = sum(b * stride for b, stride in zip(begin, strides, strict=True))
+    full_shape = tuple(part.shape if full_shape is None else full_shape)
+    start = (0,) * len(full_shape) if start is None else tuple(start)
+    sizes = zip(start, part.shape, full_shape, strict=False)
+    if not len(start) == part.ndim == len(full_shape) or any(
+        not 0 <= b <= b + size <= limit for b, size, limit in sizes
+    ):
+        raise ValueError(
+            f"a part of shape {tuple(part.shape)} at {start} does not lie in a tensor of shape {full_shape}"
+        )
+    strides = tuple(math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape)))
+    offset = sum(b * stride for b, stride in zip(start, strides, strict=True))
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     if block is None:
         block = CPU_BLOCK if part.device.type == "cpu" else DEVICE_BLOCK
-    for piece, position in _blocks(integer_view(part.detach()), first, strides, block):
+    for piece, position in _blocks(integer_view(part.detach()), offset, strides, block):
         total += _sum(piece, position, strides)
     return total
 
 
-def _blocks(part: torch.Tensor, first: int, strides: tuple[int, ...], most: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Views of at most `most` elements that together are the part, with the position of each one's first element."""
-    if part.numel() <= most:
-        yield part, first
+def _blocks(
+    part: torch.Tensor, offset: int, strides: tuple[int, ...], max_elements: int
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Split a part into views of at most `max_elements` elements, each with the position of its first element."""
+    if part.numel() <= max_elements:
+        yield part, offset
         return
     dim = max(range(part.ndim), key=lambda d: part.shape[d])
     half = part.shape[dim] // 2
-    yield from _blocks(part.narrow(dim, 0, half), first, strides, most)
+    yield from _blocks(part.narrow(dim, 0, half), offset, strides, max_elements)
     rest = part.narrow(dim, half, part.shape[dim] - half)
-    yield from _blocks(rest, first + half * strides[dim], strides, most)
+    yield from _blocks(rest, offset + half * strides[dim], strides, max_elements)
 
 
-def _sum(bits: torch.Tensor, first: int, strides: tuple[int, ...]) -> torch.Tensor:
+def _sum(bits: torch.Tensor, offset: int, strides: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    mixed = torch.full((), _wrapped(START + first * STEP), dtype=torch.int64, device=bits.device)
+    mixed = torch.full((), _wrapped(START + offset * STEP), dtype=torch.int64, device=bits.device)
     for size, stride in zip(bits.shape, strides, strict=True):
         steps = torch.arange(size, dtype=torch.int64, device=bits.device).mul_(_wrapped(stride * STEP))
         mixed = mixed.unsqueeze(-1) + steps  # sums and products wrap

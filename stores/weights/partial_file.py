@@ -26,7 +26,7 @@ def pieces(num_bytes: int, piece_bytes: int = PIECE_BYTES) -> list[Piece]:
     >>> pieces(5, 2)
     [Piece(offset=0, size=2), Piece(offset=2, size=2), Piece(offset=4, size=1)]
     """
-    return [Piece(begin, min(piece_bytes, num_bytes - begin)) for begin in range(0, num_bytes, piece_bytes)]
+    return [Piece(start, min(piece_bytes, num_bytes - start)) for start in range(0, num_bytes, piece_bytes)]
 
 
 class PartialFile:
@@ -58,8 +58,8 @@ class PartialFile:
 
     def has(self, offset: int, size: int) -> bool:
         """Whether these bytes have arrived."""
-        first = offset - offset % self._piece_bytes
-        return not any(begin in self.missing for begin in range(first, offset + size, self._piece_bytes))
+        start = offset - offset % self._piece_bytes
+        return not any(start in self.missing for start in range(start, offset + size, self._piece_bytes))
 
     def read(self, offset: int, size: int) -> bytes:
         """Bytes that have arrived."""

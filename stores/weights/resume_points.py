@@ -64,7 +64,7 @@ class ResumePoints:
         paths = (*self.folder.glob("v*.pt"), *self.folder.glob("v*.shards"))
         return sorted({PolicyVersion(int(path.stem[1:])) for path in paths})
 
-    def whole(self) -> list[PolicyVersion]:
+    def complete_versions(self) -> list[PolicyVersion]:
         """The versions whose resume point is complete.
 
         A folder is complete if it exists; a torch file if it is a zip archive, since the zip directory is written last.
@@ -88,8 +88,8 @@ class ResumePoints:
     def write(self, version: PolicyVersion, write: Callable[[Path], None], *, sharded: bool = False) -> None:
         """Have `write` create the file of `version`, or fill its folder; then remove the oldest beyond `KEPT`. Raises
         StoreError."""
-        with self.writing(version, sharded=sharded) as part:
-            write(part)
+        with self.writing(version, sharded=sharded) as tmp_path:
+            write(tmp_path)
 
     @contextlib.contextmanager
     def writing(self, version: PolicyVersion, *, sharded: bool = False) -> Iterator[Path]:
@@ -99,8 +99,8 @@ class ResumePoints:
         # torch.save raises RuntimeError on a full disk.
         replacement = replacing_folder if sharded else replacing
         with contextlib.ExitStack() as until_renamed:
-            with replacement(path, REMEDY, failures=(RuntimeError,)) as part, _short_writes_named(part.parent):
-                yield part
+            with replacement(path, REMEDY, failures=(RuntimeError,)) as tmp_path, _short_writes_named(tmp_path.parent):
+                yield tmp_path
                 until_renamed.enter_context(self._allowed(path))
             # Of another number of processes; what is there is never both.
             remove(self.path(version, sharded=not sharded))

@@ -81,13 +81,13 @@ FOLDER_PREFIX = "staleflow-"
 
 def sweep(parent: Path) -> list[Path]:
     """Remove the folders below `parent` that no process uses any more; returns them. Safe while other runs start."""
-    gone = []
+    removed = []
     for owner in parent.glob(f"{FOLDER_PREFIX}*/{OWNER}"):
         with contextlib.suppress(OSError), owner.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(owner.parent, ignore_errors=True)
-            gone.append(owner.parent)
-    return gone
+            removed.append(owner.parent)
+    return removed
 
 
 def _owned(folder: Path) -> int | None:
@@ -156,10 +156,10 @@ class WeightFolder:
         file open keeps it."""
         versions = self.versions()
         keep = {*used, *versions[-1:]}
-        gone = [v for v in versions if v not in keep]
-        for version in gone:
+        removed = [v for v in versions if v not in keep]
+        for version in removed:
             self.path(version).unlink(missing_ok=True)
-        return gone
+        return removed
 
     def remove(self) -> None:
         """Delete the folder and free its memory."""

@@ -85,12 +85,12 @@ def fingerprint(
     if threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = min(MAX_THREADS, cores)
-    whole = hashlib.sha256()
+    checkpoint_hash = hashlib.sha256()
     waiting: deque[tuple[bytes, list[Future[bytes]]]] = deque()
     num_waiting = 0
 
     def add(header: bytes, digests: list[Future[bytes]]) -> int:
-        whole.update(hashlib.sha256(header + b"".join(digest.result() for digest in digests)).digest())
+        checkpoint_hash.update(hashlib.sha256(header + b"".join(digest.result() for digest in digests)).digest())
         return len(digests)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="hash") as pool:
@@ -102,7 +102,7 @@ def fingerprint(
                 num_waiting -= add(*waiting.popleft())
         for header, digests in waiting:
             add(header, digests)
-    return f"{SCHEME}:{whole.hexdigest()}"
+    return f"{SCHEME}:{checkpoint_hash.hexdigest()}"
 
 
 def _header(name: str, tensor: AnyTensor) -> bytes:
@@ -115,11 +115,11 @@ def _pieces(tensor: AnyTensor) -> Iterator[tuple[int, torch.Tensor | Array]]:
     flat: torch.Tensor | Array
     if isinstance(tensor, np.ndarray):
         flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-        return ((begin, flat[begin : begin + PIECE_BYTES]) for begin in range(0, len(flat), PIECE_BYTES))
+        return ((start, flat[start : start + PIECE_BYTES]) for start in range(0, len(flat), PIECE_BYTES))
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return ((begin, flat[begin : begin + PIECE_BYTES]) for begin in range(0, len(flat), PIECE_BYTES))
+    return ((start, flat[start : start + PIECE_BYTES]) for start in range(0, len(flat), PIECE_BYTES))
 
 
 def _data(piece: torch.Tensor | Array) -> memoryview:

@@ -207,11 +207,11 @@ async def call_actor(actor: Any, method: str, *args: Any, timeout_s: float, acto
             result = await (_watched(pending, address, actor_name) if _within_actor.get() else _waited(pending))
             return result if type(result) is bytes else pickle.loads(result[1])
     except ActorFailed as error:
-        if error.who:
+        if error.actor:
             raise
         raise ActorFailed(f"{actor_name} failed: {error}", actor_name) from error
     except ActorLost as error:  # by its own account, or an actor that it called
-        error.who = error.who or actor_name
+        error.actor = error.actor or actor_name
         raise
     except StaleflowError:
         raise

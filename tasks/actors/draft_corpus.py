@@ -97,10 +97,10 @@ class DraftCorpus:
 def _latest(store: StoreReader, tokens: int) -> list[EndedTrajectory]:
     """Return the last rows of a store that have at least `tokens` tokens together, or all rows."""
     latest: list[EndedTrajectory] = []
-    last = store.summary().num_rows
-    while last > 0 and tokens > 0:
-        rows = store.rows(first := max(0, last - READ_ROWS), last)
-        latest, last = rows + latest, first
+    stop = store.summary().num_rows
+    while stop > 0 and tokens > 0:
+        rows = store.rows(start := max(0, stop - READ_ROWS), stop)
+        latest, stop = rows + latest, start
         tokens -= sum(row.trajectory.num_tokens for row in rows)
     return latest
 

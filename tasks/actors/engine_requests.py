@@ -29,16 +29,17 @@ def request_of(
     prompt, response = (tuple(part.tolist()) for part in (t.prompt_tokens, t.response_tokens))
     if t.finish is not FinishReason.UNFINISHED:
         return SampledTokens(
-            trajectory=t.id, route_number=item.route_number, first=len(response), segments=(), finish=t.finish
+            trajectory=t.id, route_number=item.route_number, start=len(response), segments=(), finish=t.finish
         )
     config = None if evaluated is None else evaluated.of.config
-    longest = settings.prompts.response_tokens(t.source) if config is None else config.max_new_tokens
+    max_new_tokens = settings.prompts.response_tokens(t.source) if config is None else config.max_new_tokens
     return Request(
         trajectory=t.id,
         route_number=item.route_number,
         tokens=tuple(t.context.tolist()) if t.branches else (*prompt, *response),
         max_new_tokens=min(
-            longest - len(response), min(settings.turn_tokens, turn_tokens or settings.turn_tokens) - t.num_turn_tokens
+            max_new_tokens - len(response),
+            min(settings.turn_tokens, turn_tokens or settings.turn_tokens) - t.num_turn_tokens,
         ),
         num_prior=len(response),
         prompt=prompt if t.branches else None,

@@ -48,8 +48,8 @@ class EvaluationTrajectories:
             )
             for group, item in items.items()
         ]
-        begun: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]
-        return {i: items[group] for i, group in groups.items()}, begun
+        applied: list[Entry] = [entry for entry in entries if self._flight.apply(entry)]
+        return {i: items[group] for i, group in groups.items()}, applied
 
     async def max_new_tokens(self, groups: Iterable[GroupId]) -> dict[GroupId, int]:
         """Return the token limit of a response for each group that belongs to an evaluation."""

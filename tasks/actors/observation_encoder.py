@@ -99,7 +99,7 @@ def answer_entry(item: ObservationItem, encoded: ObservationTokens, attempt: int
     directions = split_params(item.messages)[0]
     return ObservationDelivered(
         trajectory=item.trajectory,
-        first=item.tokens,
+        start=item.tokens,
         role=role_of(item.messages),
         tokens=np.asarray(encoded.tokens, np.int32),
         seconds=item.seconds,
@@ -129,8 +129,8 @@ def _turn_end(t: Trajectory, turn_index: int) -> int:
     """Return the number of spans up to the end of turn `turn_index`, counted from 1."""
     count = 0
     for index, span in enumerate(t.spans):
-        ends = index + 1 == len(t.spans) or not isinstance(t.spans[index + 1], Segment)
-        count += isinstance(span, Segment) and ends
+        is_turn_end = index + 1 == len(t.spans) or not isinstance(t.spans[index + 1], Segment)
+        count += isinstance(span, Segment) and is_turn_end
         if count == turn_index:
             return index + 1
     raise ValueError(f"a trajectory of {count} turns has no turn {turn_index}")

@@ -94,7 +94,7 @@ class RolloutInstance:
         self._undelivered: list[SampledTokens | Failed] = []
         self._stopped: list[SampledTokens] = []
         """Interrupted requests that are not yet with the server."""
-        self._whole: list[SampledTokens] = []
+        self._undelivered_turns: list[SampledTokens] = []
         """Requests that were routed here and had ended already."""
         self._spool_s = spool_s
         self._spooled_s: float | None = None
@@ -120,16 +120,20 @@ class RolloutInstance:
                 raise ProtocolViolation(f"{self._instance} sleeps, and is to sample {len(requests)} trajectories")
             serves, pending = self._engine.version, [r for r in requests if isinstance(r, Request)]
             for request in pending:
-                needed = request.version
-                if needed is None or serves < needed or (is_evaluation(request.trajectory) and serves != needed):
+                min_version = request.version
+                if (
+                    min_version is None
+                    or serves < min_version
+                    or (is_evaluation(request.trajectory) and serves != min_version)
+                ):
                     raise ProtocolViolation(
-                        f"{self._instance} serves version {serves}, trajectory {request.trajectory} needs {needed}"
+                        f"{self._instance} serves version {serves}, trajectory {request.trajectory} needs {min_version}"
                     )
             self._engine.submit(pending)
             return [r for r in requests if isinstance(r, SampledTokens)]
 
         # Added on the event loop, as `next_events` takes them: between two threads one could be lost.
-        self._whole += await self._command(submit)
+        self._undelivered_turns += await self._command(submit)
         if self._drafts:
             await self._learn(server)
 
@@ -207,18 +211,18 @@ class RolloutInstance:
         if not await self._may_deliver(timeout_s):
             await asyncio.sleep(timeout_s if self._refused else 0)
             return []
-        if self._spool_is_due() and not self._undelivered and not self._whole:
+        if self._spool_is_due() and not self._undelivered and not self._undelivered_turns:
             await self._spool(server)
             return []
         if self._drafts and asyncio.get_running_loop().time() >= self._asked_s + LEARN_S:
             await self._learn(server)
-        if not self._undelivered and not self._whole:
+        if not self._undelivered and not self._undelivered_turns:
             loop = asyncio.get_running_loop()
             self._undelivered = await loop.run_in_executor(self._waiting, self._engine.events, timeout_s)
             if not await self._may_deliver(timeout_s):
                 return []
-        whole, self._whole = self._whole, []
-        self._undelivered += whole
+        turns, self._undelivered_turns = self._undelivered_turns, []
+        self._undelivered += turns
         outcomes = await self._deliver(server, self._undelivered)
         self._undelivered = []
         return outcomes
@@ -247,7 +251,7 @@ class RolloutInstance:
         loop = asyncio.get_running_loop()
         self._spooled_s = loop.time()
         running: list[SampledTokens] = await loop.run_in_executor(self._waiting, self._engine.peek)
-        totals = await self._send(server, [s for s in running if _end(s) > s.first])
+        totals = await self._send(server, [s for s in running if _end(s) > s.start])
         self._delivered = {
             s.trajectory: (s.route_number, totals[s.trajectory]) for s in running if s.trajectory in totals
         }
@@ -261,13 +265,13 @@ class RolloutInstance:
         if not running:
             return
         try:
-            others: NewResponses = await call_actor(
+            responses: NewResponses = await call_actor(
                 server, "other_responses", running, self._sent, timeout_s=self._call_s, actor_name="server"
             )
         except ActorLost:
             return
-        self._sent = others.sent
-        self._engine.add_draft_responses(others.responses)
+        self._sent = responses.sent
+        self._engine.add_draft_responses(responses.responses)
 
     async def _deliver(
         self, server: Any, ended: list[SampledTokens] | list[SampledTokens | Failed]
@@ -277,7 +281,7 @@ class RolloutInstance:
         for e in ended:
             tokens, error = totals.get(e.trajectory, 0), e.error if isinstance(e, Failed) else ""
             if isinstance(e, SampledTokens) and e.trajectory in totals and tokens < _end(e):
-                error = _not_finite(e) or f"the trajectory server has {tokens} of its first {e.first} tokens"
+                error = _not_finite(e) or f"the trajectory server has {tokens} of its first {e.start} tokens"
             drafted, accepted = (e.drafted_tokens, e.accepted_tokens) if isinstance(e, SampledTokens) else (0, 0)
             outcome = RequestOutcome(
                 trajectory=e.trajectory,
@@ -306,7 +310,7 @@ class RolloutInstance:
 
         parts = [_after(s, self._delivered.get(s.trajectory)) for s in sampled]
         totals = await deliver(parts)
-        short = [s for s, part in zip(sampled, parts, strict=True) if totals.get(s.trajectory, part.first) < part.first]
+        short = [s for s, part in zip(sampled, parts, strict=True) if totals.get(s.trajectory, part.start) < part.start]
         return totals | await deliver(short) if short else totals  # it has less than it once said: all of it again
 
     async def _command(self, function: Any, *args: Any) -> Any:
@@ -318,12 +322,12 @@ class RolloutInstance:
 
 def _end(sampled: SampledTokens) -> int:
     """Return the number of tokens of the response up to the last sampled one."""
-    return sampled.first + sum(len(s.tokens) for s in sampled.segments)
+    return sampled.start + sum(len(s.tokens) for s in sampled.segments)
 
 
 def _not_finite(sampled: SampledTokens) -> str:
     """Return an error text for the first token whose logprob is infinite or NaN; empty if there is none."""
-    start = sampled.first
+    start = sampled.start
     for segment in sampled.segments:
         if (index := segment.num_finite) < len(segment.tokens):
             return (
@@ -337,13 +341,13 @@ def _not_finite(sampled: SampledTokens) -> str:
 def _after(sampled: SampledTokens, delivered: tuple[int, int] | None) -> SampledTokens:
     """Drop the tokens that the server has. delivered: (route number, tokens) of the latest delivery; one of another
     route number does not count."""
-    if delivered is None or delivered[0] != sampled.route_number or delivered[1] <= sampled.first:
+    if delivered is None or delivered[0] != sampled.route_number or delivered[1] <= sampled.start:
         return sampled
-    skip = delivered[1] - sampled.first
+    skip = delivered[1] - sampled.start
     segments = []
     for segment in sampled.segments:
-        rest = segment.without(min(skip, len(segment.tokens)))
+        rest = segment.drop_first(min(skip, len(segment.tokens)))
         skip -= len(segment.tokens) - len(rest.tokens)
         if len(rest.tokens):
             segments.append(rest)
-    return dataclasses.replace(sampled, first=min(delivered[1], _end(sampled)), segments=tuple(segments))
+    return dataclasses.replace(sampled, start=min(delivered[1], _end(sampled)), segments=tuple(segments))

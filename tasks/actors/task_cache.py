@@ -52,9 +52,9 @@ class TaskCache:
 
     async def records(self, groups: Iterable[GroupId]) -> dict[GroupId, Record]:
         """Return the records of groups. Those that an earlier process drew come from the source again."""
-        needed = set(groups)
-        records = {group: self._records[group] for group in needed if group in self._records}
-        if missing := sorted(needed - set(records)):
+        wanted_groups = set(groups)
+        records = {group: self._records[group] for group in wanted_groups if group in self._records}
+        if missing := sorted(wanted_groups - set(records)):
             tasks = self._tasks_of(missing)
             drawn = await self._in_thread(lambda: self._recalled(missing, tasks))
             self._records |= drawn
@@ -100,8 +100,8 @@ class TaskCache:
         for source in sorted({source for source, _ in draws}):
             numbers = {
                 group: group if task < 0 else task
-                for group, (of, task) in zip(groups, draws, strict=True)
-                if of == source
+                for group, (drawn_from, task) in zip(groups, draws, strict=True)
+                if drawn_from == source
             }
             tasks |= zip(numbers, self._prompts.tasks(list(numbers.values()), source), strict=True)
         return [tasks[group] for group in groups]

@@ -92,10 +92,10 @@ class Trainer:
         self._fine_tuned = 0
         """Steps of supervised fine-tuning that are done."""
 
-    async def form_group(self, host: str, *others: Any) -> None:
+    async def form_group(self, host: str, *peers: Any) -> None:
         """Connect with the other ranks, in the order of their numbers. host: this process's address for them."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-        args = (self._settings, self._threads, host, others, loop, context)
+        args = (self._settings, self._threads, host, peers, loop, context)
         self._joined = await self._in_thread(DistributedPolicy, *args)
 
     async def logprobs(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
@@ -130,20 +130,20 @@ class Trainer:
 
         Resume points are written while the next steps are trained, one at a time: a step that has one waits until the
         one before is written. An error in writing it is raised by the next call."""
-        begin = time.monotonic()
+        started_s = time.monotonic()
         rows = await self._batch(server, step, trajectories, versions)
         fetched = time.monotonic()
-        due = self._point_every and (step + 1) % self._point_every == 0
+        is_point_due = self._point_every and (step + 1) % self._point_every == 0
         resume_wait_s = 0.0
-        if self._saving is not None and (due or self._saving.done()):
+        if self._saving is not None and (is_point_due or self._saving.done()):
             await self._saved()
             resume_wait_s = time.monotonic() - fetched
-        seconds = {"fetch_s": fetched - begin, "resume_wait_s": resume_wait_s}
+        seconds = {"fetch_s": fetched - started_s, "resume_wait_s": resume_wait_s}
         result: PublishedStep = await self._in_thread(self._while_awake, self._train, step, rows, seconds)
-        if due:
+        if is_point_due:
             # Queued now, before any further step: it copies what that would change.
-            begun = self._executor.submit(self._begin_point, result.version)
-            self._saving = asyncio.ensure_future(self._end_point(begun))
+            pending_point = self._executor.submit(self._begin_point, result.version)
+            self._saving = asyncio.ensure_future(self._end_point(pending_point))
         return result
 
     async def version(self) -> PolicyVersion:
@@ -201,17 +201,17 @@ class Trainer:
             self._policy.load_state(self._points.path(version))
         result = self._publish(version, {})
         if recorded not in ("", result.fingerprint):
-            same = self._policy.published(lambda weights: fingerprint(weights) == recorded)
-            result = replace(result, as_recorded=same)
+            is_equal = self._policy.published(lambda weights: fingerprint(weights) == recorded)
+            result = replace(result, as_recorded=is_equal)
         return result
 
     def _train(self, step: int, rows: list[Row], seconds: Mapping[str, float]) -> PublishedStep:
         """Train a step and publish its weights. seconds: what is known of the step's time, for its metrics."""
-        begin = time.monotonic()
+        started_s = time.monotonic()
         metrics = self._policy.step(step, rows)
         trained = time.monotonic()
         result = self._publish(PolicyVersion(step + 1), metrics)
-        result.metrics.update(seconds, train_s=trained - begin, publish_s=time.monotonic() - trained)
+        result.metrics.update(seconds, train_s=trained - started_s, publish_s=time.monotonic() - trained)
         return result
 
     def _publish(self, version: PolicyVersion, metrics: dict[str, float]) -> PublishedStep:
@@ -230,18 +230,18 @@ class Trainer:
     def _begin_point(self, version: PolicyVersion) -> ExitStack:
         """Begin to write a resume point. It exists once the returned context has been left without an error."""
         with ExitStack() as stack:
-            part = stack.enter_context(self._points.writing(version, sharded=self._ranks > 1))
-            self._policy.begin_save(part)
+            tmp_path = stack.enter_context(self._points.writing(version, sharded=self._ranks > 1))
+            self._policy.begin_save(tmp_path)
             return stack.pop_all()
 
-    async def _end_point(self, begun: Future[ExitStack]) -> None:
+    async def _end_point(self, pending_point: Future[ExitStack]) -> None:
         """Finish writing a resume point, in a thread beside the one that trains."""
 
         def end(point: ExitStack) -> None:
             with point:
                 self._policy.end_save()
 
-        point = await asyncio.wrap_future(begun)
+        point = await asyncio.wrap_future(pending_point)
         await asyncio.get_running_loop().run_in_executor(self._saver, end, point)
 
     async def _saved(self) -> None:

@@ -132,7 +132,7 @@ class TrajectoryServer:
             self._flight.apply(entry)
         self._flight.remove_stored(ledger)
         stored = {group: (source, task) for group, source, task in ledger.tasks_in_flight}
-        for group, members in self._flight.missing(ledger).items():
+        for group, members in self._flight.lost_trajectories(ledger).items():
             source, task = stored.get(group, (0, -1))
             prompt = self._tasks.prompt(group, source, task)
             drawn = GroupDrawn(
@@ -158,8 +158,8 @@ class TrajectoryServer:
         """Recover in-flight work after the store's last record. Idempotent. from_prompt: trajectories that restart from
         their prompts."""
         live = [t for t in self._flight.live.values() if not is_evaluation(t.id)]
-        begun = {t.id for t in live if t.timings.routed_s or t.segments}
-        begun |= {t.id for t in self._flight.pending_commit()}
+        started = {t.id for t in live if t.timings.routed_s or t.segments}
+        started |= {t.id for t in self._flight.pending_commit()}
         resumed = self._resumed(from_prompt)
         self._flight.apply(resumed)
         self._batches.forget_all()
@@ -171,7 +171,7 @@ class TrajectoryServer:
             ledger=self._last_ledger,
             responses=len(recovered),
             tokens=sum(t.num_tokens for t in recovered),
-            num_restarted=len(begun) - len(begun & {t.id for t in recovered}),
+            num_restarted=len(started) - len(started & {t.id for t in recovered}),
         )
         if not self._flight.live:  # nothing of an evaluation is live by now
             return work
@@ -197,11 +197,15 @@ class TrajectoryServer:
 
     # -- prompts -------------------------------------------------------------------------------------------------
 
-    async def draw(self, first: int, num_groups: int, draws: tuple[tuple[int, int], ...] = ()) -> list[DrawnGroup]:
-        """Draw the prompts of groups `first`, first + 1, ... Returns their lengths. draws: (source, task) of each;
-        empty: of the one source the tasks with the groups' numbers."""
-        chosen = list(draws or [(0, -1)] * num_groups)
-        prompts = await self._tasks.draw(first, chosen)
+    async def draw(
+        self, first_group: int, num_groups: int, draws: tuple[tuple[int, int], ...] = ()
+    ) -> list[DrawnGroup]:
+        """Draw the prompts of `num_groups` groups, numbered from `first_group` on. Returns their lengths.
+
+        draws: (source, task) of each; empty: the only source's tasks with the groups' numbers.
+        """
+        source_tasks = list(draws or [(0, -1)] * num_groups)
+        prompts = await self._tasks.draw(first_group, source_tasks)
         now = self._now()
         drawn = [
             GroupDrawn(
@@ -212,7 +216,7 @@ class TrajectoryServer:
                 source=source,
                 task=task,
             )
-            for group, (prompt, (source, task)) in enumerate(zip(prompts, chosen, strict=True), first)
+            for group, (prompt, (source, task)) in enumerate(zip(prompts, source_tasks, strict=True), first_group)
         ]
         await self._writing.append([entry for entry in drawn if self._flight.apply(entry)])
         return [
@@ -252,8 +256,8 @@ class TrajectoryServer:
     async def requests(self, items: tuple[RouteItem, ...]) -> list[Request | SampledTokens]:
         """Return what an engine is to sample of routed trajectories that are still live; of one whose turn has ended, a
         delivery without tokens. Deliveries of earlier route numbers are ignored from now on."""
-        evaluated, begun = await self._evaluated.begin((item.trajectory for item in items), self._now())
-        await self._writing.append(begun)
+        evaluated, applied = await self._evaluated.begin((item.trajectory for item in items), self._now())
+        await self._writing.append(applied)
         records: dict[GroupId, Record] = {}
         if self._settings.prompts.has_agents:
             live = [self._flight.live[item.trajectory] for item in items if item.trajectory in self._flight.live]
@@ -264,7 +268,7 @@ class TrajectoryServer:
         requests = []
         for item in items:
             t = self._flight.live[item.trajectory]
-            turn_tokens, stop = self._flight.turn_tokens.get(t.id, 0), self._flight.stops.get(t.id, NO_STOP)
+            turn_tokens, stop = self._flight.turn_limits.get(t.id, 0), self._flight.turn_stops.get(t.id, NO_STOP)
             if not t.has_env_steps and t.group in records:
                 params = params_of(records[t.group])
                 turn_tokens, stop = params.max_tokens, params.stop
@@ -285,7 +289,7 @@ class TrajectoryServer:
             entry = TokensDelivered(
                 trajectory=item.trajectory,
                 route_number=item.route_number,
-                first=item.first,
+                start=item.start,
                 segments=item.segments,
                 finish=item.finish,
                 at_s=now,
@@ -351,10 +355,12 @@ class TrajectoryServer:
         )
         awaited = [self._flight.awaits_environment(item.trajectory, item.tokens, item.route_number) for item in items]
         trajectories = [self._flight.live[i.trajectory] if a else None for i, a in zip(items, awaited, strict=True)]
-        longest = self._settings.prompts.response_tokens
+        default_max_tokens = self._settings.prompts.response_tokens
         encoded = await asyncio.to_thread(
             lambda: [
-                self._answers.encode(t, item, max_new_tokens.get(t.group) or longest(t.source)) if t else None
+                self._answers.encode(t, item, max_new_tokens.get(t.group) or default_max_tokens(t.source))
+                if t
+                else None
                 for t, item in zip(trajectories, items, strict=True)
             ]
         )
@@ -440,9 +446,9 @@ class TrajectoryServer:
         return ScoredResponse(reward=t.reward, parts=t.reward_parts, error=t.error)
 
     async def batch(
-        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], first: int
+        self, step: int, trajectories: tuple[TrajectoryId, ...], versions: tuple[PolicyVersion, ...], start: int
     ) -> BatchMessage:
-        """Return rows of training step `step` from row `first` on, as many as fit into a message. All trajectories of
+        """Return rows of training step `step` from row `start` on, as many as fit into a message. All trajectories of
         the step count as consumed from now on.
 
         Args:
@@ -453,10 +459,10 @@ class TrajectoryServer:
         if trajectories and step not in self._flight.batches:
             members, settings = [self._flight.live[t] for t in trajectories], self._settings
             check_batch(step, members, settings.group_size, settings.max_error_share, settings.reward)
-            taken = BatchTaken(step=step, trajectories=trajectories, versions=versions)
-            self._flight.apply(taken)
-            written = self._writing.append([taken])
-        message = await self._batches.part(step, first)
+            entry = BatchTaken(step=step, trajectories=trajectories, versions=versions)
+            self._flight.apply(entry)
+            written = self._writing.append([entry])
+        message = await self._batches.part(step, start)
         if written is not None:
             await written
         return message
@@ -474,17 +480,17 @@ class TrajectoryServer:
         in training. Fills in `record.ledger.live`: trajectories started by then that are neither stored nor in this
         commit. While the store's bucket fails, the commit is tried again for deadlines.commit_s. Raises StoreError.
         """
-        begin = time.monotonic()
+        started_s = time.monotonic()
         if record.kind == "refusal":
             record = replace(record, step=self._last_ledger.next_step, ledger=self._last_ledger)
         if record.repeats(last := self._last_record):  # requested again by a caller that did not get the reply
             return {"commit_s": 0.0, **(last.metrics if last else {})}
         if record.kind == "refusal":
             await self._commit(record, [])
-            return {"commit_s": time.monotonic() - begin}
+            return {"commit_s": time.monotonic() - started_s}
         step = record.step if record.kind == "step" else None
         batch = None if step is None else self._batches.batch(step)
-        rows = [*(batch.rows if batch else []), *self._flight.ended]
+        rows = [*(batch.rows if batch else []), *self._flight.discarded]
         live = id_ranges(self._flight.unstored(record.ledger.num_started, (e.trajectory.id for e in rows)))
         metrics = batch.metrics if batch else {}
         record = replace(
@@ -494,7 +500,7 @@ class TrajectoryServer:
             batch_fingerprint=await batch.fingerprint if batch else "",
         )
         await self._commit(record, rows)
-        return metrics | {"commit_s": time.monotonic() - begin}
+        return metrics | {"commit_s": time.monotonic() - started_s}
 
     async def outage(self) -> str:
         """Return why the store's bucket refuses a commit that is being retried; empty if none is."""

@@ -182,10 +182,10 @@ class SimulatedBatch:
 
     def _change_s(self) -> float:
         steps = self._steps_to_stop()
-        at = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
+        change_s = math.inf if steps is None else self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
         while self._returns and not _still_valid(self._in_tool, self._returns[0]):
             heapq.heappop(self._returns)
-        return min(at, max(self.clock, self._returns[0][0])) if self._returns else at
+        return min(change_s, max(self.clock, self._returns[0][0])) if self._returns else change_s
 
     def progress(self, now: float) -> tuple[tuple[int, int], ...]:
         """(trajectory, response tokens) of all requests, at `now`."""
@@ -209,15 +209,15 @@ class SimulatedBatch:
 
     def advance(self, now: float) -> list[Finished]:
         """Decode up to `now`; returns the requests that ended, in order."""
-        while (at := self._change_s()) <= now:
+        while (change_s := self._change_s()) <= now:
             steps = self._steps_to_stop()
             stop_s = math.inf
             if steps is not None:
                 stop_s = self.clock + self._cost.decode_s(len(self._decoding), self._kv, steps)
-            if steps is not None and stop_s <= at:
+            if steps is not None and stop_s <= change_s:
                 self._step(steps)
             else:
-                self._to_boundary(at)
+                self._to_boundary(change_s)
             self._settle()
         # A command's step boundary may lie after the command; what ended there is not returned before that time.
         finished = [f for f in self._finished if f.at_s <= now]

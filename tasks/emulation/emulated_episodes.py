@@ -94,10 +94,10 @@ def left_to_sample(turns: Sequence[Turn], tokens: int) -> int:
     >>> left_to_sample((Turn(5, 3.0, 20), Turn(6)), 2), left_to_sample((Turn(5, 3.0, 20), Turn(6)), 26)
     (3, 5)
     """
-    begin = 0
+    start = 0
     for number, turn in enumerate(turns):
-        end = begin + turn.tokens
+        end = start + turn.tokens
         if tokens < end or number == len(turns) - 1:
-            return max(1, end - max(begin, tokens))
-        begin = end + turn.tool_tokens
+            return max(1, end - max(start, tokens))
+        start = end + turn.tool_tokens
     raise AssertionError("a response has at least one turn")

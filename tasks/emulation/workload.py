@@ -123,8 +123,8 @@ class RandomWorkload:
         s = self._config
         rng = generator(self._seed, Stream.WORKLOAD, number)
         shape = (BLOCK, self._members)
-        alike, own = rng.standard_normal((BLOCK, 1)), rng.standard_normal(shape)
-        z = np.sqrt(s.group_correlation) * alike + np.sqrt(1 - s.group_correlation) * own
+        group_noise, member_noise = rng.standard_normal((BLOCK, 1)), rng.standard_normal(shape)
+        z = np.sqrt(s.group_correlation) * group_noise + np.sqrt(1 - s.group_correlation) * member_noise
         match s.kind:
             case "lognormal" | "agentic":
                 lengths = s.median * np.exp(s.sigma * z)
@@ -195,8 +195,8 @@ class RecordedWorkload:
         return int(self._prompts[group % len(self._prompts)])
 
     def turns(self, group: int, member: int) -> tuple[Turn, ...]:
-        place = (group % len(self._lengths), member % self._lengths.shape[1])
-        return self._turns.get(place) or (Turn(int(self._lengths[place])),)
+        index = (group % len(self._lengths), member % self._lengths.shape[1])
+        return self._turns.get(index) or (Turn(int(self._lengths[index])),)
 
     def reward(self, group: int, member: int) -> float:
         row = self._rewards[group % len(self._rewards)]

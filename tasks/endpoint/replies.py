@@ -118,8 +118,8 @@ def chunks(request: ChatRequest, reply: TurnReply) -> Iterator[str]:
 
     yield event({"role": "assistant", "content": ""})
     content = reply.message.content
-    for begin in range(0, len(content), PIECE):
-        yield event({"content": content[begin : begin + PIECE]})
+    for start in range(0, len(content), PIECE):
+        yield event({"content": content[start : start + PIECE]})
     for number, call in enumerate(_calls(reply).get("tool_calls", ())):
         yield event({"tool_calls": [{"index": number, **call}]})
     more: dict[str, Any] = {}

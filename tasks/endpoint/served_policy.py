@@ -22,24 +22,33 @@ MAX_TEMPERATURES = 8
 
 
 class ServedPolicy:
-    """An engine behind an endpoint, for whoever has the key. chat: whether the chat template renders messages; else
-    their texts follow each other, those after the first in `template`. room: most tokens of a prompt and its answer;
-    max_new_tokens: of an answer. Used from one event loop."""
+    """Serve an engine at an endpoint, to all who have the API key. Used from one event loop.
+
+    Args:
+        engine: Samples the responses; closed with this policy.
+        tokenizer: Encodes messages and decodes responses.
+        key: API key.
+        chat: Whether the chat template renders messages; if not, their texts are joined, those of users and tools
+            inserted into `template`.
+        template: Text with `{observation}`, used without a chat template.
+        max_context: Maximum tokens of a prompt and its response.
+        max_new_tokens: Maximum tokens of a response.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        texts: ChatTokenizer,
+        tokenizer: ChatTokenizer,
         key: str,
         *,
         chat: bool,
         template: str,
-        room: int,
+        max_context: int,
         max_new_tokens: int,
     ) -> None:
-        self._engine, self._texts, self._key = engine, texts, key
+        self._engine, self._tokenizer, self._key = engine, tokenizer, key
         self._chat, self._template = chat, template
-        self._room, self._max_new_tokens = room, max_new_tokens
+        self._max_context, self._max_new_tokens = max_context, max_new_tokens
         self._temperatures: set[float] = set()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[SampledTokens | Failed]] = {}
@@ -68,10 +77,10 @@ class ServedPolicy:
         if not prompt_tokens:
             raise RequestError(400, "the messages make no tokens: there is nothing to answer", "invalid_value")
         max_tokens = min(
-            request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._room - len(prompt_tokens)
+            request.max_tokens or self._max_new_tokens, self._max_new_tokens, self._max_context - len(prompt_tokens)
         )
         if max_tokens < 1:
-            reason = f"the prompt has {len(prompt_tokens)} tokens; it must have fewer than {self._room}"
+            reason = f"the prompt has {len(prompt_tokens)} tokens; it must have fewer than {self._max_context}"
             raise RequestError(400, reason, "context_length_exceeded")
         if request.temperature:
             self._temperatures.add(request.temperature)
@@ -111,7 +120,7 @@ class ServedPolicy:
             prompt_tokens=prompt_tokens,
             tokens=tokens,
             logprobs=tuple(float(x) for s in outcome.segments for x in s.logprobs),
-            text=self._texts.text(tokens),
+            text=self._tokenizer.text(tokens),
             truncated=outcome.finish is FinishReason.LENGTH,
         )
         return reply_of(f"chatcmpl-{number}", number, int(time.time()), turn, request)
@@ -128,13 +137,13 @@ class ServedPolicy:
         messages = [to_model_message(m)._replace(content=render_tool_calls(m)) for m in request.messages]
         try:
             if self._chat:
-                return self._texts.chat_ids(messages, request.tools)
+                return self._tokenizer.chat_ids(messages, request.tools)
         except ConfigError as error:
             raise RequestError(400, str(error)) from error
-        texts = [
+        parts = [
             m.content if i == 0 or m.role == "assistant" else self._given(m.content) for i, m in enumerate(messages)
         ]
-        return self._texts.ids("".join(texts))
+        return self._tokenizer.ids("".join(parts))
 
     def _given(self, text: str) -> str:
         return self._template.replace("{observation}", text)

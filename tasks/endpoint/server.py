@@ -122,8 +122,8 @@ class EndpointServer:
             self._server = server
             self._serving = asyncio.ensure_future(server.serve(sockets=[listening]))
             host, port = listening.getsockname()[:2]
-            named = f"[{host}]" if ":" in host else host
-            self._address = f"{'https' if tls else 'http'}://{named}:{port}"
+            url_host = f"[{host}]" if ":" in host else host
+            self._address = f"{'https' if tls else 'http'}://{url_host}:{port}"
             if self._settings.replaces_s:
                 self.sessions.expect_predecessor_keys(self._settings.replaces_s)
             async with asyncio.timeout(START_S):
@@ -195,9 +195,9 @@ class EndpointServer:
                     parsed = replace(parsed, num_bytes=len(body), auxiliary=parsed.auxiliary or auxiliary)
                     del body
                     self._check_ids(parsed)
-                    begin = time.monotonic()
+                    started_s = time.monotonic()
                     reply = await _unless_gone(request, session.ask(parsed))
-                self._counts.answered(time.monotonic() - begin, len(reply.turn.tokens))
+                self._counts.answered(time.monotonic() - started_s, len(reply.turn.tokens))
                 return to_response(parsed, reply)
 
         return answer
@@ -211,13 +211,13 @@ class EndpointServer:
     def _session(self, request: Request) -> TurnSource:
         """Return the session of a request, by its key. Raises RequestError."""
         header = request.headers.get("authorization", "")
-        named = request.headers.get("x-session-id", "")
-        key = request.path_params.get("key") or header.removeprefix("Bearer ").strip() or named
+        session_id = request.headers.get("x-session-id", "")
+        key = request.path_params.get("key") or header.removeprefix("Bearer ").strip() or session_id
         if not key:
             raise RequestError(401, "no key: send it as Authorization: Bearer KEY", "invalid_api_key")
         keys = self._keys
         session = keys.find(key)
-        if named and keys.is_another(named, session):
+        if session_id and keys.is_another(session_id, session):
             raise RequestError(403, "X-Session-ID names another session than the key's", "invalid_session")
         return session
 
@@ -288,10 +288,10 @@ class _Pending:
 
     def check(self, num_bytes: int) -> None:
         """Raise RequestError if there is no room for so many beside the session's other requests."""
-        others = self._session.pending_bytes - self._num_bytes
-        if others and others + num_bytes > self._most_kib * 1024:
+        other_bytes = self._session.pending_bytes - self._num_bytes
+        if other_bytes and other_bytes + num_bytes > self._most_kib * 1024:
             why = (
-                f"the session's requests that wait have {others // 1024} KiB, and with this one more than "
+                f"the session's requests that wait have {other_bytes // 1024} KiB, and with this one more than "
                 f"endpoint.max_session_kib = {self._most_kib}; try again when one is answered"
             )
             raise RequestError(429, why, "too_many", RETRY_S)
@@ -306,12 +306,12 @@ class _Counted:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        begun = False
+        has_headers = False
 
         async def counted(message: Any) -> None:
-            nonlocal begun
+            nonlocal has_headers
             if message["type"] == "http.response.start":
-                begun = True
+                has_headers = True
                 if scope["path"] not in UNCOUNTED:
                     self._server.count(message["status"])
             await send(message)
@@ -322,7 +322,7 @@ class _Counted:
         except Exception:
             logger.exception("the endpoint failed on a request")
             problem = RequestError(500, "the endpoint failed on this request; its log says why", "internal")
-        if not begun:
+        if not has_headers:
             await _refusal(problem)(scope, receive, counted)
 
 
@@ -337,16 +337,16 @@ class QuietServer(uvicorn.Server):
 async def _unless_gone(request: Request, answer: Coroutine[Any, Any, TurnReply]) -> TurnReply:
     """An answer, or RequestError as soon as its client is gone. A session's turn goes on, for whoever asks for it
     again."""
-    asking, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
+    asking, disconnected = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
     try:
-        await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({asking, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not asking.done():
             raise RequestError(CLIENT_GONE, "the client closed the connection", "client_gone")
         return asking.result()
     finally:
-        for task in (asking, gone):
+        for task in (asking, disconnected):
             task.cancel()
-        await asyncio.wait({asking, gone})
+        await asyncio.wait({asking, disconnected})
 
 
 async def _gone(request: Request) -> None:

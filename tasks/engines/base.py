@@ -52,12 +52,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """What a request has sampled, with one segment for each version it was sampled under. first: the position in the
-    response of the first of these tokens. finish: UNFINISHED unless the request ended by itself."""
+    """Tokens that a request has sampled, one segment per policy version. start: position of the first one in the
+    response. finish: UNFINISHED unless the request ended by itself."""
 
     trajectory: TrajectoryId
     route_number: int
-    first: int
+    start: int
     segments: tuple[Segment, ...]
     finish: FinishReason
     drafted_tokens: int = 0

@@ -58,9 +58,9 @@ def weights(version: int) -> dict[str, weight_hash.Array]:
     return {WEIGHTS: np.asarray([version], np.float32)}
 
 
-def emulated_ids(key: int, first: int, count: int) -> IntArray:
+def emulated_ids(key: int, start: int, count: int) -> IntArray:
     """[count] token ids of positions first, first + 1, ... of the response identified by `key`."""
-    positions = np.arange(first, first + count, dtype=np.uint64)
+    positions = np.arange(start, start + count, dtype=np.uint64)
     mixed = (positions * np.uint64(2654435761) + np.uint64(key % 2**32) * np.uint64(40503)) >> np.uint64(7)
     return (mixed % np.uint64(NUM_WORDS)).astype(np.int32) + FIRST_WORD
 
@@ -174,14 +174,14 @@ class EmulatedEngine:
             self._ended = [e for e in self._ended if e.trajectory not in aborted]
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
-        begin = self._clock.now()
+        started_s = self._clock.now()
         loaded = weight_folder.read_arrays(weights)
         weight_folder.check_shapes(weight_folder.shapes(self._weights), weight_folder.shapes(loaded), weights)
         self._weights = loaded
         settings = self._settings
         if settings.adapters:
             self._serve(version)
-            return self._loaded(version, loaded, begin, stalled_s=0.0)
+            return self._loaded(version, loaded, started_s, stalled_s=0.0)
         with self._changed:
             done_s = self._batch.load(self._begin_call(), settings.pull_s, keep=settings.keep)
             self._collect()
@@ -191,7 +191,7 @@ class EmulatedEngine:
             self._version, self._served, self._asleep = version, [version], False
             self._changed.notify_all()
         time.sleep(max(0.0, done_s / settings.time_scale - (self._clock.now() - self._begin)))
-        return self._loaded(version, loaded, begin, stalled_s=self._clock.now() - begin)
+        return self._loaded(version, loaded, started_s, stalled_s=self._clock.now() - started_s)
 
     def sleep(self) -> None:
         with self._changed:
@@ -281,8 +281,8 @@ class EmulatedEngine:
             self._version = version
             served = sorted({*self._served, version})
             running = [version for request in self._running.values() for version, _ in request.marks[-1:]]
-            gone = adapters.unused(served, version, self._settings.adapters, running)
-            self._served = [candidate for candidate in served if candidate not in gone]
+            evicted = adapters.unused(served, version, self._settings.adapters, running)
+            self._served = [candidate for candidate in served if candidate not in evicted]
 
     def _run(self) -> None:
         try:
@@ -368,11 +368,11 @@ class EmulatedEngine:
         self, running: _Running, tokens: int, finish: FinishReason, drafts: DraftedTokens = NO_DRAFTS
     ) -> SampledTokens:
         segments = []
-        ends = [*(begin for _, begin in running.marks[1:]), tokens]
-        for (version, begin), end in zip(running.marks, ends, strict=True):
-            if end > begin:
-                ids = emulated_ids(running.key, begin, end - begin)
-                if begin == 0:
+        ends = [*(start for _, start in running.marks[1:]), tokens]
+        for (version, start), end in zip(running.marks, ends, strict=True):
+            if end > start:
+                ids = emulated_ids(running.key, start, end - start)
+                if start == 0:
                     ids[0] = REWARD_TOKEN + (running.reward > 0)
                 if end == running.length and finish is FinishReason.STOP:
                     ids[-1] = EOS
@@ -383,7 +383,7 @@ class EmulatedEngine:
         return SampledTokens(
             trajectory=request.trajectory,
             route_number=request.route_number,
-            first=request.num_prior,
+            start=request.num_prior,
             segments=tuple(segments),
             finish=finish,
             **drafts.counts(),

@@ -95,44 +95,46 @@ class PromptIndex:
         """Append tokens to a text and index them."""
         self.num_tokens += len(tokens)
         for token in tokens:
-            place = NO_PLACE
+            position = NO_PLACE
             if text.tokens:
                 pair = text.tokens[-1] << 32 | token
-                place = self._latest.get(pair, NO_PLACE)
+                position = self._latest.get(pair, NO_PLACE)
                 self._latest[pair] = text.number << 32 | len(text.tokens) + 1
             text.tokens.append(token)
-            text.previous_match.append(place)
+            text.previous_match.append(position)
 
     def matches(self, text: Text) -> tuple[int, list[tuple[Text, int]]]:
         """Length of the longest match of a text's suffix, and the matches of that length as (text, position). Only
         matches that are followed by a token."""
-        longest = 0
+        max_length = 0
         matches: list[tuple[Text, int]] = []
-        place = self._latest[text.tokens[-2] << 32 | text.tokens[-1]] if len(text.tokens) >= MIN_MATCH else NO_PLACE
+        match_position = (
+            self._latest[text.tokens[-2] << 32 | text.tokens[-1]] if len(text.tokens) >= MIN_MATCH else NO_PLACE
+        )
         for _ in range(2 * MAX_MATCHES):
-            if place == NO_PLACE:
+            if match_position == NO_PLACE:
                 break
-            other, position = self._texts[place >> 32], place & _LOW
-            place = other.previous_match[position - 1]
+            other, position = self._texts[match_position >> 32], match_position & _LOW
+            match_position = other.previous_match[position - 1]
             if position == len(other.tokens):
                 continue
             length = _common_suffix_length(text.tokens, other.tokens, position)
-            if length > longest:
-                longest, matches = length, []
-            if length == longest and len(matches) < MAX_MATCHES:
+            if length > max_length:
+                max_length, matches = length, []
+            if length == max_length and len(matches) < MAX_MATCHES:
                 matches.append((other, position))
-        return longest, matches
+        return max_length, matches
 
     def _new(self) -> Text:
         self._texts.append(Text(len(self._texts)))
         return self._texts[-1]
 
 
-def _common_suffix_length(tokens: array[int], others: array[int], position: int) -> int:
+def _common_suffix_length(tokens: array[int], text: array[int], position: int) -> int:
     """Length of the common suffix of `tokens` and others[:position], at most MAX_MATCH."""
     limit = min(MAX_MATCH, len(tokens), position)
     for length in range(limit):
-        if tokens[-1 - length] != others[position - 1 - length]:
+        if tokens[-1 - length] != text[position - 1 - length]:
             return length
     return limit
 

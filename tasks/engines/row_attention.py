@@ -31,12 +31,12 @@ NAME = "staleflow_batch"
 class Part:
     """R rows of a bucket that are computed side by side, Q new tokens each at most, over K positions."""
 
-    room: int
+    capacity: int
     slots: slice | torch.Tensor
     """Of the rows in the bucket."""
     tokens: slice | torch.Tensor
     """[R * Q] places of their new tokens in the pass; of padding, the row's first."""
-    own: torch.Tensor | None
+    token_indices: torch.Tensor | None
     """Which of these R * Q are no padding; None if all."""
     to: slice | torch.Tensor
     """Their places in the pass."""
@@ -50,7 +50,7 @@ class Part:
 class Written:
     """The new tokens of a bucket's rows: where they are in the pass, and [tokens] their slots and positions."""
 
-    room: int
+    capacity: int
     rows: int
     tokens: slice
     slots: torch.Tensor
@@ -58,9 +58,12 @@ class Written:
 
 
 class RowPass:
-    """The part of a pass that all layers share. counts: (row, its new tokens), rows with a room for them; `order` is
-    how the pass has them. layers: by index. expanding: the layers that expand what they have cached, as far as known;
-    others are added in a pass over rows that have computed nothing before, in which there is no difference."""
+    """Attention state of one forward pass, shared by all layers.
+
+    counts: (row, number of its new tokens); rows must have capacity for them. `order`: of the rows in the pass. layers:
+    by index. expanding: layers that expand their cached keys and values, as far as known; others are added in a pass
+    over rows without any cached token, in which there is no difference.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class RowPass:
         self._expanding = expanding
         self._returned: dict[int, tuple[int, torch.Tensor]] = {}
         """By the id of the keys that `update` has returned: the layer that attends to what it has cached."""
-        self.order = sorted(range(len(counts)), key=lambda i: (counts[i][0].room, counts[i][0].slot))
+        self.order = sorted(range(len(counts)), key=lambda i: (counts[i][0].capacity, counts[i][0].slot))
         self._parts: list[Part] = []
         self._written: list[Written] = []
         self._shared: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -82,16 +85,16 @@ class RowPass:
         self._places: dict[int, list[torch.Tensor]] = {}
         self._device = device
         by_room: dict[int, list[tuple[BatchRow, int, int]]] = {}
-        first = 0
+        start = 0
         for row, count in (counts[i] for i in self.order):
-            by_room.setdefault(row.room, []).append((row, count, first))
-            first += count
-        for room, rows in by_room.items():
-            self._written.append(_written(room, rows, buckets.rows(room), device))
+            by_room.setdefault(row.capacity, []).append((row, count, start))
+            start += count
+        for capacity, rows in by_room.items():
+            self._written.append(_written(capacity, rows, buckets.rows(capacity), device))
             alike: dict[int, list[tuple[BatchRow, int, int]]] = {}
             for member in rows:
                 alike.setdefault((member[1] - 1).bit_length(), []).append(member)
-            self._parts += [_part(room, members, device) for members in alike.values()]
+            self._parts += [_part(capacity, members, device) for members in alike.values()]
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new tokens' keys and values, [B, heads, tokens, size] each, into a layer's storage. Returns them,
@@ -101,12 +104,12 @@ class RowPass:
         if heads not in self._places:
             of_head = torch.arange(heads, device=self._device)
             self._places[heads] = [
-                ((written.slots[:, None] * heads + of_head) * written.room + written.positions[:, None]).ravel()
+                ((written.slots[:, None] * heads + of_head) * written.capacity + written.positions[:, None]).ravel()
                 for written in self._written
             ]
-        for written, places in zip(self._written, self._places[heads], strict=True):
+        for written, slots in zip(self._written, self._places[heads], strict=True):
             new = flat_keys[written.tokens], flat_values[written.tokens]
-            self._layers[layer].write(written.room, written.rows, places, *new)
+            self._layers[layer].write(written.capacity, written.rows, slots, *new)
         if layer in self._expanding:
             return self._contexts(self._layers[layer].keys), self._contexts(self._layers[layer].values)
         self._returned[id(keys)] = layer, keys
@@ -115,12 +118,12 @@ class RowPass:
     def masks(self, allowed: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
         """[R, 1, Q, K] for each part: 0 where a token may attend to a position, else -inf."""
         zero = torch.zeros((), dtype=torch.long, device=self._device)
-        made = []
+        outputs = []
         for part in self._parts:
-            places = torch.arange(part.keys, device=self._device)[None, None, None, :]
-            seen = allowed(zero, zero, part.positions, places)
-            made.append(torch.zeros(seen.shape, device=self._device).masked_fill_(~seen, -torch.inf))
-        return made
+            key_positions = torch.arange(part.keys, device=self._device)[None, None, None, :]
+            visible_mask = allowed(zero, zero, part.positions, key_positions)
+            outputs.append(torch.zeros(visible_mask.shape, device=self._device).masked_fill_(~visible_mask, -torch.inf))
+        return outputs
 
     def attend(
         self,
@@ -146,18 +149,20 @@ class RowPass:
             queries = flat[part.tokens].view(rows, width, groups, each, size)
             queries = queries.permute(0, 2, 3, 1, 4).reshape(rows, groups, each * width, size)
             if cap is None and sinks is None:
-                seen = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+                attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             else:
-                seen = _attend(queries, keys, values, mask, scale, cap, sinks)
-            seen = seen.view(rows, groups, each, width, -1).permute(0, 3, 1, 2, 4).reshape(rows * width, heads, -1)
-            if part.own is not None:
-                seen = seen[part.own]
+                attended = _attend(queries, keys, values, mask, scale, cap, sinks)
+            attended = (
+                attended.view(rows, groups, each, width, -1).permute(0, 3, 1, 2, 4).reshape(rows * width, heads, -1)
+            )
+            if part.token_indices is not None:
+                attended = attended[part.token_indices]
             if len(self._parts) == 1 and isinstance(part.to, slice):
-                output = seen
+                output = attended
                 break
             if output is None:
-                output = seen.new_empty(batch * tokens, heads, seen.shape[-1])
-            output[part.to] = seen
+                output = attended.new_empty(batch * tokens, heads, attended.shape[-1])
+            output[part.to] = attended
         assert output is not None
         return output.view(batch, tokens, heads, -1)
 
@@ -169,16 +174,16 @@ class RowPass:
             storage = self._layers[self._returned[id(key)][0]]  # of another layer, if it shares its keys
             for part in self._parts:
                 of_part = part.slots, slice(None), slice(part.keys)
-                yield part, storage.keys[part.room][of_part], storage.values[part.room][of_part]
+                yield part, storage.keys[part.capacity][of_part], storage.values[part.capacity][of_part]
             return
         self._expanding.add(layer)
-        begin = 0
+        start = 0
         for part in self._parts:
             shape = len(part.positions), part.keys
-            places = slice(begin, begin + shape[0] * shape[1])
-            keys, values = (of_all[0, :, places].unflatten(1, shape).transpose(0, 1) for of_all in (key, value))
+            token_range = slice(start, start + shape[0] * shape[1])
+            keys, values = (of_all[0, :, token_range].unflatten(1, shape).transpose(0, 1) for of_all in (key, value))
             yield part, keys, values
-            begin = places.stop
+            start = token_range.stop
 
     def _of_all(self, masks: list[torch.Tensor], each: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Masks of all queries of so many heads that share keys."""
@@ -187,7 +192,9 @@ class RowPass:
         return self._shared[id(masks), each]
 
     def _contexts(self, buckets: dict[int, torch.Tensor]) -> torch.Tensor:
-        parts = [buckets[part.room][part.slots, :, : part.keys].transpose(0, 1).flatten(1, 2) for part in self._parts]
+        parts = [
+            buckets[part.capacity][part.slots, :, : part.keys].transpose(0, 1).flatten(1, 2) for part in self._parts
+        ]
         return torch.cat(parts, 1)[None]
 
 
@@ -195,35 +202,35 @@ current: ContextVar[RowPass] = ContextVar("current")
 """The pass that this thread computes."""
 
 
-def _written(room: int, rows: list[tuple[BatchRow, int, int]], slots_used: int, device: torch.device) -> Written:
+def _written(capacity: int, rows: list[tuple[BatchRow, int, int]], slots_used: int, device: torch.device) -> Written:
     slots = [row.slot for row, count, _ in rows for _ in range(count)]
     positions = [row.length + i for row, count, _ in rows for i in range(count)]
     first = rows[0][2]
-    place = torch.tensor([slots, positions], device=device)
-    return Written(room, slots_used, slice(first, first + len(slots)), place[0], place[1])
+    indices = torch.tensor([slots, positions], device=device)
+    return Written(capacity, slots_used, slice(first, first + len(slots)), indices[0], indices[1])
 
 
-def _part(room: int, rows: list[tuple[BatchRow, int, int]], device: torch.device) -> Part:
+def _part(capacity: int, rows: list[tuple[BatchRow, int, int]], device: torch.device) -> Part:
     width = max(count for _, count, _ in rows)
-    own = [number * width + i for number, (_, count, _) in enumerate(rows) for i in range(count)]
+    token_indices = [number * width + i for number, (_, count, _) in enumerate(rows) for i in range(count)]
     tokens = [first + (i if i < count else 0) for _, count, first in rows for i in range(width)]
     positions = [row.length + (i if i < count else 0) for row, count, _ in rows for i in range(width)]
     return Part(
-        room=room,
+        capacity=capacity,
         slots=_places([row.slot for row, _, _ in rows], device),
         tokens=_places(tokens, device),
-        own=None if len(own) == len(tokens) else torch.tensor(own, device=device),
-        to=_places([tokens[place] for place in own], device),
+        token_indices=None if len(token_indices) == len(tokens) else torch.tensor(token_indices, device=device),
+        to=_places([tokens[index] for index in token_indices], device),
         positions=torch.tensor(positions, device=device).view(len(rows), 1, width, 1),
         keys=max(row.length + count for row, count, _ in rows),
     )
 
 
-def _places(places: list[int], device: torch.device) -> slice | torch.Tensor:
+def _places(indices: list[int], device: torch.device) -> slice | torch.Tensor:
     """As a slice if they follow one another, so that they are read without copying."""
-    if places == list(range(places[0], places[0] + len(places))):
-        return slice(places[0], places[0] + len(places))
-    return torch.tensor(places, device=device)
+    if indices == list(range(indices[0], indices[0] + len(indices))):
+        return slice(indices[0], indices[0] + len(indices))
+    return torch.tensor(indices, device=device)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -97,10 +97,10 @@ class RowCache(Cache):
         """Make room for a pass over these rows, so many new tokens each. expanding: see RowPass."""
         for row, count in counts:
             self._buckets.reserve(row, row.length + count)
-        made = RowPass(counts, self._buckets, self._storages, expanding, device)
+        row_pass = RowPass(counts, self._buckets, self._storages, expanding, device)
         if self._stateful:
-            self._select([counts[i][0] for i in made.order])
-        return made
+            self._select([counts[i][0] for i in row_pass.order])
+        return row_pass
 
     def remove(self, row: BatchRow) -> None:
         """Forget a row."""
@@ -127,8 +127,8 @@ class RowCache(Cache):
         """Have the layers hold the states of these rows: of all that go on, or of new ones."""
         if rows == self._present:
             return
-        for place, row in enumerate(self._present):
-            row.states = [_states_of(self.layers[i], slice(place, place + 1)) for i in self._stateful]
+        for index, row in enumerate(self._present):
+            row.states = [_states_of(self.layers[i], slice(index, index + 1)) for i in self._stateful]
         for number, i in enumerate(self._stateful):
             if rows and rows[0].states is not None:
                 self.layers[i] = _joined([row.states[number] for row in rows if row.states is not None])
@@ -152,9 +152,9 @@ def _layer(index: int, layer: Any) -> Any:
 
 def _without_states(layer: Any) -> Any:
     """A layer with no states that writes into the same storage."""
-    made = copy.copy(layer)
-    LinearAttentionLayer.__init__(made, number_of_states=layer.number_of_states)
-    return made
+    clone = copy.copy(layer)
+    LinearAttentionLayer.__init__(clone, number_of_states=layer.number_of_states)
+    return clone
 
 
 def _states_of(layer: Any, rows: slice) -> Any:
@@ -168,10 +168,10 @@ def _joined(layers: list[Any]) -> Any:
 
 
 def _with_states(like: Any, make: Any, *layers: Any) -> Any:
-    made = copy.copy(like)
+    clone = copy.copy(like)
     for kind in ("conv_states", "recurrent_states"):
         of_each = [getattr(layer, kind) for layer in layers]
         states = {key: None if state is None else make(*(states_of_layer[key] for states_of_layer in of_each))
                   for key, state in of_each[0].items()}  # fmt: skip
-        setattr(made, kind, states)
-    return made
+        setattr(clone, kind, states)
+    return clone

@@ -43,8 +43,8 @@ class RowModel:
     def _try_out(self) -> None:
         """Find out which layers expand what they have cached, and whether states go on from several new tokens: some
         models compute those as if nothing were before them."""
-        whole, begun, cache = BatchRow(), BatchRow(), self.new_cache()
-        (expected,) = self.logits([(whole, TRIAL)], [1], self.new_cache())
+        full_row, begun, cache = BatchRow(), BatchRow(), self.new_cache()
+        (expected,) = self.logits([(full_row, TRIAL)], [1], self.new_cache())
         if not self.cache.can_crop:
             self.logits([(begun, TRIAL[:3])], [1], cache)
             begun.length = 3
@@ -70,21 +70,21 @@ class RowModel:
         """
         cache = cache or self.cache
         device = self._model.device
-        made = cache.begin_pass([(row, len(tokens)) for row, tokens in new], self._expanding, device)
+        row_pass = cache.begin_pass([(row, len(tokens)) for row, tokens in new], self._expanding, device)
         if self._before is not None:
-            self._before([new[i][0] for i in made.order for _ in new[i][1]])
-        ids = [token for i in made.order for token in new[i][1]]
-        positions = [new[i][0].length + n for i in made.order for n in range(len(new[i][1]))]
+            self._before([new[i][0] for i in row_pass.order for _ in new[i][1]])
+        ids = [token for i in row_pass.order for token in new[i][1]]
+        positions = [new[i][0].length + n for i in row_pass.order for n in range(len(new[i][1]))]
         kept: Any
         if cache.can_crop:
             shape, kept, end = (1, len(ids)), [], 0
-            for i in made.order:
+            for i in row_pass.order:
                 end += len(new[i][1])
                 kept += range(end - wanted[i], end)
             kept = torch.tensor(kept or [0], device=device)
         else:
             shape, kept = (len(new), len(new[0][1])), max(*wanted, 1)
-        token = current.set(made)
+        token = current.set(row_pass)
         try:
             output = self._model(
                 input_ids=torch.tensor(ids, device=device).view(shape),
@@ -96,11 +96,11 @@ class RowModel:
         finally:
             current.reset(token)
         logits: list[torch.Tensor] = [output.logits[0, :0]] * len(new)
-        begin = 0
-        for place, i in enumerate(made.order):
+        start = 0
+        for index, i in enumerate(row_pass.order):
             if cache.can_crop:
-                logits[i] = output.logits[0, begin : begin + wanted[i]]
-                begin += wanted[i]
+                logits[i] = output.logits[0, start : start + wanted[i]]
+                start += wanted[i]
             elif wanted[i]:
-                logits[i] = output.logits[place, -wanted[i] :]
+                logits[i] = output.logits[index, -wanted[i] :]
         return logits

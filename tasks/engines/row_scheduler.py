@@ -234,12 +234,12 @@ class RowScheduler:
             self._no_longer_awaited(row)
             self.failed.append(row)
             return False
-        while self._used() + needed + len(self._rows) > self._pages + self._own(row):
+        while self._used() + needed + len(self._rows) > self._pages + self._pages_of(row):
             if not self._give_way(row):
                 return False
         return True
 
-    def _own(self, row: RequestRow) -> int:
+    def _pages_of(self, row: RequestRow) -> int:
         """Pages kept for a row that waits, which it takes over."""
         kept = self._kept.get(row.trajectory)
         return 0 if kept is None else self._count(len(kept.tokens))
@@ -263,11 +263,11 @@ class RowScheduler:
         if self._drafter is None:
             return
         busy = bool(self._waiting) or any(row.num_pending > 1 or not row.length for row in self._rows)
-        room = self._settings.max_batch_tokens - len(self._rows)
+        token_budget = self._settings.max_batch_tokens - len(self._rows)
         for row in self._rows:
-            most = min(room, row.most - len(row.tokens) - 1)
-            row.draft = [] if busy else self._drafter.draft(row.running.key, most)
-            room -= len(row.draft)
+            max_draft = min(token_budget, row.most - len(row.tokens) - 1)
+            row.draft = [] if busy else self._drafter.draft(row.running.key, max_draft)
+            token_budget -= len(row.draft)
         if self._used() > self._pages:
             for row in self._rows:
                 row.draft = []

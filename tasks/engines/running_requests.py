@@ -66,7 +66,7 @@ class RunningRequest:
         return SampledTokens(
             trajectory=request.trajectory,
             route_number=request.route_number,
-            first=request.num_prior,
+            start=request.num_prior,
             segments=segments,
             finish=finish,
             drafted_tokens=self.drafted_tokens,
@@ -122,9 +122,9 @@ class RunningRequests:
     def drop_old(self, newest: PolicyVersion, count: int) -> list[PolicyVersion]:
         """Serve no longer what nothing runs under, and what is not among the latest `count` versions up to `newest`,
         which is about to be served. Returns these."""
-        gone = adapters.unused(self._served, newest, count, (running.version for running in self._running.values()))
-        self._served = [version for version in self._served if version not in gone]
-        return gone
+        evicted = adapters.unused(self._served, newest, count, (running.version for running in self._running.values()))
+        self._served = [version for version in self._served if version not in evicted]
+        return evicted
 
     def serve(self, version: PolicyVersion) -> None:
         """Serve a version beside the others, as the newest."""

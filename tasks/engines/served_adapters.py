@@ -36,12 +36,12 @@ def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
     output = model.get_output_embeddings()
     linear = {name for name, module in modules.items() if type(module).forward is torch.nn.Linear.forward}
     if not targets:
-        chosen = [name for name in modules if name in linear and modules[name] is not output]
-        refused = None if chosen else "it has no torch.nn.Linear but its output layer"
+        selected = [name for name in modules if name in linear and modules[name] is not output]
+        refused = None if selected else "it has no torch.nn.Linear but its output layer"
     else:
-        chosen = [name for name in modules if name.rpartition(".")[2] in targets]
-        other = next((name for name in chosen if name not in linear), "")
-        missing = [target for target in targets if not any(name.rpartition(".")[2] == target for name in chosen)]
+        selected = [name for name in modules if name.rpartition(".")[2] in targets]
+        other = next((name for name in selected if name not in linear), "")
+        missing = [target for target in targets if not any(name.rpartition(".")[2] == target for name in selected)]
         refused = None
         if other:
             refused = f"{other} is a {type(modules[other]).__name__}"
@@ -53,20 +53,20 @@ def adapted_layers(model: Any, targets: Sequence[str]) -> list[str]:
         raise ConfigError(
             f"training.lora.targets = {list(targets)}: {refused}; adapters are for torch.nn.Linear; {remedy}"
         )
-    return chosen
+    return selected
 
 
 class PassVersions:
     """The versions of the next pass's tokens: the places of each one's, or None where all are of one version."""
 
     def __init__(self) -> None:
-        self.places: dict[PolicyVersion, torch.Tensor | None] = {}
+        self.rows_of: dict[PolicyVersion, torch.Tensor | None] = {}
 
     def select(self, versions: Sequence[PolicyVersion]) -> None:
         """versions: of each token of the next pass, in its order."""
         of_each = torch.tensor(versions)
         different = set(versions)
-        self.places = {
+        self.rows_of = {
             version: (of_each == version).nonzero()[:, 0] if len(different) > 1 else None for version in different
         }
 
@@ -83,15 +83,15 @@ class AdaptedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = super().forward(input)
-        for version, places in self._versions.places.items():
+        for version, rows in self._versions.rows_of.items():
             if version not in self.halves:
                 continue
             down, up = self.halves[version]
-            if places is None:
+            if rows is None:
                 output += (input @ down.T @ up.T) * self._scaling
                 continue
-            flat, chosen = output.view(-1, output.shape[-1]), places.to(output.device)
-            flat[chosen] += (input.reshape(-1, input.shape[-1])[chosen] @ down.T @ up.T) * self._scaling
+            flat, indices = output.view(-1, output.shape[-1]), rows.to(output.device)
+            flat[indices] += (input.reshape(-1, input.shape[-1])[indices] @ down.T @ up.T) * self._scaling
         return output
 
 

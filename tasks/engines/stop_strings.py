@@ -27,8 +27,8 @@ class StopCheck:
     """Looks for stop strings in the text of a turn, token by token. tokens: of the turn so far. Used by one thread at a
     time."""
 
-    def __init__(self, texts: Detokenizer, strings: Sequence[str], tokens: Sequence[int] = ()) -> None:
-        self._texts = texts
+    def __init__(self, detokenizer: Detokenizer, strings: Sequence[str], tokens: Sequence[int] = ()) -> None:
+        self._detokenizer = detokenizer
         self._strings = tuple(strings)
         self._kept = max(map(len, self._strings)) + SLACK
         """Characters of the end of the text that the next match may begin in."""
@@ -44,7 +44,7 @@ class StopCheck:
             if self.found:
                 return count
             self._window.append(token)
-            text = self._texts.text(self._window)
+            text = self._detokenizer.text(self._window)
             self.found = find_stop(text, self._strings) is not None
             if len(text) > 4 * self._kept:
                 self._shorten()
@@ -54,14 +54,14 @@ class StopCheck:
         """Drop about half of the tokens, the first ones, if the rest has text enough, so that a token costs a constant
         on average. Not within a character, since decoders make nothing of a run of bytes that begins so; where one ends
         is known when the last one is whole."""
-        whole, middle = self._texts.text(self._window), max(1, len(self._window) // 2)
-        if whole.endswith("\ufffd") and len(whole) < MAX_RUN * self._kept:
+        text, middle = self._detokenizer.text(self._window), max(1, len(self._window) // 2)
+        if text.endswith("\ufffd") and len(text) < MAX_RUN * self._kept:
             return
         for cut in range(middle, min(middle + MAX_TOKENS_PER_CHARACTER, len(self._window))):
-            rest = self._texts.text(self._window[cut:])
+            rest = self._detokenizer.text(self._window[cut:])
             if len(rest) < self._kept:
                 return
-            if whole.endswith(rest[SLACK:]):
+            if text.endswith(rest[SLACK:]):
                 del self._window[:cut]
                 return
 
@@ -72,23 +72,23 @@ class StopChecks:
     def __init__(self, model: str, load: Callable[[str], Detokenizer] | None = None) -> None:
         self._model = model
         self._load = load or _model_texts
-        self._texts: Detokenizer | None = None
+        self._detokenizer: Detokenizer | None = None
         self._loading = threading.Lock()
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Load what these requests need, before locks are taken. Raises ConfigError if that fails."""
-        if self._texts is None and any(request.stop.strings for request in requests):
+        if self._detokenizer is None and any(request.stop.strings for request in requests):
             with self._loading:
-                self._texts = self._texts or self._load(self._model)
+                self._detokenizer = self._detokenizer or self._load(self._model)
 
     def check(self, request: Request, sampled: Sequence[int] = ()) -> StopCheck | None:
         """The check of a request that has sampled these tokens so far; None if it has no stop string."""
         if not request.stop.strings:
             return None
         self.prepare([request])
-        assert self._texts is not None
+        assert self._detokenizer is not None
         before = request.tokens[len(request.tokens) - request.num_turn_tokens :]
-        return StopCheck(self._texts, request.stop.strings, [*before, *sampled])
+        return StopCheck(self._detokenizer, request.stop.strings, [*before, *sampled])
 
 
 def _model_texts(model: str) -> Detokenizer:

@@ -29,17 +29,18 @@ def sample(
         tokens = logprobs.argmax(-1)
     else:
         # In double precision, in which the rounding of a sum over a vocabulary is far below what is sampled ever.
-        ends = logprobs.exp().cumsum(-1, dtype=torch.float64)
+        cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         point = (
-            torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device) * ends[:, -1:]
+            torch.rand(len(logits), 1, generator=generator, dtype=torch.float64, device=logits.device)
+            * cumulative[:, -1:]
         )
-        tokens = torch.searchsorted(ends, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
+        tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
         if any(temperature == 0.0 for temperature in temperatures):
             tokens = torch.where(greedy, logprobs.argmax(-1), tokens)
     return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
 
 
-def accepted(drafted: Sequence[int], sampled: Sequence[int], ends: Collection[int], most: int) -> int:
+def accepted(drafted: Sequence[int], sampled: Sequence[int], eos_ids: Collection[int], most: int) -> int:
     """How many drafted tokens a response keeps, before one more sampled token.
 
     The first sampled token that differs from what was drafted is the last one kept: what comes after it was computed
@@ -51,13 +52,13 @@ def accepted(drafted: Sequence[int], sampled: Sequence[int], ends: Collection[in
     Args:
         drafted: what was drafted after the last known token.
         sampled: a token after each of the last known token and the drafted ones.
-        ends: tokens that end the response; nothing follows them.
+        eos_ids: tokens that end the response; nothing follows them.
         most: tokens that the response may still have.
 
     >>> accepted([5, 6, 7], [5, 9, 7, 8], (), 10)
     1
     """
     kept = 0
-    while kept < len(drafted) and drafted[kept] == sampled[kept] and sampled[kept] not in ends and kept + 1 < most:
+    while kept < len(drafted) and drafted[kept] == sampled[kept] and sampled[kept] not in eos_ids and kept + 1 < most:
         kept += 1
     return kept

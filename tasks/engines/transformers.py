@@ -78,16 +78,16 @@ class TransformersEngine(EngineThread):
         self._thread.start()
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
-        begin = time.monotonic()
+        started_s = time.monotonic()
         published = weight_folder.read(weights)
         if self._adapters is not None:
             layers, tensors = self._adapters.check(published, weights)
             self._call(lambda: self._serve(version, layers, tensors)).result()
-            return loaded_weights(version, tensors, published, begin, stalled_s=0.0)
+            return loaded_weights(version, tensors, published, started_s, stalled_s=0.0)
         tensors = dict(self._model.named_parameters())
         weight_folder.check_shapes(self._shapes, weight_folder.shapes(published), weights)
         stalled_s = self._call(lambda: self._replace_weights(version, tensors, published)).result()
-        return loaded_weights(version, tensors, published, begin, stalled_s)
+        return loaded_weights(version, tensors, published, started_s, stalled_s)
 
     def logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         return self._call(lambda: self._probe(tokens)).result()
@@ -110,13 +110,13 @@ class TransformersEngine(EngineThread):
             logits = self._batch.logits(new, wanted)
             temperatures = [row.temperature for (row, _), n in zip(counts, wanted, strict=True) for _ in range(n)]
             tokens, logprobs = sample(torch.cat(logits), temperatures, self._random) if temperatures else ([], [])
-            first = 0
+            start = 0
             with self._changed:
                 for (row, count), n in zip(counts, wanted, strict=True):
                     row.length += count
                     if n:
-                        self._take(row, tokens[first : first + n], logprobs[first : first + n])
-                    first += n
+                        self._take(row, tokens[start : start + n], logprobs[start : start + n])
+                    start += n
                 # After all have their lengths: one that leaves may have another moved, all of its computed tokens.
                 for (row, _), n in zip(counts, wanted, strict=True):
                     if n:
@@ -223,7 +223,7 @@ class TransformersEngine(EngineThread):
 
     def _replace_weights(self, version: PolicyVersion, parameters: dict[str, Any], loaded: dict[str, Any]) -> float:
         """Returns the seconds that it took."""
-        begin = time.monotonic()
+        started_s = time.monotonic()
         for name, parameter in parameters.items():
             if self._asleep or parameter.data_ptr() % ALIGNMENT:
                 parameter.data = torch.empty(self._shapes[name], dtype=parameter.dtype, device=parameter.device)
@@ -232,7 +232,7 @@ class TransformersEngine(EngineThread):
         with self._changed:
             self._requests.change_version(version)
             self._scheduler.change_weights(keep=self._settings.keep)
-        return time.monotonic() - begin
+        return time.monotonic() - started_s
 
     def _probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         row, cache = BatchRow(), self._batch.new_cache()

@@ -71,7 +71,7 @@ class VllmEngine(EngineThread):
             raise
 
     def load(self, version: PolicyVersion, weights: Path) -> LoadResult:
-        begin = time.monotonic()
+        started_s = time.monotonic()
         if self._adapters is not None:
             return self._serve(self._adapters, version, weights)
         # A load that fails half-way leaves a model of two versions: whatever can be checked is checked before.
@@ -81,7 +81,7 @@ class VllmEngine(EngineThread):
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
             weights=self._compared(weights),
-            elapsed_s=time.monotonic() - begin,
+            elapsed_s=time.monotonic() - started_s,
             stalled_s=stalled_s,
         )
 
@@ -203,7 +203,7 @@ class VllmEngine(EngineThread):
         self._engine.sleep(level=2)
 
     def _load(self, version: PolicyVersion, weights: Path) -> float:
-        engine, begin = self._engine, time.monotonic()
+        engine, started_s = self._engine, time.monotonic()
         with raised_as(WeightsRefused, f"{self._instance}: vLLM cannot load {weights}", Exception):
             if self._asleep:
                 engine.wake_up()
@@ -216,16 +216,16 @@ class VllmEngine(EngineThread):
         self._scheduler.change_version(version, keep=self._settings.keep)
         with self._changed:
             self._figures = self._scheduler.figures()
-        return time.monotonic() - begin
+        return time.monotonic() - started_s
 
     def _load_adapter(self, served: VllmAdapters, version: PolicyVersion, weights: Path) -> float | None:
         """Serve an adapter beside the others; returns the seconds that decoding paused, None if there is no room
         yet."""
-        begin = time.monotonic()
+        started_s = time.monotonic()
         with self._changed:
-            gone = self._requests.drop_old(version, self._settings.adapters)
+            evicted = self._requests.drop_old(version, self._settings.adapters)
         with raised_as(ActorLost, f"{self._instance}: {weights} cannot be served", Exception):
-            for old in gone:
+            for old in evicted:
                 served.drop(old)
             if served.request(version) is None:  # else it was asked for before, and requests may run under it
                 if served.full:
@@ -233,7 +233,7 @@ class VllmEngine(EngineThread):
                 served.add(version, weights)
         with self._changed:
             self._requests.serve(version)
-        return time.monotonic() - begin
+        return time.monotonic() - started_s
 
     def _step(self) -> None:
         from vllm.v1.engine import FinishReason as Reason
@@ -277,7 +277,7 @@ class VllmEngine(EngineThread):
 
     def _serve(self, served: VllmAdapters, version: PolicyVersion, weights: Path) -> LoadResult:
         """Load an adapter, as soon as there is room for it: at once, unless stragglers run under old versions."""
-        begin = time.monotonic()
+        started_s = time.monotonic()
         layers = adapters.layers(weight_folder.read_shapes(weights), weights)
         adapters.check(layers, self._settings.lora.rank, self._shapes, weights)
         stalled_s: float | None = None
@@ -289,7 +289,7 @@ class VllmEngine(EngineThread):
             version=version,
             fingerprint=fingerprint(weight_folder.read(weights)),
             weights=self._call(lambda: served.compared(version, weights)).result(),
-            elapsed_s=time.monotonic() - begin,
+            elapsed_s=time.monotonic() - started_s,
             stalled_s=stalled_s,
         )
 

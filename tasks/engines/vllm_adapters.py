@@ -113,16 +113,16 @@ class AdapterExtension:
         slot = manager.lora_index_to_id.index(number)
         parts: dict[str, WeightPart] = {}
         for name, module in manager.modules.items():
-            for part, own in enumerate(manager.packed_modules.get(name, [name])):
-                layer = halves.get(own)
+            for index, module_name in enumerate(manager.packed_modules.get(name, [name])):
+                layer = halves.get(module_name)
                 if layer is None:
                     continue
                 down, up = (layer.down, module.lora_a_stacked, 1.0), (layer.up, module.lora_b_stacked, scaling)
                 for key, stacked, times in (down, up):
-                    loaded = stacked[part][slot, 0]
+                    loaded = stacked[index][slot, 0]
                     rows, columns = tensors[key].shape
-                    whole = torch.zeros_like(loaded)
-                    whole[:rows, :columns] = tensors[key].to(loaded) * times
-                    parts[key] = WeightPart(name=key, loaded=loaded, published=whole)
+                    full = torch.zeros_like(loaded)
+                    full[:rows, :columns] = tensors[key].to(loaded) * times
+                    parts[key] = WeightPart(name=key, loaded=loaded, published=full)
         missing = (WeightPart(name=key, unknown="no layer of the engine has it") for key in tensors if key not in parts)
         return compared([*parts.values(), *missing])

@@ -62,12 +62,14 @@ def parts(model: Any, tensors: Tensors) -> Iterator[WeightPart]:
             yield WeightPart(name=name, unknown=piece)
             continue
         loaded, published = piece
-        whole = isinstance(modules[path], VocabParallelEmbedding)  # the rest is padding
-        covered[id(parameter)] = covered.get(id(parameter), 0) + (parameter.numel() if whole else loaded.numel())
+        is_vocabulary = isinstance(modules[path], VocabParallelEmbedding)  # the rest is padding
+        covered[id(parameter)] = covered.get(id(parameter), 0) + (
+            parameter.numel() if is_vocabulary else loaded.numel()
+        )
         yield _part(name, loaded, published)
-    for path, own in experts.items():
+    for path, experts_of_layer in experts.items():
         covered |= {id(parameter): parameter.numel() for parameter in modules[path].parameters()}
-        yield from _experts(path, modules[path], own)
+        yield from _experts(path, modules[path], experts_of_layer)
     for name, parameter in model.named_parameters():
         if covered.get(id(parameter), 0) < parameter.numel():
             yield WeightPart(name=name, unknown="not all of a parameter is published")
@@ -96,10 +98,10 @@ def _place(model: Any, name: str) -> Place:
         fused = getattr(named, "shard_id", None)
     if fused is None:
         *front, module, leaf = name.split(".") if "." in name else ("", name)
-        for whole, own in getattr(model, "packed_modules_mapping", {}).items():
-            if module in own and whole != module:
-                fused = own.index(module)
-                return ".".join([*front, whole, leaf]), "qkv"[fused] if whole == "qkv_proj" else fused
+        for fused_name, part_names in getattr(model, "packed_modules_mapping", {}).items():
+            if module in part_names and fused_name != module:
+                fused = part_names.index(module)
+                return ".".join([*front, fused_name, leaf]), "qkv"[fused] if fused_name == "qkv_proj" else fused
     return name, fused
 
 
@@ -124,8 +126,8 @@ def _piece(
         return unknown
     if kind in (VocabParallelEmbedding, ParallelLMHead):
         shard = module.shard_indices
-        own = tensor[shard.org_vocab_start_index : shard.org_vocab_end_index]
-        return parameter[: len(own)], own
+        shard_rows = tensor[shard.org_vocab_start_index : shard.org_vocab_end_index]
+        return parameter[: len(shard_rows)], shard_rows
     if size > 1 and kind is ColumnParallelLinear:
         return parameter, tensor[rank * len(parameter) : (rank + 1) * len(parameter)]
     if size > 1 and kind is RowParallelLinear and leaf == "weight":
@@ -157,21 +159,28 @@ def _experts(path: str, layer: Any, tensors: Tensors) -> Iterator[WeightPart]:
             )
         return
     rank, rows = layer.moe_config.tp_rank, layer.moe_config.intermediate_size_per_partition
-    own = slice(rank * rows, (rank + 1) * rows)
+    shard_rows = slice(rank * rows, (rank + 1) * rows)
     for expert in sorted({expert for expert, _ in names}):
-        here = layer._map_global_expert_id_to_local_expert_id(expert)
-        if here < 0:  # another worker's
+        local_expert = layer._map_global_expert_id_to_local_expert_id(expert)
+        if local_expert < 0:  # another worker's
             continue
         gate, down, up = (tensors.get(f"{names[expert, w].removeprefix('experts.')}weight") for w in ("w1", "w2", "w3"))
         if gate is None or down is None or up is None:
             yield WeightPart(name=f"{path}[{expert}]", unknown="not all of an expert is published")
             continue
-        w13, w2 = layer.w13_weight[here], layer.w2_weight[here]
-        pieces = {"gate": (w13[:rows], gate[own]), "up": (w13[rows : 2 * rows], up[own]), "down": (w2, down[:, own])}
+        w13, w2 = layer.w13_weight[local_expert], layer.w2_weight[local_expert]
+        pieces = {
+            "gate": (w13[:rows], gate[shard_rows]),
+            "up": (w13[rows : 2 * rows], up[shard_rows]),
+            "down": (w2, down[:, shard_rows]),
+        }
         if packed:
             pieces = {
-                "gate and up": (w13, _packed(kernel, torch.cat([_filled(kernel, half[own]) for half in (gate, up)]))),
-                "down": (w2, _packed(kernel, _filled(kernel, down[:, own].T).T)),
+                "gate and up": (
+                    w13,
+                    _packed(kernel, torch.cat([_filled(kernel, half[shard_rows]) for half in (gate, up)])),
+                ),
+                "down": (w2, _packed(kernel, _filled(kernel, down[:, shard_rows].T).T)),
             }
         for label, (loaded, published) in pieces.items():
             yield _part(f"{path}[{expert}] {label}", loaded, published)

@@ -62,8 +62,8 @@ class Session:
         if self._answered is not None:
             raise RuntimeError("ask is called while another call of it waits; ask one thing after the other")
         alone = len(messages) == 1 and isinstance(messages[0], str)
-        named = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
-        prompt = parse_observation(messages[0] if alone else named, "what ask is given")
+        chat = [{"role": OBSERVED, "content": m} if isinstance(m, str) else m for m in messages]
+        prompt = parse_observation(messages[0] if alone else chat, "what ask is given")
         self._answered = asyncio.get_running_loop().create_future()
         self._asked.set_result(prompt)
         return await self._answered

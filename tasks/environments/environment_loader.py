@@ -71,10 +71,10 @@ def open_environment(
 
 def _rows(options: Mapping[str, Any], where: str) -> Any:
     """The data set that the option `rows` names. Raises ConfigError."""
-    named = options.get("rows")
-    if not isinstance(named, str):
+    rows_option = options.get("rows")
+    if not isinstance(rows_option, str):
         raise ConfigError(f"{where}: task.options must have rows, its data set, such as jsonl:FILE")
-    return open_source(SourceType.ROWS, named, {}, f"{where}: task.options.rows = {named!r}")
+    return open_source(SourceType.ROWS, rows_option, {}, f"{where}: task.options.rows = {rows_option!r}")
 
 
 def _accepts(function: Any, *args: Any, **kwargs: Any) -> bool:

@@ -137,10 +137,10 @@ def final_result(reward: object, parts: object = None, *, label: str = "the rewa
     """Make the result of an episode's last step, with its reward and the reward's parts by name. Raises EpisodeFailed
     if the reward is no number."""
     try:
-        number, named = parse_reward(reward if parts is None else (reward, parts))
+        number, reward_parts = parse_reward(reward if parts is None else (reward, parts))
     except InvalidReward as refused:
         raise EpisodeFailed(str(refused).replace("the reward", label, 1)) from refused
-    return EnvStepResult(ended=True, reward=number, parts=named)
+    return EnvStepResult(ended=True, reward=number, parts=reward_parts)
 
 
 def error_line(error: BaseException, *, line: bool = False) -> str:
@@ -152,8 +152,8 @@ def error_line(error: BaseException, *, line: bool = False) -> str:
 
 def record_of(start: EpisodeStart, prompt: Prompt) -> dict[str, Any]:
     """Make the record of a task: its prompt, and the start of its episodes."""
-    shown = prompt if isinstance(prompt, str) else [message._asdict() for message in prompt]
-    return {"prompt": shown, "index": start.index, "held_out": start.held_out, "seed": start.seed}
+    as_json = prompt if isinstance(prompt, str) else [message._asdict() for message in prompt]
+    return {"prompt": as_json, "index": start.index, "held_out": start.held_out, "seed": start.seed}
 
 
 def start_of(record: Mapping[str, Any]) -> EpisodeStart:

@@ -100,7 +100,7 @@ class ForkServerLoop:
                 _kill_group(process)
             self._kill_all()
 
-    def _execute_order(self, own: tuple[socket.socket, ...]) -> bool:
+    def _execute_order(self, sockets: tuple[socket.socket, ...]) -> bool:
         """Carry out one order of the caller. Returns False once the caller is gone."""
         data, descriptors, _, _ = socket.recv_fds(self.control, ORDER.size, 1)
         if not data:
@@ -113,7 +113,7 @@ class ForkServerLoop:
             process = os.fork()
             if process == 0:
                 signal.set_wakeup_fd(-1)
-                for end in (self.control, *own):
+                for end in (self.control, *sockets):
                     end.close()
                 _run_episode(connection, self.environment, self.settings)
             connection.close()

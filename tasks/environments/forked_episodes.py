@@ -121,8 +121,8 @@ class ForkServer:
                 if not data:
                     break
                 self._part += data
-        whole = len(self._part) // ENDED.size * ENDED.size
-        reports, self._part = self._part[:whole], self._part[whole:]
+        complete_bytes = len(self._part) // ENDED.size * ENDED.size
+        reports, self._part = self._part[:complete_bytes], self._part[complete_bytes:]
         self._ended |= {n: status for n, status in ENDED.iter_unpack(reports) if n in self._wanted}
 
     def close(self) -> None:

@@ -52,17 +52,17 @@ class GymEpisode:
         if truncated:
             return final_result(self._reward)
         self._num_steps += 1
-        at = f"step {self._num_steps}"
-        result = await self._called(f"{at} raised", self._game.step, text)
+        label = f"step {self._num_steps}"
+        result = await self._called(f"{label} raised", self._game.step, text)
         if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], Mapping):
             raise EpisodeFailed(
-                f"{at} must return (observation, reward, terminated, truncated, info), not {_short(result)}"
+                f"{label} must return (observation, reward, terminated, truncated, info), not {_short(result)}"
             )
         observation, reward, terminated, env_truncated, info = result
-        self._reward += final_result(reward, label=f"the reward of {at}").reward
+        self._reward += final_result(reward, label=f"the reward of {label}").reward
         if terminated or env_truncated or last:
-            return final_result(self._reward, info.get("parts"), label=f"the reward of {at}")
-        return EnvStepResult(messages=observation_messages(observation, f"the observation of {at}"))
+            return final_result(self._reward, info.get("parts"), label=f"the reward of {label}")
+        return EnvStepResult(messages=observation_messages(observation, f"the observation of {label}"))
 
     async def close(self) -> None:
         close = getattr(self._game, "close", None)

@@ -44,10 +44,10 @@ class UserTool:
     function: Callable[..., Any]
 
 
-def load_tool(named: str) -> UserTool:
+def load_tool(reference: str) -> UserTool:
     """Load the tool that a job names file.py:NAME or module:NAME. Raises ConfigError."""
-    where = f"{TOOLS_KEY}: {named!r}"
-    function = user_code.load(named, TOOLS_KEY)
+    where = f"{TOOLS_KEY}: {reference!r}"
+    function = user_code.load(reference, TOOLS_KEY)
     if not inspect.isfunction(function):
         raise ConfigError(f"{where}: a tool is a function, def or async def, not {type(function).__name__}")
     description = inspect.getdoc(function) or ""

@@ -57,8 +57,8 @@ def _value(node: ast.expr) -> Number:
         name = node.func.id
         if name not in _FUNCTIONS:
             raise _Refused(f"unknown function {name}; there are {', '.join(_FUNCTIONS)}")
-        function, fewest, most = _FUNCTIONS[name]
-        if not fewest <= len(node.args) <= most:
+        function, min_args, max_args = _FUNCTIONS[name]
+        if not min_args <= len(node.args) <= max_args:
             raise _Refused(f"{name} does not take {len(node.args)} numbers")
         return _bounded(function(*map(_value, node.args)))
     raise _Refused("only numbers, + - * / // % **, parentheses and " + ", ".join(_FUNCTIONS) + " are known")

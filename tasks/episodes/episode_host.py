@@ -340,12 +340,12 @@ class EpisodeHost:
         """Await a request within the timeouts of a step and of the episode. Raises EpisodeFailed."""
         remaining_s = self._limits.episode_timeout_s - hosted.spent_s
         knob = "step_timeout_s" if self._limits.step_timeout_s <= remaining_s else "episode_timeout_s"
-        begin = time.monotonic()
+        started_s = time.monotonic()
         try:
             with hosted.programs.owning():
                 return await self._within(request, min(self._limits.step_timeout_s, remaining_s), label, knob)
         finally:
-            hosted.spent_s += time.monotonic() - begin
+            hosted.spent_s += time.monotonic() - started_s
 
     async def _within(self, request: Coroutine[Any, Any, T], limit_s: float, label: str, knob: str) -> T:
         """Await a request for up to `limit_s`. After that it is cancelled, but not awaited, as it may ignore that.
@@ -419,13 +419,13 @@ def environment_maker(source: SourceSettings, other: bool, endpoint: EndpointSer
     endpoint: of agents. Raises ConfigError."""
     key = "task.eval_source" if other else "task.source"
     task = source.task
-    named, options = (task.eval_source, source.eval_options) if other else (task.source, source.options)
-    if is_agent(named):
-        return agent_episodes(source.limits, named, options, key, endpoint)
-    traits = traits_of(named, key)
+    reference, options = (task.eval_source, source.eval_options) if other else (task.source, source.options)
+    if is_agent(reference):
+        return agent_episodes(source.limits, reference, options, key, endpoint)
+    traits = traits_of(reference, key)
     if source.limits.isolation == "process" or traits.blocking:
         server = ForkServer(
-            ForkSettings(source=named, options=dict(options), key=key, memory_mib=source.limits.memory_mib)
+            ForkSettings(source=reference, options=dict(options), key=key, memory_mib=source.limits.memory_mib)
         )
         server.start()
         return EpisodeMaker(
@@ -433,19 +433,19 @@ def environment_maker(source: SourceSettings, other: bool, endpoint: EndpointSer
             repeatable=traits.repeatable,
             close=server.close,
         )
-    environment = open_environment(named, options, key)
+    environment = open_environment(reference, options, key)
     return EpisodeMaker(make=lambda record: environment.episode(start_of(record)), repeatable=traits.repeatable)
 
 
 def agent_episodes(
-    limits: EnvironmentConfig, named: str, options: Mapping[str, Any], key: str, endpoint: EndpointServer
+    limits: EnvironmentConfig, reference: str, options: Mapping[str, Any], key: str, endpoint: EndpointServer
 ) -> EpisodeMaker:
     """Make the maker of an agent's episodes. Coroutines run on the host's loop, all else in a process each, unless the
     job says otherwise. Raises ConfigError."""
-    agent: LoadedAgent = open_source(SourceType.AGENT, named, options, f"{key} = {named!r}")
+    agent: LoadedAgent = open_source(SourceType.AGENT, reference, options, f"{key} = {reference!r}")
     if not (limits.isolation == "process" or agent.blocking):
         return EpisodeMaker(make=lambda record: AgentEpisode(endpoint, start_of(record), agent), repeatable=False)
-    forks = ForkServer(ForkSettings(source=named, options=dict(options), key=key, memory_mib=limits.memory_mib))
+    forks = ForkServer(ForkSettings(source=reference, options=dict(options), key=key, memory_mib=limits.memory_mib))
     forks.start()
 
     def make(record: Record) -> Episode:

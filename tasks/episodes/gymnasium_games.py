@@ -101,19 +101,23 @@ def action_of(space: Any, text: str) -> Any:
 
     kind = _kind(space)
     if kind == "Text":
-        chosen: Any = text.strip()
+        action: Any = text.strip()
     else:
         numbers = [float(number) for number in re.findall(NUMBER, text)]
         size = 1 if kind == "Discrete" else math.prod(space.shape)
         if len(numbers) < size:
             raise ValueError("too few numbers")
-        last = numbers[-size:]
-        if not np.issubdtype(space.dtype, np.floating) and not all(number.is_integer() for number in last):
+        action_values = numbers[-size:]
+        if not np.issubdtype(space.dtype, np.floating) and not all(number.is_integer() for number in action_values):
             raise ValueError("not whole numbers")
-        chosen = np.int64(last[0]) if kind == "Discrete" else np.asarray(last, space.dtype).reshape(space.shape)
-    if not space.contains(chosen):
+        action = (
+            np.int64(action_values[0])
+            if kind == "Discrete"
+            else np.asarray(action_values, space.dtype).reshape(space.shape)
+        )
+    if not space.contains(action):
         raise ValueError("not in the space")
-    return chosen
+    return action
 
 
 def _how(space: Any) -> str:

@@ -142,8 +142,8 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     if len(required) != 1:
         raise BadAction(f"an action has the fields {', '.join(required)}; say a JSON object with them")
     (name,) = required
-    texts = schema.get("properties", {}).get(name, {}).get("type", "string") == "string"
-    return {name: text.strip() if texts else parsed}
+    is_text = schema.get("properties", {}).get(name, {}).get("type", "string") == "string"
+    return {name: text.strip() if is_text else parsed}
 
 
 async def _action_schema(url: str) -> Mapping[str, Any]:

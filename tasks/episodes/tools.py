@@ -84,18 +84,18 @@ TOOLS = {
 def tools_of(limits: EnvironmentConfig) -> dict[str, Tool]:
     """Load the tools of a job, by the names that models call them. Starts no process. Raises ConfigError."""
     tools: dict[str, Tool] = {}
-    for named in limits.tools:
-        name, tool = (named, TOOLS[named]) if named in TOOLS else _own(named, limits)
+    for reference in limits.tools:
+        name, tool = (reference, TOOLS[reference]) if reference in TOOLS else _own(reference, limits)
         if name in tools or name == "tool_call":
-            raise ConfigError(f"{TOOLS_KEY}: {named!r}: another is called {name}; rename the function")
+            raise ConfigError(f"{TOOLS_KEY}: {reference!r}: another is called {name}; rename the function")
         tools[name] = tool
     return tools
 
 
-def _own(named: str, limits: EnvironmentConfig) -> tuple[str, Tool]:
+def _own(reference: str, limits: EnvironmentConfig) -> tuple[str, Tool]:
     """Load a user's tool. Returns its name and the tool. Raises ConfigError."""
-    loaded = load_tool(named)
-    server = ForkServer(ForkSettings(source=named, options={}, key=TOOLS_KEY, memory_mib=limits.memory_mib))
+    loaded = load_tool(reference)
+    server = ForkServer(ForkSettings(source=reference, options={}, key=TOOLS_KEY, memory_mib=limits.memory_mib))
     return loaded.name, Tool(
         description=loaded.description,
         parameters=loaded.parameters,
@@ -207,8 +207,8 @@ def _json_call(text: str, tools: Mapping[str, Tool]) -> ToolCall:
         return ToolCall(problem=f"there is no tool {call['name']}; there are {', '.join(tools)}")
     arguments: Any = call.get("arguments", call.get("parameters"))
     if tool.server is not None:
-        named = arguments if isinstance(arguments, dict) else {tool.argument: arguments} if tool.argument else {}
-        return _own_call(call["name"], named, tool)
+        kwargs = arguments if isinstance(arguments, dict) else {tool.argument: arguments} if tool.argument else {}
+        return _own_call(call["name"], kwargs, tool)
     argument = arguments.get(tool.argument) if isinstance(arguments, dict) else arguments
     if isinstance(argument, (int, float)) and not isinstance(argument, bool):
         argument = str(argument)

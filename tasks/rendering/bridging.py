@@ -34,34 +34,34 @@ class Bridge(Protocol):
         ...
 
 
-def make_bridge(texts: ChatTokenizer, model: str, *, chat: bool, template: str) -> Bridge:
+def make_bridge(tokenizer: ChatTokenizer, model: str, *, chat: bool, template: str) -> Bridge:
     """Make the bridge of a job. model: as the job names it. template: environment.template."""
     if not chat:
-        return PlainBridge(texts, template)
-    by_template = TemplateBridge(texts)
-    renderer = texts.renderer(model)
+        return PlainBridge(tokenizer, template)
+    by_template = TemplateBridge(tokenizer)
+    renderer = tokenizer.renderer(model)
     return by_template if renderer is None else RendererBridge(renderer, by_template)
 
 
 class PlainBridge:
     """Messages as texts, without a chat template. The model's turn is left as it ended. template: around each."""
 
-    def __init__(self, texts: ChatTokenizer, template: str) -> None:
-        self._texts, self._template = texts, template
+    def __init__(self, tokenizer: ChatTokenizer, template: str) -> None:
+        self._tokenizer, self._template = tokenizer, template
 
     def check(self, roles: Collection[str]) -> None:
         """Every role may follow."""
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
         texts = [self._template.replace("{observation}", message.content) for message in messages]
-        return list(self._texts.ids("".join(texts)))
+        return list(self._tokenizer.ids("".join(texts)))
 
 
 class TemplateBridge:
     """Bridge by the chat template: the text it puts after a placeholder assistant message."""
 
-    def __init__(self, texts: ChatTokenizer) -> None:
-        self._texts = texts
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
         self._known_as: dict[str, str] = {}
         """The roles that the template knows messages of each role as, once that was tried."""
 
@@ -71,9 +71,9 @@ class TemplateBridge:
 
     def ids(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int) -> list[int]:
         with raised_as(ConfigError, f"turn {number}", ConfigError):
-            named = [message._replace(role=self._known(message.role)) for message in messages]
-            bridge = list(self._texts.ids(self._after(SAYS, named)))
-        if turn and bridge and self._texts.is_special(turn[-1]) and self._texts.is_special(bridge[0]):
+            chat = [message._replace(role=self._known(message.role)) for message in messages]
+            bridge = list(self._tokenizer.ids(self._after(SAYS, chat)))
+        if turn and bridge and self._tokenizer.is_special(turn[-1]) and self._tokenizer.is_special(bridge[0]):
             return bridge[1:]  # the model has closed its turn itself, perhaps by another token that ends responses
         return bridge
 
@@ -81,7 +81,7 @@ class TemplateBridge:
         """The text after an assistant's message that says so, if these follow. Raises ConfigError."""
         while any(says in message.content for message in messages):
             says += "q"
-        text = self._texts.chat_text([Message("user", ASKS), Message("assistant", says), *messages])
+        text = self._tokenizer.chat_text([Message("user", ASKS), Message("assistant", says), *messages])
         _, answer, after = text.partition(says)
         if not answer:
             raise ConfigError(f"{_WHOSE} leaves out what the assistant says in earlier turns; {_REMEDY}")
@@ -107,10 +107,10 @@ class TemplateBridge:
     def _try(self, role: str) -> None:
         """Raise ConfigError unless the template only ever appends when a message of this role follows a turn: the text
         must begin with the prompt that the turn was sampled after, and with the turn."""
-        head = self._texts.chat_text([Message("user", ASKS)])
+        head = self._tokenizer.chat_text([Message("user", ASKS)])
         for says in (SAYS, THOUGHT + SAYS):
             messages = [Message("user", ASKS), Message("assistant", says), Message(role, "Zq hears")]
-            text = self._texts.chat_text(messages)
+            text = self._tokenizer.chat_text(messages)
             if text.startswith(head + says):
                 continue
             if says != SAYS and "Zq thinks" not in text:
@@ -143,9 +143,9 @@ class RendererBridge:
 
     def _bridged(self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
         """The tokens after the turn; None if the package declines, or would change what was sampled."""
-        named = [{"role": "user" if m.role in OBSERVED else m.role, "content": m.content} for m in messages]
+        chat = [{"role": "user" if m.role in OBSERVED else m.role, "content": m.content} for m in messages]
         try:
-            rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), named)
+            rendered = self._renderer.bridge_to_next_turn(list(before), list(turn), chat)
         except Exception:  # noqa: BLE001  the package raises many kinds for messages that a family has no place for
             return None
         past = [*before, *turn]

@@ -152,13 +152,13 @@ def load_detokenizer(folder: Path) -> FileDetokenizer | None:
     return None if special else FileDetokenizer(tokenizer)
 
 
-def pieces(texts: Detokenizer, tokens: Sequence[int]) -> list[str]:
+def pieces(detokenizer: Detokenizer, tokens: Sequence[int]) -> list[str]:
     """The part of the decoded text that each token adds; a character of several tokens belongs to the last of them."""
     parts = []
     for i in range(len(tokens)):
-        begin = max(0, i - LOOK_BACK)
-        before = texts.text(tokens[begin:i], special=True)
-        until = texts.text(tokens[begin : i + 1], special=True)
+        start = max(0, i - LOOK_BACK)
+        before = detokenizer.text(tokens[start:i], special=True)
+        until = detokenizer.text(tokens[start : i + 1], special=True)
         # An incomplete character decodes to U+FFFD; it is attributed to the token that completes it.
         complete = before.rstrip("\ufffd")
         parts.append("" if until.endswith("\ufffd") else until[len(complete) :])

@@ -21,9 +21,9 @@ def known_renderer(tokenizer: Any, model: str) -> Any:
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
 
-    last = PurePath(model).name
+    folder_name = PurePath(model).name
     family = MODEL_RENDERER_MAP.get(model) or next(
-        (kind for name, kind in MODEL_RENDERER_MAP.items() if name.rpartition("/")[2] == last), None
+        (kind for name, kind in MODEL_RENDERER_MAP.items() if name.rpartition("/")[2] == folder_name), None
     )
     if family is None:
         return None

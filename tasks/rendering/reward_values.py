@@ -39,10 +39,10 @@ def parse_reward(result: Any) -> tuple[float, dict[str, float]]:
     if len(parts) > MAX_PARTS:
         raise InvalidReward(f"the reward has {len(parts)} parts; at most {MAX_PARTS} are kept")
     names = [_name(name) for name in parts]
-    named = {
+    numbers = {
         name: _number(part, f"part {name} of the reward") for name, part in zip(names, parts.values(), strict=True)
     }
-    return _number(reward, "the reward"), named
+    return _number(reward, "the reward"), numbers
 
 
 def described(error: BaseException) -> str:

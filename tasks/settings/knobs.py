@@ -79,9 +79,11 @@ class Knob:
 
     def read(self, value: object, hint: Any, where: str, key: str, root: type[Any]) -> Any:
         """A checked value from outside. hint: its type. where, root: as of `read` below. Raises ConfigError."""
-        if entries := entry_type(hint):
-            named = _entries(value, f"{where}: {key}")
-            return {name: entries(**read(entries, v, where, f"{key}.{name}.", root)) for name, v in named.items()}
+        if entry_class := entry_type(hint):
+            tables = _entries(value, f"{where}: {key}")
+            return {
+                name: entry_class(**read(entry_class, v, where, f"{key}.{name}.", root)) for name, v in tables.items()
+            }
         return _checked(value, hint, self, f"{where}: {key}")
 
     def keys(self, key: str) -> Iterator[str]:
@@ -157,8 +159,8 @@ def spec_of(declared: dataclasses.Field[Any]) -> Knob | None:
 
 def default_of(declared: dataclasses.Field[Any]) -> Any:
     """A knob's default value."""
-    made = declared.default_factory
-    return declared.default if made is dataclasses.MISSING else made()
+    factory = declared.default_factory
+    return declared.default if factory is dataclasses.MISSING else factory()
 
 
 def knobs(cls: object) -> dict[str, dataclasses.Field[Any]]:

@@ -144,8 +144,8 @@ class Registry(Generic[T]):
         if isinstance(entry, UserCode):
             return self._make_user_code(entry, values or {})
         filled = {f.name: (values or {})[f.name] for f in parameters(entry)}
-        made: T = dataclasses.replace(entry, **filled)  # type: ignore[type-var]  # each entry is a dataclass
-        return made
+        configured: T = dataclasses.replace(entry, **filled)  # type: ignore[type-var]  # each entry is a dataclass
+        return configured
 
     def _make_user_code(self, entry: Any, values: Mapping[str, Any]) -> T:
         where = f"{self.key} = {entry.name!r}"
@@ -155,8 +155,8 @@ class Registry(Generic[T]):
         knobs = read(code, entry.knobs, where, f"{self.key}.")
         if entry.kind == "class":
             code = self._constructed(code, {**values, **knobs}, values, where)
-        made: T = dataclasses.replace(entry, code=code)
-        return made
+        configured: T = dataclasses.replace(entry, code=code)
+        return configured
 
     def _constructed(self, cls: Any, known: Mapping[str, Any], values: Mapping[str, Any], where: str) -> Any:
         """An object of a user's class."""
@@ -168,16 +168,16 @@ class Registry(Generic[T]):
                     raise ConfigError(
                         f"{where}: unknown parameter {expected.name}; available: {', '.join(values) or 'nothing'}"
                     )
-            made = cls(**{name: known[name] for name in wanted if name in known})
+            configured = cls(**{name: known[name] for name in wanted if name in known})
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:  # user code
             raise ConfigError(
                 f"{where}: cannot be constructed: {type(error).__name__}: {user_code.error_text(error)}"
             ) from error
-        if missing := self.missing(made):
+        if missing := self.missing(configured):
             raise ConfigError(f"{where}: it lacks {', '.join(missing)}; docs/extending.md has an example")
-        return made
+        return configured
 
     def missing(self, entry: object) -> list[str]:
         """Members that the contract requires and that a class or object lacks."""
@@ -245,8 +245,8 @@ class Choice(Knob):
     def _unknown(self, knob: str, name: str, key: str) -> str:
         """Why an entry has no such knob, and what may be meant."""
         registry, known = self.registry, keys_of(self.registry.find(name))
-        if others := registry.with_knob(knob):
-            return f"a knob of {', '.join(others)}; {key}.name is {name}, which has {', '.join(known) or 'none'}"
+        if other_names := registry.with_knob(knob):
+            return f"a knob of {', '.join(other_names)}; {key}.name is {name}, which has {', '.join(known) or 'none'}"
         near = difflib.get_close_matches(knob, ("name", *known), n=1)
         hint = f"did you mean {key}.{near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
         return f"the {registry.label} {name} has no such knob; {hint}"

@@ -51,5 +51,5 @@ def load_reward(name: str, key: str) -> Callable[..., Any]:
     if name in extensions.installed(GROUP):
         added: Callable[..., Any] = extensions.load(GROUP, name)
         return added
-    own: Callable[..., Any] = user_code.load(name, key)
-    return own
+    function: Callable[..., Any] = user_code.load(name, key)
+    return function

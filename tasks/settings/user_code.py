@@ -20,33 +20,33 @@ PICKLED = "<dynamic-code>"
 """What cloudpickle calls the file of code that it pickled by value."""
 
 
-def load(named: str, key: str, kind: str = "function") -> Any:
+def load(reference: str, key: str, kind: str = "function") -> Any:
     """Load a user's function or class.
 
     Args:
-        named: file.py:NAME or module:NAME.
+        reference: file.py:NAME or module:NAME.
         key: Its key in the job file, for messages.
         kind: What is expected, for messages.
 
     Raises:
         ConfigError: It cannot be loaded.
     """
-    where, _, name = named.rpartition(":")
+    where, _, name = reference.rpartition(":")
     if not where:
-        raise ConfigError(f"{key} = {named!r}: expected file.py:NAME or module:NAME")
+        raise ConfigError(f"{key} = {reference!r}: expected file.py:NAME or module:NAME")
     try:
         module = _of_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"{key} = {named!r}: cannot be loaded: {error_text(error)}") from error
+        raise ConfigError(f"{key} = {reference!r}: cannot be loaded: {error_text(error)}") from error
     except (Exception, SystemExit) as error:  # user code
         raise ConfigError(
-            f"{key} = {named!r}: cannot be loaded: {type(error).__name__}: {error_text(error)}"
+            f"{key} = {reference!r}: cannot be loaded: {type(error).__name__}: {error_text(error)}"
         ) from error
     loaded = getattr(module, name, None)
     if not callable(loaded) or (kind == "class" and not isinstance(loaded, type)):
         near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if _own(v, module)], n=1, cutoff=0.3)
         raise ConfigError(
-            f"{key} = {named!r}: {where} has no {kind} {name}{f'; did you mean {near[0]}?' if near else ''}"
+            f"{key} = {reference!r}: {where} has no {kind} {name}{f'; did you mean {near[0]}?' if near else ''}"
         )
     return loaded
 

@@ -160,10 +160,12 @@ class DatasetRows:
         try:
             dataset = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(name, **arguments)
             if isinstance(dataset, Mapping):
-                chosen = split or (SPLIT if SPLIT in dataset else next(iter(dataset)))
-                if chosen not in dataset:
-                    raise ConfigError(f"{where}: no split {chosen!r}; set the option split to {' or '.join(dataset)}")
-                dataset = dataset[chosen]
+                split_name = split or (SPLIT if SPLIT in dataset else next(iter(dataset)))
+                if split_name not in dataset:
+                    raise ConfigError(
+                        f"{where}: no split {split_name!r}; set the option split to {' or '.join(dataset)}"
+                    )
+                dataset = dataset[split_name]
         except ConfigError:
             raise
         except Exception as error:  # the package raises many kinds, those of the hub and of arrow too
@@ -208,18 +210,18 @@ class RowSource:
             collections.deque(self._prompts(), maxlen=0)
             collections.deque(self._column(columns.answer, "answer") if columns.answer else (), maxlen=0)
         if count < (2 if use is Use.BOTH else 1):
-            needed = "at least 2 are needed, one to train on and one to hold out" if use is Use.BOTH else "add some"
-            raise ConfigError(f"{where}: {count} rows; {needed}")
+            remedy = "at least 2 are needed, one to train on and one to hold out" if use is Use.BOTH else "add some"
+            raise ConfigError(f"{where}: {count} rows; {remedy}")
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        chosen = self._held_out_rows if held_out else self._train
-        number = chosen[index % len(chosen)]
+        rows = self._held_out_rows if held_out else self._train
+        number = rows[index % len(rows)]
         row = self._rows[number]
         prompt = _at(row, self._columns.prompt)
-        named = {"prompt": prompt}
+        fields = {"prompt": prompt}
         if self._columns.answer:
-            named["answer"] = _at(row, self._columns.answer)
-        return Task(prompt=require_text(prompt_of(prompt)), record={**row, **named}, row=number)
+            fields["answer"] = _at(row, self._columns.answer)
+        return Task(prompt=require_text(prompt_of(prompt)), record={**row, **fields}, row=number)
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> RowSource:
         prompts = held_out_prompts(evaluation or self, num_held_out)

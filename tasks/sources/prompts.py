@@ -135,7 +135,7 @@ class EmulatedPrompts:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._texts = IdDetokenizer()
+        self._tokenizer = IdDetokenizer()
 
     held_out_notice = ""
 
@@ -153,7 +153,7 @@ class EmulatedPrompts:
         return tuple(emulated_ids(group, 0, self._workload.prompt_tokens(group)).tolist())
 
     def text(self, tokens: Sequence[int]) -> str:
-        return self._texts.text(tokens)
+        return self._tokenizer.text(tokens)
 
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
@@ -170,7 +170,7 @@ class TokenizedPrompts:
     """Prompts of a task source, encoded by the model's tokenizer. Threads may share one. Which prompt a group's id
     stands for depends on `held_out`: for an existing store it must be the value in its header."""
 
-    def __init__(self, settings: PromptSettings, texts: ChatTokenizer | None = None) -> None:
+    def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
         """texts: the model's tokenizer, if it is loaded already."""
         self._task = settings.source.task
         self._observation = settings.source.limits.template
@@ -189,7 +189,7 @@ class TokenizedPrompts:
             self.exclude(excluding_held_out)
         if settings.longest is not None:
             self._source = FilteredSource(self._source, self._fits)
-        self._texts = texts or load_chat_tokenizer(settings.tokenizer)
+        self._tokenizer = tokenizer or load_chat_tokenizer(settings.tokenizer)
         self._bridge: Bridge | None = None
 
     @property
@@ -207,7 +207,7 @@ class TokenizedPrompts:
         """Encodes what stands between two turns of an episode."""
         if self._bridge is None:
             self._bridge = make_bridge(
-                self._texts, self._settings.tokenizer, chat=self._task.chat, template=self._observation
+                self._tokenizer, self._settings.tokenizer, chat=self._task.chat, template=self._observation
             )
         return self._bridge
 
@@ -226,7 +226,7 @@ class TokenizedPrompts:
 
     def encode_response(self, text: str) -> list[int]:
         """Token ids of a response with its end; the first max_new_tokens of a longer one."""
-        return [*self._texts.ids(text), self._texts.end_id][: self._settings.max_new_tokens]
+        return [*self._tokenizer.ids(text), self._tokenizer.end_id][: self._settings.max_new_tokens]
 
     def _ids(self, task: Task) -> tuple[int, ...]:
         directions, prompt = split_params(task.prompt)
@@ -238,11 +238,11 @@ class TokenizedPrompts:
             messages = [*before, last._replace(content=template.format(prompt=last.content))]
             if self._task.system and messages[0].role != "system":
                 messages.insert(0, Message("system", self._task.system))
-            return self._texts.chat_ids(messages, directions.tools)
+            return self._tokenizer.chat_ids(messages, directions.tools)
         if not isinstance(prompt, str) and len(prompt) == 1 and prompt[0].role == "user":
             prompt = prompt[0].content
         if isinstance(prompt, str):
-            return self._texts.ids(template.format(prompt=prompt))
+            return self._tokenizer.ids(template.format(prompt=prompt))
         raise ConfigError(f"a prompt is a list of messages; set task.chat = true: {shown_prompt(prompt)}")
 
     def _fits(self, task: Task) -> bool:
@@ -281,15 +281,15 @@ class TokenizedPrompts:
         return self._source.held_out_notice
 
     def text(self, tokens: Sequence[int]) -> str:
-        return self._texts.text(tokens)
+        return self._tokenizer.text(tokens)
 
     def bridge_tokens(
         self, before: Sequence[int], turn: Sequence[int], messages: Sequence[Message], number: int, source: int = 0
     ) -> list[int]:
-        directions, shown = split_params(tuple(messages))
+        directions, messages_ = split_params(tuple(messages))
         if directions.token_ids is not None:
             return list(directions.token_ids)
-        return self.bridge.ids(before, turn, [m for m in shown if isinstance(m, Message)], number)
+        return self.bridge.ids(before, turn, [m for m in messages_ if isinstance(m, Message)], number)
 
     def render(self, messages: Sequence[Message], source: int = 0) -> list[int]:
         directions, shown = split_params(tuple(messages))
@@ -299,24 +299,24 @@ class TokenizedPrompts:
         if self._task.chat:
             if self._task.system and shown_messages[0].role != "system":
                 shown_messages.insert(0, Message("system", self._task.system))
-            return list(self._texts.chat_ids(shown_messages, directions.tools))
+            return list(self._tokenizer.chat_ids(shown_messages, directions.tools))
         around = {"assistant": "{observation}"}
         texts = (around.get(m.role, self._observation).replace("{observation}", m.content) for m in shown_messages)
-        return list(self._texts.ids("".join(texts)))
+        return list(self._tokenizer.ids("".join(texts)))
 
 
 class MixedPrompts:
     """Prompts of several task sources, each with its own template and limits. What is held out of one source is not
     trained on in any other."""
 
-    def __init__(self, settings: PromptSettings, texts: ChatTokenizer | None = None) -> None:
+    def __init__(self, settings: PromptSettings, tokenizer: ChatTokenizer | None = None) -> None:
         """texts: the model's tokenizer, if it is loaded already."""
-        if texts is None:
-            texts = (
+        if tokenizer is None:
+            tokenizer = (
                 RandomTexts(settings.tokenizer) if settings.drawn_responses else load_chat_tokenizer(settings.tokenizer)
             )
         self._names = [source.name for source in settings.sources]
-        self.each = [TokenizedPrompts(settings.of(source), texts) for source in settings.sources]
+        self.each = [TokenizedPrompts(settings.of(source), tokenizer) for source in settings.sources]
         held_out = [prompts.held_out_set for prompts in self.each]
         for number, prompts in enumerate(self.each):
             prompts.exclude(frozenset().union(*held_out[:number], *held_out[number + 1 :]))

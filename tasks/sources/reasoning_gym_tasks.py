@@ -14,7 +14,7 @@ REDRAWS = 10_000
 """Draws for one training prompt before the whole source counts as held out. If only one prompt in a hundred is not held
 out, all draws fail with probability 10**-43."""
 
-DRAWING = threading.RLock()
+DRAW_LOCK = threading.RLock()
 """Held while a dataset or a user's code draws a prompt. Some datasets seed and use numpy's global generator, others
 keep their own: two threads drawing at once would both get wrong prompts. Reentrant, as a dataset may use another."""
 
@@ -55,8 +55,8 @@ class ReasoningGym:
         if task.prompt in self._held_out:
             self._num_redrawn += 1
             tries = range(REDRAWS)
-            others = (self._at(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
-            replacement = next((t for t in others if t.prompt not in self._held_out), None)
+            redraws = (self._at(self.REDRAWN_OFFSET + index * REDRAWS + i) for i in tries)
+            replacement = next((t for t in redraws if t.prompt not in self._held_out), None)
             if replacement is None:
                 raise ConfigError(
                     f"task.source = reasoning_gym:{self._name}: {REDRAWS} draws gave only prompts that are held out; "
@@ -79,7 +79,7 @@ class ReasoningGym:
         return f"{self._num_redrawn} of {self._num_drawn} prompts drawn for training were held out, and replaced"
 
     def _at(self, index: int) -> Task:
-        with DRAWING:
+        with DRAW_LOCK:
             entry = self._dataset[index]
         return Task(prompt=entry["question"], record={**entry, "prompt": entry["question"]})
 

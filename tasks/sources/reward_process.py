@@ -234,16 +234,16 @@ def _rewards(settings: ScoringSettings) -> dict[str, tuple[Reward, str]]:
     if not settings.sources:
         built = settings.source.build()
         rewards[""] = make_reward(reward.function, built, reward.parts), settings.source.task.answer_pattern
-    for named in settings.sources:
-        of = named.source.build()
-        if named.function:
-            scores = make_reward(named.function, of, key=f"task.sources.{named.name}.reward")
+    for source_settings in settings.sources:
+        source = source_settings.source.build()
+        if source_settings.function:
+            scores = make_reward(source_settings.function, source, key=f"task.sources.{source_settings.name}.reward")
         else:
-            scores = make_reward(reward.function, of, reward.parts)
-        rewards[named.name] = scores, named.source.task.answer_pattern
+            scores = make_reward(reward.function, source, reward.parts)
+        rewards[source_settings.name] = scores, source_settings.source.task.answer_pattern
     for eval_set in settings.sets:
-        of = eval_set.build() if eval_set.config.source else built
-        scores = make_reward(eval_set.config.reward, of, key=f"evaluation.sets.{eval_set.name}.reward")
+        source = eval_set.build() if eval_set.config.source else built
+        scores = make_reward(eval_set.config.reward, source, key=f"evaluation.sets.{eval_set.name}.reward")
         rewards[eval_set.name] = scores, settings.source.task.answer_pattern
     return rewards
 

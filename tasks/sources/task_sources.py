@@ -33,7 +33,7 @@ from staleflow.tasks.settings.reward_functions import load_reward, reward_fault
 from staleflow.tasks.settings.source_kinds import SourceType, all_forms, is_agent, is_environment, kind_of, open_source
 from staleflow.tasks.settings.task_config import RewardPart, TaskConfig
 from staleflow.tasks.sources.dataset_rows import RowSource, Use
-from staleflow.tasks.sources.reasoning_gym_tasks import DRAWING
+from staleflow.tasks.sources.reasoning_gym_tasks import DRAW_LOCK
 
 
 class UserSource:
@@ -47,12 +47,12 @@ class UserSource:
 
     num_held_out = None
 
-    def __init__(self, named: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
+    def __init__(self, reference: str, options: Mapping[str, Any], seed: int, key: str = "task.source") -> None:
         """key: of the job file that names it, for messages."""
-        self._where = f"{key} = {named!r}"
+        self._where = f"{key} = {reference!r}"
         self._held_out: frozenset[Prompt] = frozenset()
         self._num_drawn = self._num_overlapping = 0
-        make = user_code.load(named, key)
+        make = user_code.load(reference, key)
         try:
             self._environment = make(dict(options), seed)
             self.score = self._environment.score
@@ -62,7 +62,7 @@ class UserSource:
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
         try:
-            with DRAWING:
+            with DRAW_LOCK:
                 record = self._environment.record(index, held_out)
         except Exception as error:  # a user's code may raise anything
             raise ConfigError(f"{self._where}: record {index}: {type(error).__name__}: {error}") from error
@@ -146,8 +146,8 @@ class SplitSource:
         return replace(task, record=EvaluationRecord(task.record))
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> SplitSource:
-        of = evaluation or self._evaluation
-        return SplitSource(self._training.excluding_held_out(num_held_out, of), self._evaluation)
+        source = evaluation or self._evaluation
+        return SplitSource(self._training.excluding_held_out(num_held_out, source), self._evaluation)
 
     @property
     def num_held_out(self) -> int | None:
@@ -158,8 +158,8 @@ class SplitSource:
         return self._training.held_out_notice
 
     def score(self, answer: str, record: Record) -> float | tuple[float, dict[str, float]]:
-        of = self._evaluation if isinstance(record, EvaluationRecord) else self._training
-        return of.score(answer, record)
+        source = self._evaluation if isinstance(record, EvaluationRecord) else self._training
+        return source.score(answer, record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,8 +243,8 @@ def make_source(
     where = f"{key} = {source!r}"
     kind, name = kind_of(source), source.partition(":")[2]
     if kind is not None and kind.type is SourceType.PROCEDURAL:
-        made: TaskSource = kind.open(name, options, seed, key, where=where)
-        return made
+        opened: TaskSource = kind.open(name, options, seed, key, where=where)
+        return opened
     if kind is not None and kind.type is SourceType.ROWS:
         return RowSource(open_source(kind.type, source, options, where), columns or Columns(), where, use)
     if source == "emulated":

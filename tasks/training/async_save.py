@@ -22,10 +22,10 @@ def copied(state: Any) -> Any:
             return [copy(value) for value in thing]
         if not isinstance(thing, torch.Tensor):
             return thing
-        at = (thing.data_ptr(), thing.dtype, thing.shape, thing.stride())
-        if at not in copies:
-            copies[at] = thing.detach().to("cpu", copy=True)
-        return copies[at]
+        storage_key = (thing.data_ptr(), thing.dtype, thing.shape, thing.stride())
+        if storage_key not in copies:
+            copies[storage_key] = thing.detach().to("cpu", copy=True)
+        return copies[storage_key]
 
     return copy(state)
 

@@ -24,23 +24,23 @@ class BranchSequences:
 
     rows: tuple[Row, ...]
     of_row: tuple[tuple[int, ...], ...]
-    places: tuple[Places | None, ...]
+    positions: tuple[Places | None, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> BranchSequences:
         """The sequences of rows, in their order."""
-        sequences, of_row, places = list[Row](), list[tuple[int, ...]](), list[Places | None]()
+        sequences, of_row, all_positions = list[Row](), list[tuple[int, ...]](), list[Places | None]()
         for row in rows:
-            first = len(sequences)
+            num_sequences = len(sequences)
             if row.branches:
-                for sequence, there in _divided(row):
+                for sequence, positions in _divided(row):
                     sequences.append(sequence)
-                    places.append(there)
+                    all_positions.append(positions)
             else:
                 sequences.append(row)
-                places.append(None)
-            of_row.append(tuple(range(first, len(sequences))))
-        return cls(rows=tuple(sequences), of_row=tuple(of_row), places=tuple(places))
+                all_positions.append(None)
+            of_row.append(tuple(range(num_sequences, len(sequences))))
+        return cls(rows=tuple(sequences), of_row=tuple(of_row), positions=tuple(all_positions))
 
     def chosen(self, rows: Iterable[int]) -> tuple[list[int], list[int]]:
         """The sequences of these rows, and of each the place of its row among them."""
@@ -56,12 +56,14 @@ class BranchSequences:
             for sequence in self.of_row[i]:
                 if sequence not in values:
                     continue
-                there = self.places[sequence]
-                if there is None:
+                positions = self.positions[sequence]
+                if positions is None:
                     row_values[i] = values[sequence]
                     continue
-                own = self.rows[sequence].sampled
-                row_values.setdefault(i, np.zeros(len(row.response), np.float32))[there[own]] = values[sequence][own]
+                sampled = self.rows[sequence].sampled
+                row_values.setdefault(i, np.zeros(len(row.response), np.float32))[positions[sampled]] = values[
+                    sequence
+                ][sampled]
         return row_values
 
 
@@ -72,23 +74,23 @@ def _divided(row: Row) -> list[tuple[Row, Places]]:
     parts = training_sequences(row.branches, np.concatenate([np.zeros(prompt, bool), row.sampled]))
     sequences = []
     for path, trained in parts:
-        begin = _begin(path, trained, prompt)
-        there = path[begin:] - prompt
+        start = _begin(path, trained, prompt)
+        sampled_positions = path[start:] - prompt
         sequence = replace(
             row,
-            prompt=ids[path[:begin]],
-            response=ids[path[begin:]],
-            behaviour=row.behaviour[there],
-            sampled=trained[begin:],
-            lags=None if row.lags is None else row.lags[there],
+            prompt=ids[path[:start]],
+            response=ids[path[start:]],
+            behaviour=row.behaviour[sampled_positions],
+            sampled=trained[start:],
+            lags=None if row.lags is None else row.lags[sampled_positions],
             branches=(),
         )
-        sequences.append((sequence, there))
+        sequences.append((sequence, sampled_positions))
     return sequences or [(replace(row, branches=()), np.arange(len(row.response)))]
 
 
 def _begin(path: Places, trained: SampledTokens, prompt: int) -> int:
     """How many tokens of a sequence are its prompt: the row's, which other rows may have, too, if it begins with all of
     that; else all before the first that is trained on."""
-    whole = len(path) > prompt and bool(path[prompt - 1] == prompt - 1)
-    return prompt if whole else int(np.flatnonzero(trained)[0])
+    has_prompt = len(path) > prompt and bool(path[prompt - 1] == prompt - 1)
+    return prompt if has_prompt else int(np.flatnonzero(trained)[0])

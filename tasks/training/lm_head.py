@@ -73,8 +73,8 @@ class LmHead:
         size = self.most_tokens
         again = len(tokens) > size and torch.is_grad_enabled()
         parts = []
-        for states, there in zip(hidden.split(size), tokens.split(size), strict=True):
-            args = (states, there, query)
+        for states, token_chunk in zip(hidden.split(size), tokens.split(size), strict=True):
+            args = (states, token_chunk, query)
             parts.append(
                 checkpoint(self._token_logprobs, *args, use_reentrant=False) if again else self._token_logprobs(*args)
             )
@@ -108,16 +108,16 @@ class LmHead:
 
     def _tried(self, model: Any, device: str) -> bool:
         """Whether the model gives this layer's output as it is."""
-        seen: list[torch.Tensor] = []
+        logit_inputs: list[torch.Tensor] = []
 
         def recorded(hidden: torch.Tensor) -> torch.Tensor:
-            seen.append(self._logits(hidden))
-            return seen[-1]
+            logit_inputs.append(self._logits(hidden))
+            return logit_inputs[-1]
 
         self._layer.forward = recorded
         with torch.no_grad():
             logits = model(input_ids=torch.arange(3, device=device)[None], use_cache=False).logits
-        return len(seen) == 1 and torch.equal(seen[0].float(), logits.float())
+        return len(logit_inputs) == 1 and torch.equal(logit_inputs[0].float(), logits.float())
 
 
 class _AtOnce(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
@@ -132,18 +132,18 @@ class _AtOnce(torch.autograd.Function):  # type: ignore[misc]  # torch is not ty
         parts: Sequence[tuple[int, PartLoss]],
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        loss, begin = hidden.new_zeros((), dtype=torch.float32), 0
+        loss, start = hidden.new_zeros((), dtype=torch.float32), 0
         of_hidden, of_weights = torch.empty_like(hidden), list[torch.Tensor]()
         for count, of_part in parts:
-            there = slice(begin, begin + count)
-            part, (of_hidden[there], *gradients) = differentiated(hidden[there], tokens[there], of_part)
+            positions = slice(start, start + count)
+            part, (of_hidden[positions], *gradients) = differentiated(hidden[positions], tokens[positions], of_part)
             loss += part
             if of_weights:
                 for sum_of, gradient in zip(of_weights, gradients, strict=True):
                     sum_of.add_(gradient)
             else:
                 of_weights = gradients
-            begin += count
+            start += count
         ctx.gradients = [of_hidden, *of_weights]
         return loss
 

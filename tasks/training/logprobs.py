@@ -117,14 +117,14 @@ class LogprobModel:
         kept = list[torch.Tensor]()
 
         def of_part(part: MicroBatch) -> tuple[int, Callable[[torch.Tensor], torch.Tensor]]:
-            there = _Sampled.of(part, self.device)
+            sampled = _Sampled.of(part, self.device)
 
             def part_loss(values: torch.Tensor) -> torch.Tensor:
                 kept.append(values.detach())
-                scattered = there.scattered(values)
-                return scattered.sum() if there.none else loss(part, *_unbound(scattered))
+                scattered = sampled.scattered(values)
+                return scattered.sum() if sampled.none else loss(part, *_unbound(scattered))
 
-            return len(there.tokens), part_loss
+            return len(sampled.tokens), part_loss
 
         parts = [batch] if sampled.none else batch.parts(self.layer.most_tokens, by_token=by_token)
         query = LogprobQuery(temperature=self.temperature, entropy=entropy)
@@ -160,9 +160,9 @@ class LogprobModel:
             layout = PackedLayout.of(batch.input_ids, batch.attention_mask.sum(1), batch.prompts)
             ids = torch.from_numpy(batch.input_ids[layout.row, layout.column]).to(self.device)[None]
             rows, columns = sampled.index
-            keep = torch.from_numpy(layout.places(rows, batch.start + columns)).to(self.device)
-            there = PackedRowLengths(layout.blocks)
-            inputs = {"position_ids": there.positions(self.device), "row_lengths": there}
+            keep = torch.from_numpy(layout.packed_indices(rows, batch.start + columns)).to(self.device)
+            lengths = PackedRowLengths(layout.blocks)
+            inputs = {"position_ids": lengths.positions(self.device), "row_lengths": lengths}
             picked = None
         else:
             # Padding is at the right end, where no token of a row sees it: a mask would change nothing.
@@ -179,26 +179,26 @@ class LogprobModel:
         return of_kept(logits) if answer is None else logits
 
     def microbatches(
-        self, rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32]
+        self, rows: Sequence[Row], indices: Sequence[int], weights: npt.NDArray[np.float32]
     ) -> list[MicroBatch]:
         """This rank's micro-batches of the chosen rows. weights: [len(chosen)], of their tokens. Raises ConfigError if
         a row is longer than `longest_row`."""
-        most = max((len(rows[i].prompt) + len(rows[i].response) for i in chosen), default=0)
-        if self.longest_row is not None and most > self.longest_row:
+        max_row_tokens = max((len(rows[i].prompt) + len(rows[i].response) for i in indices), default=0)
+        if self.longest_row is not None and max_row_tokens > self.longest_row:
             raise ConfigError(
-                f"a prompt and its response have {most} tokens: beyond {self.longest_row} the model's rotary embedding "
-                "depends on the longest row of a micro-batch, and so would all logprobs; lower rollout.max_new_tokens, "
-                "or leave such rows out"
+                f"a prompt and its response have {max_row_tokens} tokens: beyond {self.longest_row} the model's rotary "
+                "embedding depends on the longest row of a micro-batch, and so would all logprobs; lower "
+                "rollout.max_new_tokens, or leave such rows out"
             )
-        return microbatches(rows, chosen, weights, self.token_budget, self.rank, self.ranks, unpadded=self.packs_rows)
+        return microbatches(rows, indices, weights, self.token_budget, self.rank, self.ranks, unpadded=self.packs_rows)
 
-    def rows(self, rows: Sequence[Row], chosen: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
+    def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> dict[int, npt.NDArray[np.float32]]:
         """[T] log-probabilities of the response of each chosen row that is this rank's, nats, by row index; 0 at given
         tokens. Without gradient."""
         by_index: dict[int, npt.NDArray[np.float32]] = {}
-        ones = np.ones(len(chosen), np.float32)
+        ones = np.ones(len(indices), np.float32)
         with torch.no_grad():
-            for batch in self.microbatches(rows, chosen, ones):
+            for batch in self.microbatches(rows, indices, ones):
                 by_index |= by_row(batch, rows, self.batch(batch))
         return by_index
 
@@ -207,8 +207,8 @@ def by_row(batch: MicroBatch, rows: Sequence[Row], values: torch.Tensor) -> dict
     """[T] values of each row's response, by row index, from [N, T] those of a micro-batch."""
     array, by_index = values.detach().cpu().numpy(), {}
     for k, i in enumerate(batch.rows):
-        begin = len(rows[i].prompt) - 1 - batch.start
-        by_index[i] = array[k, begin : begin + len(rows[i].response)]
+        start = len(rows[i].prompt) - 1 - batch.start
+        by_index[i] = array[k, start : start + len(rows[i].response)]
     return by_index
 
 

@@ -162,9 +162,9 @@ def _segment_log_ratio(new: Tensor, old: Tensor, tokens: Tokens) -> Tensor:
     """[N, T] log ratio of the segment that each token is in, uncut. A segment is what was sampled without a break under
     one version."""
     here, before = tokens.sampled[:, 1:], tokens.sampled[:, :-1]
-    begins = here & (~before | (tokens.lags[:, 1:] != tokens.lags[:, :-1]))
+    starts = here & (~before | (tokens.lags[:, 1:] != tokens.lags[:, :-1]))
     number = tokens.sampled.new_zeros(new.shape).long()
-    number[:, 1:] = begins.long().cumsum(1)
+    number[:, 1:] = starts.long().cumsum(1)
     sums = new.new_zeros(new.shape).scatter_add(1, number, new - old)
     return sums.gather(1, number)
 

@@ -37,7 +37,7 @@ def split_microbatches(lengths: Sequence[int], ranks: int, token_budget: int) ->
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     ends = _ends([lengths[i] for i in order], ranks, token_budget)
-    return [_dealt(order[begin:end], ranks) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [_dealt(order[start:end], ranks) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _ends(lengths: Sequence[int], ranks: int, token_budget: int) -> list[int]:
@@ -45,17 +45,17 @@ def _ends(lengths: Sequence[int], ranks: int, token_budget: int) -> list[int]:
     of cutting the first rows is the best way of cutting fewer of them, and one micro-batch more."""
     overhead = PASS_TOKENS if ranks == 1 else GATHER_TOKENS
     cost = np.zeros(len(lengths) + 1, np.int64)
-    begins = np.zeros(len(lengths) + 1, np.int64)
-    for end, longest in enumerate(lengths, start=1):
-        first = max(0, end - ranks * max(1, token_budget // longest))
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    for end, max_length in enumerate(lengths, start=1):
+        first = max(0, end - ranks * max(1, token_budget // max_length))
         sizes = -(-(end - np.arange(first, end)) // ranks)
-        totals = cost[first:end] + sizes * longest + overhead
+        totals = cost[first:end] + sizes * max_length + overhead
         best = int(totals.argmin())
-        cost[end], begins[end] = totals[best], first + best
+        cost[end], starts[end] = totals[best], first + best
     ends, end = list[int](), len(lengths)
     while end:
         ends.append(end)
-        end = int(begins[end])
+        end = int(starts[end])
     return ends[::-1]
 
 
@@ -63,6 +63,6 @@ def _dealt(rows: Sequence[int], ranks: int) -> tuple[Part, ...]:
     """Rows dealt in turn: 0, 1, 2, 2, 1, 0, 0, ..."""
     parts: list[list[int]] = [[] for _ in range(ranks)]
     for turn, row in enumerate(rows):
-        there, place = divmod(turn, ranks)
-        parts[place if there % 2 == 0 else ranks - 1 - place].append(row)
+        start_rank, position = divmod(turn, ranks)
+        parts[position if start_rank % 2 == 0 else ranks - 1 - position].append(row)
     return tuple(tuple(part) for part in parts)

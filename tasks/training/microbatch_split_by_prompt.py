@@ -33,26 +33,26 @@ Range = tuple[int, int]
 
 
 def divided_by_prompt(
-    same: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int], ranks: int, token_budget: int
+    rows_by_prompt: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int], ranks: int, token_budget: int
 ) -> list[tuple[Part, ...]]:
-    """Micro-batches as each rank's rows, by index. same: the rows of each prompt. prompts, rests: tokens of each row's
-    prompt, and after it. token_budget: what a rank's part counts for, at most.
+    """Split rows into micro-batches: for each, the row indices of each rank. rows_by_prompt: the rows of each prompt.
+    prompts, rests: tokens of each row's prompt, and of its response. token_budget: maximum of a rank's part.
 
     >>> divided_by_prompt([[0, 2], [1]], [32, 8, 32], [9, 4, 7], ranks=1, token_budget=64)
     [((1, 2, 0),)]
     """
     by_length = split_microbatches([sum(both) for both in zip(prompts, rests, strict=True)], ranks, token_budget)
-    if len(same) == len(prompts):
+    if len(rows_by_prompt) == len(prompts):
         return by_length
-    line = _Line.of(same, prompts, rests)
+    line = _Line.of(rows_by_prompt, prompts, rests)
     best = line.cut(token_budget)
     if ranks > 1:
         even = sum(line.count(part) for part in best) / (-(-len(best) // ranks) * ranks)
         budgets = [int(even * more) for more in CLOSER if 1 <= int(even * more) < token_budget]
         best = min([*(line.cut(budget) for budget in budgets), best], key=lambda parts: line.time(parts, ranks))
     batches = line.dealt(best, ranks)
-    by_prompt = [tuple(line.order[begin:end] for begin, end in batch) for batch in batches]
-    numbers = {i: number for number, run in enumerate(same) for i in run}
+    by_prompt = [tuple(line.order[start:end] for start, end in batch) for batch in batches]
+    numbers = {i: number for number, run in enumerate(rows_by_prompt) for i in run}
 
     def tokens(cut: Sequence[tuple[Part, ...]]) -> int:
         return sum(max(_count(part, numbers, prompts, rests) for part in batch) for batch in cut)
@@ -73,15 +73,15 @@ class _Line:
     order: Part
     lengths: Ints  # [N]
     prompts: Ints  # [N]
-    begins: Ints  # [N] the first row of each row's prompt
+    starts: Ints  # [N] the first row of each row's prompt
     ends: Ints  # [N] and the one after its last row
     rests: Ints  # [N + 1] tokens after prompts of all rows before
-    left: Ints  # [N] what a row counts for, together with those of its prompt that come after it
+    remaining: Ints  # [N] what a row counts for, together with those of its prompt that come after it
     whole: Ints  # [N + 1] at the first row of a prompt, and at the end: what all rows before count for
 
     @classmethod
-    def of(cls, same: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int]) -> _Line:
-        runs = [sorted(run, key=lambda i: rests[i]) for run in same]
+    def of(cls, rows_by_prompt: Sequence[Sequence[int]], prompts: Sequence[int], rests: Sequence[int]) -> _Line:
+        runs = [sorted(run, key=lambda i: rests[i]) for run in rows_by_prompt]
         runs.sort(key=lambda run: prompts[run[-1]] + rests[run[-1]])
         order = tuple(i for run in runs for i in run)
         sizes = np.asarray([len(run) for run in runs])
@@ -89,49 +89,49 @@ class _Line:
         of_prompt, of_rest = np.asarray(prompts, np.int64)[[*order]], np.asarray(rests, np.int64)[[*order]]
         rest = np.concatenate([[0], of_rest.cumsum()])
         rows = np.arange(len(order))
-        begins = ends - np.repeat(sizes, sizes)
-        left = counted(ends - rows, of_prompt, rest[ends] - rest[rows])
+        starts = ends - np.repeat(sizes, sizes)
+        remaining = counted(ends - rows, of_prompt, rest[ends] - rest[rows])
         whole = np.zeros(len(order) + 1, np.int64)
-        whole[sizes.cumsum()] = left[begins[sizes.cumsum() - 1]].cumsum()
+        whole[sizes.cumsum()] = remaining[starts[sizes.cumsum() - 1]].cumsum()
         return cls(
-            order=order, lengths=of_prompt + of_rest, prompts=of_prompt, begins=begins, ends=ends, rests=rest,
-            left=left, whole=whole,
+            order=order, lengths=of_prompt + of_rest, prompts=of_prompt, starts=starts, ends=ends, rests=rest,
+            remaining=remaining, whole=whole,
         )  # fmt: skip
 
     def counts(self, firsts: Ints, end: int) -> Ints:
         """What rows from each of `firsts` up to the one before `end` count for."""
-        begin = int(self.begins[end - 1])
-        within = np.maximum(firsts, begin)
-        own = counted(end - within, self.prompts[end - 1], self.rests[end] - self.rests[within])
-        before = self.left[firsts] + self.whole[begin] - self.whole[self.ends[firsts]]
-        starts: Ints = own + np.where(firsts < begin, before, 0)
+        start = int(self.starts[end - 1])
+        within = np.maximum(firsts, start)
+        last_prompt = counted(end - within, self.prompts[end - 1], self.rests[end] - self.rests[within])
+        before = self.remaining[firsts] + self.whole[start] - self.whole[self.ends[firsts]]
+        starts: Ints = last_prompt + np.where(firsts < start, before, 0)
         return starts
 
     def count(self, part: Range) -> int:
-        begin, end = part
-        return int(self.counts(np.asarray([begin]), end)[0])
+        start, end = part
+        return int(self.counts(np.asarray([start]), end)[0])
 
     def cut(self, token_budget: int) -> list[Range]:
         """By dynamic programming: the best way of cutting the first rows is the best way of cutting fewer of them, and
         one part more."""
         num_rows = len(self.order)
-        cost, begins = np.zeros(num_rows + 1, np.int64), np.zeros(num_rows + 1, np.int64)
+        cost, starts = np.zeros(num_rows + 1, np.int64), np.zeros(num_rows + 1, np.int64)
         for end in range(1, num_rows + 1):
             most_rows = max(1, PADDED * token_budget // int(self.lengths[end - 1]))
             fitting = int(np.searchsorted(self.rests, self.rests[end] - token_budget))
             firsts = np.arange(min(end - 1, max(fitting, end - most_rows)), end)
             counts = self.counts(firsts, end)
-            longest = np.maximum.accumulate(self.lengths[firsts][::-1])[::-1]
-            allowed = (counts <= token_budget) & ((end - firsts) * longest <= PADDED * token_budget)
+            max_lengths = np.maximum.accumulate(self.lengths[firsts][::-1])[::-1]
+            allowed = (counts <= token_budget) & ((end - firsts) * max_lengths <= PADDED * token_budget)
             allowed[-1] = True
             firsts = firsts[allowed]
             totals = cost[firsts] + counts[allowed] + PASS_TOKENS
             best = int(totals.argmin())
-            cost[end], begins[end] = totals[best], firsts[best]
+            cost[end], starts[end] = totals[best], firsts[best]
         parts, end = list[Range](), num_rows
         while end:
-            parts.append((int(begins[end]), end))
-            end = int(begins[end])
+            parts.append((int(starts[end]), end))
+            end = int(starts[end])
         return parts[::-1]
 
     def dealt(self, parts: Sequence[Range], ranks: int) -> list[tuple[Range, ...]]:

@@ -122,20 +122,20 @@ class RowArrays:
     def rows(self) -> list[Row]:
         """The rows, as views of these arrays."""
         ends = self.lengths.cumsum(axis=0)
-        begins = ends - self.lengths
+        starts = ends - self.lengths
         branches: dict[int, list[ContextBranch]] = {}
-        for row, at, after in self.branches.tolist():
-            branches.setdefault(row, []).append(ContextBranch(at, after))
+        for row, start, after in self.branches.tolist():
+            branches.setdefault(row, []).append(ContextBranch(start, after))
         return [
             Row(
-                prompt=self.prompt_tokens[begins[i, 0] : ends[i, 0]],
-                response=self.response_tokens[begins[i, 1] : ends[i, 1]],
-                behaviour=self.behaviour[begins[i, 1] : ends[i, 1]],
-                sampled=self.sampled[begins[i, 1] : ends[i, 1]],
+                prompt=self.prompt_tokens[starts[i, 0] : ends[i, 0]],
+                response=self.response_tokens[starts[i, 1] : ends[i, 1]],
+                behaviour=self.behaviour[starts[i, 1] : ends[i, 1]],
+                sampled=self.sampled[starts[i, 1] : ends[i, 1]],
                 advantage=float(self.advantages[i]),
                 staleness=int(self.staleness[i]),
                 trained=bool(self.trained[i]),
-                lags=self.lags[begins[i, 1] : ends[i, 1]],
+                lags=self.lags[starts[i, 1] : ends[i, 1]],
                 branches=tuple(branches.get(i, ())),
             )
             for i in range(len(self.lengths))
@@ -156,17 +156,17 @@ class BatchMessage:
     rest: int
 
 
-def part_end(consumed: Sequence[EndedTrajectory], first: int, most_bytes: int = MESSAGE_BYTES) -> int:
-    """The index after the last row of the message that begins with row `first`: as many as fit, and at least one."""
-    num_bytes, last = 0, first
-    while last < len(consumed):
-        trajectory = consumed[last].trajectory
+def part_end(consumed: Sequence[EndedTrajectory], start: int, most_bytes: int = MESSAGE_BYTES) -> int:
+    """The index after the last row of the message that begins with row `start`: as many as fit, and at least one."""
+    num_bytes, stop = 0, start
+    while stop < len(consumed):
+        trajectory = consumed[stop].trajectory
         # As in RowArrays: a prompt's token takes 4 bytes, a response's 11 with its logprob, a row 29 besides.
         num_bytes += 4 * len(trajectory.prompt_tokens) + 11 * trajectory.num_tokens + 29
-        if num_bytes > most_bytes and last > first:
+        if num_bytes > most_bytes and stop > start:
             break
-        last += 1
-    return last
+        stop += 1
+    return stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,13 +206,13 @@ class MicroBatch:
         """The batch in parts of at most so many sampled tokens, in their order, and at least one in each. by_token: a
         row that has more is cut, too."""
         counts = (self.mask > 0).sum(1)
-        parts, begin = list[MicroBatch](), 0
-        while begin < len(self.rows):
-            fitting = int(np.searchsorted(counts[begin:].cumsum(), most_tokens, side="right"))
-            end = begin + max(1, fitting)
-            part = self.part(slice(begin, end))
+        parts, start = list[MicroBatch](), 0
+        while start < len(self.rows):
+            fitting = int(np.searchsorted(counts[start:].cumsum(), most_tokens, side="right"))
+            end = start + max(1, fitting)
+            part = self.part(slice(start, end))
             parts += _columns(part, most_tokens) if by_token and not fitting else [part]
-            begin = end
+            start = end
         return [part for part in parts if part.mask.any()]
 
     def scattered(self, rows: Sequence[Row], values: Mapping[int, npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
@@ -220,9 +220,9 @@ class MicroBatch:
         scattered = np.zeros_like(self.behaviour)
         for k, i in enumerate(self.rows):
             if i in values:
-                begin = len(rows[i].prompt) - 1 - self.start
-                there = values[i][max(0, -begin) : scattered.shape[1] - begin]
-                scattered[k, max(0, begin) : max(0, begin) + len(there)] = there
+                start = len(rows[i].prompt) - 1 - self.start
+                response_values = values[i][max(0, -start) : scattered.shape[1] - start]
+                scattered[k, max(0, start) : max(0, start) + len(response_values)] = response_values
         return scattered
 
 
@@ -230,7 +230,7 @@ def _columns(row: MicroBatch, most_tokens: int) -> list[MicroBatch]:
     """A single row in parts of so many sampled tokens."""
     sampled = np.flatnonzero(row.mask[0] > 0)
     ends = [*sampled[most_tokens::most_tokens], row.mask.shape[1]]
-    return [row.part(slice(0, 1), slice(begin, end)) for begin, end in zip([0, *ends], ends, strict=False)]
+    return [row.part(slice(0, 1), slice(start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 EMPTY_MICROBATCH = MicroBatch(
@@ -277,7 +277,7 @@ def minibatches(num_rows: int, count: int, rng: np.random.Generator, together: i
 
 def microbatches(
     rows: Sequence[Row],
-    chosen: Sequence[int],
+    indices: Sequence[int],
     weights: npt.NDArray[np.float32],
     token_budget: int,
     rank: int = 0,
@@ -291,26 +291,26 @@ def microbatches(
     weights: [len(chosen)], from `token_weights`. unpadded: they are computed without padding, and the prompts that they
     have in common once: only those tokens count, and rows of a prompt stay together.
     """
-    responses = [len(rows[i].response) for i in chosen]
-    prompts = [len(rows[i].prompt) for i in chosen]
+    responses = [len(rows[i].response) for i in indices]
+    prompts = [len(rows[i].prompt) for i in indices]
     if unpadded:
-        same = alike(rows[i].prompt.tobytes() for i in chosen)
-        cut = divided_by_prompt(same, prompts, responses, ranks, token_budget)
+        rows_by_prompt = alike(rows[i].prompt.tobytes() for i in indices)
+        cut = divided_by_prompt(rows_by_prompt, prompts, responses, ranks, token_budget)
     else:
         cut = split_microbatches(
             [sum(lengths) for lengths in zip(prompts, responses, strict=True)], ranks, token_budget
         )
-    return [_pad(rows, chosen, weights, parts[rank]) if parts[rank] else EMPTY_MICROBATCH for parts in cut]
+    return [_pad(rows, indices, weights, parts[rank]) if parts[rank] else EMPTY_MICROBATCH for parts in cut]
 
 
 def _pad(
-    rows: Sequence[Row], chosen: Sequence[int], weights: npt.NDArray[np.float32], part: Sequence[int]
+    rows: Sequence[Row], indices: Sequence[int], weights: npt.NDArray[np.float32], part: Sequence[int]
 ) -> MicroBatch:
-    picked = [rows[chosen[i]] for i in part]
+    picked = [rows[indices[i]] for i in part]
     start = min(len(r.prompt) for r in picked) - 1
     # At least one target, also where all responses are empty.
-    longest = max(start + 2, *(len(r.prompt) + len(r.response) for r in picked))
-    shape = (len(picked), longest)
+    max_tokens = max(start + 2, *(len(r.prompt) + len(r.response) for r in picked))
+    shape = (len(picked), max_tokens)
     ids, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask, behaviour, lags = np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.int64)
     for k, row in enumerate(picked):
@@ -321,7 +321,7 @@ def _pad(
         behaviour[k, prompt:end] = row.behaviour
         lags[k, prompt:end] = row.staleness if row.lags is None else row.lags
     return MicroBatch(
-        rows=tuple(chosen[i] for i in part),
+        rows=tuple(indices[i] for i in part),
         input_ids=ids,
         attention_mask=attention,
         prompts=np.asarray([len(r.prompt) for r in picked], np.int64),

@@ -47,8 +47,8 @@ class Objective:
 
     def trains(self, row: Row) -> bool:
         """Whether a row has a gradient: without an advantage only from what is not proportional to it."""
-        whole = self.needs_reference or self.needs_entropy or self.loss.trains_zero_advantage
-        return row.trained and (whole or row.advantage != 0.0)
+        full_forward = self.needs_reference or self.needs_entropy or self.loss.trains_zero_advantage
+        return row.trained and (full_forward or row.advantage != 0.0)
 
     def old(self, tokens: Tokens) -> Tensor:
         """[N, T] logprobs under the policy that the loss takes as the old one."""

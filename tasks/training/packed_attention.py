@@ -79,7 +79,7 @@ class LocalMask:
     size: int
 
 
-def _mask(*, local_size: int | None = None, use_vmap: bool = False, **others: Any) -> LocalMask | None:
+def _mask(*, local_size: int | None = None, use_vmap: bool = False, **kwargs: Any) -> LocalMask | None:
     """The mask that transformers makes for each kind of layer in a model: none, for causal attention within rows.
     local_size: tokens of a window or a chunk. use_vmap: whether the model has changed the mask by a function of its
     own. Raises NotPacked for that."""
@@ -98,7 +98,7 @@ def _attention(
     scaling: float | None = None,
     row_lengths: PackedRowLengths | None = None,
     sliding_window: int | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """[1, T, heads, D] from [1, heads, T, D]; without row_lengths, of a single row. Raises NotPacked."""
     window: int | None = None
@@ -108,12 +108,12 @@ def _attention(
         attention_mask, window = None, sliding_window
     if window is None and (row_lengths is None or row_lengths.single):
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **others
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
         return output
     if attention_mask is not None:
         raise NotPacked(f"{type(module).__name__} has a mask of its own")
-    more = [name for name, value in others.items() if name not in KNOWN and value is not None]
+    more = [name for name, value in kwargs.items() if name not in KNOWN and value is not None]
     more += ["dropout"] if dropout else []
     more += ["sliding_window"] if sliding_window != window else []
     more += [] if getattr(module, "is_causal", True) else ["is_causal = False"]
@@ -167,9 +167,9 @@ def why_padded(model: Any, device: str, most_tokens: int) -> str:
     Args:
         most_tokens: Of a sequence with more than one row.
     """
-    taken = inspect.signature(model.forward).parameters
-    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-    if not (passes_on and "position_ids" in taken and model._can_set_attn_implementation()):
+    parameters = inspect.signature(model.forward).parameters
+    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if not (passes_on and "position_ids" in parameters and model._can_set_attn_implementation()):
         return f"{type(model).__name__} does not pass position_ids and row lengths on to its attention"
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
@@ -196,17 +196,17 @@ def _try_packed(model: Any, device: str, most_tokens: int) -> None:
     filler = [PromptBlock(0, (count,)) for count in [*[FILLER_TOKENS] * full, rest] if count]
     rows = PackedRowLengths((*COMPARED, *filler, *COMPARED))
     tokens = torch.arange(size, device=device) % 5
-    expected, begin = list[torch.Tensor](), 0
+    expected, start = list[torch.Tensor](), 0
     total = sum(block.size for block in rows.blocks)
     keep = torch.cat([torch.arange(size), torch.arange(total - size, total)]).to(device)
-    whole = torch.cat([tokens, torch.arange(total - 2 * size, device=device) % 5, tokens])
+    full_row = torch.cat([tokens, torch.arange(total - 2 * size, device=device) % 5, tokens])
     with torch.no_grad():
         for block in COMPARED:
-            prompt, *rests = tokens[begin : begin + block.size].split([block.prompt, *block.rests])
+            prompt, *rests = tokens[start : start + block.size].split([block.prompt, *block.rests])
             alone = [model(input_ids=torch.cat([prompt, rest])[None], use_cache=False).logits[0] for rest in rests]
             expected += [alone[0][: block.prompt], *(logits[block.prompt :] for logits in alone)]
-            begin += block.size
-        inputs = {"input_ids": whole[None], "position_ids": rows.positions(device), "row_lengths": rows}
+            start += block.size
+        inputs = {"input_ids": full_row[None], "position_ids": rows.positions(device), "row_lengths": rows}
         logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
     wanted = torch.cat([*expected, *expected])
     difference = float((logits - wanted).abs().max() / logits.abs().max())

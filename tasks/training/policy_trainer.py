@@ -199,26 +199,26 @@ class PolicyTrainer:
             return s.learning_rate * (step + 1) / (s.warmup_steps + 1)
         if s.schedule == "constant":
             return s.learning_rate
-        last = s.schedule_steps or self.settings.num_steps
-        progress = min(1.0, (step - s.warmup_steps) / max(1, last - s.warmup_steps))
-        left = 0.5 * (1 + math.cos(math.pi * progress)) if s.schedule == "cosine" else 1 - progress
-        return s.learning_rate * (s.schedule_floor + (1 - s.schedule_floor) * left)
+        num_steps = s.schedule_steps or self.settings.num_steps
+        progress = min(1.0, (step - s.warmup_steps) / max(1, num_steps - s.warmup_steps))
+        factor = 0.5 * (1 + math.cos(math.pi * progress)) if s.schedule == "cosine" else 1 - progress
+        return s.learning_rate * (s.schedule_floor + (1 - s.schedule_floor) * factor)
 
     def step(self, step: int, rows: Sequence[Row]) -> dict[str, float]:
         """Train a step on all rows, `epochs` x `minibatches` optimizer updates. Mutates the model; returns metrics.
         rows: of a group, those that its leading rank is called with. They are what a minibatch is made of, and what a
         token's weight is of; what is computed are their sequences."""
         s = self.settings.training
-        whole, pairs = self.group.broadcast(rows), self.objective.loss.compares_pairs
+        all_rows, pairs = self.group.broadcast(rows), self.objective.loss.compares_pairs
         if pairs:
-            whole = paired(whole)
-        sequences = BranchSequences.of(whole)
+            all_rows = paired(all_rows)
+        sequences = BranchSequences.of(all_rows)
         rows = sequences.rows
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         count = 2 if pairs else 1  # rows that stay in one minibatch
-        epochs = [minibatches(len(whole), s.minibatches, self._rng, count) for _ in range(s.epochs)]
+        epochs = [minibatches(len(all_rows), s.minibatches, self._rng, count) for _ in range(s.epochs)]
         updates = list(itertools.chain.from_iterable(epochs))
         before = self._before(rows, once=len(updates) == 1)
         reference = self._under_reference(rows)
@@ -226,15 +226,15 @@ class PolicyTrainer:
         sample = self._measure_others(step, rows, before, sums)
         first: dict[int, npt.NDArray[np.float32]] = {}
         losses = list[float]()
-        for chosen in updates:
-            weights = token_weights(s.aggregation, [whole[i].num_sampled for i in chosen], self.settings.max_length)
+        for indices in updates:
+            weights = token_weights(s.aggregation, [all_rows[i].num_sampled for i in indices], self.settings.max_length)
             if pairs:
-                weights = np.full(len(chosen), 2 / len(chosen), np.float32)
-                rows, loss = self._weighted(whole, chosen, sequences, reference)
+                weights = np.full(len(indices), 2 / len(indices), np.float32)
+                rows, loss = self._weighted(all_rows, indices, sequences, reference)
                 losses.append(loss)
             self.optimizer.zero_grad(set_to_none=True)
-            trained = [k for k, i in enumerate(chosen) if self.objective.trains(whole[i])]
-            picked, of_row = sequences.chosen(int(chosen[k]) for k in trained)
+            trained = [k for k, i in enumerate(indices) if self.objective.trains(all_rows[i])]
+            picked, of_row = sequences.chosen(int(indices[k]) for k in trained)
             for batch in self.logprob_model.microbatches(rows, picked, weights[trained][of_row]):
                 logprobs = self._accumulate(batch, rows, before, reference, sums)
                 if len(updates) == 1:
@@ -250,7 +250,7 @@ class PolicyTrainer:
             "loss": (sums.loss + sum(losses)) / max(1, len(norms)),
             "grad_norm": float(np.mean(norms or [0.0])),
             "updates_dropped": float(np.count_nonzero(~np.isfinite(norms))),
-            "tokens_dropped": float(sum(row.num_unusable for row in whole if self.objective.trains(row))),
+            "tokens_dropped": float(sum(row.num_unusable for row in all_rows if self.objective.trains(row))),
             **sums.metrics(s.epochs, sample),
             "learning_rate": rate,
             "mismatch_mean": mismatch.mean,
@@ -289,16 +289,16 @@ class PolicyTrainer:
         """What `use` makes of the weights as engines load them, of those that are trained. They come one by one,
         gathered from all ranks, so that there is no copy of the model beside it."""
         dtype = getattr(torch, self.settings.dtype)
-        named = self._trained()
+        parameters = self._trained()
         if self.settings.training.lora.rank:
-            named = {adapters.name_in_file(name): parameter for name, parameter in named.items()}
-        named = dict(sorted(named.items()))
-        come = ((name, self.group.full_tensor(p.detach().to(dtype))) for name, p in named.items())
-        described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in named.items()}
-        made = use(TensorStream(described, come))
+            parameters = {adapters.name_in_file(name): parameter for name, parameter in parameters.items()}
+        parameters = dict(sorted(parameters.items()))
+        come = ((name, self.group.full_tensor(p.detach().to(dtype))) for name, p in parameters.items())
+        described = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in parameters.items()}
+        result = use(TensorStream(described, come))
         for _ in come:
             continue  # what it has no use for: the other ranks give theirs all the same
-        return made
+        return result
 
     def probe(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Logprobs of tokens[1:], nats, at temperature 1: the reference for every engine."""
@@ -321,7 +321,7 @@ class PolicyTrainer:
                 tokenizer,
                 folder,
                 lora.merged(base.state_dict(), weights, config),
-                lambda part: lora.save(weights, config, path, part / lora.FOLDER),
+                lambda tmp_path: lora.save(weights, config, path, tmp_path / lora.FOLDER),
             )
             return
         names = {*self.model.state_dict()}
@@ -391,15 +391,15 @@ class PolicyTrainer:
 
     def _state(self) -> dict[str, Any]:
         """All that the next step depends on, by the parameters' names; the tensors are those in use, not copies."""
-        named = self._trained()
-        for parameter in named.values():
+        parameters = self._trained()
+        for parameter in parameters.values():
             if not self.optimizer.state[parameter]:  # as AdamW begins, which only does so when there is a gradient
                 zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
                 on = parameter.device if self.optimizer.defaults["fused"] else "cpu"
                 self.optimizer.state[parameter] = {"step": torch.tensor(0.0, device=on), **zeros}
         return {
-            "model": {name: parameter.detach() for name, parameter in named.items()},
-            "optimizer": {name: self.optimizer.state[parameter] for name, parameter in named.items()},
+            "model": {name: parameter.detach() for name, parameter in parameters.items()},
+            "optimizer": {name: self.optimizer.state[parameter] for name, parameter in parameters.items()},
             "random": json.dumps(self._rng.bit_generator.state),
         }
 
@@ -409,34 +409,38 @@ class PolicyTrainer:
         step has one update. Its own pass over the rows it trains is one before the step."""
         needs_all = self.objective.loss.needs_proximal
         trains = [self.objective.trains(row) for row in rows]
-        chosen = [
+        indices = [
             i
             for i, row in enumerate(rows)
             if (row.staleness == 0 or (needs_all and trains[i])) and not (once and trains[i])
         ]
-        return self.group.all_gather(self.logprob_model.rows(rows, chosen))
+        return self.group.all_gather(self.logprob_model.rows(rows, indices))
 
     def _under_reference(self, rows: Sequence[Row]) -> ByRow | None:
         """The logprobs under the reference model of all rows that have a gradient."""
         if self.reference is None or not self.objective.needs_reference:
             return None
-        chosen = [i for i, row in enumerate(rows) if self.objective.trains(row)]
-        own = self.reference is self.logprob_model
-        with lora.without_adapter(self.model) if own else nullcontext():
-            return self.group.all_gather(self.reference.rows(rows, chosen))
+        indices = [i for i, row in enumerate(rows) if self.objective.trains(row)]
+        is_reference = self.reference is self.logprob_model
+        with lora.without_adapter(self.model) if is_reference else nullcontext():
+            return self.group.all_gather(self.reference.rows(rows, indices))
 
     def _weighted(
-        self, whole: Sequence[Row], chosen: npt.NDArray[np.int64], sequences: BranchSequences, reference: ByRow | None
+        self,
+        all_rows: Sequence[Row],
+        indices: npt.NDArray[np.int64],
+        sequences: BranchSequences,
+        reference: ByRow | None,
     ) -> tuple[Sequence[Row], float]:
         """The sequences, those of the chosen pairs with their advantages under the present weights, and the pairs' mean
         loss. reference: logprobs of the sequences under the reference model."""
         assert reference is not None
-        picked, _ = sequences.chosen(chosen)
+        picked, _ = sequences.chosen(indices)
         present = self.group.all_gather(self.logprob_model.rows(sequences.rows, picked))
-        policy, under_reference = (sequences.by_row(whole, values) for values in (present, reference))
+        policy, under_reference = (sequences.by_row(all_rows, values) for values in (present, reference))
         config = self.objective.loss
         assert isinstance(config, Dpo)
-        weighted, loss = weighted_pairs(whole, chosen.tolist(), policy, under_reference, config.beta)
+        weighted, loss = weighted_pairs(all_rows, indices.tolist(), policy, under_reference, config.beta)
         rows = list(sequences.rows)
         for i, row in weighted.items():
             for k in sequences.of_row[i]:
@@ -446,20 +450,22 @@ class PolicyTrainer:
     def _measure_others(self, step: int, rows: Sequence[Row], before: ByRow, sums: TokenSums) -> RowSample | None:
         """Measure rows without a gradient: all whose logprobs are in `before`, and of the others a random sample, which
         represents them. Returns the sample; None if there is none."""
-        others = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
-        self._measure([i for i in others if i in before], rows, before, sums)
-        others = [i for i in others if i not in before]
-        count = min(self.settings.training.measured_rows, len(others))
+        untrained = [i for i, row in enumerate(rows) if not self.objective.trains(row) and row.num_sampled]
+        self._measure([i for i in untrained if i in before], rows, before, sums)
+        untrained = [i for i in untrained if i not in before]
+        count = min(self.settings.training.measured_rows, len(untrained))
         if count == 0:
             return None
-        count = min(max(count, MIN_SAMPLE_ROWS), len(others))
+        count = min(max(count, MIN_SAMPLE_ROWS), len(untrained))
         rng = generator(self.settings.seed, Stream.MEASURED_ROWS, step)
-        chosen = sorted(others[k] for k in rng.choice(len(others), count, replace=False))
-        sums_by_row = self.group.all_gather(self._measure(chosen, rows, {}, sums, len(others) / count))
-        return RowSample(rows=list(sums_by_row.values()), population=len(others)) if len(sums_by_row) == count else None
+        sample = sorted(untrained[k] for k in rng.choice(len(untrained), count, replace=False))
+        sums_by_row = self.group.all_gather(self._measure(sample, rows, {}, sums, len(untrained) / count))
+        return (
+            RowSample(rows=list(sums_by_row.values()), population=len(untrained)) if len(sums_by_row) == count else None
+        )
 
     def _measure(
-        self, chosen: Sequence[int], rows: Sequence[Row], before: ByRow, sums: TokenSums, times: float = 1.0
+        self, indices: Sequence[int], rows: Sequence[Row], before: ByRow, sums: TokenSums, times: float = 1.0
     ) -> dict[int, list[float]]:
         """Add the figures of rows without a gradient; returns the sums over each row that is this rank's, by row index.
 
@@ -469,7 +475,7 @@ class PolicyTrainer:
         """
         sums_by_row: dict[int, list[float]] = {}
         with torch.no_grad():
-            for batch in self.logprob_model.microbatches(rows, chosen, np.ones(len(chosen), np.float32)):
+            for batch in self.logprob_model.microbatches(rows, indices, np.ones(len(indices), np.float32)):
                 known = torch.from_numpy(batch.scattered(rows, before)).to(self.device) if before else None
                 tokens = self._tokens(batch, self.logprob_model.batch(batch) if known is None else known)
                 tokens = replace(tokens, proximal=tokens.logprobs)
@@ -513,12 +519,12 @@ class PolicyTrainer:
             known = torch.tensor([[i in before] for i in part.rows], device=self.device)
             earlier = torch.from_numpy(part.scattered(rows, before)).to(self.device)
             tokens = self._tokens(part, logprobs, proximal=earlier.where(known, logprobs.detach()))
-            others = ~tokens.sampled
+            padding = ~tokens.sampled
             kept = None
             if reference is not None:
-                kept = torch.from_numpy(part.scattered(rows, reference)).to(self.device).masked_fill(others, 0)
+                kept = torch.from_numpy(part.scattered(rows, reference)).to(self.device).masked_fill(padding, 0)
             result = self.objective.token_loss(tokens, kept, entropy)
-            loss = (result.loss.masked_fill(others, 0) * torch.from_numpy(part.weight).to(self.device)).sum()
+            loss = (result.loss.masked_fill(padding, 0) * torch.from_numpy(part.weight).to(self.device)).sum()
             with torch.no_grad():
                 sums.add_loss(loss, tokens, kept)
                 sums.add(tokens, result, self.objective.old(tokens))
@@ -531,14 +537,14 @@ class PolicyTrainer:
     def _tokens(self, batch: MicroBatch, logprobs: torch.Tensor, proximal: torch.Tensor | None = None) -> Tokens:
         """A micro-batch as losses see it, with zeros at padding, given tokens and those without a finite stored
         logprob."""
-        others = torch.from_numpy(batch.mask == 0).to(self.device)
+        padding = torch.from_numpy(batch.mask == 0).to(self.device)
         behaviour = torch.from_numpy(np.ascontiguousarray(batch.behaviour)).to(self.device)
         tokens = Tokens(
-            logprobs=logprobs.masked_fill(others, 0),
-            proximal=(behaviour if proximal is None else proximal).masked_fill(others, 0),
-            behaviour=behaviour.masked_fill(others, 0),
+            logprobs=logprobs.masked_fill(padding, 0),
+            proximal=(behaviour if proximal is None else proximal).masked_fill(padding, 0),
+            behaviour=behaviour.masked_fill(padding, 0),
             advantage=torch.from_numpy(batch.advantage).to(self.device),
-            sampled=~others,
+            sampled=~padding,
             lags=torch.from_numpy(np.ascontiguousarray(batch.lags)).to(self.device),
         )
         return with_finite_logprobs(tokens)
@@ -562,10 +568,10 @@ class PolicyTrainer:
             policy, reference = load_tokenizer(self.settings.model), load_tokenizer(path, key)
             check_same_tokens(f"{key} = {path!r}", policy.get_vocab(), reference.get_vocab())
         model = load_model(path, self.settings.dtype, "cpu", attention="sdpa")
-        own, other = self.model.config.vocab_size, model.config.vocab_size
-        if other < own:  # more rows than tokens only pad a model's embeddings
+        vocab_size, other_vocab_size = self.model.config.vocab_size, model.config.vocab_size
+        if other_vocab_size < vocab_size:  # more rows than tokens only pad a model's embeddings
             raise ConfigError(
-                f"{key} = {path!r}: its embeddings have {other} rows, fewer than the policy's {own}, which may sample "
-                "any of them; name a model with as many"
+                f"{key} = {path!r}: its embeddings have {other_vocab_size} rows, fewer than the policy's {vocab_size}, "
+                "which may sample any of them; name a model with as many"
             )
         return replace(self.logprob_model, model=model if self._moves else self.group.sharded(model))

@@ -37,20 +37,20 @@ def paired(rows: Iterable[Row]) -> list[Row]:
 
 
 def weighted_pairs(
-    rows: Sequence[Row], chosen: Sequence[int], policy: ByRow, reference: ByRow, beta: float
+    rows: Sequence[Row], indices: Sequence[int], policy: ByRow, reference: ByRow, beta: float
 ) -> tuple[dict[int, Row], float]:
     """The chosen rows with the advantages of their pairs, by row index, and the mean loss of these pairs.
 
     Args:
         rows: From `paired`.
-        chosen: Of whole pairs: an even index and the next one, and so on.
+        indices: Of whole pairs: an even index and the next one, and so on.
         policy: The logprobs of the chosen rows.
         reference: Those under the reference model.
         beta: How much a log ratio counts.
     """
-    ratio = {i: _log_ratio(rows[i], policy[i], reference[i]) for i in chosen}
+    ratio = {i: _log_ratio(rows[i], policy[i], reference[i]) for i in indices}
     weighted, losses = dict[int, Row](), []
-    for best, worst in zip(chosen[::2], chosen[1::2], strict=True):
+    for best, worst in zip(indices[::2], indices[1::2], strict=True):
         margin = beta * (ratio[best] - ratio[worst])
         losses.append(np.logaddexp(0.0, -margin))
         weight = float(beta * np.exp(-np.logaddexp(0.0, margin)))

@@ -66,7 +66,7 @@ class RankGroup:
         self._half, self._offload = half, offload
         if dist.is_initialized():  # this process was in the group of a run before
             dist.destroy_process_group()
-        limit, longest = datetime.timedelta(seconds=collective_s), datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        limit, max_timeout = datetime.timedelta(seconds=collective_s), datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         store = _store(rank, limit) if rank.count > 1 else dist.HashStore()
         if device == "cuda":
             # Of this thread: a trainer does all of its work in one.
@@ -75,7 +75,7 @@ class RankGroup:
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.count, timeout=limit)
         self._mesh = init_device_mesh(device, (rank.count,))
-        self._saving = dist.new_group(backend="gloo", timeout=longest)
+        self._saving = dist.new_group(backend="gloo", timeout=max_timeout)
 
     @property
     def shards(self) -> bool:
@@ -115,13 +115,15 @@ class RankGroup:
         """A tensor of which each rank has a shard, on all of them."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def fill(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
+    def fill(self, shard: torch.Tensor, full_tensor: torch.Tensor) -> None:
         """Overwrite this rank's shard with its part of a tensor that every rank has."""
-        if shard.shape != whole.shape:
-            raise ValueError(f"a tensor has shape {tuple(whole.shape)}, the model's has {tuple(shard.shape)}")
+        if shard.shape != full_tensor.shape:
+            raise ValueError(f"a tensor has shape {tuple(full_tensor.shape)}, the model's has {tuple(shard.shape)}")
         if isinstance(shard, DTensor):
-            whole = distribute_tensor(whole.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None)
-        shard.copy_(whole)
+            full_tensor = distribute_tensor(
+                full_tensor.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None
+            )
+        shard.copy_(full_tensor)
 
     def broadcast(self, thing: T) -> T:
         """What the leading rank was called with, on all ranks; the others' own is left."""

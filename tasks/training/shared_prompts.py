@@ -88,46 +88,46 @@ class PackedLayout:
     row: Ints  # [T] which row each token of the sequence is taken from
     column: Ints  # [T] its place there
     prompts: Ints  # [N] prompt tokens of each row
-    begins: Ints  # [N, 2] where each row's prompt begins, and what follows it
+    starts: Ints  # [N, 2] where each row's prompt begins, and what follows it
 
     @classmethod
     def of(cls, ids: Ints, lengths: Ints, prompts: Ints) -> PackedLayout:
         """ids: [N, L] tokens. lengths, prompts: [N] tokens of each row, and of its prompt."""
-        begins = np.zeros((len(ids), 2), np.int64)
+        starts = np.zeros((len(ids), 2), np.int64)
         rows, columns = list[Ints](), list[Ints]()
         blocks, end = list[PromptBlock](), 0
 
-        def stand(i: int, first: int, last: int) -> int:
+        def stand(i: int, start: int, stop: int) -> int:
             """Put tokens of a row at the end; gives where they begin."""
             nonlocal end
-            rows.append(np.full(last - first, i))
-            columns.append(np.arange(first, last))
-            end += last - first
-            return end - (last - first)
+            rows.append(np.full(stop - start, i))
+            columns.append(np.arange(start, stop))
+            end += stop - start
+            return end - (stop - start)
 
-        for same in alike(ids[i, : prompts[i]].tobytes() for i in range(len(ids))):
-            prompt = int(prompts[same[0]])
-            if pays(len(same), prompt, int((lengths - prompts)[same].sum())):
-                begins[same, 0] = stand(same[0], 0, prompt)
-                for i in same:
-                    begins[i, 1] = stand(i, prompt, int(lengths[i]))
-                rests = (int(lengths[i]) - prompt for i in same)
+        for members in alike(ids[i, : prompts[i]].tobytes() for i in range(len(ids))):
+            prompt = int(prompts[members[0]])
+            if pays(len(members), prompt, int((lengths - prompts)[members].sum())):
+                starts[members, 0] = stand(members[0], 0, prompt)
+                for i in members:
+                    starts[i, 1] = stand(i, prompt, int(lengths[i]))
+                rests = (int(lengths[i]) - prompt for i in members)
                 blocks.append(PromptBlock(prompt, tuple(rest for rest in rests if rest)))
             else:
-                for i in same:
-                    begins[i] = stand(i, 0, int(lengths[i])) + np.asarray([0, prompt])
-                blocks.append(PromptBlock(0, tuple(int(lengths[i]) for i in same)))
+                for i in members:
+                    starts[i] = stand(i, 0, int(lengths[i])) + np.asarray([0, prompt])
+                blocks.append(PromptBlock(0, tuple(int(lengths[i]) for i in members)))
         return cls(
             blocks=tuple(blocks),
             row=np.concatenate(rows),
             column=np.concatenate(columns),
             prompts=prompts,
-            begins=begins,
+            starts=starts,
         )
 
-    def places(self, rows: Ints, columns: Ints) -> Ints:
+    def packed_indices(self, rows: Ints, columns: Ints) -> Ints:
         """[n] where in the sequence tokens of the rows stand, each by its row and its place in it."""
         prompts = self.prompts[rows]
-        after = self.begins[rows, 1] + columns - prompts
-        places: Ints = np.where(columns < prompts, self.begins[rows, 0] + columns, after)
-        return places
+        after = self.starts[rows, 1] + columns - prompts
+        indices: Ints = np.where(columns < prompts, self.starts[rows, 0] + columns, after)
+        return indices

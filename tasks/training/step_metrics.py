@@ -60,7 +60,7 @@ class TokenSums:
             "surprise": -weight * logprobs,
             "surprise_weight": weight,
         }
-        by_row = {name: part.masked_fill(~tokens.sampled, 0).sum(1) for name, part in parts.items()}
+        by_row = {name: values.masked_fill(~tokens.sampled, 0).sum(1) for name, values in parts.items()}
         self._add(**{name: times * row.sum() for name, row in by_row.items()})
         none = torch.zeros(len(logprobs), dtype=torch.float64, device=logprobs.device)
         rows: list[list[float]] = torch.stack([by_row.get(name, none).double() for name in SUMS], 1).tolist()
@@ -122,8 +122,8 @@ class RowSample:
         count = len(self.rows)
         if count == self.population or count < 2:
             return 0.0
-        at = [SUMS.index(name) for name in slopes]
-        linear = np.asarray(self.rows)[:, at] @ np.asarray(list(slopes.values()))
+        indices = [SUMS.index(name) for name in slopes]
+        linear = np.asarray(self.rows)[:, indices] @ np.asarray(list(slopes.values()))
         share = 1 - count / self.population
         return float(self.population * math.sqrt(share * linear.var(ddof=1) / count))
 

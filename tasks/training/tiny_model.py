@@ -48,10 +48,10 @@ def careless(x: int, y: int) -> int:
     """
     large, small = (x, y) if abs(x) >= abs(y) else (y, x)
     sign, direction = (-1 if large < 0 else 1), (1 if (large < 0) == (small < 0) else -1)
-    a, b, place, total = abs(large), abs(small), 1, 0
+    a, b, factor, total = abs(large), abs(small), 1, 0
     while a or b:
-        total += (a % 10 + direction * (b % 10)) % 10 * place
-        a, b, place = a // 10, b // 10, place * 10
+        total += (a % 10 + direction * (b % 10)) % 10 * factor
+        a, b, factor = a // 10, b // 10, factor * 10
     return sign * total
 
 
@@ -148,9 +148,9 @@ def _batches(
                 row += ids
                 labels += ids if answers else [-100] * len(ids)
             rows.append((row, labels))
-        longest = max(len(row) for row, _ in rows)
-        ids = torch.full((BATCH, longest), tokenizer.pad_token_id)
-        all_labels = torch.full((BATCH, longest), -100)
+        max_length = max(len(row) for row, _ in rows)
+        ids = torch.full((BATCH, max_length), tokenizer.pad_token_id)
+        all_labels = torch.full((BATCH, max_length), -100)
         for i, (row, labels) in enumerate(rows):
             ids[i, : len(row)] = torch.tensor(row)
             all_labels[i, : len(row)] = torch.tensor(labels)

@@ -164,11 +164,11 @@ def test_a_run_in_a_notebook_is_a_table(run: staleflow.Run) -> None:
 
 
 def test_the_best_and_the_worst(run: staleflow.Run) -> None:
-    assert run.ranked("best", 2) == [0, 4]
-    assert run.ranked("worst", 1, step=2) == [9]
-    assert run.ranked("longest", 1, "step == 2 and fate == 'consumed'") == [9]
+    assert run.sorted_ids("best", 2) == [0, 4]
+    assert run.sorted_ids("worst", 1, step=2) == [9]
+    assert run.sorted_ids("longest", 1, "step == 2 and fate == 'consumed'") == [9]
     with pytest.raises(staleflow.ConfigError, match="order = 'last': choose one of worst, best, longest"):
-        run.ranked("last", 1)  # type: ignore[arg-type]
+        run.sorted_ids("last", 1)  # type: ignore[arg-type]
     (view,) = run.view(4)
     assert [(t.text, t.version) for t in view.tokens] == [("2", 0)]
     page = run.page([4, 5])

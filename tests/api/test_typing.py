@@ -19,7 +19,7 @@ import staleflow
 run = staleflow.openrun("runs/demo")
 staleflow.open_run("runs/demo").steps(3)
 staleflow.open_run("runs/demo").steps()[0].metric
-staleflow.open_run("runs/demo").ranked("last", 3)
+staleflow.open_run("runs/demo").sorted_ids("last", 3)
 """
 
 

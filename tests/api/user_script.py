@@ -37,7 +37,7 @@ def read(run: staleflow.Run) -> float:
     for trajectory in run.trajectories("reward > 0", step=last.step, texts=False):
         total += trajectory.reward + float(trajectory.logprobs.sum())
     one: staleflow.StoredTrajectory = run.trajectory(3)
-    ids: list[int] = run.ranked("worst", 3, "staleness == 1")
+    ids: list[int] = run.sorted_ids("worst", 3, "staleness == 1")
     views: list[staleflow.TrajectoryView] = run.view(ids, model="runs/model")
     page: str = run.page(ids)
     return total + len(one.response) + len(views[0].tokens) + len(page)
@@ -45,7 +45,13 @@ def read(run: staleflow.Run) -> float:
 
 def tables(run: staleflow.Run) -> list[Any]:
     """Other libraries' objects."""
-    return [run.metrics(), run.to_pandas("step > 3", texts=False), run.to_dask(), run.to_xarray(), run.to_dataset()]
+    return [
+        run.metrics(),
+        run.to_pandas("step > 3", texts=False),
+        run.to_dask(),
+        run.to_xarray(),
+        run.to_dataset(),
+    ]
 
 
 def prove(run: staleflow.Run, client: Client) -> bool:

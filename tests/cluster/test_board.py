@@ -284,7 +284,7 @@ def test_a_driver_that_is_stopped_is_ended_and_its_job_is_driven_again(monkeypat
     monkeypatch.setattr(job_registry, "LEASE_S", 3.0)
     monkeypatch.setattr(job_registry, "LEASE_LOOK_S", 0.5)
 
-    async def whole() -> None:
+    async def scenario() -> None:
         async with (
             LocalCluster(
                 n_workers=3, threads_per_worker=2, asynchronous=True, dashboard_address="127.0.0.1:0"
@@ -302,4 +302,4 @@ def test_a_driver_that_is_stopped_is_ended_and_its_job_is_driven_again(monkeypat
             await jobs.until("a", "running")
 
     with dask.config.set({"distributed.client.heartbeat": "500ms"}):
-        asyncio.run(whole())
+        asyncio.run(scenario())

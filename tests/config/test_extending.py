@@ -59,7 +59,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (toml,) = blocks(heading, "toml")
         config = loading.from_tree(merged(merged(JOB, tomllib.loads(toml)), changes), heading)
         user_files.check(config)
-        return user_files.located(config)
+        return user_files.with_absolute_paths(config)
 
     return made
 

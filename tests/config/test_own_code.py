@@ -308,7 +308,7 @@ def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytes
     examples = Path("examples").resolve()
     monkeypatch.chdir(mine.parent)
     here = loading.load(examples / "dryrun.toml", (*OWN, f"runs_dir={tmp_path}/there"))
-    config, code = user_files.with_code(user_files.located(here))
+    config, code = user_files.with_code(user_files.with_absolute_paths(here))
     assert code == dict.fromkeys(("routing_mine.py", "advantage_mine.py", "loss_mine.py"), MINE)
     mine.unlink()
     there = on_this_cluster(Submission(id="x", job=to_toml(config), code=code), "tcp://far:8786")
@@ -320,7 +320,7 @@ def test_what_a_job_names_by_file_travels_with_it(mine: Path, monkeypatch: pytes
 
 
 def test_a_run_keeps_the_rules_it_began_with_also_when_its_folder_moves(mine: Path, tmp_path: Path) -> None:
-    config = user_files.located(job(f"rollout.routing={mine}:First", f"runs_dir={tmp_path}/runs"))
+    config = user_files.with_absolute_paths(job(f"rollout.routing={mine}:First", f"runs_dir={tmp_path}/runs"))
     kept, code = user_files.with_code(config, user_files.RULES)
     kept = user_files.with_code_in(kept, config.run_dir / "code", code)
     run_dir = prepare_run_dir(kept, code)

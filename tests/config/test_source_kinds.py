@@ -18,7 +18,7 @@ AGENT = "examples/agent.toml"
 def test_the_example_with_environments_has_them_for_every_command(tmp_path: Path) -> None:
     """`run` and the dry run locate the job first, `simulate` and `profile` do not."""
     loaded = loading.load(AGENT)
-    located = user_files.located(loaded)
+    located = user_files.with_absolute_paths(loaded)
     tried = dry_run(loading.load(AGENT, (f"model.path={tmp_path}",)), tmp_path)
     assert located.acts
     assert loaded.acts

@@ -42,7 +42,7 @@ def test_each_table_is_a_source_by_its_name(tmp_path: Path) -> None:
     assert [job.rollout.max_new_tokens for job in jobs.values()] == [32, 8]
     assert [job.reward.function for job in jobs.values()] == ["task", "mine.py:score"]
     assert list(config.evaluation_sets) == ["a", "b"]
-    assert "mine.py" in user_files.located(config).task.sources["b"].reward
+    assert "mine.py" in user_files.with_absolute_paths(config).task.sources["b"].reward
     assert make_strategies(config).mixture is not None
     assert make_strategies(RunConfig()).mixture is None
 

@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 @pytest.mark.parametrize("key", ["task.source", "task.eval_source", "evaluation.sets.a.source"])
 def test_a_data_set_is_found_from_any_folder(here: Path, key: str, source: str, found: str) -> None:
-    located = user_files.located(job(f"{key}={source}"))
+    located = user_files.with_absolute_paths(job(f"{key}={source}"))
     values = {"task.source": located.task.source, "task.eval_source": located.task.eval_source}
     values |= {f"evaluation.sets.{name}.source": one.source for name, one in located.evaluation.sets.items()}
     assert values[key] == found.format(here=here)
@@ -57,7 +57,7 @@ def test_files_of_one_name_are_sent_apart(here: Path) -> None:
 
 def test_the_code_of_each_part_of_a_reward_is_found_sent_and_put_back(here: Path) -> None:
     names = ('reward.parts.one.function="a/mine.py:f"', "reward.parts.two.function=b/mine.py:g", "reward.parts.sum={}")
-    config = user_files.located(job(*names))
+    config = user_files.with_absolute_paths(job(*names))
     assert config.reward.parts["one"].function == f"{here}/a/mine.py:f"
     assert config.reward.parts["sum"].function == "task"
     sent, code = user_files.with_code(config)
@@ -95,7 +95,7 @@ def test_parts_are_written_explained_and_checked_by_name(here: Path) -> None:
 
 def test_the_code_of_an_evaluation_set_is_found_sent_and_put_back(here: Path) -> None:
     own = ("evaluation.sets.one.source=a/mine.py:Sums", "evaluation.sets.two.reward=b/mine.py:f")
-    config = user_files.located(job(*own))
+    config = user_files.with_absolute_paths(job(*own))
     sets = config.evaluation.sets
     assert (sets["one"].source, sets["two"].reward) == (f"{here}/a/mine.py:Sums", f"{here}/b/mine.py:f")
     assert (sets["one"].reward, sets["two"].source) == ("task", "")

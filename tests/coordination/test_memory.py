@@ -129,7 +129,7 @@ def response_of(trajectory: TrajectoryId) -> SampledTokens:
     segment = Segment(
         version=PolicyVersion(0), instance=InstanceId("a"), tokens=tokens, logprobs=-np.ones(3, np.float32)
     )
-    return SampledTokens(trajectory=trajectory, route_number=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=trajectory, route_number=1, start=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def test_a_trajectory_server_keeps_no_more_than_what_is_in_flight_over_ten_thousand_trajectories(

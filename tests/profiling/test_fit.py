@@ -217,7 +217,7 @@ def test_profile_times_steps_with_drafts_where_the_job_drafts(tmp_path: Path) ->
     value = json.loads(out.read_text())
     assert [p["running"] for p in value["drafted_points"]] == [1, 2, 4]
     assert [p["drafted"] for p in value["drafted_points"]] == pytest.approx([3.0] * 3, rel=0.3)
-    assert f"verified {value['coefficients']['verify_share']:.4g} of k3" in result.output
+    assert f"drafted token costs {value['coefficients']['verify_share']:.4g} of k3" in result.output
     assert loading.load(path, (f"profile={out}",)).rollout.cost.verify_share == value["coefficients"]["verify_share"]
 
 

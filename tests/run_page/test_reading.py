@@ -224,7 +224,7 @@ def test_a_long_journal_is_read_by_and_by(tmp_path: Path) -> None:
     follower = JournalFollower(1)
     shares = []
     while follower.index.read_share < 1 or not shares:
-        follower.follow([path], most=1000)
+        follower.follow([path], max_bytes=1000)
         shares.append(follower.index.read_share)
     assert len(shares) > 4
     assert shares == sorted(shares)

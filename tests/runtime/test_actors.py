@@ -178,7 +178,7 @@ def test_an_instance_that_has_other_weights_than_were_published_is_lost(body: Bo
             WeightsRefused, match=r"rollout-0 .* version 2: 1 parts verified, .* 1 contradicted"
         ) as caught:
             await stage.actors.pull(first(stage), V2)
-        assert caught.value.who == "rollout-0"
+        assert caught.value.actor == "rollout-0"
         assert first(stage).version == V0
 
     body.place(script)

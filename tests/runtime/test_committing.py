@@ -27,7 +27,7 @@ def test_a_run_killed_while_commits_fall_behind_has_a_resume_point_that_the_stor
         while True:
             await asyncio.sleep(0.05)
             stored = len([r for r in run.records if r.kind == "step"]) if run.world.stores else 0
-            seen.append((stored, [int(v) for v in points.whole()]))
+            seen.append((stored, [int(v) for v in points.complete_versions()]))
 
     run = body.run("steps=12", world=quick(2.0), meanwhile=watch)
     run.check()

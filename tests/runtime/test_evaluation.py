@@ -91,7 +91,7 @@ def _sampled(member: TrajectoryId, tokens: tuple[int, ...]) -> SampledTokens:
         version=PolicyVersion(3), instance=InstanceId("rollout-0"), tokens=np.asarray(tokens, np.int32),
         logprobs=np.zeros(len(tokens), np.float32),
     )  # fmt: skip
-    return SampledTokens(trajectory=member, route_number=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=member, route_number=1, start=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def job_on(rows: list[dict[str, Any]], job: Path, tmp_path: Path, *overrides: str) -> RunConfig:

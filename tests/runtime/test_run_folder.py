@@ -290,7 +290,7 @@ def test_a_copy_is_worked_on_where_it_is(moved: Path, spelled: str, monkeypatch:
     if spelled == "from within":
         monkeypatch.chdir(moved)
         named = Path()
-    config = user_files.located(resumption.load(named, ("steps=7",)))
+    config = user_files.with_absolute_paths(resumption.load(named, ("steps=7",)))
     assert config.run_dir == moved
     assert (config.steps, config.name) == (7, "copy")
     assert config.reward.function == f"{moved}/code/reward_mine.py:score"

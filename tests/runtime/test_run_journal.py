@@ -194,7 +194,7 @@ def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: 
     path = tmp_path / "events.jsonl"
     entries = list(journal.read(whole))
     alone, follower = JournalFollower(3), JournalFollower(3)
-    alone.follow([whole], most=10**9)
+    alone.follow([whole], max_bytes=10**9)
     lines: list[str] = []
     add = follower.index.add
     follower.index.add = lambda line, name: (lines.append(name), add(line, name))[1]
@@ -202,14 +202,14 @@ def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: 
     for i, entry in enumerate(entries):
         book.append(entry.now, entry.event, entry.commands)
         if i % 50 == 0:
-            follower.follow([path], most=6_000)
+            follower.follow([path], max_bytes=6_000)
             done = [p for p in journal.closed_parts(path).values() if p.suffix != ".gz"]
             if done and i % 200 == 0:
                 run_journal.compress(done[0])
     book.close()
     shares = []
     while follower.index.read_share < 1:
-        follower.follow([path], most=6_000)
+        follower.follow([path], max_bytes=6_000)
         shares.append(follower.index.read_share)
     assert shares == sorted(shares)
     assert len(lines) == len(entries), "no line is read twice"

@@ -28,12 +28,12 @@ def test_a_group_that_loses_a_rank_goes_on_and_is_resumed_with_one(job: Path) ->
     store = check(folder, 5)
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 5 * 16
     points = ResumePoints(folder / "resume")
-    assert points.path(points.whole()[-1]).is_dir()
+    assert points.path(points.complete_versions()[-1]).is_dir()
     resumed = staleflow("resume", folder, "--set", "steps=6", "--set", "training.ranks=1")
     assert resumed.returncode == 0, resumed.stderr
     check(folder, 6)
-    assert points.whole()[-1] == 6
-    assert points.path(points.whole()[-1]).is_file()
+    assert points.complete_versions()[-1] == 6
+    assert points.path(points.complete_versions()[-1]).is_file()
     config = json.loads((folder / "checkpoints" / "step-000006" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
 

@@ -112,9 +112,9 @@ def test_the_worst_the_best_and_the_longest(stored: Path, tmp_path: Path) -> Non
     store = VersionedStore.open(stored / "store")
     rows = {row.trajectory.id: row for row in store.ended()}
     scored = [row for row in rows.values() if row.trajectory.timings.rewarded_s > 0]
-    worst = [rows[i] for i in views.ranked(store, "worst", 5, "")]
-    best = [rows[i] for i in views.ranked(store, "best", 5, "step == 1")]
-    longest = [rows[i] for i in views.ranked(store, "longest", 5, "fate == 'consumed'")]
+    worst = [rows[i] for i in views.sorted_ids(store, "worst", 5, "")]
+    best = [rows[i] for i in views.sorted_ids(store, "best", 5, "step == 1")]
+    longest = [rows[i] for i in views.sorted_ids(store, "longest", 5, "fate == 'consumed'")]
     assert [r.trajectory.reward for r in worst] == sorted(r.trajectory.reward for r in scored)[:5]
     assert best[0].trajectory.reward == max(r.trajectory.reward for r in scored if r.step == 1)
     lengths = sorted((r.trajectory.num_tokens for r in rows.values() if r.staleness >= 0), reverse=True)

@@ -15,7 +15,7 @@ from staleflow.cli.show import coloured, legend, print_trajectory
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, reward_rescoring
 from staleflow.pipeline.stored_runs.trajectory_page import page
-from staleflow.pipeline.stored_runs.views import ranked, view
+from staleflow.pipeline.stored_runs.views import sorted_ids, view
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories import dataframes
 from staleflow.stores.trajectory import TrajectoryId
@@ -56,15 +56,15 @@ def run(tmp_path: Path) -> StoredRun:
 
 def test_the_columns_select_by_turns_and_time(run: StoredRun) -> None:
     store = run.store
-    assert ranked(store, "best", 9, "turns == 3 and tool_s > 1.7 and given_tokens == 15") == [0]
-    assert ranked(store, "longest", 9, "turns == 1 and given_tokens + tool_s == 0") == [1, 2, 3]
-    assert ranked(store, "longest", 1, "") == [0]
+    assert sorted_ids(store, "best", 9, "turns == 3 and tool_s > 1.7 and given_tokens == 15") == [0]
+    assert sorted_ids(store, "longest", 9, "turns == 1 and given_tokens + tool_s == 0") == [1, 2, 3]
+    assert sorted_ids(store, "longest", 1, "") == [0]
     assert store.columns()["response_tokens"].tolist() == [18, 7, 1, 1]
 
 
 def test_a_conversation_is_shown_with_roles_and_times(run: StoredRun, capsys: pytest.CaptureFixture[str]) -> None:
     (one, single) = view(run.run_dir, run.store, [TrajectoryId(0), TrajectoryId(1)])
-    assert [(p.role, p.sampled, p.last - p.first, p.seconds) for p in one.passages] == [
+    assert [(p.role, p.sampled, p.stop - p.start, p.seconds) for p in one.passages] == [
         ("assistant", True, 7, 0.0), ("tool", False, 8, 1.25), ("assistant", True, 7, 0.0), ("user", False, 7, 0.5),
         ("assistant", True, 4, 0.0),
     ]  # fmt: skip

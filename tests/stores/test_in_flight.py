@@ -79,7 +79,7 @@ def tokens(
     return TokensDelivered(
         trajectory=TrajectoryId(trajectory),
         route_number=route_number,
-        first=first,
+        start=first,
         segments=tuple(segments),
         finish=finish,
         at_s=3.0,
@@ -195,13 +195,13 @@ def test_a_resume_keeps_what_its_version_may_have_sampled() -> None:
     state = flight(*eventful())
     assert state.live.keys() == {9, 10, 11}
     assert state.batches.keys() == {0, 1}
-    assert [e.trajectory.id for e in state.ended] == [6, 7, 8]
+    assert [e.trajectory.id for e in state.discarded] == [6, 7, 8]
     before = repr(state)
     later = state.copy_with(resumed(0, 5, 11))
     assert repr(state) == before
     assert list(later.live) == list(range(12))
     assert not later.batches
-    assert not later.ended
+    assert not later.discarded
     assert later.scored == {0, 1, 2, 3, 4, 6, 7, 8}
     for i, t in later.live.items():
         assert t.num_tokens == {5: 0, 9: 3, 10: 3, 11: 0}.get(i, 6)
@@ -227,12 +227,18 @@ def test_what_the_store_holds_is_forgotten_and_what_nobody_knows_is_missing() ->
     state.remove_stored(ledger)
     assert state.live.keys() == {9, 10, 11, 12, 13, 14}
     assert state.batches.keys() == {1}
-    assert state.ended == []
-    assert state.missing(ledger) == {}
+    assert state.discarded == []
+    assert state.lost_trajectories(ledger) == {}
     less = flight(*(e for e in eventful() if not isinstance(e, BatchTaken)), drawn(6))
     less.live.clear()
     less.remove_stored(ledger)
-    assert less.missing(ledger) == {1: [3, 4, 5], 3: [9, 10, 11], 4: [12, 13, 14], 5: [15, 16, 17], 6: [18, 19, 20]}
+    assert less.lost_trajectories(ledger) == {
+        1: [3, 4, 5],
+        3: [9, 10, 11],
+        4: [12, 13, 14],
+        5: [15, 16, 17],
+        6: [18, 19, 20],
+    }
     prompt = np.zeros(2, np.int32)
     less.add_members([TrajectoryId(4)], GroupDrawn(group=GroupId(2), prompt_tokens=prompt, at_s=9.0, dataset_row=7))
     assert less.live[TrajectoryId(4)].group == 1
@@ -254,7 +260,7 @@ def test_any_entries_that_are_missing_leave_a_state_that_goes_on(seed: int) -> N
     entries = [decode(encode(e)) for e in eventful() if rng.random() < 0.7]
     state = flight(*entries)
     ledger = LedgerState(num_started=0, num_ended={}, live=(), next_step=0, version=0)
-    for members in state.missing(ledger).values():
+    for members in state.lost_trajectories(ledger).values():
         drawn = GroupDrawn(group=GroupId(0), prompt_tokens=np.arange(4, dtype=np.int32), at_s=0.0)
         state.add_members(members, drawn)
     state.apply(resumed(0))

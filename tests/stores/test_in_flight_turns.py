@@ -53,7 +53,7 @@ def sampled(
     return TokensDelivered(
         trajectory=ID,
         route_number=route_number,
-        first=first,
+        start=first,
         segments=tuple(segments),
         finish=finish,
         at_s=3.0,
@@ -64,7 +64,7 @@ def sampled(
 def answer(first: int, count: int = 2, *, episode: int = 0) -> ObservationDelivered:
     tokens = np.asarray([1000 * episode + first + i for i in range(count)], np.int32)
     return ObservationDelivered(
-        trajectory=ID, first=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0, attempt=episode
+        trajectory=ID, start=first, role="tool", tokens=tokens, seconds=0.5, at_s=4.0, attempt=episode
     )
 
 

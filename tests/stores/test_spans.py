@@ -251,6 +251,6 @@ def test_branches_of_rows_begin_after_the_spans_before_them() -> None:
 def test_batches_of_a_range_hash_as_their_steps_recorded(tmp_path: Path) -> None:
     store = sound_store(tmp_path / "store")
     recorded = {r.step: r.batch_fingerprint for r in store.steps() if r.batch_fingerprint}
-    everything = RowRange(first=0, last=store.summary().num_rows, steps=frozenset(recorded), most_tokens=1000)
+    everything = RowRange(start=0, stop=store.summary().num_rows, steps=frozenset(recorded), most_tokens=1000)
     assert recorded
     assert hash_batches(StoreReader.at(store.path, store.snapshot), everything) == recorded

@@ -72,7 +72,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
         TokensDelivered,
         trajectory=IDS,
         route_number=SMALL,
-        first=SMALL,
+        start=SMALL,
         segments=st.lists(segments(), max_size=3).map(tuple),
         finish=st.sampled_from(FinishReason),
         at_s=SECONDS,
@@ -80,7 +80,7 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
     st.builds(
         ObservationDelivered,
         trajectory=IDS,
-        first=SMALL,
+        start=SMALL,
         role=st.text(max_size=4),
         tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5).map(lambda x: np.asarray(x, np.int32)),
         seconds=SECONDS,
@@ -138,7 +138,7 @@ def test_an_entry_is_read_back_as_it_was(entry: Entry) -> None:
             np.testing.assert_array_equal(ours.tokens, theirs.tokens)
             np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
     if isinstance(again, ObservationDelivered) and isinstance(entry, ObservationDelivered):
-        assert (again.role, again.first, again.seconds) == (entry.role, entry.first, entry.seconds)
+        assert (again.role, again.start, again.seconds) == (entry.role, entry.start, entry.seconds)
         np.testing.assert_array_equal(again.tokens, entry.tokens)
 
 

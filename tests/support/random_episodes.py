@@ -469,7 +469,7 @@ class Table:
         result = engine.results[episode.id, episode.route_number]
         sampling = engine.sampling[episode.id, episode.route_number]
         first = len(episode.response)
-        assert result.first == first
+        assert result.start == first
         new = [
             Token(int(token), int(segment.version), float(logprob), segment.instance)
             for segment in result.segments

@@ -390,7 +390,7 @@ class VirtualEngine:
         return SampledTokens(
             trajectory=key,
             route_number=held.request.route_number,
-            first=held.request.num_prior,
+            start=held.request.num_prior,
             segments=tuple(segments),
             finish=finish,
         )

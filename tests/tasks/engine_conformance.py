@@ -240,7 +240,7 @@ class EngineTests:
         whole = collect(engine, 20, done)
         for trajectory, part in seen.items():
             count = len(tokens_of(part))
-            assert (part.route_number, part.first, part.finish) == (1, 2, FinishReason.UNFINISHED)
+            assert (part.route_number, part.start, part.finish) == (1, 2, FinishReason.UNFINISHED)
             assert tokens_of(part) == tokens_of(whole[trajectory])[:count]
             assert logprobs_of(part) == logprobs_of(whole[trajectory])[:count]
             versions = [s.version for s in whole[trajectory].segments for _ in s.tokens]

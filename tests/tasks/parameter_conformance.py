@@ -41,10 +41,10 @@ class ParameterHost:
 
 
 def play(scenario: Callable[[], Awaitable[None]]) -> None:
-    async def whole() -> None:
+    async def run() -> None:
         await scenario()
 
-    virtual_time.run(whole())
+    virtual_time.run(run())
 
 
 class ParameterServerTests:

@@ -80,7 +80,7 @@ class StopTests:
         stop = StopCriteria((texts.text(whole[:5]),))
         engine.submit([request(0, (*PROMPT, *whole[:5]), stop=stop, num_turn_tokens=5, num_prior=5)])
         (ended,) = collect(engine, 1).values()
-        assert (ended.first, ended.segments, ended.finish) == (5, (), FinishReason.STOP)
+        assert (ended.start, ended.segments, ended.finish) == (5, (), FinishReason.STOP)
 
     def test_it_has_ended_by_itself_also_where_no_further_token_was_allowed(
         self, engine: Engine, tiny_model: Path

@@ -95,7 +95,7 @@ class Scene:
 def sampled(trajectory: TrajectoryId, finish: FinishReason = FinishReason.STOP) -> SampledTokens:
     tokens = np.asarray(response(trajectory, 9), np.int32)
     segment = Segment(version=V0, instance=InstanceId("a"), tokens=tokens, logprobs=np.zeros(9, np.float32))
-    return SampledTokens(trajectory=trajectory, route_number=1, first=0, segments=(segment,), finish=finish)
+    return SampledTokens(trajectory=trajectory, route_number=1, start=0, segments=(segment,), finish=finish)
 
 
 def block_spool(server: TrajectoryServer) -> tuple[asyncio.Event, asyncio.Future[Any]]:

@@ -35,7 +35,7 @@ def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int) -> N
     """A task that calls in a loop, as those of an instance do, ends when it is cancelled. asyncio.wait_for of Python
     3.11 returns the answer instead if it has just come; the task then went on for ever, and closing a run waited."""
 
-    async def whole() -> bool:
+    async def scenario() -> bool:
         actor = Waiting()
 
         async def calling() -> None:
@@ -56,23 +56,23 @@ def test_a_caller_is_cancelled_also_in_the_moment_of_its_answer(turns: int) -> N
         task.cancel()
         return ended
 
-    assert asyncio.run(whole())
+    assert asyncio.run(scenario())
 
 
 def test_an_answer_after_the_deadline_is_a_loss_that_names_the_knob() -> None:
-    async def whole() -> None:
+    async def scenario() -> None:
         await call_actor(Waiting(), "answer", timeout_s=0.01, actor_name="rollout-0", limit="deadlines.call_s")
 
     with pytest.raises(ActorLost, match=r"^rollout-0 did not answer within 0.01 s \(deadlines.call_s\)$"):
-        asyncio.run(whole())
+        asyncio.run(scenario())
 
 
 def test_an_error_of_the_method_itself_is_passed_on() -> None:
-    async def whole() -> None:
+    async def scenario() -> None:
         await call_actor(Waiting(), "refuse", timeout_s=60.0, actor_name="server")
 
     with pytest.raises(StoreError, match="the disk is full"):
-        asyncio.run(whole())
+        asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("who", "named"), [("", "rollout-0"), ("server", "server")])
@@ -86,7 +86,7 @@ def test_an_error_names_the_actor_that_it_is_of(kind: type[ActorLost | ActorFail
 
     with pytest.raises(kind) as error:
         asyncio.run(call_actor(Raising(), "answer", timeout_s=60.0, actor_name="rollout-0"))
-    assert error.value.who == named
+    assert error.value.actor == named
 
 
 @remote_methods
@@ -110,7 +110,7 @@ class Answering:
 def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None:
     """Where they travel, they are pickled as one piece; numbers, bytes and None too."""
 
-    async def whole() -> None:
+    async def scenario() -> None:
         async with (
             LocalCluster(n_workers=1, processes=False, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
             Client(cluster, asynchronous=True) as client,
@@ -122,7 +122,7 @@ def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None
                 None,
                 [
                     SampledTokens(
-                        trajectory=TrajectoryId(3), route_number=1, first=0, segments=(), finish=FinishReason.STOP
+                        trajectory=TrajectoryId(3), route_number=1, start=0, segments=(), finish=FinishReason.STOP
                     )
                 ],
                 {"a": (1.5,)},
@@ -133,7 +133,7 @@ def test_arguments_and_results_reach_an_actor_of_a_cluster_as_they_are() -> None
             with pytest.raises(ActorFailed, match=r"^it failed: RuntimeError: no memory$"):
                 await call_actor(actor, "fail", timeout_s=30.0, actor_name="it")
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 class Ending:
@@ -145,7 +145,7 @@ class Ending:
 
 @pytest.mark.parametrize("within_actor", [False, True])
 def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel_the_caller(within_actor: bool) -> None:
-    async def whole() -> None:
+    async def scenario() -> None:
         other = RemoteActor("inproc://none", "key", Ending())
         if within_actor:
             await Relaying().relay(other, "wait")
@@ -153,7 +153,7 @@ def test_a_call_that_is_cancelled_on_its_way_is_a_loss_and_does_not_cancel_the_c
             await call_actor(other, "wait", timeout_s=60.0, actor_name="other")
 
     with pytest.raises(ActorLost, match=r"^other is gone: the call was cancelled$"):
-        asyncio.run(whole())
+        asyncio.run(scenario())
 
 
 @remote_methods
@@ -176,7 +176,7 @@ class Relaying:
 def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
     """By itself Dask would have it wait until the lost one's key is back, or try for 30 s to connect."""
 
-    async def whole() -> None:
+    async def scenario() -> None:
         async with (
             LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
             Client(cluster, asynchronous=True, direct_to_workers=True) as client,
@@ -199,14 +199,14 @@ def test_an_actor_hears_at_once_that_another_which_it_calls_has_died() -> None:
                 )
             calls.pop().cancel()
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_an_actor_that_is_handed_on_is_called_without_the_scheduler() -> None:
     """Dask's own proxy makes a client of each worker that it comes to, which tells the scheduler of every call twice
     and keeps the actor alive when its driver is gone."""
 
-    async def whole() -> None:
+    async def scenario() -> None:
         async with (
             LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
             Client(cluster, asynchronous=True, direct_to_workers=True) as client,
@@ -223,13 +223,13 @@ def test_an_actor_that_is_handed_on_is_called_without_the_scheduler() -> None:
             for actor in (one, other):
                 assert not await call_actor(actor, "is_client", timeout_s=30.0, actor_name="it")
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def calling_from_a_thread(other: Any) -> list[int]:
     """As a submitted job's driver does: on an event loop of its own, in a thread of a worker's process."""
 
-    async def whole() -> list[int]:
+    async def scenario() -> list[int]:
         data = b"x" * 100_000
         results = []
         for _ in range(20):
@@ -237,13 +237,13 @@ def calling_from_a_thread(other: Any) -> list[int]:
             results += [len(answer[0]) for answer in await asyncio.gather(*asked)]
         return results
 
-    return asyncio.run(whole())
+    return asyncio.run(scenario())
 
 
 def test_a_driver_in_a_workers_process_calls_on_the_loop_that_its_connections_belong_to() -> None:
     """Two threads that write to one connection spoil it."""
 
-    async def whole() -> None:
+    async def scenario() -> None:
         async with (
             LocalCluster(n_workers=2, asynchronous=True, dashboard_address="127.0.0.1:0") as cluster,
             Client(cluster, asynchronous=True, direct_to_workers=True) as client,
@@ -252,4 +252,4 @@ def test_a_driver_in_a_workers_process_calls_on_the_loop_that_its_connections_be
             other = await client.submit(Answering, actor=True, workers=[there], key="other")
             assert await client.submit(calling_from_a_thread, other, workers=[here]) == [100_000] * 400
 
-    asyncio.run(whole())
+    asyncio.run(scenario())

@@ -164,18 +164,18 @@ def test_it_travels_with_the_directions_and_is_spooled_with_the_answer_before_th
     held.apply(routed(0, 1))
     assert held.apply(sampled(1, 0, [0, 0]))
     entry = ObservationDelivered(
-        trajectory=ID, first=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, stop=stop
+        trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, stop=stop
     )
     again = decode(encode(entry))
     assert isinstance(again, ObservationDelivered)
     assert again.stop == stop
     assert held.apply(again)
-    assert held.stops == {ID: stop}
-    assert held.copy_with(resumed(0)).stops == {}
+    assert held.turn_stops == {ID: stop}
+    assert held.copy_with(resumed(0)).turn_stops == {}
     held.apply(routed(0, 2))
     assert held.apply(sampled(2, 3, [0]))
-    assert held.apply(replace(entry, first=4, stop=NO_STOP))
-    assert held.stops == {}
+    assert held.apply(replace(entry, start=4, stop=NO_STOP))
+    assert held.turn_stops == {}
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------

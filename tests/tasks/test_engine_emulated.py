@@ -186,7 +186,7 @@ def test_a_request_ends_with_its_turn_and_the_next_one_goes_on_from_what_was_giv
                     ]
                 )
                 (sampled,) = collect(engine, 1).values()
-                assert (sampled.first, len(tokens_of(sampled))) == (tokens, turn.tokens)
+                assert (sampled.start, len(tokens_of(sampled))) == (tokens, turn.tokens)
                 assert sampled.finish is FinishReason.STOP
                 assert engine.load_statistics().kept_tokens >= 4 + tokens + turn.tokens
                 tokens += turn.tokens + turn.tool_tokens

@@ -220,8 +220,8 @@ def test_a_job_with_an_environment_has_settings_for_its_hosts(games: Path, tmp_p
     made = actor_settings.episode_settings(config)
     assert made.source.limits.max_turns == 5
     assert made.source.build().task(0).prompt == "Guess a number from 1 to 8."
-    assert user_files.located(config).acts
-    assert not user_files.located(loading.load(job, ["task.source=reasoning_gym:chain_sum"])).acts
+    assert user_files.with_absolute_paths(config).acts
+    assert not user_files.with_absolute_paths(loading.load(job, ["task.source=reasoning_gym:chain_sum"])).acts
     with pytest.raises(ConfigError, match=r"reward\.function = 'math_verify': task\.source = .* rewards its episodes"):
         actor_settings.episode_settings(loading.load(job, ["reward.function=math_verify"]))
 

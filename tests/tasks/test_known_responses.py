@@ -58,7 +58,7 @@ def flight(**finished: Sequence[int]) -> InFlightState:
 
 def deliver(held: InFlightState, trajectory: int, tokens: Sequence[int], finish: FinishReason) -> None:
     entry = TokensDelivered(
-        trajectory=TrajectoryId(trajectory), route_number=1, first=0, segments=(segment(tokens),), finish=finish,
+        trajectory=TrajectoryId(trajectory), route_number=1, start=0, segments=(segment(tokens),), finish=finish,
         at_s=1.0,
         attempt=0,
     )  # fmt: skip

@@ -215,7 +215,7 @@ def test_the_files_of_tools_travel_with_a_job_and_its_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     here = loading.load(job, ('environment.tools=["mine.py:slow", "calculator", "mine.py:lookup"]',))
-    config = user_files.located(here)
+    config = user_files.with_absolute_paths(here)
     assert config.environment.tools == [f"{tmp_path}/mine.py:slow", "calculator", f"{tmp_path}/mine.py:lookup"]
     sent, code = user_files.with_code(config)
     assert code == {"environment_mine.py": FILE}

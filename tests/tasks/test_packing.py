@@ -145,12 +145,12 @@ def test_the_trainer_asks_for_rows_until_it_has_all(tmp_path: Path) -> None:
 
     weights = Keeps()
 
-    async def whole() -> None:
+    async def scenario() -> None:
         actor = Trainer(weights, str(tmp_path / "memory"), 1, 60.0, str(tmp_path / "resume"), 0)
         await actor.train(Server(), 2, (), ())
         await actor.close()
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
     assert requests == [0, 1, 2]
     assert all(same(a, Row.of(b)) for a, b in zip(weights.rows, data, strict=True))
 
@@ -170,7 +170,7 @@ def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeyp
             readings.append(step)
             return await super().consumed(step)
 
-    async def whole() -> list[Row]:
+    async def scenario() -> list[Row]:
         thread = Counted(store, 60.0)
         settings = actor_settings.server_settings(Body(tmp_path).config(), tmp_path / "s", 128)
         batches = step_batches.StepBatches(InFlightState(group_size=1), thread, settings)
@@ -186,7 +186,7 @@ def test_a_stored_step_is_sent_in_parts_from_one_reading(tmp_path: Path, monkeyp
         thread.close()
         return parts
 
-    assert all(same(a, Row.of(b)) for a, b in zip(asyncio.run(whole()), rows, strict=True))
+    assert all(same(a, Row.of(b)) for a, b in zip(asyncio.run(scenario()), rows, strict=True))
 
 
 def test_a_batch_larger_than_a_message_is_fetched_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def test_a_whole_response_whose_instance_was_lost_is_not_continued(tmp_path: Pat
         assert await two.next_events(server, 1.0) == []
         (held,) = await server.requests((route_item(0, 2),))
         assert held == SampledTokens(
-            trajectory=TrajectoryId(0), route_number=2, first=9, segments=(), finish=FinishReason.STOP
+            trajectory=TrajectoryId(0), route_number=2, start=9, segments=(), finish=FinishReason.STOP
         )
         assert (await two.report()).running == 0
 
@@ -278,7 +278,7 @@ def test_each_delivery_starts_where_the_one_before_it_ended(tmp_path: Path) -> N
 
         class Recording:
             async def deliver(self, parts: list[SampledTokens]) -> Any:
-                spans.extend((p.first, p.first + sum(len(s.tokens) for s in p.segments)) for p in parts)
+                spans.extend((p.start, p.start + sum(len(s.tokens) for s in p.segments)) for p in parts)
                 return await server.deliver(parts)
 
         await server.draw(0, 1)
@@ -606,7 +606,7 @@ def whole_response(trajectory: TrajectoryId) -> SampledTokens:
     segment = Segment(
         version=PolicyVersion(0), instance=InstanceId("one"), tokens=tokens, logprobs=np.zeros(9, np.float32)
     )
-    return SampledTokens(trajectory=trajectory, route_number=1, first=0, segments=(segment,), finish=FinishReason.STOP)
+    return SampledTokens(trajectory=trajectory, route_number=1, start=0, segments=(segment,), finish=FinishReason.STOP)
 
 
 def test_texts_are_decoded_and_batches_packed_beside_what_the_server_answers(

@@ -50,7 +50,7 @@ class Echo:
             )  # fmt: skip
             self._done.put(
                 SampledTokens(
-                    trajectory=request.trajectory, route_number=request.route_number, first=0, segments=(segment,),
+                    trajectory=request.trajectory, route_number=request.route_number, start=0, segments=(segment,),
                     finish=FinishReason.LENGTH,
                 )
             )  # fmt: skip
@@ -73,7 +73,7 @@ def test_every_request_is_answered_alone_by_whoever_has_the_key() -> None:
 
     async def work() -> None:
         policy = ServedPolicy(
-            engine, TEXTS, "secret", chat=False, template=" {observation}", room=20, max_new_tokens=6  # type: ignore[arg-type]
+            engine, TEXTS, "secret", chat=False, template=" {observation}", max_context=20, max_new_tokens=6  # type: ignore[arg-type]
         )  # fmt: skip
         server = EndpointServer(EndpointSettings(model="mine"), policy)
         await server.start()

@@ -246,7 +246,7 @@ def test_every_token_stands_in_the_sequence_where_it_is_looked_for(groups: list[
     assert sum(block.size for block in layout.blocks) == len(sequence)
     for i, length in enumerate(lengths):
         columns = np.arange(length)
-        places = layout.places(np.full(length, i), columns)
+        places = layout.packed_indices(np.full(length, i), columns)
         np.testing.assert_array_equal(sequence[places], ids[i, :length])
         np.testing.assert_array_equal(positions[places], columns)
 

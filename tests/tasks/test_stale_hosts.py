@@ -96,7 +96,7 @@ class Scene:
             version=PolicyVersion(0), instance=InstanceId("a"), tokens=ids, logprobs=np.zeros(tokens, np.float32)
         )
         sampled = SampledTokens(
-            trajectory=ID, route_number=self.route_number, first=first, segments=(segment,), finish=FinishReason.STOP
+            trajectory=ID, route_number=self.route_number, start=first, segments=(segment,), finish=FinishReason.STOP
         )
         assert await self.server.deliver([sampled]) == {ID: first + tokens}
 

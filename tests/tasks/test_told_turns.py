@@ -123,18 +123,18 @@ def test_a_turns_limit_is_spooled_with_the_answer_before_it() -> None:
     held.apply(routed(0, 1))
     assert held.apply(sampled(1, 0, [0, 0]))
     entry = ObservationDelivered(
-        trajectory=ID, first=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, turn_tokens=5
+        trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, turn_tokens=5
     )
     read = decode(encode(entry))
     assert isinstance(read, ObservationDelivered)
     assert held.apply(read)
-    assert held.turn_tokens == {ID: 5}
-    assert held.copy_with(resumed(0)).turn_tokens == {}
+    assert held.turn_limits == {ID: 5}
+    assert held.copy_with(resumed(0)).turn_limits == {}
     # The next turn's answer says none.
     held.apply(routed(0, 2))
     assert held.apply(sampled(2, 3, [0]))
-    assert held.apply(replace(entry, first=4, turn_tokens=0))
-    assert held.turn_tokens == {}
+    assert held.apply(replace(entry, start=4, turn_tokens=0))
+    assert held.turn_limits == {}
     plain = decode(encode(replace(entry, turn_tokens=0)))
     assert isinstance(plain, ObservationDelivered)
     assert plain.turn_tokens == 0
@@ -252,7 +252,7 @@ def test_branches_and_auxiliary_turns_survive_the_spool() -> None:
     held.apply(routed(0, 1))
     assert held.apply(sampled(1, 0, [0, 0]))
     entry = ObservationDelivered(
-        trajectory=ID, first=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, after=1,
+        trajectory=ID, start=2, role="user", tokens=np.asarray([7], np.int32), seconds=0.1, at_s=4.0, after=1,
         auxiliary=True,
     )  # fmt: skip
     read = decode(encode(entry))

@@ -206,7 +206,7 @@ def test_a_trainer_that_is_closed_waits_for_its_point_and_says_what_kept_it(
         await closing
 
     asyncio.run(whole())
-    assert ResumePoints(tmp_path / "resume").whole() == []  # an empty file is none
+    assert ResumePoints(tmp_path / "resume").complete_versions() == []  # an empty file is none
     assert len(list((tmp_path / "resume").iterdir())) == (not full)
     assert ("the latest resume point is missing" in caplog.text) == full
 
@@ -266,7 +266,7 @@ def test_what_a_killed_writer_has_moved_aside_is_removed_with_the_points_of_its_
         path.rename(path.with_name(f".{path.name}.{version:016x}.old"))  # and is killed before the second rename
     points.remove_after(PolicyVersion(1))
     with points.writing(PolicyVersion(2), sharded=True), points.writing(PolicyVersion(1), sharded=True):
-        assert points.whole() == [1]
+        assert points.complete_versions() == [1]
 
 
 def test_a_point_that_cannot_be_begun_is_told_too(tmp_path: Path) -> None:
@@ -331,14 +331,14 @@ def test_an_emulated_trainer_goes_on_from_its_resume_points(tmp_path: Path) -> N
         published = [await first.train(Server(), step, (), ()) for step in range(2)]
         await first.save_checkpoint(str(tmp_path / "checkpoint"))  # the points are written by then
         await first.close()
-        assert points.whole() == [1, 2]
+        assert points.complete_versions() == [1, 2]
         second = started()
         for result in published:
             again = await second.publish_initial((), result.version, result.fingerprint)
             assert (again.version, again.fingerprint) == (result.version, result.fingerprint)
         torn = points.path(PolicyVersion(2))
         torn.write_bytes(torn.read_bytes()[:-20])
-        assert points.whole() == [1]
+        assert points.complete_versions() == [1]
         with pytest.raises(StoreError, match="no resume point of this job"):
             await second.publish_initial((), PolicyVersion(2), "")
         await second.close()

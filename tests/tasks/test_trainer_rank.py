@@ -102,7 +102,7 @@ def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
     closed: list[Any] = []
     before = set(threading.enumerate())
 
-    async def whole() -> None:
+    async def scenario() -> None:
         lead, others = actors(tmp_path, group, 3)
         await lead.form_group("localhost", *others)
         initial = await lead.publish_initial((1, 2), PolicyVersion(0), "")
@@ -116,7 +116,7 @@ def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
             await actor.close()
             closed.append(actor)  # or its threads would end because it is forgotten
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
     for thread in set(threading.enumerate()) - before:
         thread.join(60.0)
         assert not thread.is_alive(), f"{thread.name} of {closed} runs on"
@@ -157,7 +157,7 @@ def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path
     """Their connections to it break before anybody has looked whether it is there."""
     group = Together(3, breaks=(first, "step", CLOSED))
 
-    async def whole() -> None:
+    async def scenario() -> None:
         lead, others = actors(tmp_path, group, 3)
         await lead.form_group("localhost", others[0], Lost(others[1], 4))
         await lead.publish_initial((), PolicyVersion(0), "")
@@ -167,7 +167,7 @@ def test_a_lost_rank_is_told_as_lost_though_the_others_fail_first(tmp_path: Path
         for actor in (lead, *others):
             await actor.close()
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 NCCL = (
@@ -224,7 +224,7 @@ def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
     monkeypatch.setattr(trainer_rank, "SETTLE_S", 0.2)
     group = Together(2, breaks=(number, "step", error))
 
-    async def whole() -> None:
+    async def scenario() -> None:
         lead, others = actors(tmp_path, group, 2)
         await lead.form_group("localhost", *others)
         await lead.publish_initial((), PolicyVersion(0), "")
@@ -234,7 +234,7 @@ def test_what_fails_on_one_rank_is_told_though_the_others_wait_for_it(
         for actor in (lead, *others):
             await actor.close()
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("gone", [False, True])
@@ -268,7 +268,7 @@ def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
 
             return asked
 
-    async def whole() -> None:
+    async def scenario() -> None:
         lead, others = actors(tmp_path, group, 2)
         await lead.form_group("localhost", Gone(others[0]))
         await lead.train(Server(), 0, (), ())
@@ -278,30 +278,30 @@ def test_a_rank_that_is_lost_while_a_point_is_written_is_told_as_lost(
         for actor in (lead, *others):
             await actor.close()
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_a_trainer_whose_ranks_are_not_a_group_yet_says_so(tmp_path: Path) -> None:
-    async def whole() -> None:
+    async def scenario() -> None:
         lead, _ = actors(tmp_path, Together(2), 2)
         with pytest.raises(ProtocolViolation, match="the 2 ranks of the trainer are not a group yet"):
             await lead.train(Server(), 0, (), ())
         await lead.close()
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_emulated_ranks_go_on_from_their_resume_points(tmp_path: Path) -> None:
     settings = EmulatedTraining(train_s=0.0, s_per_token=0.0, time_scale=1.0)
 
-    async def whole() -> None:
+    async def scenario() -> None:
         lead, others = actors(tmp_path, settings, 2)
         await lead.form_group("localhost", *others)
         trained = await lead.train(Server(), 4, (), ())
         await lead.save_checkpoint(str(tmp_path / "checkpoint"))
         for actor in (lead, *others):
             await actor.close()
-        assert ResumePoints(tmp_path / "resume").whole() == [5]
+        assert ResumePoints(tmp_path / "resume").complete_versions() == [5]
         for ranks in (1, 2):
             lead, others = actors(tmp_path, settings, ranks)
             if ranks > 1:
@@ -311,4 +311,4 @@ def test_emulated_ranks_go_on_from_their_resume_points(tmp_path: Path) -> None:
             for actor in (lead, *others):
                 await actor.close()
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
