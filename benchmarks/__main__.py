@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "simulated": (("--out", "{folder}"),),
     "agentic": (("--out", "{folder}"),),
     "prefix": (("--engine", "transformers"),),
+    "pulls": (("--out", "{folder}"),),
     "ablation": (("--out", "{folder}"),),
     "reality": (("emulated",), ("overhead",), ("short",), ("transformers",)),
     "rescore": ((),),

@@ -26,7 +26,7 @@ JOB = "examples/longtail.toml"
 STEPS = ("steps=36",)
 """Steps of a run; 24 of them are measured at bound 3."""
 SEEDS = (1, 2, 3)
-PULLS = ("greedy", "hypothesis")
+PULLS = ("greedy", "staggered")
 ROUTINGS = {
     "least_requests": ((),),
     "throughput_optimal": tuple((f"rollout.routing.mu={mu}",) for mu in (0.05, 0.1, 0.2)),
@@ -34,10 +34,10 @@ ROUTINGS = {
 }
 """Routing rules, each with the settings that are tried."""
 SYNCHRONOUS = ("staleness.eta=0", "staleness.admission=synchronous", "rollout.routing=least_requests")
-LEAST_REQUESTS, GREEDY, HYPOTHESIS, KEEP, MIGRATION = (
+LEAST_REQUESTS, GREEDY, STAGGERED, KEEP, MIGRATION = (
     "rollout.routing=least_requests",
     "rollout.synchronization=greedy",
-    "rollout.synchronization=hypothesis",
+    "rollout.synchronization=staggered",
     "rollout.on_pull=keep",
     "rollout.migration=largest_gain",
 )
@@ -46,8 +46,8 @@ CASES = {
     "`synchronous`, `least_requests`": SYNCHRONOUS,
     "`least_requests`, `greedy`, `interrupt`": (LEAST_REQUESTS, GREEDY),
     "`deadline`, `greedy`, `interrupt`": (GREEDY,),
-    "`deadline`, `hypothesis`, `interrupt`": (HYPOTHESIS,),
-    "`deadline`, `hypothesis`, `interrupt`, `largest_gain`": (HYPOTHESIS, MIGRATION),
+    "`deadline`, `staggered`, `interrupt`": (STAGGERED,),
+    "`deadline`, `staggered`, `interrupt`, `largest_gain`": (STAGGERED, MIGRATION),
     "`deadline`, `greedy`, `keep`": (KEEP, GREEDY),
     "`deadline`, `greedy`, `keep`, `largest_gain`": (KEEP, GREEDY, MIGRATION),
     "`deadline`, `greedy`, `keep`, `extra_groups` 2": (KEEP, GREEDY, "batch.extra_groups=2"),

@@ -56,6 +56,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "bimodal": {"kind": "bimodal", "median": 1000.0, "long_share": 0.15, "long_ratio": 15.0},
     "agentic": {"kind": "agentic", "median": 2000.0, "sigma": 1.0, "turns": 5.0, "tool_s": 5.0, "tool_tokens": 200},
 }
+UNTUNED: dict[str, dict[str, Any]] = {"power_law": {"kind": "power_law", "median": 800.0, "exponent": 1.2}}
+"""Workloads that no rule was chosen on."""
 GROUPS_AN_INSTANCE = 8
 """Groups of 8 a step for each instance: 64 trajectories."""
 STEPS = 36
@@ -161,7 +163,7 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
             "engine": {"name": "emulated", "max_running": 256, "kv_tokens": kv_tokens},
             "cost": {**fit, "prefill": fit["k3"]},
         },
-        "workload": WORKLOADS[workload],
+        "workload": (WORKLOADS | UNTUNED)[workload],
         "simulation": {"report_s": 10.0, "pull_s": 2.0, "gpus_per_instance": gpus, "trainer_gpus": size * gpus},
     }
     for override in row.overrides:

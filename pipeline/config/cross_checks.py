@@ -269,14 +269,12 @@ def _check_turns(config: RunConfig) -> Iterator[str]:
     """Check what cannot be combined with the layout "turns"."""
     if not config.turns:
         return
-    turns, training, rule = 'cluster.layout = "turns"', config.training, config.rollout.synchronization
+    turns, training = 'cluster.layout = "turns"', config.training
     if config.cluster.kind != "local":
         yield f'{turns} needs cluster.kind = "local": the queue of a cluster gives each GPU to one role; use "separate"'
     if config.served_versions:
         yield f'{turns}: rollout.on_pull = "adapter" keeps the model\'s own weights on the GPUs; use "separate"'
     if training.ranks > 1 and not training.offload:
         yield f"{turns}: training.ranks = {training.ranks} needs training.offload = true"
-    if rule.name != "greedy":
-        yield f'{turns}: instances pull whenever their turn begins; remove rollout.synchronization = "{rule.name}"'
     if config.simulation.colocated:
         yield f"{turns}: simulation.colocated is another model of the same; remove it"

@@ -3,8 +3,6 @@ emulated runs share. Pure."""
 
 from __future__ import annotations
 
-import dataclasses
-
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.coordinator import Coordinator
 from staleflow.pipeline.coordination.draft_lengths import DraftLengths
@@ -78,15 +76,15 @@ def make_episodes(config: RunConfig, workload: Workload) -> EmulatedEpisodes:
 def make_strategies(config: RunConfig, costs: StepCosts | None = None) -> StrategySet:
     """The strategies this job names, with their knobs. costs: of decode steps, if not of the job's cost model alone.
     Raises ConfigError."""
-    cost, rollout = config.rollout.cost, config.rollout
-    costs = costs or cost
+    rollout = config.rollout
+    costs = costs or rollout.cost
     inputs = {"cost": costs, "eta": config.staleness.eta, "rng": generator(config.seed, Stream.ROUTING)}
-    # A pull that interrupts nothing recomputes no context.
-    pulling = cost if rollout.on_pull == "interrupt" else dataclasses.replace(cost, prefill=0.0)
     return StrategySet(
         admission=ADMISSION.make(config.staleness.admission, inputs),
         routing=ROUTING.make(rollout.routing, inputs),
-        synchronization=SYNCHRONIZATION.make(rollout.synchronization, inputs | {"cost": pulling}),
+        synchronization=SYNCHRONIZATION.make(
+            rollout.synchronization, {"eta": config.staleness.eta, "interrupts": rollout.on_pull == "interrupt"}
+        ),
         filtering=FILTERING.make(config.batch.filtering),
         migration=MIGRATION.make(rollout.migration, inputs),
         costs=costs,

@@ -100,7 +100,9 @@ class RolloutConfig:
         1.0, "sampling temperature; the trainer computes logprobs at the same one", above=0, high=10
     )
     routing: Routing = choice(ROUTING, "deadline", "which instance samples a trajectory")
-    synchronization: Synchronization = choice(SYNCHRONIZATION, "greedy", "when an instance pulls new weights")
+    synchronization: Synchronization = choice(
+        SYNCHRONIZATION, "staggered", "how many instances pull new weights once they are published"
+    )
     on_pull: str = knob(
         "interrupt",
         "trajectories running during a pull: interrupt recomputes their KV cache, keep continues with the old one, "
@@ -339,10 +341,7 @@ class RunConfig:
     @property
     def uses_cost_model(self) -> bool:
         """Whether one of its strategies goes by the seconds of the cost model."""
-        rollout = self.rollout
-        return (
-            rollout.routing.weighs_seconds or rollout.synchronization.needs("cost") or rollout.migration.needs("cost")
-        )
+        return self.rollout.routing.weighs_seconds or self.rollout.migration.needs("cost")
 
     @property
     def oversampled_group_size(self) -> int:

@@ -95,7 +95,7 @@ class Coordinator(CoordinatorInspection):
             self._state, strategies.admission, strategies.routing, strategies.affinity, forecast
         )
         self._pinning = EvaluationPinning(self._state, self._planner, strategies.evaluation_share)
-        self._pulls = Pulls(self._state, strategies.synchronization, self._planner)
+        self._pulls = Pulls(self._state, strategies.synchronization)
         self._move_planner = MovePlanner(
             self._state, strategies.migration, strategies.stragglers, forecast, strategies.costs
         )

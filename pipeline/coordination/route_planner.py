@@ -16,7 +16,7 @@ from staleflow.stores.trajectory import PolicyVersion
 
 
 class RoutePlanner:
-    """Consulted by the coordinator for each trajectory it could route, and for what an instance could be given."""
+    """Consulted by the coordinator for each trajectory it could route."""
 
     def __init__(
         self,
@@ -60,10 +60,6 @@ class RoutePlanner:
         """A trajectory, as routing may know it."""
         return Candidate(kv_tokens=live.kv_tokens, continued=live.tokens > 0)
 
-    def typical_new_work(self) -> Candidate:
-        """A trajectory as it will be drawn next, halfway through its response."""
-        return Candidate(kv_tokens=int(self._state.measured.prompt_tokens.value + self._forecast.mean_position))
-
     def num_routable(self, version: PolicyVersion) -> int:
         """Number of trajectories that could be routed to an instance serving `version`, queued or still to be drawn."""
         ledger = self._state.ledger
@@ -72,19 +68,6 @@ class RoutePlanner:
             return promised
         groups = min(self._admission.room(ledger), ledger.room(version))
         return promised + groups * ledger.members_started
-
-    def num_accepted(self, instance: Instance, work: Candidate) -> int:
-        """How many more such trajectories routing would give this instance. Bisects: takes() is monotone."""
-        low, high = 0, instance.max_running - instance.num_running
-        while low < high:
-            middle = (low + high) // 2
-            kv_tokens = instance.kv_tokens + middle * work.kv_tokens
-            room = kv_tokens + work.kv_tokens <= instance.kv_capacity
-            if room and self._routing.takes(work, instance.num_running + middle, kv_tokens):
-                low = middle + 1
-            else:
-                high = middle
-        return low
 
     def _cached_instance(self, live: LiveTrajectory, fitting: BoolArray) -> Instance | None:
         """The instance that may hold a trajectory's context in its cache, if it fits there."""

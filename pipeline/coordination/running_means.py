@@ -20,11 +20,10 @@ class RunningMean:
 
 @dataclass(slots=True)
 class Measured:
-    """Tokens of a prompt; seconds between published versions; seconds a pull takes."""
+    """Tokens of a prompt; seconds between published versions."""
 
     prompt_tokens: RunningMean = field(default_factory=RunningMean)
     interval_s: RunningMean = field(default_factory=RunningMean)
-    pull_s: RunningMean = field(default_factory=RunningMean)
 
 
 @dataclass(slots=True)

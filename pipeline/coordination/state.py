@@ -69,7 +69,6 @@ class CoordinatorState(ReplanFlags):
         self._training = False
         self._idle_since: float | None = 0.0  # None while a step is being trained
         self._published_s = 0.0
-        self._pull_started_s: dict[InstanceId, float] = {}
         self.turns = turns
         self._falling_asleep: set[InstanceId] = set()
 
@@ -428,7 +427,6 @@ class CoordinatorState(ReplanFlags):
         self._fleet.lose(instance)
         self._evaluations.remove(instance.instance)
         self._loads_changed.pop(instance.instance, None)
-        self._pull_started_s.pop(instance.instance, None)
         self._falling_asleep.discard(instance.instance)
 
     def hear_progress(
@@ -460,13 +458,11 @@ class CoordinatorState(ReplanFlags):
     def start_pull(self, instance: Instance) -> None:
         """Count an instance as serving the published version, which it is about to load."""
         self._fleet.start_pull(instance, self.ledger.version)
-        self._pull_started_s[instance.instance] = self._now
         self._routing_changed = True
 
     def finish_pull(self, instance: Instance) -> None:
         """Note that an instance has loaded the version it is counted with."""
         self._fleet.finish_pull(instance)
-        self.measured.pull_s.add(self._now - self._pull_started_s.pop(instance.instance, self._now))
         self._loads_changed[instance.instance] = instance
         self._routing_changed |= self.evaluation is not None  # which may have waited for it
 

@@ -186,7 +186,7 @@ def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(min
         ("training.advantage={mine}:endless", "gave a number that is not finite"),
         ("tracking.tracker={mine}:First", "has no method step and no close; a tracker has step(step, metrics)"),
         ("training.advantage=gpro", "did you mean 'grpo'?"),
-        ("rollout.synchronization={mine}:First", "must be one of greedy, status, hypothesis"),
+        ("rollout.synchronization={mine}:First", "must be one of greedy, staggered"),
     ],
 )
 def test_each_mistake_is_one_line(mine: Path, override: str, message: str) -> None:

@@ -80,11 +80,14 @@ class Bench:
         max_attempts: int = 1,
         environments: bool = False,
         adapters: bool = False,
+        on_pull: str = "interrupt",
         **redundancy: Any,
     ) -> None:
         ledger = StalenessLedger(eta=eta, groups_per_step=groups, group_size=size, **redundancy)
         cost = CostModel(k1=1e-6, k2=0.005, k3=0.0001, k4=0.001, b=0.002, prefill=0.0)
-        values = {"cost": cost, "eta": eta, "rng": np.random.default_rng(0)}
+        values = {
+            "cost": cost, "eta": eta, "rng": np.random.default_rng(0), "interrupts": on_pull == "interrupt",
+        }  # fmt: skip
         strategies = StrategySet(
             admission=ADMISSION.make(entry(ADMISSION, admission), values),
             routing=ROUTING.make(entry(ROUTING, routing), values),
@@ -415,16 +418,46 @@ def test_greedy_pulls_at_once_and_routes_under_the_new_version() -> None:
     bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
 
 
-def test_status_pulls_only_when_it_cannot_be_fed_and_has_drained() -> None:
-    bench = Bench(eta=1, groups=4, synchronization="status")
-    bench.join(max_running=4)
-    bench.arrive(*range(8))
-    for trajectory in range(4):
-        bench.finish(trajectory)
-    assert only(bench.publish(1), Pull) == []  # four more of version 0 run
-    bench.sampled(4)
-    assert only(bench.scored(4), Pull) == []
-    assert [p.version for p in only(bench.sampled(5), Pull)] == [1]  # two of four run
+def four_instances(synchronization: str, on_pull: str = "interrupt") -> tuple[Bench, dict[str, list[int]]]:
+    """Instances a to d, which run four, three, two and one trajectories under bound 3, and these trajectories. The next
+    version can be published."""
+    bench = Bench(eta=3, groups=4, synchronization=synchronization, on_pull=on_pull)
+    running: dict[str, list[int]] = {name: [] for name in "abcd"}
+    for name in running:
+        bench.join(InstanceId(name))
+    for route in only(bench.arrive(*range(16)), Route):
+        running[route.instance].append(route.trajectory)
+    for number, trajectories in enumerate(running.values()):
+        bench.finish(*trajectories[4 - number :])
+        del trajectories[4 - number :]
+    return bench, running
+
+
+def pulling(commands: Iterable[Command]) -> list[str]:
+    return [pull.instance for pull in only(commands, Pull)]
+
+
+def test_staggered_has_the_instances_pull_that_are_cheapest_to_interrupt() -> None:
+    bench, _ = four_instances("staggered")
+    assert pulling(bench.publish(1)) == ["c", "d"]
+    assert pulling(bench.tell(Tick())) == []
+    for rule, on_pull in (("staggered", "keep"), ("greedy", "interrupt")):
+        assert pulling(four_instances(rule, on_pull)[0].publish(1)) == ["a", "b", "c", "d"]
+
+
+def test_an_instance_that_runs_nothing_pulls() -> None:
+    bench, running = four_instances("staggered")
+    bench.publish(1)
+    *others, last = running["b"]
+    bench.finish(*others)
+    assert pulling(bench.sampled(last)) == ["b"]
+
+
+def test_another_instance_pulls_for_one_that_is_lost() -> None:
+    bench, _ = four_instances("staggered")
+    bench.publish(1)
+    bench.tell(InstanceLost(instance=InstanceId("d"), why="gone"))
+    assert pulling(bench.tell(Tick())) == ["b"]
 
 
 def test_kv_memory_and_concurrency_are_respected() -> None:
@@ -600,15 +633,6 @@ def test_a_refusal_stands_in_the_story_once_while_its_reason_is_the_same() -> No
     assert "waits: concurrency cap" in "".join(bench.coordinator.story(TrajectoryId(2)))
 
 
-def test_a_lagging_instance_pulls_when_it_pays_and_not_before() -> None:
-    bench = Bench(eta=1, groups=8, synchronization="hypothesis")
-    bench.join(A, max_running=64)
-    bench.arrive(*range(16))
-    bench.finish(*range(8))
-    (pull,) = only(bench.publish(1), Pull)  # room for eight new groups is worth prefilling eight small contexts
-    assert (pull.instance, pull.version) == (A, 1)
-
-
 def acting(**changes: Any) -> Bench:
     """One trajectory of one group, the first turn of which was sampled on a; b is there too."""
     bench = Bench(environments=True, size=1, **changes)
@@ -651,21 +675,6 @@ def test_what_was_kept_under_older_weights_is_not_forgotten_again() -> None:
     assert only(bench.finish(1), Train)
     assert [pull.instance for pull in only(bench.publish(1), Pull)] == [A, B]
     assert not only(bench.scored(0), ReleaseCache)
-
-
-def test_a_pull_beside_what_is_served_is_worth_any_gain() -> None:
-    """However long it takes: decoding goes on meanwhile."""
-    for adapters, pulls in ((False, 0), (True, 1)):
-        bench = Bench(eta=2, groups=8, synchronization="hypothesis", adapters=adapters)
-        bench.join(A, max_running=64)
-        bench.arrive(*range(24))
-        bench.finish(*range(8))
-        assert only(bench.publish(1), Pull)
-        bench.now += 1000
-        bench.tell(PullFinished(instance=A, version=PolicyVersion(1)))
-        bench.arrive(*range(24, 32))
-        bench.finish(*range(8, 16))
-        assert len(only(bench.publish(2), Pull)) == pulls
 
 
 def test_what_an_adapter_has_computed_outlives_a_pull() -> None:

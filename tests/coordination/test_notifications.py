@@ -314,7 +314,7 @@ CASES = (
         "a pull is finished",
         lambda: pulled(NotedBench(eta=1)),
         lambda bench: PullFinished(instance=A, version=V1),
-        ("pull_s.add(1)",),
+        (),
     ),
     Case(
         "an instance has freed its GPUs",

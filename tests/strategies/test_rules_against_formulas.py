@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -26,7 +24,6 @@ from staleflow.pipeline.strategies.affinity import CacheAffinity
 from staleflow.pipeline.strategies.filtering import Truncate
 from staleflow.pipeline.strategies.migration import LargestGain, Load, Movable
 from staleflow.pipeline.strategies.routing import Candidate, Deadline, LeastRequests, ThroughputOptimal
-from staleflow.pipeline.strategies.synchronization import Hypothesis, LaggingInstance, Status
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import GroupId, PolicyVersion, TrajectoryId
@@ -160,46 +157,6 @@ def test_only_rules_that_weigh_seconds_say_so() -> None:
     assert ThroughputOptimal(COST, 0.1).weighs_seconds
     assert not Deadline(COST).weighs_seconds
     assert not LeastRequests().weighs_seconds
-
-
-# -- synchronization -------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.integers(0, 9), st.integers(0, 60), st.integers(0, 4), st.integers(0, 4), st.integers(0, 20),
-    st.sampled_from([0.0, 0.5, 4.0, 64.0]), st.sampled_from([0.0, 0.5, 8.0]),
-)  # fmt: skip
-def test_a_pull_is_worth_it_if_the_gain_until_the_next_version_is_at_least_what_stalls(
-    running: int, kv_tokens: int, fed: int, added: int, added_kv: int, interval_s: float, pull_s: float
-) -> None:
-    instance = LaggingInstance(
-        lag=1, num_running=running, max_running=8, kv_tokens=kv_tokens, num_added_without_pull=fed,
-        num_added_if_pulled=added, added_kv_tokens=added_kv, interval_s=interval_s, pull_s=pull_s,
-    )  # fmt: skip
-
-    def rate(more: int) -> Fraction:
-        n = running + more
-        return Fraction(n) / Fraction(step_s(n, kv_tokens + more * added_kv)) if n else Fraction(0)
-
-    gained = (rate(added) - rate(fed)) * Fraction(interval_s)
-    stalled = rate(fed) * Fraction(pull_s + 0.125 * kv_tokens)
-    pulls = not running or (rate(added) > rate(fed) and gained >= stalled)
-    if not running or gained != stalled:  # at equality the last bit of a quotient decides
-        assert Hypothesis(COST).should_pull(instance) is pulls
-    for share in (0.0, 0.5, 1.0):
-        assert Status(share).should_pull(instance) is (fed == 0 and running <= 8 * share)
-
-
-def test_a_gain_of_just_what_stalls_is_pulled_for() -> None:
-    # From 4 to 8 tokens per second for a second, against a second without 4.
-    instance = LaggingInstance(
-        lag=1, num_running=4, max_running=8, kv_tokens=40, num_added_without_pull=0, num_added_if_pulled=4,
-        added_kv_tokens=10, interval_s=1.0, pull_s=1.0,
-    )  # fmt: skip
-    assert Hypothesis(FLAT).should_pull(instance)
-    assert not Hypothesis(FLAT).should_pull(dataclasses.replace(instance, pull_s=1.5))
-    nothing = dataclasses.replace(instance, num_added_if_pulled=0, interval_s=0.0, pull_s=0.0)
-    assert not Hypothesis(FLAT).should_pull(nothing), "no gain, though nothing stalls"
 
 
 # -- admission -------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from staleflow.pipeline.strategies.routing import (
     Routing,
     ThroughputOptimal,
 )
-from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Hypothesis, LaggingInstance, Status
+from staleflow.pipeline.strategies.synchronization import SYNCHRONIZATION, Greedy, Staggered
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.staleness.ledger_entries import Ending, EntryState
@@ -141,36 +141,27 @@ def test_deadline_takes_the_shortest_decode_step(rows: Any, fitting: Any, chosen
     assert Deadline(COST).takes(SMALL, 400, 400_000)
 
 
-def lagging(**changes: Any) -> LaggingInstance:
-    values: dict[str, Any] = {
-        "lag": 1, "num_running": 4, "max_running": 8, "kv_tokens": 400, "num_added_without_pull": 0,
-        "num_added_if_pulled": 0, "added_kv_tokens": 100, "interval_s": 10.0, "pull_s": 0.1,
-    }  # fmt: skip
-    return LaggingInstance(**(values | changes))
-
-
-@pytest.mark.parametrize(("running", "fed", "pulls"), [(8, 0, False), (4, 0, True), (4, 3, False), (0, 0, True)])
-def test_status_synchronization(running: int, fed: int, pulls: bool) -> None:
-    instance = lagging(num_running=running, num_added_without_pull=fed)
-    assert Status(0.5).should_pull(instance) is pulls
-    assert Greedy().should_pull(instance)
-
-
 @pytest.mark.parametrize(
-    ("changes", "pulls", "why"),
+    ("eta", "interrupts", "pulling"),
     [
-        ({"num_running": 0, "kv_tokens": 0}, True, "nothing is interrupted"),
-        ({"num_added_if_pulled": 0}, False, "nothing is gained"),
-        ({"num_added_if_pulled": 4}, True, "the rate almost doubles for ten seconds, and it stalls for one"),
-        ({"num_added_without_pull": 4, "num_added_if_pulled": 4}, False, "it is fed as well without"),
-        ({"num_added_if_pulled": 4, "interval_s": 0.01}, False, "the gain lasts too short"),
-        ({"num_added_if_pulled": 4, "pull_s": 100.0}, False, "loading takes too long"),
-        ({"num_added_if_pulled": 1, "num_running": 60, "kv_tokens": 100_000}, False, "too much to prefill again"),
+        (0, True, [1, 2, 3, 4, 5, 6]),
+        (2, True, [1, 2, 3, 4, 5, 6]),
+        (3, True, [1, 1, 2, 2, 3, 3]),
+        (4, True, [1, 1, 2, 2, 3, 3]),
+        (5, True, [1, 1, 1, 2, 2, 2]),
+        (5, False, [1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_hypothesis_weighs_the_gain_against_the_interruption(changes: Any, pulls: bool, why: str) -> None:
-    rule = Hypothesis(dataclasses.replace(COST, prefill=0.001))
-    assert rule.should_pull(lagging(**changes)) is pulls, why
+def test_staggered_pulls_twice_in_the_life_of_a_group(eta: int, interrupts: bool, pulling: list[int]) -> None:
+    rule = Staggered(eta=eta, interrupts=interrupts)
+    assert [rule.num_pulling(count) for count in range(1, 7)] == pulling
+    assert [Greedy().num_pulling(count) for count in range(1, 7)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["status", "hypothesis"])
+def test_a_rule_that_is_no_more_is_refused_with_what_replaces_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.synchronization = '{name}' is not in this version; use staggered"):
+        loading.from_tree({"rollout": {"synchronization": name}})
 
 
 def test_migration_moves_the_urgent_first_and_stops_when_it_no_longer_gains() -> None:
@@ -299,7 +290,7 @@ def test_unknown_names_say_what_there_is() -> None:
     for registry, names in (
         (ROUTING, "random, round_robin, least_requests, throughput_optimal, deadline"),
         (ADMISSION, "staleflow, synchronous"),
-        (SYNCHRONIZATION, "greedy, status, hypothesis"),
+        (SYNCHRONIZATION, "greedy, staggered"),
         (MIGRATION, "none, largest_gain"),
         (FILTERING, "keep_all, no_signal"),
         (STRAGGLERS, "wait, truncate"),
