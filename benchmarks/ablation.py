@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.simulator.analysis import Measures, measure
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
@@ -33,9 +34,13 @@ ROUTINGS = {
     "deadline": ((),),
 }
 """Routing rules, each with the settings that are tried."""
-SYNCHRONOUS = ("staleness.eta=0", "staleness.admission=synchronous", "rollout.routing=least_requests")
+SYNCHRONOUS = (
+    "staleness.eta=0",
+    "staleness.admission=synchronous",
+    f"rollout.routing={ROUTING_RULES['least_requests']}",
+)
 LEAST_REQUESTS, GREEDY, STAGGERED, KEEP, MIGRATION = (
-    "rollout.routing=least_requests",
+    f"rollout.routing={ROUTING_RULES['least_requests']}",
     "rollout.synchronization=greedy",
     "rollout.synchronization=staggered",
     "rollout.on_pull=keep",
@@ -123,7 +128,11 @@ def main() -> None:
         results: list[dict[str, Any]] = [{"part": "synchronous", "tokens_per_s": base}]
         for eta, on_pull in itertools.product(bounds, ("interrupt", "keep")):
             for routing, knobs in ROUTINGS.items():
-                chosen = (f"staleness.eta={eta}", f"rollout.on_pull={on_pull}", f"rollout.routing={routing}")
+                chosen = (
+                    f"staleness.eta={eta}",
+                    f"rollout.on_pull={on_pull}",
+                    f"rollout.routing={ROUTING_RULES.get(routing, routing)}",
+                )
                 rates = {
                     (knob, pull): rate((*chosen, f"rollout.synchronization={pull}", *knob))
                     for knob, pull in itertools.product(knobs, PULLS)

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.simulator.analysis import measure
@@ -35,7 +36,7 @@ AGENT: dict[str, Any] = {
     "batch": {"groups_per_step": 32, "group_size": 8},
     "staleness": {"admission": "synchronous", "eta": 0},
     "rollout": {
-        "instances": 8, "max_new_tokens": 30_000, "routing": "least_requests", "on_pull": "keep",
+        "instances": 8, "max_new_tokens": 30_000, "routing": ROUTING_RULES["least_requests"], "on_pull": "keep",
         "engine": {"name": "emulated", "max_running": 128, "kv_tokens": 500_000},
     },
     "environment": UNLIMITED,
@@ -188,7 +189,7 @@ def prefix(routing: str, kv_tokens: int, steps: int, *, affinity: bool, quick: b
         "steps": steps,
         "batch": {"groups_per_step": 32, "group_size": 8},
         "staleness": {"admission": "staleflow", "eta": 1},
-        "rollout": {"routing": routing, "cache_affinity": affinity, "engine": {"kv_tokens": kv_tokens}},
+        "rollout": {"routing": ROUTING_RULES[routing], "cache_affinity": affinity, "engine": {"kv_tokens": kv_tokens}},
         "workload": {"turns": 10.0, "median": 4000.0, "tool_s": 5.0, "tool_spread": 2.0, "tool_tokens": 300},
         "simulation": {"train_s": 40.0, "pull_s": 2.0},
     }
@@ -210,7 +211,7 @@ RLVR: dict[str, Any] = {
     "batch": {"groups_per_step": 8, "group_size": 8},
     "staleness": {"admission": "synchronous", "eta": 0},
     "rollout": {
-        "instances": 8, "max_new_tokens": 8192, "routing": "least_requests", "on_pull": "keep",
+        "instances": 8, "max_new_tokens": 8192, "routing": ROUTING_RULES["least_requests"], "on_pull": "keep",
         "engine": {"name": "emulated", "max_running": 16, "kv_tokens": 500_000},
     },
     "workload": {"median": 1500.0, "sigma": 0.8, "signal_share": 0.5},

@@ -2,7 +2,7 @@
 
     python benchmarks/coordinator.py
 
-The most expensive strategies are on: deadline routing, staggered pulls, migration. A tick decides over the
+The most expensive strategies are on: staggered pulls and migration. A tick decides over the
 whole fleet; a round of reports is what one tick hears from all instances before that.
 """
 
@@ -43,7 +43,7 @@ class Bench:
             "batch": {"groups_per_step": live // 32, "group_size": 8},
             "staleness": {"eta": 3},
             "rollout": {
-                "instances": instances, "max_new_tokens": 4000, "routing": "deadline",
+                "instances": instances, "max_new_tokens": 4000,
                 "migration": "largest_gain", "engine": {"name": "emulated", "max_running": 64, "kv_tokens": 10**6},
             },
         }  # fmt: skip

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import agentic
+from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.processes.dask_workers import connect
@@ -40,7 +41,8 @@ JOB: dict[str, Any] = {
     "batch": {"groups_per_step": 8, "group_size": 4},
     "staleness": {"eta": 1},
     "rollout": {
-        "instances": 2, "max_new_tokens": 1900, "turn_tokens": 120, "routing": "least_requests",
+        "instances": 2, "max_new_tokens": 1900, "turn_tokens": 120,
+        "routing": ROUTING_RULES["least_requests"],
         "engine": {"max_running": 32, "max_batch_tokens": 512},
     },
     "training": {"learning_rate": 1e-6, "microbatch_tokens": 2048, "checkpoint_every": 0},

@@ -42,7 +42,7 @@ EMULATED = (
 OVERHEAD = (
     "name=overhead", "rollout.engine.name=emulated", "cluster.dashboard=false", "steps=16", "batch.groups_per_step=16",
     "batch.group_size=8", "staleness.eta=2", "rollout.instances=8", "rollout.max_new_tokens=2000",
-    "rollout.routing=deadline", "rollout.on_pull=keep", "rollout.engine.max_running=64",
+    "rollout.on_pull=keep", "rollout.engine.max_running=64",
     "rollout.engine.kv_tokens=1000000", "workload.median=300", "workload.sigma=0.8", "workload.prompt_tokens=200",
     "simulation.train_s=3.0", "simulation.pull_s=0.1", "simulation.reward_s=0.0", "simulation.report_s=0.5",
 )  # fmt: skip

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ablation
+from benchmarks.routing_rules import ROUTING_RULES
 from staleflow.pipeline.config import actor_settings, knob_tree, loading
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.simulator.analysis import measure
@@ -89,7 +90,7 @@ class Row:
         return self.rule is None or self.rule.keeps_bound
 
 
-LEAST_REQUESTS = "rollout.routing=least_requests"
+LEAST_REQUESTS = f"rollout.routing={ROUTING_RULES['least_requests']}"
 CUTTING = "staleflow, stragglers cut"
 
 
@@ -136,11 +137,10 @@ def long_rows(swept: bool) -> list[Row]:
     for eta in (1, 2, 3) if swept else (3,):
         rows.append(Row("backlog", f"eta {eta}", eta, (LEAST_REQUESTS,), Backlog(eta=eta)))
     for eta in (1, 2, 3) if swept else ():
-        for name in ("random", "round_robin"):
-            rows.append(Row(f"reservations, {name}", "", eta, (f"rollout.routing={name}",)))
+        rows.append(Row("reservations, random", "", eta, (f"rollout.routing={ROUTING_RULES['random']}",)))
     for eta in (1, 2, 3) if swept else ():
         for mu in (0.1, 0.2, 0.3):
-            extra = ("rollout.routing=throughput_optimal", f"rollout.routing.mu={mu}")
+            extra = (f"rollout.routing={ROUTING_RULES['throughput_optimal']}", f"rollout.routing.mu={mu}")
             rows.append(Row("reservations, throughput_optimal", f"mu {mu:g}", eta, extra))
     return rows
 
@@ -277,7 +277,6 @@ SHOWN = {
 }
 KEPT = ("synchronous, colocated", "one_step", "pipeline_depth", "windowed_fifo", "credits")
 PLAIN = "reservations, least_requests"
-ROUTINGS = ("random", "round_robin", "least_requests", "throughput_optimal")
 SETTINGS: tuple[tuple[str, int | None, str, str], ...] = (
     ("synchronous, colocated", None, "`synchronous`, `colocated`", ""),
     ("one_step", None, "`one_step`", ""),

@@ -53,7 +53,7 @@ class RoutePlanner:
         if cached_on is not None and (row is None or self._stays(live, cached_on, fleet[row])):
             return cached_on
         if row is None:
-            return "gain too small"
+            return "declined by the routing rule"
         return fleet[row]
 
     def work(self, live: LiveTrajectory) -> Candidate:

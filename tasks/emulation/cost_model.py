@@ -52,10 +52,6 @@ class StepCosts(Protocol):
 
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers: ...
 
-    def marginal_gain(self, running: int, kv_tokens: float, added_kv_tokens: float) -> float: ...
-
-    def marginal_gains(self, running: Numbers, kv_tokens: Numbers, added_kv_tokens: float) -> Numbers: ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
@@ -90,25 +86,10 @@ class CostModel:
         """`step_s` at a mean number of running trajectories; of less than one, the step of one."""
         return self.k1 * kv_tokens + max(self.k2, self.b + self.k3 * max(running, 1.0)) + self.k4
 
-    def throughput(self, running: int, kv_tokens: float) -> float:
-        """Tokens per second over all running trajectories."""
-        return running / self.step_s(running, kv_tokens) if running else 0.0
-
-    def marginal_gain(self, running: int, kv_tokens: float, added_kv_tokens: float) -> float:
-        """Tokens per second gained by adding one trajectory that holds `added_kv_tokens`; may be negative."""
-        after = self.throughput(running + 1, kv_tokens + added_kv_tokens)
-        return after - self.throughput(running, kv_tokens)
-
     def steps_s(self, running: Numbers, kv_tokens: Numbers) -> Numbers:
         """`step_s` of many instances at once; of an empty one, the cost of its first step without the cache."""
         seconds: Numbers = self.k1 * kv_tokens + np.maximum(self.k2, self.b + self.k3 * running) + self.k4
         return seconds
-
-    def marginal_gains(self, running: Numbers, kv_tokens: Numbers, added_kv_tokens: float) -> Numbers:
-        """`marginal_gain` on many instances at once."""
-        after = (running + 1) / self.steps_s(running + 1, kv_tokens + added_kv_tokens)
-        gains: Numbers = after - running / self.steps_s(running, kv_tokens)
-        return gains
 
     # -- speculation ---------------------------------------------------------------------------------------------
 
@@ -184,15 +165,6 @@ class DraftingCosts:
         compute_s = np.maximum(cost.k2, cost.b + cost.k3 * computed) + cost.k4
         seconds: Numbers = (cost.k1 * kv_tokens + compute_s) / self._tokens_per_step[row]
         return seconds
-
-    def marginal_gain(self, running: int, kv_tokens: float, added_kv_tokens: float) -> float:
-        after = (running + 1) / self.step_s(running + 1, kv_tokens + added_kv_tokens)
-        return after - (running / self.step_s(running, kv_tokens) if running else 0.0)
-
-    def marginal_gains(self, running: Numbers, kv_tokens: Numbers, added_kv_tokens: float) -> Numbers:
-        after = (running + 1) / self.steps_s(running + 1, kv_tokens + added_kv_tokens)
-        gains: Numbers = after - running / self.steps_s(running, kv_tokens)
-        return gains
 
     def _of(self, running: int) -> CostModel:
         """The model of an instance that runs so many."""

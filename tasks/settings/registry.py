@@ -1,21 +1,21 @@
 """Registries of what a job file selects by name, each entry a class with settings of its own.
 
-    class Routing(RegistryEntry, ABC): ...
+    class Migration(RegistryEntry, ABC): ...
 
-    ROUTING: Registry[Routing] = Registry("routing rule", "rollout.routing", Routing)
+    MIGRATION: Registry[Migration] = Registry("migration rule", "rollout.migration", Migration)
 
-    @ROUTING.register("throughput_optimal")
+    @MIGRATION.register("largest_gain")
     @dataclass(frozen=True, slots=True)
-    class ThroughputOptimal(Routing):
-        cost: StepCosts = parameter()                         # filled in by Registry.make
-        mu: float = knob(0.1, "least gain", low=0, high=1)    # the job file's rollout.routing.mu
+    class LargestGain(Migration):
+        cost: StepCosts = parameter()                           # filled in by Registry.make
+        gain: float = knob(0.2, "least gain", low=0, high=1)    # the job file's rollout.migration.gain
 
     class RolloutConfig:
-        routing: Routing = choice(ROUTING, "deadline", "which instance samples a trajectory")
+        migration: Migration = choice(MIGRATION, "none", "which running trajectories move")
 
-A job then holds the entry itself, with its own knobs and no others: `config.rollout.routing.mu`. In a job file,
-`routing = "throughput_optimal"` is short for the table `[rollout.routing]` with `name = "throughput_optimal"`, where
-its knobs are set.
+A job then holds the entry itself, with its own knobs and no others: `config.rollout.migration.gain`. In a job file,
+`migration = "largest_gain"` is short for the table `[rollout.migration]` with `name = "largest_gain"`, where its knobs
+are set.
 
 Where a registry allows it, a job may also name user code, file.py:NAME, which meets the same contract. Its knobs are
 set in the same table, and checked when the code is loaded: reading a job loads no user code.

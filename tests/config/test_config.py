@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from staleflow.cli.config import command as config_command
 from staleflow.pipeline.config import actor_settings, knob_tree, loading, model_files, schema
 from staleflow.pipeline.config.schema import RunConfig
-from staleflow.pipeline.strategies.routing import Random, ThroughputOptimal
+from staleflow.pipeline.strategies.migration import LargestGain, Stay
 from staleflow.stores.errors import ConfigError
 from staleflow.tasks.engines.engine_settings import ENGINES
 from tests.commands import command
@@ -53,15 +53,15 @@ def test_whatever_keys_and_texts_a_job_has_it_is_read_back_as_it_was(options: di
 
 
 def test_a_rule_is_chosen_and_set_by_overrides_in_any_order(tmp_path: Path) -> None:
-    chosen, knob = "rollout.routing=throughput_optimal", "rollout.routing.mu=0.25"
-    for overrides in ((chosen, knob), (knob, chosen), ("rollout.routing.name=throughput_optimal", knob)):
-        routing = load(tmp_path, GOOD, *overrides).rollout.routing
-        assert isinstance(routing, ThroughputOptimal) and routing.mu == 0.25
-    text = f'{GOOD}[rollout.routing]\nname = "throughput_optimal"\nmu = 0.25\n'
-    assert load(tmp_path, text).rollout.routing == routing
-    assert load(tmp_path, text, "rollout.routing=random").rollout.routing == Random()
-    with pytest.raises(ConfigError, match=r"mu: a knob of throughput_optimal; rollout\.routing\.name is random"):
-        load(tmp_path, text, "rollout.routing.name=random")
+    chosen, knob = "rollout.migration=largest_gain", "rollout.migration.gain=0.25"
+    for overrides in ((chosen, knob), (knob, chosen), ("rollout.migration.name=largest_gain", knob)):
+        migration = load(tmp_path, GOOD, *overrides).rollout.migration
+        assert isinstance(migration, LargestGain) and migration.gain == 0.25
+    text = f'{GOOD}[rollout.migration]\nname = "largest_gain"\ngain = 0.25\n'
+    assert load(tmp_path, text).rollout.migration == migration
+    assert load(tmp_path, text, "rollout.migration=none").rollout.migration == Stay()
+    with pytest.raises(ConfigError, match=r"gain: a knob of largest_gain; rollout\.migration\.name is none"):
+        load(tmp_path, text, "rollout.migration.name=none")
 
 
 def test_overrides_are_toml_or_bare_words(tmp_path: Path) -> None:
@@ -101,8 +101,7 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("staleness=3", "staleness must be a table, not 3"),
         (
             "rollout.routing=best",
-            "must be one of random, round_robin, least_requests, throughput_optimal, deadline, or your own, "
-            "file.py:NAME, not 'best'",
+            "must be one of deadline, or your own, file.py:NAME, not 'best'",
         ),
         ("training.loss.name=ppo_clap", r"did you mean 'ppo_clip'\?"),
         ("steps", "expected key=value"),
@@ -142,10 +141,10 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ("rollout.engine=vllm", "rollout.engine must be a table, not 'vllm'; set rollout.engine.name"),
         ("rollout.engine.time_scale=2", "time_scale: a knob of emulated; rollout.engine.name is transformers"),
         (
-            "rollout.routing.mu=0.2",
-            "mu: a knob of throughput_optimal; rollout.routing.name is deadline, which has none",
+            "rollout.migration.gain=0.2",
+            "gain: a knob of largest_gain; rollout.migration.name is none, which has none",
         ),
-        ("rollout.routing={name='throughput_optimal', mu=2}", "mu = 2.0 is out of range; it must be >= 0, <= 1"),
+        ("rollout.migration={name='largest_gain', gain=2}", "gain = 2.0 is out of range; it must be >= 0, <= 1"),
         ("rollout.routing=3", "rollout.routing must be a name, or a table with name, not 3"),
         ("training.clip_low=0.1", r"unknown key training.clip_low; did you mean training.loss.clip_low\?"),
         ("name.x=3", "name must be a string, not"),

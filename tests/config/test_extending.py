@@ -72,7 +72,7 @@ def test_a_rule_from_a_file_routes_and_declines_as_it_says(example: Any) -> None
     often, seldom = (simulated(example("A routing rule", rollout={"routing": {"most": most}})) for most in (10**6, 100))
     assert simulated(example("A routing rule")).steps[-1].step == 5
     assert len(often.steps) == len(seldom.steps) == 6
-    assert often.refusals.get("gain too small", 0) == 0 < seldom.refusals["gain too small"]
+    assert often.refusals.get("declined by the routing rule", 0) == 0 < seldom.refusals["declined by the routing rule"]
     assert often.finished_s < seldom.finished_s
 
 

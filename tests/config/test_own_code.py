@@ -17,7 +17,7 @@ from staleflow.pipeline.coordination.commands import Route
 from staleflow.pipeline.coordination.events import GroupsArrived, InstanceJoined, NewGroup
 from staleflow.pipeline.jobs.job_driver import Submission, on_this_cluster
 from staleflow.pipeline.recovery.run_folder import load_job, prepare_run_dir, write_code
-from staleflow.pipeline.strategies.routing import Candidate, UserRouting
+from staleflow.pipeline.strategies.routing import UserRouting
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectory import GroupId, InstanceId, PolicyVersion
 from staleflow.tasks.training.advantage import UserAdvantage
@@ -40,12 +40,8 @@ class Fullest:
     def choose(self, work, loads, fitting):
         return int(np.where(fitting, loads.running, -1.0).argmax())
 
-    def takes(self, work, running, kv_tokens):
-        return True
-
 class Plain:
     def choose(self, work, loads, fitting): return int(self.row)
-    def takes(self, work, running, kv_tokens): return True
 
 class First(Plain):
     row = 0
@@ -70,10 +66,6 @@ class Odd(Plain):
         def __index__(self): raise ValueError("no")
     def choose(self, work, loads, fitting): return self.Row()
 
-class Moody(Plain):
-    row = 0
-    def takes(self, work, running, kv_tokens): return np.zeros(2)
-
 class Idle(Plain):
     def choose(self, work, loads, fitting): return None
 
@@ -82,7 +74,7 @@ class Meddles(Plain):
         loads.running[:] = 0
 
 class Half:
-    def choose(self, work, loads, fitting): return None
+    row = 0
 
 class Undecorated(Plain):
     share: float = knob(0.5, "share")
@@ -157,7 +149,7 @@ def test_a_rule_from_a_file_is_made_with_its_knobs_and_with_what_it_asks_for(min
         ("rollout.routing={dir}/none.py:Fullest", r"cannot be loaded: .*none.py: no such file"),
         ("rollout.routing={mine}:Missing", "has no class Missing"),
         ("rollout.routing={mine}:best", "has no class best"),
-        ("rollout.routing={mine}:Half", "it lacks takes; docs/extending.md has an example"),
+        ("rollout.routing={mine}:Half", "it lacks choose; docs/extending.md has an example"),
         ("rollout.routing={mine}:Undecorated", "it declares knobs but is not a dataclass; write @dataclass above"),
         ("rollout.routing={mine}:Greedy", "unknown parameter network; available: cost, eta, rng"),
         ("rollout.routing={mine}:Broken", "cannot be constructed: RuntimeError: not today"),
@@ -240,15 +232,12 @@ def test_what_a_rule_does_wrong_names_the_rule(mine: Path, name: str, message: s
 def test_values_of_a_rule_that_are_no_answers_name_the_rule(mine: Path) -> None:
     with pytest.raises(ConfigError, match="it must return a row number or None"):
         told(job(f"rollout.routing={mine}:Odd"))
-    moody = make_strategies(job(f"rollout.routing={mine}:Moody")).routing
-    with pytest.raises(ConfigError, match=r":Moody': takes raised ValueError: The truth value of an array"):
-        moody.takes(Candidate(kv_tokens=1), 1, 1.0)
 
 
 def test_a_run_that_stands_still_says_why_its_rule_lets_work_wait(mine: Path) -> None:
     coordinator, commands = told(job(f"rollout.routing={mine}:Idle"))
     assert not [c for c in commands if isinstance(c, Route)]
-    assert "waits: gain too small" in coordinator.waiting_for()
+    assert "waits: declined by the routing rule" in coordinator.waiting_for()
 
 
 def test_a_file_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
@@ -260,8 +249,6 @@ def test_a_file_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
 def test_a_rule_that_chooses_well_is_followed(mine: Path) -> None:
     _, commands = told(job(f"rollout.routing={mine}:First"))
     assert len([c for c in commands if isinstance(c, Route)]) == 4
-    work = Candidate(kv_tokens=1)
-    assert make_strategies(job(f"rollout.routing={mine}:First")).routing.takes(work, 1, 1.0) is True
 
 
 def test_a_loss_from_a_file_has_its_knobs_and_must_give_a_number_a_token(mine: Path) -> None:

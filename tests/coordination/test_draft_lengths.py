@@ -245,10 +245,9 @@ def test_without_drafts_the_costs_are_the_models() -> None:
     cost = CostModel(k1=1e-3, k2=8.0, k3=1.0, k4=0.5, b=0.1, prefill=0.2)
     each = DraftingCosts(cost)
     assert each.prefill == cost.prefill
-    assert each.marginal_gain(3, 70, 9) == pytest.approx(cost.marginal_gain(3, 70, 9))
-    assert each.marginal_gain(0, 0, 9) == pytest.approx(cost.marginal_gain(0, 0, 9))
+    assert [each.step_s(n, 70) for n in (0, 3, 9)] == pytest.approx([cost.step_s(n, 70) for n in (0, 3, 9)])
     running, held = _floats((0, 3, 9)), _floats((0, 70, 200))
-    assert each.marginal_gains(running, held, 9.0) == pytest.approx(cost.marginal_gains(running, held, 9.0))
+    assert each.steps_s(running, held) == pytest.approx(cost.steps_s(running, held))
 
 
 def mean_length(continues: float, most: int) -> float:

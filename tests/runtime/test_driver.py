@@ -44,10 +44,14 @@ def test_a_run_without_faults_does_its_steps_and_keeps_its_promises(body: Body) 
 
 SHAPES = {
     "synchronous": ("staleness.admission=synchronous",),
-    "two instances": ("staleness.eta=3", "rollout.routing=throughput_optimal", "reward.workers=2"),
-    "redundancy": ("batch.extra_groups=1", "batch.extra_members=1", "rollout.routing=round_robin"),
-    "random routing": ("staleness.eta=2", "rollout.routing=random"),
-    "deadline": ("rollout.routing=deadline", "staleness.eta=3", "rollout.migration=largest_gain"),
+    "two instances": (
+        "staleness.eta=3",
+        "rollout.routing=benchmarks.routing_rules:ThroughputOptimal",
+        "reward.workers=2",
+    ),
+    "redundancy": ("batch.extra_groups=1", "batch.extra_members=1"),
+    "random routing": ("staleness.eta=2", "rollout.routing=benchmarks.routing_rules:Random"),
+    "deadline": ("staleness.eta=3", "rollout.migration=largest_gain"),
     "one instance": ("rollout.instances=1", "staleness.eta=0"),
     "many instances": ("rollout.instances=7", "batch.groups_per_step=9", "reward.workers=3"),
 }

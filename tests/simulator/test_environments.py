@@ -210,7 +210,7 @@ def test_a_later_turn_prefills_what_is_new_while_the_cache_holds_the_rest() -> N
 def test_turns_that_go_back_where_their_context_is_prefill_less() -> None:
     long = {"workload__turns": 10.0, "workload__median": 200.0, "rollout__max_new_tokens": 1000,
             "rollout__engine__kv_tokens": 20_000, "workload__tool_tokens": 20,
-            "rollout__routing": "random"}  # fmt: skip
+            "rollout__routing": "benchmarks.routing_rules:Random"}  # fmt: skip
     measured = {}
     for affinity in (True, False):
         config = agents(**long, rollout__cache_affinity=affinity)

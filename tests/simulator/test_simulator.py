@@ -202,7 +202,11 @@ def test_siblings_are_alike_as_far_as_asked() -> None:
 
 
 def test_the_same_seed_gives_the_same_trace_and_another_seed_another() -> None:
-    config = job(rollout__routing="random", simulation__mean_loss_interval_s=3.0, simulation__replace_s=1.0)
+    config = job(
+        rollout__routing="benchmarks.routing_rules:Random",
+        simulation__mean_loss_interval_s=3.0,
+        simulation__replace_s=1.0,
+    )
     assert run(config) == run(config)
     assert run(config) != run(dataclasses.replace(config, seed=9))
 
@@ -362,7 +366,6 @@ CUT = {
     "batch__group_size": 4,
     "batch__stragglers__patience": 0.05,
     "rollout__max_new_tokens": 2000,
-    "rollout__routing": "least_requests",
     "simulation__report_s": 0.1,
 }
 

@@ -14,8 +14,8 @@ from tests.support.scripted import World
 # Some responses are long. With MOVING they are interrupted and go on elsewhere, with REDUNDANT they are aborted.
 LONG = ("steps=4", "staleness.eta=2", "rollout.max_new_tokens=400")
 MOVES = (
-    "rollout.migration=largest_gain", "rollout.migration.gain=0", "rollout.routing=random", "rollout.cost.k2=0",
-    "rollout.cost.prefill=0",
+    "rollout.migration=largest_gain", "rollout.migration.gain=0", "rollout.cost.k2=0", "rollout.cost.prefill=0",
+    "rollout.routing=benchmarks.routing_rules:Random",
 )  # fmt: skip
 """Settings with which an instance that runs more than another gives it some."""
 MOVING = (*LONG, *MOVES)
