@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -40,12 +40,12 @@ from staleflow.pipeline.processes.worker_protocol import ActorArg, PlacedActor, 
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.role_recovery import RoleRecovery
 from staleflow.pipeline.runtime.device_turns import COMPUTES, DeviceTurns
+from staleflow.pipeline.runtime.weight_verification import PROBE_PROMPTS, WeightVerification, unusable_engine_error
 from staleflow.pipeline.weights.weight_transfers import WeightTransfers
 from staleflow.stores.errors import (
     ActorFailed,
     ActorLost,
     ActorSilent,
-    ConfigError,
     StoreError,
     TransferFailed,
     WeightsRefused,
@@ -56,7 +56,6 @@ from staleflow.stores.weights.weight_report import WeightCheck
 from staleflow.tasks.actors.actor_calls import call_actor
 from staleflow.tasks.actors.environment_host import EnvironmentHost
 from staleflow.tasks.actors.parameter_server import ParameterServer
-from staleflow.tasks.actors.published_weights import PublishedWeights, mean_difference
 from staleflow.tasks.actors.reward_worker import RewardWorker
 from staleflow.tasks.actors.rollout_instance import RolloutInstance
 from staleflow.tasks.actors.store_thread import while_bucket_fails
@@ -72,8 +71,6 @@ MAX_REPLACEMENTS, REPLACEMENT_WINDOW_S = 3, 3600.0
 an accident. Older losses do not count, since a run of weeks has four sooner or later."""
 MAX_NAMES_SHOWN = 4
 """Missing actors that the line on the start's progress names at most."""
-PROBE_PROMPTS, PROBE_TOKENS = 8, 64
-"""Number of held-out prompts in the probe, and its maximum length in tokens: one small prefill after each pull."""
 FETCH_RETRY_S = 1.0
 """Seconds before retrying a weight fetch that no host could serve."""
 MAX_FALSE_LOSSES = 3
@@ -85,24 +82,8 @@ CLOSE_S = 10.0
 """Seconds an actor may take to close before it is left to end with its worker."""
 DeadlineKnob = Literal["start_s", "call_s", "train_s", "silent_s", "commit_s"]
 """The knob of [deadlines] that limits a call."""
-DRIFT_FACTOR = 4.0
-"""Allowed drift, as a multiple of the engine-trainer difference measured at version 0."""
-MAX_INITIAL_DRIFT = 0.5
-"""Mean difference, in nats, that engine and trainer may have at version 0: rounding in 8 bits explains less."""
-
-
-def drift_floor(dtype: str) -> float:
-    """The least drift limit for a dtype, in nats: the mean difference that its rounding explains."""
-    return 1e-3 if dtype == "float32" else 2e-2
-
-
 SERVER = ActorArg("server")
 PUBLISHING = "publishing the first weights"
-
-
-def unusable_engine_error(refused: WeightsRefused) -> ConfigError:
-    """The error that ends a run whose first weights an instance refuses: other instances would refuse them too."""
-    return ConfigError(f"rollout.engine cannot be updated by this trainer: {refused}; use another engine or model")
 
 
 class Actors:
@@ -129,8 +110,6 @@ class Actors:
         self._transfers = WeightTransfers(self, config.deadlines.call_s)
         self._first_work = PUBLISHING
         """What the trainer does before version 0 is there, for people."""
-        self._base_logprobs: tuple[float, ...] = ()
-        """Logprobs of the probe by the base model; empty without supervised fine-tuning, since version 0 has them."""
         self._trained_fingerprints: dict[PolicyVersion, str] = {}
         self._num_pending_saves: Counter[PolicyVersion] = Counter()
         """Checkpoints that are being saved, per version."""
@@ -139,17 +118,7 @@ class Actors:
         )
         self.instances: dict[InstanceId, InstanceHandle] = {}
         self.loss_messages: list[str] = []
-        self.alarms: list[str] = []
-        """Instances that were taken out of service for their weights or logprobs."""
-        self.unverified_notes: list[str] = []
-        """At most one line: which part of the instances' weights is not verified."""
-        self.drift_limit = config.rollout.logprob_drift_limit or drift_floor(config.model.dtype)
-        """Largest allowed mean difference of an instance's and the trainer's logprobs of the probe, in nats."""
-        self._checks: list[WeightCheck] = []
-        """Results of the pulls since the last `take_checks`."""
-        self.on_refused: Callable[[], None] = lambda: None
-        """Called when a pull is refused and its instance is taken out of service."""
-        self._probe: tuple[int, ...] = ()
+        self.verification = WeightVerification(config, facts.context)
         self._turns = DeviceTurns(shared=config.turns)
 
     # -- calling -------------------------------------------------------------------------------------------------
@@ -254,13 +223,14 @@ class Actors:
         weight_holders = (workers.placed["trainer"], *(i.placed for i in self.instances.values()))
         await gather_or_cancel(*(self._place_first_parameter_server(placed) for placed in weight_holders))
         prompts = await self.ask("server", "held_out", PROBE_PROMPTS, deadline="start_s")
-        tokens = [t for prompt in prompts for t in prompt.tokens]
-        self._probe = tuple(tokens[: min(PROBE_TOKENS, self._facts.context - 1)])
-        of_base = await self._base_engine_logprobs(resumption)
+        self.verification.set_probe(prompt.tokens for prompt in prompts)
+        engine_logprobs = await self.verification.engine_logprobs(
+            list(self.instances.values()), self._probe_logprobs, resumption
+        )
         if self._turns.shared:
             await gather_or_cancel(*map(self._sleep_or_lose, self.instances.values()))
         await self._publish_first(version, "" if resumption is None else resumption.fingerprint)
-        self._measure_drift(of_base, resumption)
+        self.verification.measure_drift(engine_logprobs, self._published[version], resumption)
         # Version 0 too, which engines have loaded from the model's folder: a mapping of names or a layout that updates
         # get wrong shows before the first step, and what an instance serves is compared from its first token on.
         await gather_or_cancel(*(self._pull_first(i, version, begin_s) for i in list(self.instances.values())))
@@ -303,36 +273,11 @@ class Actors:
             except ActorLost as lost:
                 await self.recovery.wait_until_restored(lost, asked_s)
 
-    async def _base_engine_logprobs(self, resumption: Resumption | None) -> list[tuple[float, ...]]:
-        """The probe's logprobs by each instance, under the base model that it has loaded; none where the drift limit is
-        known."""
-        logprobs: list[tuple[float, ...]] = []
-        known = self._config.rollout.logprob_drift_limit or resumption is not None or not self._probe
-        for instance in () if known else list(self.instances.values()):
-            try:
-                logprobs.append(await self.ask_once(instance.id, "logprobs", self._probe, deadline="start_s"))
-            except ActorLost as lost:  # its pull replaces it
-                logger.warning("%s", lost)
+    async def _probe_logprobs(self, instance: InstanceHandle) -> tuple[float, ...]:
+        logprobs: tuple[float, ...] = await self.ask_once(
+            instance.id, "logprobs", self.verification.probe, deadline="start_s"
+        )
         return logprobs
-
-    def _measure_drift(self, of_base: Sequence[tuple[float, ...]], resumption: Resumption | None) -> None:
-        """Set the drift limit from how far engine and trainer logprobs differ on the base model. A resumed run keeps
-        its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT, where rounding cannot be distinguished from wrong
-        weights."""
-        if self._config.rollout.logprob_drift_limit:
-            return
-        if resumption is not None:
-            self.drift_limit = resumption.drift_limit or MAX_INITIAL_DRIFT
-            return
-        published = self._base_logprobs or self._published[PolicyVersion(0)].probe
-        difference = max((mean_difference(logprobs, published) for logprobs in of_base), default=0.0)
-        if not difference <= MAX_INITIAL_DRIFT:
-            raise ConfigError(
-                f"rollout.engine computes another model than the trainer: at version 0 logprobs differ by "
-                f"{difference:.3g} nats on average, {MAX_INITIAL_DRIFT} at most are allowed; use another engine or "
-                "dtype, or set rollout.logprob_drift_limit"
-            )
-        self.drift_limit = max(self.drift_limit, DRIFT_FACTOR * difference)
 
     async def _pull_first(self, instance: InstanceHandle, version: PolicyVersion, begin_s: float) -> None:
         """Like `pull`, but replaces the instance if it is lost. Raises ConfigError if it refuses the weights."""
@@ -531,7 +476,7 @@ class Actors:
         if not version:
             await self._fine_tune()
         initial: PublishedStep = await self.ask_once(
-            "trainer", "publish_initial", self._probe, version, fingerprint, deadline="start_s"
+            "trainer", "publish_initial", self.verification.probe, version, fingerprint, deadline="start_s"
         )
         if not initial.as_recorded and not version:
             raise StoreError(
@@ -547,11 +492,13 @@ class Actors:
         self.publish(initial)
 
     async def _fine_tune(self) -> None:
-        """Have the trainer do all steps of supervised fine-tuning. The base model's logprobs are stored first: engines
-        have loaded the base model, and `_measure_drift` compares them."""
-        num_steps = self._config.training.sft.steps
-        if num_steps and not self._base_logprobs and self._probe:
-            self._base_logprobs = await self.ask_once("trainer", "logprobs", self._probe, deadline="start_s")
+        """Have the trainer do all steps of supervised fine-tuning. It computes the base model's logprobs first, which
+        are compared with those of the engines: these have loaded the base model."""
+        num_steps, verification = self._config.training.sft.steps, self.verification
+        if num_steps and not verification.base_logprobs and verification.probe:
+            verification.base_logprobs = await self.ask_once(
+                "trainer", "logprobs", verification.probe, deadline="start_s"
+            )
         for step in range(num_steps):
             metrics = await self.ask_once("trainer", "fine_tune", step, deadline="train_s")
             self._first_work = f"fine-tuned {step + 1} of {num_steps} steps"
@@ -589,30 +536,15 @@ class Actors:
         await self._turns.wake(instance.id)
         within_s = self._transfers.within_s(version)
         instance.loading = True
-        published = self._published[version]
-        expected = PublishedWeights(
-            version=version,
-            fingerprint=published.fingerprint,
-            probe=self._probe,
-            logprobs=published.probe,
-            limit=self.drift_limit,
-        )
+        expected = self.verification.expected(self._published[version])
         check: WeightCheck = await self.ask(
             instance.placed.name, "pull", expected, path, deadline="call_s", within_s=within_s
         )
         elapsed_s = now_s() - started_s
         level = logging.INFO if elapsed_s > SLOW_PULL_S else logging.DEBUG
         logger.log(level, "%s pulled version %d in %.1f s", instance.id, version, elapsed_s)
-        self._checks.append(check)
-        if check.refused:
-            refused = f"{instance.id} is out of service at version {version}: {check.refused}"
-            self.alarms.append(refused)
-            logger.error(refused)
-            self.on_refused()
-            raise WeightsRefused(refused, instance.id)
+        self.verification.record(instance, check)
         instance.version, instance.fingerprint, instance.drift = version, check.fingerprint, check.drift
-        if check.outcome == "not verified":
-            self._note_unverified(check)
 
     async def put_to_sleep(self, instance: InstanceHandle) -> None:
         """Have an instance that runs nothing free its GPUs; its next pull wakes it."""
@@ -628,21 +560,6 @@ class Actors:
                 raise
             logger.warning("%s", lost)
             self._turns.leave(instance.id)
-
-    def _note_unverified(self, check: WeightCheck) -> None:
-        """Record and log, once a run, which part of the instances' weights cannot be compared."""
-        line = (
-            f"weights are not verified: {check.weights.line}; only the logprobs of {max(0, len(self._probe) - 1)} "
-            "tokens are compared with the trainer's"
-        )
-        if not self.unverified_notes:
-            self.unverified_notes.append(line)
-            logger.warning("%s: %s", check.instance, line)
-
-    def take_checks(self) -> tuple[WeightCheck, ...]:
-        """Results of the pulls since the last call."""
-        checks, self._checks = tuple(self._checks), []
-        return checks
 
     async def _fetch(self, placed: PlacedActor, version: PolicyVersion) -> str:
         """Path of a version's weights on an actor's host, fetched if the host does not have it. Waits while no host can

@@ -116,7 +116,7 @@ class Driver:
         self._inbox: asyncio.Queue[Event | PublishedStep | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
         self._commits = CommitQueue(actors, config.deadlines, self._stored, self._begin_phase)
-        actors.on_refused = self._store_refusal
+        actors.verification.on_refused = self._store_refusal
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._acting = EnvironmentHosts(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
         self._num_drawn = 0
@@ -140,7 +140,7 @@ class Driver:
         self._num_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = RunReport(
-            losses=actors.loss_messages, alarms=actors.alarms, notes=actors.unverified_notes
+            losses=actors.loss_messages, alarms=actors.verification.alarms, notes=actors.verification.unverified_notes
         )  # their lists: shown while the run lasts
         self._evaluating = EvaluationDriver(
             config,
@@ -295,7 +295,7 @@ class Driver:
             self._check_progress(now_s() - last_progress)
         await self._give_up_rest()
         step = self._coordinator.ledger.next_step
-        checks = self._actors.take_checks()
+        checks = self._actors.verification.take_checks()
         self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state(), weight_checks=checks))
 
     async def _heard(self) -> Event | PublishedStep | BaseException:
@@ -398,7 +398,7 @@ class Driver:
         """Queue the step's commit with the ledger as it is now, then announce the new version."""
         self._actors.publish(result)
         result.metrics["probe_drift"] = max((i.drift for i in self._actors.instances.values()), default=0.0)
-        result.metrics["probe_limit"] = self._actors.drift_limit
+        result.metrics["probe_limit"] = self._actors.verification.drift_limit
         if (mixture := self._coordinator.mixture) is not None:
             result.metrics.update(mixture.take_metrics())
         self._measurements.idle()
@@ -411,7 +411,7 @@ class Driver:
             ledger=self._ledger_state(),
             metrics=result.metrics,
             weight_fingerprint=result.fingerprint,
-            weight_checks=self._actors.take_checks(),
+            weight_checks=self._actors.verification.take_checks(),
         )
         self._commits.put(record)
         every = self._config.training.checkpoint_every
@@ -428,7 +428,7 @@ class Driver:
     def _store_refusal(self) -> None:
         """Queue a commit of why an instance was taken out of service: the run may end before the next step's."""
         step = self._coordinator.ledger.next_step
-        checks = self._actors.take_checks()
+        checks = self._actors.verification.take_checks()
         self._commits.put(StepRecord(kind="refusal", step=step, ledger=self._ledger_state(), weight_checks=checks))
 
     def _stored(self, record: StepRecord, metrics: dict[str, float]) -> None:

@@ -95,7 +95,7 @@ PACKAGES = (
     ),
     Package(
         name="actors",
-        paths=("tasks/actors", "pipeline/runtime/actors.py"),
+        paths=("tasks/actors", "pipeline/runtime/actors.py", "pipeline/runtime/weight_verification.py"),
         tests=SERVERS,
         own={
             "async_spool": ("tests/tasks/test_async_spool.py",),

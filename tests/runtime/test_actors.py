@@ -189,12 +189,12 @@ def test_an_instance_whose_logprobs_are_off_is_out_of_service_and_named(body: Bo
         await publish(stage, V1)
         stage.world.drift = 0.25
         refused: list[int] = []
-        stage.actors.on_refused = lambda: refused.append(len(stage.actors.alarms))
+        stage.actors.verification.on_refused = lambda: refused.append(len(stage.actors.verification.alarms))
         with pytest.raises(WeightsRefused):
             await stage.actors.pull(first(stage), V1)
         assert refused == [1], "whoever stores alarms hears of it once it is among them"
         assert first(stage).version == V0
-        (alarm,) = stage.actors.alarms
+        (alarm,) = stage.actors.verification.alarms
         assert "rollout-0 is out of service at version 1: logprobs of the probe are 0.25 nats off" in alarm
         assert "rollout.logprob_drift_limit allows 0.2" in alarm
 

@@ -1,0 +1,147 @@
+"""Verification of the instances' weights: the probe, the drift limit, and the result of each pull.
+
+Owned by `Actors`, in the driver's process. After each pull an instance compares its weights with the published
+fingerprint, and its logprobs of the probe, a few held-out prompts, with the trainer's. The mean difference of these
+logprobs, the drift, may be at most `drift_limit`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.processes.instance_handle import InstanceHandle
+from staleflow.pipeline.recovery.resumption import Resumption
+from staleflow.stores.errors import ActorLost, ConfigError, WeightsRefused
+from staleflow.stores.weights.weight_report import WeightCheck
+from staleflow.tasks.actors.published_weights import PublishedWeights, mean_difference
+from staleflow.tasks.actors.trainer import PublishedStep
+
+logger = logging.getLogger(__name__)
+
+PROBE_PROMPTS, PROBE_TOKENS = 8, 64
+"""Number of held-out prompts in the probe, and its maximum length in tokens: one small prefill after each pull."""
+DRIFT_FACTOR = 4.0
+"""Allowed drift, as a multiple of the engine-trainer difference measured at version 0."""
+MAX_INITIAL_DRIFT = 0.5
+"""Mean difference, in nats, that engine and trainer may have at version 0: rounding in 8 bits explains less."""
+
+
+def rounding_drift(dtype: str) -> float:
+    """Minimum drift limit for a dtype, in nats: the mean difference that rounding explains."""
+    return 1e-3 if dtype == "float32" else 2e-2
+
+
+def unusable_engine_error(refused: WeightsRefused) -> ConfigError:
+    """The error that ends a run whose first weights an instance refuses: other instances would refuse them too."""
+    return ConfigError(f"rollout.engine cannot be updated by this trainer: {refused}; use another engine or model")
+
+
+class WeightVerification:
+    """State of one run's weight verification.
+
+    Args:
+        config: The job.
+        context: Maximum tokens of the model's context, which the probe has to fit in.
+    """
+
+    def __init__(self, config: RunConfig, context: int) -> None:
+        self._config = config
+        self._context = context
+        self.probe: tuple[int, ...] = ()
+        """Token ids; empty until `set_probe`, and without held-out prompts."""
+        self.base_logprobs: tuple[float, ...] = ()
+        """Logprobs of the probe by the base model; empty without supervised fine-tuning, since version 0 has them."""
+        self.drift_limit = config.rollout.logprob_drift_limit or rounding_drift(config.model.dtype)
+        """Largest allowed mean difference of an instance's and the trainer's logprobs of the probe, in nats."""
+        self.alarms: list[str] = []
+        """Instances that were taken out of service for their weights or logprobs."""
+        self.unverified_notes: list[str] = []
+        """At most one line: which part of the instances' weights is not verified."""
+        self.on_refused: Callable[[], None] = lambda: None
+        """Called when an instance refuses weights and is taken out of service."""
+        self._checks: list[WeightCheck] = []
+
+    def set_probe(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Make the probe from the token ids of held-out prompts."""
+        tokens = [token for prompt in prompts for token in prompt]
+        self.probe = tuple(tokens[: min(PROBE_TOKENS, self._context - 1)])
+
+    async def engine_logprobs(
+        self,
+        instances: Iterable[InstanceHandle],
+        logprobs_of: Callable[[InstanceHandle], Awaitable[tuple[float, ...]]],
+        resumption: Resumption | None,
+    ) -> list[tuple[float, ...]]:
+        """Logprobs of the probe by each instance under the base model, for `measure_drift`; empty where the drift limit
+        is known already. Instances must have loaded the base model."""
+        if self._config.rollout.logprob_drift_limit or resumption is not None or not self.probe:
+            return []
+        logprobs: list[tuple[float, ...]] = []
+        for instance in instances:
+            try:
+                logprobs.append(await logprobs_of(instance))
+            except ActorLost as lost:  # its pull replaces it
+                logger.warning("%s", lost)
+        return logprobs
+
+    def measure_drift(
+        self, engine_logprobs: Sequence[tuple[float, ...]], initial: PublishedStep, resumption: Resumption | None
+    ) -> None:
+        """Set the drift limit from how far engine and trainer logprobs differ on the base model.
+
+        A resumed run keeps its stored limit. Raises ConfigError above MAX_INITIAL_DRIFT, where rounding cannot be
+        distinguished from wrong weights.
+
+        Args:
+            engine_logprobs: As returned by `engine_logprobs`.
+            initial: The first published version.
+            resumption: None for a new run.
+        """
+        if self._config.rollout.logprob_drift_limit:
+            return
+        if resumption is not None:
+            self.drift_limit = resumption.drift_limit or MAX_INITIAL_DRIFT
+            return
+        trainer_logprobs = self.base_logprobs or initial.probe
+        difference = max((mean_difference(logprobs, trainer_logprobs) for logprobs in engine_logprobs), default=0.0)
+        if not difference <= MAX_INITIAL_DRIFT:
+            raise ConfigError(
+                f"rollout.engine computes another model than the trainer: at version 0 logprobs differ by "
+                f"{difference:.3g} nats on average, {MAX_INITIAL_DRIFT} at most are allowed; use another engine or "
+                "dtype, or set rollout.logprob_drift_limit"
+            )
+        self.drift_limit = max(self.drift_limit, DRIFT_FACTOR * difference)
+
+    def expected(self, published: PublishedStep) -> PublishedWeights:
+        """What an instance that pulls a published version has to hold and compute."""
+        return PublishedWeights(
+            version=published.version,
+            fingerprint=published.fingerprint,
+            probe=self.probe,
+            logprobs=published.probe,
+            limit=self.drift_limit,
+        )
+
+    def record(self, instance: InstanceHandle, check: WeightCheck) -> None:
+        """Record the result of a pull. Raises WeightsRefused if the instance must not serve these weights."""
+        self._checks.append(check)
+        if check.refused:
+            refused = f"{instance.id} is out of service at version {check.version}: {check.refused}"
+            self.alarms.append(refused)
+            logger.error(refused)
+            self.on_refused()
+            raise WeightsRefused(refused, instance.id)
+        if check.outcome == "not verified" and not self.unverified_notes:
+            line = (
+                f"weights are not verified: {check.weights.line}; only the logprobs of {max(0, len(self.probe) - 1)} "
+                "tokens are compared with the trainer's"
+            )
+            self.unverified_notes.append(line)
+            logger.warning("%s: %s", check.instance, line)
+
+    def take_checks(self) -> tuple[WeightCheck, ...]:
+        """Return and clear the results of the pulls since the last call."""
+        checks, self._checks = tuple(self._checks), []
+        return checks
