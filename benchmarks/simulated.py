@@ -117,7 +117,7 @@ def long_rows(swept: bool) -> list[Row]:
             "synchronous, colocated",
             "",
             0,
-            ("staleness.admission=synchronous", LEAST_REQUESTS, "simulation.colocated=true"),
+            ("staleness.admission=synchronous", LEAST_REQUESTS, "cluster.layout=turns"),
         ),
         Row("one_step", "", 1, (LEAST_REQUESTS,), OneStep()),
     ]
@@ -149,7 +149,6 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
     """The simulated job of one row."""
     fit = dict(MODELS[model])
     kv_tokens = int(fit.pop("kv_tokens"))
-    gpus = 2 if model == "32B" else 1
     tree: dict[str, Any] = {
         "name": f"{model}-{workload}-{size}",
         "steps": steps,
@@ -164,12 +163,16 @@ def job(model: str, workload: str, size: int, row: Row, steps: int, seed: int = 
             "cost": {**fit, "prefill": fit["k3"]},
         },
         "workload": (WORKLOADS | UNTUNED)[workload],
-        "simulation": {"report_s": 10.0, "pull_s": 2.0, "gpus_per_instance": gpus, "trainer_gpus": size * gpus},
+        "simulation": {"report_s": 10.0, "pull_s": 2.0},
     }
     for override in row.overrides:
         knob_tree.apply_override(tree, override)
     tree["simulation"]["train_s"] = least_work_s(loading.from_tree(tree)) / TRAINER_SHARE
     config = loading.from_tree(tree)
+    if config.turns:  # both have the GPUs of both
+        tree["rollout"]["instances"] *= 2
+        tree["simulation"]["train_s"] /= 2
+        config = loading.from_tree(tree)
     return config if row.rule is None else with_admission(config, row.rule)
 
 
@@ -278,7 +281,7 @@ SHOWN = {
 KEPT = ("synchronous, colocated", "one_step", "pipeline_depth", "windowed_fifo", "credits")
 PLAIN = "reservations, least_requests"
 SETTINGS: tuple[tuple[str, int | None, str, str], ...] = (
-    ("synchronous, colocated", None, "`synchronous`, `colocated`", ""),
+    ("synchronous, colocated", None, "`synchronous`, in turns on all GPUs", ""),
     ("one_step", None, "`one_step`", ""),
     ("pipeline_depth", None, "`pipeline_depth`", "`depth` 1, 2, 3, 4"),
     ("windowed_fifo", None, "`windowed_fifo`", "`ahead`, `window_share`: 0, 1; 1, .3; 1, 1; 2, .3"),

@@ -261,8 +261,6 @@ def _check_virtual(config: RunConfig) -> Iterator[str]:
     if config.workload.kind == "recorded" and not config.workload.run:
         yield 'workload.kind = "recorded" needs workload.run, the folder of a stored run'
     yield from _check_turns(config)
-    if config.simulation.colocated and not config.staleness.admission.alternates:
-        yield 'simulation.colocated needs staleness.admission = "synchronous"'
 
 
 def _check_turns(config: RunConfig) -> Iterator[str]:
@@ -276,5 +274,3 @@ def _check_turns(config: RunConfig) -> Iterator[str]:
         yield f'{turns}: rollout.on_pull = "adapter" keeps the model\'s own weights on the GPUs; use "separate"'
     if training.ranks > 1 and not training.offload:
         yield f"{turns}: training.ranks = {training.ranks} needs training.offload = true"
-    if config.simulation.colocated:
-        yield f"{turns}: simulation.colocated is another model of the same; remove it"

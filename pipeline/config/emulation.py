@@ -26,11 +26,8 @@ class SimulationConfig:
     report_s: float = knob(
         2.0, "seconds between reports of an instance and between ticks of the coordinator", low=0.01, high=MAX_SECONDS
     )
-    colocated: bool = knob(False, "synchronous only: rollout and training take turns on the same GPUs")
-    gpus_per_instance: int = knob(1, "GPUs per rollout instance", low=1)
-    trainer_gpus: int = knob(1, "GPUs of the trainer", low=1)
     switch_s: float = knob(
-        0.0, "colocated: seconds to switch between rollout and training, twice per step", low=0, high=MAX_SECONDS
+        0.0, 'cluster.layout = "turns": seconds for one side to leave the GPUs', low=0, high=MAX_SECONDS
     )
     mean_loss_interval_s: float = knob(
         0.0, "mean seconds between instance losses, over all instances; 0: none", low=0, high=1e9

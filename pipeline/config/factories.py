@@ -25,18 +25,11 @@ from staleflow.tasks.engines.engine_settings import Speculation
 from staleflow.tasks.settings.seeds import Stream, generator
 
 
-def num_instances(config: RunConfig) -> int:
-    """Number of rollout instances; colocated, those on the trainer's GPUs are included."""
-    simulation = config.simulation
-    extra = simulation.trainer_gpus // simulation.gpus_per_instance if simulation.colocated else 0
-    return config.rollout.instances + extra
-
-
 def instance_cost(config: RunConfig, index: int) -> CostModel:
     """The cost model of a simulated or emulated instance: slower by straggler_factor for the first straggler_share of
     them."""
     simulation = config.simulation
-    slow = index < simulation.straggler_share * num_instances(config)
+    slow = index < simulation.straggler_share * config.rollout.instances
     return config.rollout.cost.times(simulation.straggler_factor if slow else 1.0)
 
 

@@ -69,7 +69,6 @@ def check_job(config: RunConfig, *, here: bool = True) -> list[str]:
         _check_machine(config)
     if here and config.cluster.kind == "address":
         _check_address(config.cluster.address)
-    refuse_simulated(config)
     if here and config.store:
         from staleflow.stores.trajectories.repository import check_bucket
 
@@ -109,12 +108,6 @@ def _try_source(config: RunConfig, folder: Path | None, unchecked: list[str]) ->
         _try_reward(config, task)
     if environments is not None:
         _try_environment(environments, prompts)
-
-
-def refuse_simulated(config: RunConfig) -> None:
-    """Refuse in a run what only simulations have. Raises ConfigError."""
-    if config.simulation.colocated:
-        raise ConfigError("simulation.colocated = true: in a run every role has its own workers; use simulate")
 
 
 def check_names(config: RunConfig) -> None:

@@ -14,7 +14,6 @@ from staleflow.pipeline.cluster.connection import BUSY_SCHEDULER_S
 from staleflow.pipeline.cluster.job_lookup import refuse_second
 from staleflow.pipeline.config import user_files
 from staleflow.pipeline.config.model_facts import ModelFacts, inspect_model
-from staleflow.pipeline.config.preflight import refuse_simulated
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.jobs.starts import Starts
 from staleflow.pipeline.jobs.stopping import StopRequest
@@ -63,7 +62,6 @@ async def execute(
     """Run a job on the cluster it names, or resume it from its folder. listener: is told what happens. locked: the
     caller has locked the run folder. job: id of a submitted job, whose task reports
     how it ended. stop: by which the run is stopped. security: Dask's, for the cluster that the job names."""
-    refuse_simulated(config)
     facts = inspect_model(config)
     config = user_files.with_absolute_paths(config)
     user_files.check(config)

@@ -36,7 +36,12 @@ dead."""
 ELSEWHERE = "free space or set runs_dir to another folder"
 PATHS = (*user_files.MODELS, "workload.run")
 """Keys of a job that may name a file in the run's folder, besides those of user code."""
-REMOVED = (("cluster", "delta_versions"),)
+REMOVED = (
+    ("cluster", "delta_versions"),
+    ("simulation", "colocated"),
+    ("simulation", "gpus_per_instance"),
+    ("simulation", "trainer_gpus"),
+)
 """Keys that jobs of stored runs may have and that are ignored: they changed no result, and are gone."""
 
 

@@ -145,7 +145,7 @@ def _as_metrics(steps: Iterable[TrainedStep]) -> list[dict[str, float]]:
 def bound_of(config: RunConfig, steps: list[TrainedStep]) -> Bound:
     """Mean physical bound of the given steps."""
     cost, engine, count = config.rollout.cost, config.rollout.engine, len(steps)
-    instances = factories.num_instances(config)
+    instances = config.rollout.instances
     tokens = sum(s.tokens for s in steps)
     context = sum(s.context_tokens for s in steps)
     intervals = versions_behind(config) + 1

@@ -148,7 +148,7 @@ class SimulatedRun:
 
     def run(self) -> Trace:
         """Run all steps. Raises RunStuck, with what the job waits for, if nothing more can happen."""
-        for index in range(factories.num_instances(self._config)):
+        for index in range(self._config.rollout.instances):
             self._join(index, attempt=0)
         self._at(self._simulation.report_s, self._tick, recurring=True)
         if self._simulation.mean_loss_interval_s:
@@ -487,11 +487,6 @@ class SimulatedRun:
 
 
 def train_seconds(config: RunConfig, tokens: int) -> float:
-    """Seconds of a training step over `tokens`, prompts included; in turns, until the trainer has left the GPUs;
-    colocated, on all GPUs, with two switches."""
+    """Seconds of a training step over `tokens`, prompts included; in turns, until the trainer has left the GPUs."""
     simulation = config.simulation
-    seconds = simulation.train_s + simulation.train_s_per_token * tokens
-    if not simulation.colocated:
-        return seconds + config.turns * simulation.switch_s
-    num_gpus = config.rollout.instances * simulation.gpus_per_instance
-    return seconds * simulation.trainer_gpus / (simulation.trainer_gpus + num_gpus) + 2 * simulation.switch_s
+    return simulation.train_s + simulation.train_s_per_token * tokens + config.turns * simulation.switch_s

@@ -36,8 +36,6 @@ class Admission(RegistryEntry, ABC):
     late = LateWork.WAIT
     reserves = False
     """Whether it starts all that can reserve a place."""
-    alternates = False
-    """Whether rollout and training take turns."""
 
     @property
     def window(self) -> float:
@@ -115,8 +113,6 @@ class CappedAdmission(Admission):
 @dataclass(frozen=True, slots=True)
 class Synchronous(CappedAdmission):
     """One batch at a time, sampled entirely from the version it updates: rollout and training take turns."""
-
-    alternates = True
 
     def versions_behind(self, bound: int) -> int:
         return 0

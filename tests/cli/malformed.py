@@ -127,7 +127,6 @@ VALUES = (
     _set("a profile of something else", "profile=model/config.json", "profile = 'model/config.json': not a profile"),
     _set("a tracker of no file", "tracking.tracker=none.py:T", "tracking.tracker = ", "no such file"),
     _set("one member in a group", "batch.group_size=1", "batch.group_size = 1 leaves grpo nothing to compare"),
-    _set("colocated in a run", "simulation.colocated=true", "simulation.colocated"),
     _set(
         "a simulated rule in a run",
         "staleness.admission=backlog",

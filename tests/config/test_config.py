@@ -171,7 +171,6 @@ def test_derived_numbers(tmp_path: Path) -> None:
         ),
         ("rollout.top_p=0.9", "rollout.top_p is not supported: it would sample from another distribution"),
         ("rollout.repetition_penalty=1.1", "rollout.repetition_penalty is not supported"),
-        ("simulation.colocated=true", 'needs staleness.admission = "synchronous"'),
     ],
 )
 def test_each_mistake_is_one_line(tmp_path: Path, override: str, message: str) -> None:

@@ -294,14 +294,6 @@ def test_a_very_long_step_is_not_taken_for_a_deadlock_and_a_deadlock_is_told() -
         stuck.run()
 
 
-def test_colocated_uses_all_gpus_in_turn() -> None:
-    apart = job(staleness__admission="synchronous", simulation__trainer_gpus=3)
-    both = dataclasses.replace(apart, simulation=dataclasses.replace(apart.simulation, colocated=True))
-    assert len(run(both).instances) == 6
-    assert run(both).steps[0].finished_s - run(both).steps[0].ready_s == pytest.approx(0.25)
-    assert run(both).finished_s < run(apart).finished_s
-
-
 def test_stragglers_are_cut_off_and_the_step_goes_on() -> None:
     slow = {
         "workload__kind": "bimodal",
