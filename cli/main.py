@@ -48,14 +48,14 @@ def cli() -> None:
 
 
 def entry() -> None:
-    """Be the `staleflow` command: run `main`, and end this process."""
+    """Entry point of the `staleflow` command: run `main`, and end this process."""
     from staleflow.cli.exits import LastExit
 
-    last = LastExit()
+    last_exit = LastExit()
     try:
         main()
     except SystemExit as error:
-        last.code = error.code if isinstance(error.code, int) else 0
+        last_exit.code = error.code if isinstance(error.code, int) else 0
         raise
 
 
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def format_error(error: Exception) -> tuple[str, int, str]:
-    """How an error is told: its line, the exit code, and the command it names as its origin."""
+    """Format an error for the terminal: (line, exit code, command shown as its origin)."""
     from staleflow.stores.errors import ConfigError, ProtocolViolation
 
     if isinstance(error, click.UsageError):
@@ -99,11 +99,11 @@ def format_error(error: Exception) -> tuple[str, int, str]:
     return f"{bug}{error}", 2 if isinstance(error, ConfigError) else 1, "staleflow"
 
 
-def fail(message: str, code: int, where: str = "staleflow") -> None:
+def fail(message: str, code: int, command: str = "staleflow") -> None:
     """Print one line to standard error, and exit."""
     from staleflow.stores.printable import printable
 
-    click.echo(f"{where}: {printable(message)}", err=True)
+    click.echo(f"{command}: {printable(message)}", err=True)
     sys.exit(code)
 
 

@@ -111,7 +111,7 @@ def resumable_job(run_dir: Path, overrides: Overrides | None = None) -> Job:
     config = resumption.load(run_dir, override_texts(overrides))
     if note := resumption.schedule_note(config):
         logger.warning(note)
-    resumption.reached(config)
+    resumption.resume_version(config)
     return user_files.with_absolute_paths(config)
 
 

@@ -1,4 +1,4 @@
-"""What listens where no scheduler has answered: the mistakes that a message can name."""
+"""Finds out what listens at an address where no Dask scheduler answered, so that an error can name the mistake."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from distributed.protocol.core import dumps
 from distributed.protocol.utils import pack_frames_prelude
 
 PORT = 8786
-"""The port of a Dask scheduler, unless it is told another."""
+"""Default port of a Dask scheduler."""
 RESOLVE_S = 5.0
-"""Seconds within which a host name must be resolved."""
+"""Timeout for resolving a host name, in seconds."""
 SPEAKS_FIRST_S = 0.5
-"""Seconds within which a scheduler greets whoever connects."""
+"""Seconds within which a scheduler sends its greeting to a new connection."""
 ANSWER_S = 1.0
-"""Seconds within which another server is expected to connect, or to answer a request."""
+"""Timeout of a connection, and of the answer of another server, in seconds."""
 
 
 async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
-    """Why a host name cannot be resolved; empty if it can. In a thread of its own, which nobody waits for: a name
+    """Return why a host name cannot be resolved; empty if it can. Resolves in a thread that is not joined, since a name
     server that does not answer takes minutes."""
     loop = asyncio.get_running_loop()
     resolved: asyncio.Future[str] = loop.create_future()
@@ -56,8 +56,8 @@ async def resolve(host: str, within_s: float = RESOLVE_S) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortState:
-    """What listens at a port. mistake: why it is no scheduler that can be used so; empty if it may be one. why: what to
-    say of it if it does not answer in time. dask: whether it has greeted as Dask does."""
+    """What listens at a port. mistake: why it cannot be used as a scheduler; empty if it may be one. why: reason
+    if it does not answer in time. dask: whether it sent Dask's greeting."""
 
     mistake: str = ""
     why: str = "what listens there does not answer; it may be busy, or no scheduler"
@@ -65,11 +65,11 @@ class PortState:
 
 
 async def probe_port(host: str, port: int, *, tls: bool) -> PortState:
-    """What listens at a port, after three seconds at most. tls: whether it is to be used with TLS. All that is sent to
-    a scheduler is a greeting, for it may only be busy."""
+    """Find out what listens at a port, in three seconds at most. tls: whether the client uses TLS. A scheduler receives
+    only a greeting, since it may just be busy."""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        greeting, answer = await _greeted(host, port)
+        greeting, answer = await _read_greeting(host, port)
     except (OSError, TimeoutError) as error:
         return PortState(why=f"it cannot be reached: {os.strerror(error.errno) if error.errno else 'no answer'}")
     if b"pickle-protocol" in greeting + (answer or b""):
@@ -88,9 +88,9 @@ async def probe_port(host: str, port: int, *, tls: bool) -> PortState:
     return PortState()
 
 
-async def _greeted(host: str, port: int) -> tuple[bytes, bytes | None]:
-    """What a server says by itself and, if it says nothing, how it answers to Dask's greeting, in which an HTTP server
-    finds the end of a request: None if it does not answer, empty if it hangs up. Raises OSError, TimeoutError."""
+async def _read_greeting(host: str, port: int) -> tuple[bytes, bytes | None]:
+    """Read a server's greeting and, if there is none, its answer to Dask's greeting: None if none, empty if the
+    server closes the connection. The greeting also ends an HTTP request. Raises OSError, TimeoutError."""
     async with _connected(host, port) as (reader, writer):
         greeting = await _read(reader, SPEAKS_FIRST_S)
         if greeting:
@@ -113,7 +113,7 @@ async def _speaks_tls(host: str, port: int) -> bool:
 
 
 def _greeting() -> bytes:
-    """The bytes with which a client of Dask's begins, with one entry more."""
+    """The greeting of a Dask client, with one more entry that ends an HTTP request."""
     frames = dumps({"compression": None, "python": sys.version_info[:3], "pickle-protocol": 4, "end": "\r\n\r\n"})
     head = pack_frames_prelude(frames)
     return b"".join((struct.pack("Q", len(head)), head, *frames))
@@ -133,7 +133,7 @@ async def _connected(
 
 
 async def _read(reader: asyncio.StreamReader, within_s: float) -> bytes | None:
-    """What a server says next; None if it says nothing in that time, empty if it hangs up."""
+    """Read from a server; None after a timeout, empty if it closes the connection."""
     try:
         async with asyncio.timeout(within_s):
             return await reader.read(4096)

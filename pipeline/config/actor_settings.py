@@ -292,7 +292,7 @@ def example_settings(config: RunConfig, held_out: int) -> ExampleSettings | None
         options=sft.options,
         seed=config.seed,
         columns=config.task.columns,
-        apart=None if config.acts else prompts.source,
+        excluded=None if config.acts else prompts.source,
     )
 
 

@@ -167,7 +167,7 @@ def _folder_ready(config: RunConfig, *, resume: bool) -> tuple[RunConfig, Finger
 
     prints = source_fingerprints.compute(config)
     if resume:
-        resumption.reached(config)
+        resumption.resume_version(config)
         return config, prints, source_fingerprints.changes(source_fingerprints.read(config.run_dir), prints)
     config, code = user_files.with_code(config, user_files.copied_keys(config))
     config = user_files.with_code_in(config, config.run_dir / "code", code)

@@ -10,7 +10,7 @@ from staleflow.pipeline.config.factories import make_coordinator
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import RunResumed, StopRequested
 from staleflow.pipeline.coordination.journal import JournalEntry
-from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_folder import load_job, require_run
 from staleflow.stores.errors import ConfigError
 from staleflow.stores.trajectories.reader import Summary
@@ -47,7 +47,7 @@ def replay_run(run_dir: Path, trajectory: TrajectoryId | None = None) -> ReplayR
     torn: list[str] = []
     missing = ""
     coverage = _Coverage()
-    for config, events in parts(run_dir):
+    for config, events in recorded_starts(run_dir):
         coordinator = make_coordinator(load_job(run_dir, file=config.name))
         if trajectory is not None:
             coordinator.follow(trajectory)

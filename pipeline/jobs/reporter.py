@@ -80,7 +80,7 @@ class Reporter(RunListener):
             "fleet": report.instances,
             "environments": [CODEC.encode(host) for host in report.environments],
             "sources": [source.line for source in report.sources],
-            "limit": next(reversed(report.limits.values()), ""),
+            "limit": next(reversed(report.bottlenecks.values()), ""),
             "evaluating": evaluating(snapshot.evaluated_version, snapshot.num_eval_in_flight) if under_way else "",
             "evaluated": [alike[-1].line for alike in by_set(report.evaluations).values()],
         }

@@ -1,7 +1,7 @@
 """Resuming a stored run: the version to continue from, and the preparation of its folder.
 
 A run is resumed from its newest resume point that the store has reached. Steps committed after it are undone (they stay
-readable on a branch), and what was in flight goes on (pipeline/coordination/resume_plan.py).
+readable on a branch), and in-flight work continues (pipeline/coordination/resume_plan.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAY_CHANGE = (
 )
 """Keys that `staleflow resume --set` may change: where and how long a run runs, not what it computes up to there. How
 many ranks train changes a later step's rounding, not its weights so far."""
-ROOM = "free space or move the run's folder"
+REMEDY = "free space or move the run's folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,15 @@ def schedule_note(config: RunConfig) -> str:
     )
 
 
-def reached(config: RunConfig) -> PolicyVersion:
-    """The version a run can resume from: that of its newest complete resume point the store has reached, or 0 if
-    nothing is stored, or so little that the first point may still have been being written. Raises ConfigError if there
-    is none, if the store belongs to another job, or if nothing is left to do: a run killed after its last step still
-    has its final evaluation to do."""
+def resume_version(config: RunConfig) -> PolicyVersion:
+    """Find the version a run resumes from: that of its newest complete resume point that the store has reached.
+
+    0 if nothing is stored, or so few steps that the first resume point may not have been complete.
+
+    Raises:
+        ConfigError: There is no such point, the store belongs to another job, or nothing is left to do. A run killed
+            after its last step still has its final evaluation to do.
+    """
     from staleflow.stores.trajectories.versioned import VersionedStore
 
     run_dir = config.run_dir
@@ -98,24 +102,27 @@ def reached(config: RunConfig) -> PolicyVersion:
         _refuse_lost_store(run_dir)
         return PolicyVersion(0)
     store = VersionedStore.open(run_dir / "store")
-    refuse_unfit(config, store.header)
+    check_header(config, store.header)
     stored = store.summary()
-    trained = stored.num_steps
-    if trained > config.steps or (trained == config.steps and stored.ended):
-        raise ConfigError(f"{run_dir}: all {trained} steps are trained; set steps=N with a larger N to train further")
-    points = [v for v in ResumePoints(run_dir / "resume").complete_versions() if v <= trained]
-    every = config.training.resume_every
-    has_first_point = trained <= 2 * every and (run_dir / "resume").is_dir()  # a second point waits for the first one
-    if trained and not points and not has_first_point:
+    num_trained = stored.num_steps
+    if num_trained > config.steps or (num_trained == config.steps and stored.ended):
         raise ConfigError(
-            f"{run_dir}: {trained} steps are stored but there is no complete resume point; training.resume_every was "
+            f"{run_dir}: all {num_trained} steps are trained; set steps=N with a larger N to train further"
+        )
+    points = [v for v in ResumePoints(run_dir / "resume").complete_versions() if v <= num_trained]
+    every = config.training.resume_every
+    # A second point waits for the first one.
+    has_first_point = num_trained <= 2 * every and (run_dir / "resume").is_dir()
+    if num_trained and not points and not has_first_point:
+        raise ConfigError(
+            f"{run_dir}: {num_trained} steps are stored but no complete resume point; training.resume_every was "
             f"{every}"
         )
     return points[-1] if points else PolicyVersion(0)
 
 
 def _refuse_lost_store(run_dir: Path) -> None:
-    """Raise ConfigError if a run that has no store had one: it is made before anything is trained."""
+    """Raise ConfigError if a run's store is missing though the run has trained: it is created before any training."""
     store = run_dir / "store"
     points = ResumePoints(run_dir / "resume").versions() if (run_dir / "resume").is_dir() else []
     checkpoints = sorted(path.name for path in run_dir.glob("checkpoints/*"))
@@ -132,7 +139,7 @@ def _refuse_lost_store(run_dir: Path) -> None:
     raise ConfigError(f"{store}: it {reason}, or train anew under another name: staleflow run ... --set name=...")
 
 
-def refuse_unfit(config: RunConfig, header: RunHeader) -> None:
+def check_header(config: RunConfig, header: RunHeader) -> None:
     """Raise ConfigError if the store was made with another staleness bound or other batch sizes than the job's."""
     job = actor_settings.run_header(config)
     fixed = (
@@ -154,19 +161,19 @@ def prepare(config: RunConfig) -> Resumption:
     folder's lock. Raises as `reached` does."""
     from staleflow.stores.trajectories.versioned import VersionedStore
 
-    run_dir, version = config.run_dir, reached(config)
+    run_dir, version = config.run_dir, resume_version(config)
     if not (run_dir / "store").exists():
-        _set_aside(run_dir)
+        _archive_start(run_dir)
         write_job(config)
-        return Resumption(version=version, earlier_starts=_last_number(run_dir))
+        return Resumption(version=version, earlier_starts=_latest_number(run_dir))
     try:
-        # Of what the run gave up when it was stopped, the spool has everything: it goes on with it.
+        # The spool has all in-flight work that was aborted at the stop: the resumed run continues with it.
         VersionedStore.rewind(run_dir / "store", version, undo_end=(run_dir / "spool").is_dir())
         points = ResumePoints(run_dir / "resume")
         points.claim()  # before the others are removed: a trainer of the start before may still be writing one
         points.remove_after(version)
         records = [r for r in VersionedStore.open(run_dir / "store").steps() if r.kind == "step"]
-        _set_aside(run_dir)
+        _archive_start(run_dir)
     except StoreError:
         raise
     except OSError as error:
@@ -177,12 +184,12 @@ def prepare(config: RunConfig) -> Resumption:
         fingerprint=records[-1].weight_fingerprint if records else "",
         steps=tuple(with_rates({"step": float(r.step), "commit_s": 0.0, **r.metrics} for r in records)),
         elapsed_s=records[-1].metrics.get("elapsed_s", 0.0) if records else 0.0,
-        earlier_starts=_last_number(run_dir),
+        earlier_starts=_latest_number(run_dir),
         drift_limit=records[-1].metrics.get("probe_limit", 0.0) if records else 0.0,
     )
 
 
-def parts(run_dir: Path) -> list[tuple[Path, Path]]:
+def recorded_starts(run_dir: Path) -> list[tuple[Path, Path]]:
     """(job file, recorded events) of each start of the run, oldest first."""
     numbered = [(run_dir / f"config.{number}.toml", run_dir / f"events.{number}.jsonl") for number in _numbers(run_dir)]
     return [*numbered, (run_dir / "config.toml", run_dir / "events.jsonl")]
@@ -192,20 +199,20 @@ def _numbers(run_dir: Path) -> list[int]:
     return sorted(int(p.name.split(".")[1]) for p in run_dir.glob("events.*.jsonl"))
 
 
-def _last_number(run_dir: Path) -> int:
+def _latest_number(run_dir: Path) -> int:
     """The number of the latest earlier start; 0 if there is none."""
     return max(_numbers(run_dir), default=0)
 
 
-def _set_aside(run_dir: Path) -> None:
-    """Rename the events of the previous start, and copy its job file: each start is replayed with its own. If this is
-    interrupted, it goes on where it was: the file that gives the start its number is renamed last."""
+def _archive_start(run_dir: Path) -> None:
+    """Rename the journal of the previous start, and copy its job file, since each start is replayed with its own. Safe
+    to repeat after an interruption: the file that gives the start its number is renamed last."""
     events = run_dir / "events.jsonl"
-    number = _last_number(run_dir) + 1
+    number = _latest_number(run_dir) + 1
     before = run_dir / f"events.{number}.jsonl"
     if not journal.files(events) and not journal.files(before):
         return
-    replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), ROOM)
+    replace_text(run_dir / f"config.{number}.toml", (run_dir / "config.toml").read_text(), REMEDY)
     for part in journal.closed_parts(events).values():
         part.rename(run_dir / part.name.replace(events.name, before.name, 1))
     if events.is_file():

@@ -15,7 +15,7 @@ from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import files, num_bytes
 from staleflow.pipeline.coordination.mixture import source_views
 from staleflow.pipeline.jobs.replaying import replay_run
-from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.run_page import listing
 from staleflow.pipeline.run_page.charts import any_many_turns, charts, in_words, series
 from staleflow.pipeline.run_page.run_reader import RunReader, Stored
@@ -305,7 +305,7 @@ class RunApi:
     def story(self, id: int) -> dict[str, Any]:
         """A trajectory's story with the coordinator's reasons, by replaying the journal."""
         run_dir = self._reader.run_dir
-        size = sum(num_bytes(file) for _, events in parts(run_dir) for file in files(events))
+        size = sum(num_bytes(file) for _, events in recorded_starts(run_dir) for file in files(events))
         if size > REPLAYED_BYTES:
             raise ConfigError(
                 f"the journal has {size / 2**20:.0f} MiB, a page replays {REPLAYED_BYTES / 2**20:.0f}; use "

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from staleflow.pipeline.config.schema import RunConfig
 from staleflow.pipeline.coordination.journal import HEADING, files, num_bytes, open_part
-from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_folder import in_use, load_job, require_run
 from staleflow.pipeline.run_page.journal_index import JournalIndex
 from staleflow.pipeline.runtime.evaluation_results import Evaluation, read_evaluations
@@ -216,7 +216,7 @@ class RunReader:
         """The index of the run's journal, for one reader at a time. A long journal is read by and by, some of it each
         time; the index says how much it has."""
         with self._journal_lock:
-            self._journal.follow([events for _, events in parts(self.run_dir)])
+            self._journal.follow([events for _, events in recorded_starts(self.run_dir)])
             yield self._journal.index
 
     def state(self) -> str:

@@ -1,7 +1,8 @@
 """Runs a coordinator on actors: carries out its commands as calls and feeds the results back as events.
 
-It decides nothing itself. One asyncio loop; pipeline/processes/worker_protocol.py hides where the actors run. Beside
-the main loop work Commits (commit_queue.py), Scoring (scoring.py) and the links of the instances (membership.py).
+It decides nothing itself. One asyncio loop; pipeline/processes/worker_protocol.py hides where the actors run. The main
+loop handles events; tasks beside it run the commit queue (commit_queue.py), scoring (scoring.py), environment steps
+(environment_hosts.py) and the links to instances (membership.py).
 
 Invariants:
 - Every event is journalled with the commands it led to, in the order in which they were carried out.
@@ -85,12 +86,21 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.5
 """Seconds between two ticks of the coordinator."""
 STARTING_S = 2.0
-"""Seconds between two lines on how far the start is."""
+"""Seconds between two reports on the progress of the start."""
 
 
 class Driver:
-    """Drives one run. listener: is told what happens. fingerprints: of what rewards and prompts come from. changed: in
-    these, since it began."""
+    """Drives one run.
+
+    Args:
+        config: The job.
+        actors: The run's actors, not yet placed.
+        run_dir: The run's folder.
+        listener: Receives phases, status, steps and evaluations, for display and reports.
+        resumption: Where to resume; None for a new run.
+        fingerprints: Of rewards, data and prompt templates now.
+        changed: Differences of `fingerprints` from those at the run's beginning, a line each.
+    """
 
     def __init__(
         self,
@@ -104,7 +114,7 @@ class Driver:
         changed: Sequence[str] = (),
     ) -> None:
         self._config = config
-        self._prints = fingerprints
+        self._fingerprints = fingerprints
         self._changed = tuple(changed)
         self._actors = actors
         self._run_dir = run_dir
@@ -115,12 +125,14 @@ class Driver:
         self._journal = RunJournal(run_dir / "events.jsonl")
         self._inbox: asyncio.Queue[Event | PublishedStep | BaseException] = asyncio.Queue()
         self._background = Background(self._inbox.put_nowait)
-        self._commits = CommitQueue(actors, config.deadlines, self._stored, self._begin_phase)
+        self._commits = CommitQueue(actors, config.deadlines, self._on_commit, self._begin_phase)
         actors.verification.on_refused = self._store_refusal
         self._scoring = Scoring(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
-        self._acting = EnvironmentHosts(config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s)
+        self._environment_hosts = EnvironmentHosts(
+            config, actors, self._inbox.put_nowait, lambda: self._measurements.elapsed_s
+        )
         self._num_drawn = 0
-        """Groups that the server has drawn: the next one's number."""
+        """Groups that the server has drawn; also the number of the next group."""
         self._drawing = asyncio.Lock()
         self._stop_requested = ""
         self.training = False
@@ -137,12 +149,12 @@ class Driver:
         self._training_watch = TrainingWatch()
         self._reported: dict[InstanceId, tuple[tuple[TrajectoryId, int], ...]] = {}
         """Each instance's latest report: tokens of the responses it samples."""
-        self._num_arrived = 0
+        self._bytes_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
         self.outcomes = RunReport(
             losses=actors.loss_messages, alarms=actors.verification.alarms, notes=actors.verification.unverified_notes
         )  # their lists: shown while the run lasts
-        self._evaluating = EvaluationDriver(
+        self._evaluation_driver = EvaluationDriver(
             config,
             actors,
             run_dir,
@@ -150,19 +162,19 @@ class Driver:
             self._inbox.put_nowait,
             self._note,
             lambda: self._measurements.elapsed_s,
-            lambda name: {} if self._prints is None else self._prints.digests(name),
+            lambda name: {} if self._fingerprints is None else self._fingerprints.digests(name),
             lambda name: changes_of(self._changed, name),
         )
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunReport:
-        """Place the actors, train and evaluate, store the end. Raises StaleflowError."""
+        """Run the job: place the actors, train and evaluate, commit the end. Raises StaleflowError."""
         self._task = asyncio.current_task()
         for line in self._changed:
             self._note(line)
         self._begin_phase("starting actors")
-        starting = asyncio.ensure_future(self._tell_starting())
+        starting = asyncio.ensure_future(self._report_start_progress())
         self._actors.recovery.begin(lambda: self._measurements.elapsed_s)
         try:
             await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
@@ -180,25 +192,25 @@ class Driver:
         self._background.spawn(self._membership.grow(), "growth")
         for work in self._scoring.work():
             self._background.spawn(work, "scoring")
-        for work in self._acting.work():
+        for work in self._environment_hosts.work():
             self._background.spawn(work, "acting")
         self._membership.join_all()
-        await self._evaluating.begin(self._coordinator.ledger.version)
+        await self._evaluation_driver.begin(self._coordinator.ledger.version)
         self.training = True
         try:
             await self._main_loop()
             self.training = False
             await self._finish_commits()
         finally:
-            self._sum_up()
+            self._complete_report()
         self._membership.stop_links()
         self._note(await self._actors.ask("server", "held_out_notice"))
         await self._checkpoint(self._coordinator.ledger.version)
         self._log_resume_points()
         return self.outcomes
 
-    async def _tell_starting(self) -> None:
-        """Say how far the start is, whenever that has changed."""
+    async def _report_start_progress(self) -> None:
+        """Report the progress of the start whenever it has changed."""
         announced = ""
         while True:
             await asyncio.sleep(STARTING_S)
@@ -207,7 +219,7 @@ class Driver:
                 self._begin_phase(f"starting actors: {now}")
 
     def decisions(self, count: int) -> list[tuple[float, int, str, str]]:
-        """The coordinator's latest decisions: (when, trajectory, what, cause), newest first."""
+        """The coordinator's latest decisions, newest first: (seconds, trajectory, decision, cause)."""
         return self._coordinator.latest(count)
 
     def tokens_sampled(self) -> dict[str, int]:
@@ -215,20 +227,21 @@ class Driver:
         return {str(name): instance.tokens_sampled for name, instance in self._actors.instances.items()}
 
     def kept_tokens(self) -> dict[str, int]:
-        """KV tokens each instance keeps for turns to come."""
+        """KV tokens that each instance retains between turns."""
         return {str(name): instance.kept_tokens for name, instance in self._actors.instances.items()}
 
     async def _resume(self) -> RunResumed | None:
-        """Restore the results of a stored run, if this resumes one; returns the event that reports it."""
+        """Restore steps, evaluations and in-flight work of a resumed run. Returns the event that reports them; None for
+        a new run."""
         if self._resumption is None:
             return None
         self.outcomes.steps += self._resumption.steps
         evaluations = read_evaluations(self._run_dir)
         self.outcomes.evaluations += after_resuming(evaluations, self._resumption.version)
-        return await self._take_up()
+        return await self._recover_in_flight()
 
-    async def _take_up(self) -> RunResumed:
-        """Have the server go on with what was in flight, as far as it is within the bound."""
+    async def _recover_in_flight(self) -> RunResumed:
+        """Plan which in-flight work of the stored run continues within the bound, and resume it on the server."""
         in_flight: RecoverableWork = await self._actors.ask("server", "recoverable", deadline="start_s")
         filtering = factories.make_strategies(self._config).filtering
         ledger = factories.make_coordinator(self._config).ledger
@@ -243,22 +256,23 @@ class Driver:
         return replace(resumed, num_ended=tuple(recovered.ledger.num_ended.items()))
 
     def stop(self, why: str) -> None:
-        """End the run once no training step is in flight; at once if asked twice, or outside of the training loop. Safe
-        from a signal handler."""
+        """Request the run's end after the training step in flight; at once on a second request, or outside of the
+        training loop. Safe from a signal handler."""
         if self._task is not None and (self._stop_requested or not self.training):
             self._task.cancel()
         self.outcomes.stopped = self._stop_requested = self._stop_requested or why
         logger.info("stopping: %s", why)
 
     def retire(self, worker: str) -> str:
-        """Have the rollout instance on a worker go; see Membership.retire."""
+        """Retire the rollout instance on a Dask worker; see Membership.retire."""
         return self._membership.retire(worker)
 
     def give_back(self, worker: str) -> None:
-        """Leave a worker that the run can do without and another job waits for. Idempotent. worker: its address."""
+        """Release a Dask worker that another job waits for, if it only runs a reward worker or environment host.
+        Idempotent. worker: its address."""
         name = self._actors.reward_actor_at(worker)
         if name and self.training:
-            move = self._acting.move(name) if self._config.acts else self._scoring.move(name)
+            move = self._environment_hosts.move(name) if self._config.acts else self._scoring.move(name)
             self._background.spawn(move, "give back")
 
     async def close(self) -> None:
@@ -267,7 +281,7 @@ class Driver:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await self._evaluating.best.close()
+        await self._evaluation_driver.best.close()
         await self._actors.close()
         self._journal.close()
 
@@ -275,46 +289,46 @@ class Driver:
         return [*self._background, *self._membership.tasks()]
 
     async def _main_loop(self) -> None:
-        """Events in, commands out, until all steps are trained or a stop is asked for."""
+        """Handle events and execute commands until all steps are trained or a stop is requested."""
         last_progress = now_s()
-        while not self._coordinator.finished or self._evaluating.pending:
-            item = await self._heard()
+        while not self._coordinator.finished or self._evaluation_driver.pending:
+            item = await self._next_item()
             if isinstance(item, BaseException):
                 raise item
             if isinstance(item, PublishedStep):
                 item = self._after_training(item)
                 if self._stop_requested:  # before the version is announced: the next step could begin with it
-                    await self._give_up_rest()
-            if self._is_progress(item) or self._waits_for_calls():
+                    await self._abort_in_flight()
+            if self._is_progress(item) or self._has_pending_calls():
                 last_progress = now_s()
             self._handle(item)
             if isinstance(item, VersionPublished):
-                self._evaluating.published(item.version)
+                self._evaluation_driver.published(item.version)
             if self._stop_requested and not self._coordinator.training:
                 break
             self._check_progress(now_s() - last_progress)
-        await self._give_up_rest()
+        await self._abort_in_flight()
         step = self._coordinator.ledger.next_step
         checks = self._actors.verification.take_checks()
         self._commits.put(StepRecord(kind="end", step=step, ledger=self._ledger_state(), weight_checks=checks))
 
-    async def _heard(self) -> Event | PublishedStep | BaseException:
-        """What is to be handled next; the clock's ticks come at least."""
+    async def _next_item(self) -> Event | PublishedStep | BaseException:
+        """Wait for the next event, published step or error. Ticks arrive even if nothing else does."""
         if not self._inbox.empty():
             return self._inbox.get_nowait()
         item = await self._inbox.get()
         self._measurements.time_passed(self._coordinator.loads(), self._actors.instances)
         return item
 
-    def _waits_for_calls(self) -> bool:
-        """Whether there is work that has deadlines of its own, or weights have arrived somewhere since this was asked
-        last: whoever hands on none is left for another."""
-        arrived, self._num_arrived = self._num_arrived, self._actors.bytes_arrived
+    def _has_pending_calls(self) -> bool:
+        """Return whether calls with deadlines of their own are pending, or weights have arrived since the last call.
+        Such waiting is not a stuck run: a call that fails ends by its deadline."""
+        arrived, self._bytes_arrived = self._bytes_arrived, self._actors.bytes_arrived
         busy = self._commits.full or self._actors.recovery.busy or self._actors.loading
-        return busy or self._num_arrived > arrived
+        return busy or self._bytes_arrived > arrived
 
     def _is_progress(self, event: Event) -> bool:
-        """Whether an event shows that work goes on. A report does if some response has grown since the last one."""
+        """Return whether an event counts as progress. A report does if a response has grown since the previous one."""
         match event:
             case Tick():
                 return False
@@ -324,18 +338,18 @@ class Driver:
             case _:
                 return True
 
-    async def _give_up_rest(self) -> None:
-        """Have the coordinator give up what is in flight; redundancy may leave something even after the last step. Of a
-        run that is stopped before, the trajectory server has all tokens by then: it goes on with them when resumed."""
+    async def _abort_in_flight(self) -> None:
+        """Abort the work in flight; redundancy may leave some even after the last step. If the run is stopped, all
+        sampled tokens are first delivered to the trajectory server, so that a resumed run continues with them."""
         if self._stop_requested and any(self._coordinator.loads().values()):
             await self._membership.save_all()
         self._handle(StopRequested(why=self.outcomes.stopped or "all steps are trained"))
 
-    def _check_progress(self, still_s: float) -> None:
-        """Raise RunStuck if nothing has happened for longer than is allowed."""
+    def _check_progress(self, idle_s: float) -> None:
+        """Raise RunStuck if there was no progress for longer than deadlines.train_s or stuck_s."""
         knob = "train_s" if self._coordinator.training else "stuck_s"
         limit_s: float = getattr(self._config.deadlines, knob)
-        if still_s > limit_s:
+        if idle_s > limit_s:
             raise RunStuck(f"no progress for {limit_s:g} s (deadlines.{knob}): {self._coordinator.waiting_for()}")
 
     def _handle(self, event: Event) -> None:
@@ -347,32 +361,32 @@ class Driver:
         if (mixture := self._coordinator.mixture) is not None:
             for line in mixture.take_notices():
                 self._note(line)
-        if isinstance(event, VersionPublished) and (limit := self._measurements.limit) is not None:
-            self.outcomes.limits[event.version - 1] = limit.short
+        if isinstance(event, VersionPublished) and (bottleneck := self._measurements.bottleneck) is not None:
+            self.outcomes.bottlenecks[event.version - 1] = bottleneck.short
         for command in commands:
             kind = type(command).__name__
             self.outcomes.commands[kind] = self.outcomes.commands.get(kind, 0) + 1
         for command in commands:
-            self._carry_out(command)
+            self._execute(command)
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case Route() | Abort() | ReleaseCache() | Interrupt() | Pull() | Sleep() | SetDraftLength():
                 instance = self._actors.instances.get(command.instance)
                 if instance is not None:  # else its loss is already on the way
                     instance.outbox.put_nowait(command)
                 if isinstance(command, Route) and is_evaluation(command.trajectory):
-                    self._evaluating.best.start_saving(command.version)
+                    self._evaluation_driver.best.start_saving(command.version)
             case FetchPrompts():
                 self._background.spawn(self._draw(command), "draw")
             case Score():
                 self._scoring.put(command.trajectory)
             case StepEnvironment() | CloseEnvironment():
-                self._acting.put(command)
+                self._environment_hosts.put(command)
             case Discard():
                 self._commits.put(command)
             case FinishEvaluation():
-                self._background.spawn(self._conclude(command), "evaluation")
+                self._background.spawn(self._finish_evaluation(command), "evaluation")
             case Train():
                 self._measurements.training_began()
                 self._background.spawn(self._train(command), "train")
@@ -402,7 +416,7 @@ class Driver:
         if (mixture := self._coordinator.mixture) is not None:
             result.metrics.update(mixture.take_metrics())
         self._measurements.idle()
-        for alarm in self._training_watch.heard(result.version - 1, result.metrics):
+        for alarm in self._training_watch.observe(result.version - 1, result.metrics):
             self.outcomes.alarms.append(alarm)
             logger.error(alarm)
         record = StepRecord(
@@ -417,8 +431,8 @@ class Driver:
         every = self._config.training.checkpoint_every
         if every and result.version % every == 0 and result.version < self._config.steps:
             self._background.spawn(self._checkpoint(result.version), "checkpoint")
-        ordered = {PolicyVersion(view.version) for view in self._coordinator.snapshot().instances}
-        self._background.spawn(self._actors.prune(ordered), "prune")
+        ordered_versions = {PolicyVersion(view.version) for view in self._coordinator.snapshot().instances}
+        self._background.spawn(self._actors.prune(ordered_versions), "prune")
         return VersionPublished(version=result.version)
 
     async def _checkpoint(self, version: PolicyVersion) -> None:
@@ -426,30 +440,30 @@ class Driver:
             self._note(f"there is no checkpoint of version {version}: its weights went with a lost trainer")
 
     def _store_refusal(self) -> None:
-        """Queue a commit of why an instance was taken out of service: the run may end before the next step's."""
+        """Queue a commit with the refused check of an instance at once: the run may end before the next step's."""
         step = self._coordinator.ledger.next_step
         checks = self._actors.verification.take_checks()
         self._commits.put(StepRecord(kind="refusal", step=step, ledger=self._ledger_state(), weight_checks=checks))
 
-    def _stored(self, record: StepRecord, metrics: dict[str, float]) -> None:
-        """Note a step that is committed, with its batch's metrics."""
+    def _on_commit(self, record: StepRecord, metrics: dict[str, float]) -> None:
+        """Report a committed step to the listener. metrics: of its batch, from the trajectory server."""
         if record.kind == "step":
-            plain = {"step": float(record.step), **record.metrics, **metrics}
-            step = with_rate(plain, next(reversed(self.outcomes.steps), None))
+            step_metrics = {"step": float(record.step), **record.metrics, **metrics}
+            step = with_rate(step_metrics, next(reversed(self.outcomes.steps), None))
             self.outcomes.steps.append(step)
             self._log_resume_points()
             self._listener.status(self._coordinator.snapshot(), self.outcomes)
-            self._listener.step_stored(step, self.outcomes.limits.get(record.step, ""))
+            self._listener.step_stored(step, self.outcomes.bottlenecks.get(record.step, ""))
 
     def _log_resume_points(self) -> None:
-        """Log the resume points that have come since the last time; the trainer writes them in its own process."""
+        """Log new resume points; the trainer writes them in its own process."""
         for version in ResumePoints(self._run_dir / "resume").versions():
             if version > self._last_point:
                 self._last_point = version
                 logger.info("resume point of version %d written", version)
 
     async def _finish_commits(self) -> None:
-        """Wait until everything is stored, or raise what kept it from being stored."""
+        """Wait until all commits are stored. Raises the error of one that failed."""
         done = asyncio.ensure_future(self._commits.finished())
         while not done.done():
             await asyncio.wait({done}, timeout=0.1)
@@ -460,19 +474,19 @@ class Driver:
                     raise item
 
     async def _tick(self) -> None:
-        """Let time pass for the coordinator and for the display, and note how stale the work is."""
+        """Send ticks to the coordinator, update the status, and measure staleness, every TICK_S."""
         while True:
             await asyncio.sleep(TICK_S)
             self._inbox.put_nowait(Tick())
             snapshot = self._coordinator.snapshot()
             self.outcomes.instances = self._membership.line
-            self.outcomes.environments = self._acting.view
+            self.outcomes.environments = self._environment_hosts.view
             self.outcomes.sources = self._sources()
             self._measurements.ticked(snapshot)
             self._listener.status(snapshot, self.outcomes)
 
-    async def _conclude(self, command: FinishEvaluation) -> None:
-        results = await self._evaluating.conclude(command)
+    async def _finish_evaluation(self, command: FinishEvaluation) -> None:
+        results = await self._evaluation_driver.conclude(command)
         self._listener.status(self._coordinator.snapshot(), self.outcomes)
         for result in results:
             self._listener.evaluated(result)
@@ -498,20 +512,20 @@ class Driver:
         mixture = self._coordinator.mixture
         return [] if mixture is None or not self._config.task.sources else list(mixture.views())
 
-    def _sum_up(self) -> None:
-        """Fill in the outcomes that are known only once the run has ended, well or not."""
+    def _complete_report(self) -> None:
+        """Complete the report with what is known only after the run has ended or failed."""
         # First: what follows may take a second, which is none of the run's.
         self.outcomes.phases = self._measurements.phases(self.outcomes.steps, self._actors.instances.values())
         self.outcomes.snapshot = self._coordinator.snapshot()
         self.outcomes.sources = self._sources()
         self.outcomes.diagnosis, self.outcomes.profile = self._measurements.diagnosis_and_profile(str(self._run_dir))
 
-    def _begin_phase(self, doing: str) -> None:
-        self._listener.phase(doing)
+    def _begin_phase(self, phase: str) -> None:
+        self._listener.phase(phase)
         self._listener.status(self._coordinator.snapshot(), self.outcomes)
 
     def _note(self, line: str) -> None:
-        """Announce, once, something needed to interpret the run's numbers, and keep it for the summary."""
+        """Show a line needed to interpret the run's numbers, once, and keep it for the summary."""
         if line and line not in self.outcomes.notes:
             self.outcomes.notes.append(line)
             self._listener.line(line)

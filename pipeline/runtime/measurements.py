@@ -127,7 +127,7 @@ class Measurements:
         }
 
     @property
-    def limit(self) -> Diagnosis | None:
+    def bottleneck(self) -> Diagnosis | None:
         """What limited the latest steps; None before the first ended."""
         return diagnose(recent(self._watch.loads, self._sizes.eta), self._sizes)
 

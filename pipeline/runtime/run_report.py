@@ -25,7 +25,7 @@ class RunReport:
     """Why the run ended early; empty if it did all its steps."""
     commands: dict[str, int] = field(default_factory=dict)
     """Number of the coordinator's commands, by kind."""
-    limits: dict[int, str] = field(default_factory=dict)
+    bottlenecks: dict[int, str] = field(default_factory=dict)
     """What limited each step and those just before it, in a few words."""
     diagnosis: Diagnosis | None = None
     """What limited the run; None if no step was trained since it was last started."""

@@ -35,7 +35,7 @@ class TrainingWatch:
         """(effective sample size, its standard error) of the latest steps."""
         self._given: set[str] = set()
 
-    def heard(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """The alarms of a finished training step, each a line with value, limit and remedy."""
         self._latest.append((metrics.get("ess", 1.0), metrics.get("ess_stderr", 0.0)))
         values, errors = zip(*self._latest, strict=True)

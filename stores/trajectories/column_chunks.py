@@ -31,7 +31,7 @@ class _Chunks:
 
     def __init__(self, store: Any, name: str, metadata: dict[str, Any]) -> None:
         self._store, self._name, self.metadata = store, name, metadata
-        self.size, *self._rest = metadata["chunk_grid"]["configuration"]["chunk_shape"]
+        self.size, *self._row_shape = metadata["chunk_grid"]["configuration"]["chunk_shape"]
         self._dtype, self._fill = np.dtype(metadata["data_type"]), metadata["fill_value"]
         self._prototype = default_buffer_prototype()
 
@@ -48,8 +48,8 @@ class _Chunks:
 
     async def append(self, values: Array) -> None:
         before = self.length
-        number, kept = divmod(before, self.size)
-        tail = (await self._chunk(number))[:kept] if kept else self._empty(0)
+        number, tail_size = divmod(before, self.size)
+        tail = (await self._chunk(number))[:tail_size] if tail_size else self._empty(0)
         joined = np.concatenate([tail, values.astype(self._dtype, copy=False)])
         self.metadata["shape"][0] = before + len(values)
         await self._write("zarr.json", json.dumps(self.metadata).encode())
@@ -63,16 +63,16 @@ class _Chunks:
         encoded = await self._store.get(f"{self._name}/{self._key(number)}", self._prototype)
         if encoded is None:
             return self._empty(self.size)
-        return np.frombuffer(_ZSTD.decode(encoded.to_bytes()), self._dtype).reshape(self.size, *self._rest)
+        return np.frombuffer(_ZSTD.decode(encoded.to_bytes()), self._dtype).reshape(self.size, *self._row_shape)
 
     async def _write(self, key: str, data: bytes) -> None:
         await self._store.set(f"{self._name}/{key}", self._prototype.buffer.from_bytes(data))
 
     def _empty(self, count: int) -> Array:
-        return np.full((count, *self._rest), self._fill, self._dtype)
+        return np.full((count, *self._row_shape), self._fill, self._dtype)
 
     def _key(self, number: int) -> str:
-        return "/".join(["c", str(number), *("0" for _ in self._rest)])
+        return "/".join(["c", str(number), *("0" for _ in self._row_shape)])
 
 
 def append_all(store: Any, values: Mapping[str, Array]) -> None:
@@ -80,13 +80,13 @@ def append_all(store: Any, values: Mapping[str, Array]) -> None:
 
     Args:
         store: Of an Icechunk session that may be written.
-        values: By the array's name, what to append to it.
+        values: New elements by array name.
     """
 
-    async def append(name: str, more: Array) -> None:
+    async def append(name: str, new_values: Array) -> None:
         chunks = await _open(store, name)
         assert chunks is not None, f"{name} has been created"
-        await chunks.append(more)
+        await chunks.append(new_values)
 
     async def append_each() -> None:
         await asyncio.gather(*(append(name, more) for name, more in values.items()))

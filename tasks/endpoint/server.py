@@ -1,7 +1,7 @@
 """The endpoint over HTTP: reads requests, finds their sessions and sends replies.
 
-Every request that is not answered gets one line that says why, as JSON, and no other session notices. No error of ours
-is shown to a client in more than its kind.
+A refused request gets a reply of one line with the reason, as JSON; other sessions are not affected. Of internal errors
+a client sees only that there was one.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ logger = logging.getLogger(__name__)
 UNCOUNTED = ("/health", "/metrics")
 """Paths whose requests are not those of clients."""
 KEEP_ALIVE_S = 600
-"""Seconds that a connection may be idle. Agents call tools between two requests; a server that closes the connection
-just as the next one is sent looks to them like one that has failed."""
-CLIENT_GONE = 499
-"""Status under which requests are counted whose clients closed their connections."""
+"""Seconds that a connection may be idle. Agents call tools between two requests; if the server closed the connection
+just as the next one is sent, clients would see a failure."""
+CLIENT_CLOSED = 499
+"""Status of requests whose clients closed the connection, in the metrics."""
 START_S = 10.0
 """Seconds in which the server must listen."""
 
@@ -74,7 +74,7 @@ class SessionLookup(Protocol):
 
 
 class EndpointServer:
-    """An endpoint, from `start` to `stop`. served: used in place of sessions. Used from one event loop."""
+    """An HTTP endpoint, from `start` to `stop`. served: a policy without sessions. Used from one event loop."""
 
     def __init__(self, settings: EndpointSettings, served: SessionLookup | None = None) -> None:
         self._settings = settings
@@ -131,7 +131,7 @@ class EndpointServer:
                     await asyncio.sleep(0.005)
 
     def drain(self) -> None:
-        """Refuse pending and new requests: clients shall try again."""
+        """Refuse pending and new requests with a status that makes clients retry."""
         self._stopping = True
         self.sessions.refuse_all(_stopping())
 
@@ -150,16 +150,18 @@ class EndpointServer:
             Route("/health", self._health, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
         ]
+        chat = self._turn_handler(read_chat, _chat_response)
+        generate = self._turn_handler(read_generate, _generate_response)
         for base in ("", "/session/{key}"):
             routes += [
-                Route(f"{base}/v1/chat/completions", self._answering(read_chat, _told), methods=["POST"]),
-                Route(f"{base}/inference/v1/generate", self._answering(read_generate, _generated), methods=["POST"]),
-                Route(f"{base}/v1/inference/v1/generate", self._answering(read_generate, _generated), methods=["POST"]),
+                Route(f"{base}/v1/chat/completions", chat, methods=["POST"]),
+                Route(f"{base}/inference/v1/generate", generate, methods=["POST"]),
+                Route(f"{base}/v1/inference/v1/generate", generate, methods=["POST"]),
                 Route(f"{base}/v1/models", self._models, methods=["GET"]),
                 Route(f"{base}/v1/models/{{name:path}}", self._model, methods=["GET"]),
             ]
         handlers: dict[Any, Any] = {404: _unknown, 405: _unknown, RequestError: _refused}
-        return _Counted(Starlette(routes=routes, exception_handlers=handlers), self)
+        return _CountingApp(Starlette(routes=routes, exception_handlers=handlers), self)
 
     async def _health(self, request: Request) -> Response:
         if self._stopping:
@@ -170,24 +172,24 @@ class EndpointServer:
         return PlainTextResponse(self._counts.text(sessions=len(self._keys), in_flight=self._in_flight))
 
     async def _models(self, request: Request) -> Response:
-        with self._place():
+        with self._slot():
             self._session(request)
-            return JSONResponse({"object": "list", "data": [self._described()]})
+            return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def _model(self, request: Request) -> Response:
-        with self._place():
+        with self._slot():
             self._session(request)
-            return JSONResponse(self._described())
+            return JSONResponse(self._model_card())
 
-    def _described(self) -> dict[str, Any]:
+    def _model_card(self) -> dict[str, Any]:
         return {"id": self._settings.model, "object": "model", "created": 0, "owned_by": "staleflow"}
 
-    def _answering(self, read: Read, to_response: Callable[[ChatRequest, TurnReply], Response]) -> Any:
+    def _turn_handler(self, read: Read, to_response: Callable[[ChatRequest, TurnReply], Response]) -> Any:
         async def answer(request: Request) -> Response:
-            # A session has one turn to wait for, and waits for it; whoever else waits is refused beyond the limit.
-            with self._place(waits=self._served is None):
+            # A session's turn always gets a slot; requests to a served policy are refused beyond the limit.
+            with self._slot(waits=self._served is None):
                 session = self._session(request)
-                with _Pending(session, self._settings.config.max_session_kib) as pending:
+                with _PendingBytes(session, self._settings.config.max_session_kib) as pending:
                     async with self._bodies:
                         body = await self._body(request, pending)
                         parsed = read(read_json(body), temperature=self._settings.temperature, sampling=self._sampling)
@@ -196,7 +198,7 @@ class EndpointServer:
                     del body
                     self._check_ids(parsed)
                     started_s = time.monotonic()
-                    reply = await _unless_gone(request, session.ask(parsed))
+                    reply = await _unless_disconnected(request, session.ask(parsed))
                 self._counts.answered(time.monotonic() - started_s, len(reply.turn.tokens))
                 return to_response(parsed, reply)
 
@@ -221,7 +223,7 @@ class EndpointServer:
             raise RequestError(403, "X-Session-ID names another session than the key's", "invalid_session")
         return session
 
-    async def _body(self, request: Request, pending: _Pending) -> bytes:
+    async def _body(self, request: Request, pending: _PendingBytes) -> bytes:
         """Read a request's body, within the limits of size and time. Raises RequestError."""
         config = self._settings.config
         max_bytes = config.max_body_kib * 1024
@@ -249,9 +251,9 @@ class EndpointServer:
         return bytes(body)
 
     @contextlib.contextmanager
-    def _place(self, *, waits: bool = False) -> Iterator[None]:
+    def _slot(self, *, waits: bool = False) -> Iterator[None]:
         """Context manager: hold a slot for a request in flight. waits: a session's turn, which always gets one. Raises
-        Refused if there is none."""
+        RequestError if none is free."""
         if self._stopping:
             raise _stopping()
         limit = self._settings.config.max_requests
@@ -267,14 +269,15 @@ class EndpointServer:
         self._counts.count(status)
 
 
-class _Pending:
-    """The bytes of one request of a session, from their arrival to its answer; most_kib: of all of the session's."""
+class _PendingBytes:
+    """Counts the bytes of one request of a session, from their arrival to the reply. max_kib: limit for all pending
+    requests of the session together."""
 
-    def __init__(self, session: TurnSource, most_kib: int) -> None:
-        self._session, self._most_kib = session, most_kib
+    def __init__(self, session: TurnSource, max_kib: int) -> None:
+        self._session, self._max_kib = session, max_kib
         self._num_bytes = 0
 
-    def __enter__(self) -> _Pending:
+    def __enter__(self) -> _PendingBytes:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -287,17 +290,17 @@ class _Pending:
         self.check(self._num_bytes)
 
     def check(self, num_bytes: int) -> None:
-        """Raise RequestError if there is no room for so many beside the session's other requests."""
+        """Raise RequestError if these bytes and the session's other requests exceed the limit."""
         other_bytes = self._session.pending_bytes - self._num_bytes
-        if other_bytes and other_bytes + num_bytes > self._most_kib * 1024:
+        if other_bytes and other_bytes + num_bytes > self._max_kib * 1024:
             why = (
                 f"the session's requests that wait have {other_bytes // 1024} KiB, and with this one more than "
-                f"endpoint.max_session_kib = {self._most_kib}; try again when one is answered"
+                f"endpoint.max_session_kib = {self._max_kib}; try again when one is answered"
             )
             raise RequestError(429, why, "too_many", RETRY_S)
 
 
-class _Counted:
+class _CountingApp:
     """Middleware that counts replies. Internal errors are reported without their text."""
 
     def __init__(self, app: ASGIApp, server: EndpointServer) -> None:
@@ -327,29 +330,29 @@ class _Counted:
 
 
 class QuietServer(uvicorn.Server):
-    """A server inside of a process that has signal handlers of its own."""
+    """A uvicorn server that leaves the process's signal handlers alone."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-async def _unless_gone(request: Request, answer: Coroutine[Any, Any, TurnReply]) -> TurnReply:
-    """An answer, or RequestError as soon as its client is gone. A session's turn goes on, for whoever asks for it
-    again."""
-    asking, disconnected = asyncio.ensure_future(answer), asyncio.ensure_future(_gone(request))
+async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, TurnReply]) -> TurnReply:
+    """Wait for a turn; raise RequestError as soon as the client disconnects. The turn itself continues, and a repeated
+    request gets it."""
+    turn, disconnected = asyncio.ensure_future(answer), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({asking, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
-            raise RequestError(CLIENT_GONE, "the client closed the connection", "client_gone")
-        return asking.result()
+        await asyncio.wait({turn, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        if not turn.done():
+            raise RequestError(CLIENT_CLOSED, "the client closed the connection", "client_gone")
+        return turn.result()
     finally:
-        for task in (asking, disconnected):
+        for task in (turn, disconnected):
             task.cancel()
-        await asyncio.wait({asking, disconnected})
+        await asyncio.wait({turn, disconnected})
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     """Wait until the client has closed its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -369,13 +372,13 @@ async def _refused(request: Request, error: Exception) -> Response:
     return _refusal(error)
 
 
-def _told(request: ChatRequest, reply: TurnReply) -> Response:
+def _chat_response(request: ChatRequest, reply: TurnReply) -> Response:
     if request.stream:
         return Response("".join(chunks(request, reply)), media_type="text/event-stream")
     return _json(completion(request, reply))
 
 
-def _generated(request: ChatRequest, reply: TurnReply) -> Response:
+def _generate_response(request: ChatRequest, reply: TurnReply) -> Response:
     return _json(generate_reply(request, reply))
 
 
@@ -384,9 +387,9 @@ def _json(value: dict[str, Any]) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    offered = "POST /v1/chat/completions, POST /inference/v1/generate, GET /v1/models, GET /health, GET /metrics"
+    paths = "POST /v1/chat/completions, POST /inference/v1/generate, GET /v1/models, GET /health, GET /metrics"
     status = getattr(error, "status_code", 404)
-    return _refusal(RequestError(status, f"not offered; there are {offered}", "not_found"))
+    return _refusal(RequestError(status, f"not offered; there are {paths}", "not_found"))
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

@@ -25,19 +25,19 @@ PROMPTS_KEY = "task.source"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleSettings:
-    """What examples are made from; see SftConfig."""
+    """Settings of the examples of supervised fine-tuning; see SftConfig."""
 
     prompts: PromptSettings
-    """The run's prompts and how they are encoded; with `source`, only how."""
+    """The run's prompts and their encoding; only the encoding is used if `source` is set."""
     count: int
-    """Examples of a step."""
+    """Examples per step."""
     source: str = ""
-    """Where they come from; empty: training prompts of the run."""
+    """Source of the examples; empty: training prompts of the run."""
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     columns: Columns = Columns()
-    apart: SourceSettings | None = None
-    """The source of the held-out prompts, which are left out of `source`; None if there are none."""
+    excluded: SourceSettings | None = None
+    """Source of the held-out prompts, which are excluded from `source`; None if there are none."""
 
     def build(self) -> Examples:
         """Raises ConfigError."""
@@ -53,18 +53,18 @@ class Examples:
         self._where = f"{KEY} = {settings.source!r}" if settings.source else PROMPTS_KEY
         if settings.source and is_environment(settings.source, KEY):
             raise ConfigError(f"{self._where}: an environment has no answers to learn; name rows with answers")
-        self._own = self._own_source() if settings.source else None
+        self._source = self._make_source() if settings.source else None
 
     def rows(self, step: int) -> list[Row]:
         """The rows of a step. Raises ConfigError for one without an answer."""
         count = self._settings.count
         indices = range(step * count, (step + 1) * count)
-        tasks = self._prompts.tasks(indices) if self._own is None else draw_tasks(self._own, indices)
+        tasks = self._prompts.tasks(indices) if self._source is None else draw_tasks(self._source, indices)
         return [self.row(task) for task in tasks]
 
     def row(self, task: Task) -> Row:
-        """A prompt with its answer. An answer that leaves no room for the end of a response is cut, as a response is at
-        the limit. Raises ConfigError."""
+        """Make the row of a prompt and its answer. An answer longer than a response may be is truncated. Raises
+        ConfigError."""
         answer = task.record.get("answer")
         if not isinstance(answer, str) or not answer.strip():
             raise ConfigError(
@@ -81,9 +81,9 @@ class Examples:
             staleness=1,  # a fresh row's logprobs are compared with the model's
         )
 
-    def _own_source(self) -> TaskSource:
+    def _make_source(self) -> TaskSource:
         settings = self._settings
         source = make_source(settings.source, settings.options, settings.seed, settings.columns, Use.TRAINING, key=KEY)
-        if settings.apart is None:
+        if settings.excluded is None:
             return source
-        return source.excluding_held_out(settings.prompts.held_out, settings.apart.build())
+        return source.excluding_held_out(settings.prompts.held_out, settings.excluded.build())

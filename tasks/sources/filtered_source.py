@@ -1,4 +1,4 @@
-"""A task source that replaces prompts that are too long, or evaluated, by others of the same source."""
+"""Task source that replaces prompts which are too long, or used for evaluation, by others of the same source."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from staleflow.stores.errors import ConfigError
 from staleflow.tasks.rendering.task_source import Reward, Task, TaskSource
 
 ATTEMPTS = 1000
-"""Other prompts tried in place of one. If only one in a hundred fits, all fail with probability 4e-5."""
-APART = 10_007
+"""Maximum prompts tried in place of one. If only one in a hundred fits, all fail with probability 4e-5."""
+INDEX_STEP = 10_007
 """Distance between the indices tried, a prime: its multiples reach every row of a file. It grows with each attempt, so
 that a file of as many rows is reached too."""
 
 
 class Replacement(NamedTuple):
-    """Why prompts are replaced. notice: of those that were. remedy: where too many are."""
+    """Reason why prompts are replaced. notice: shown with the number of replaced prompts. remedy: error message if none
+    of ATTEMPTS prompts fits."""
 
     notice: str
     remedy: str
@@ -36,13 +37,16 @@ EVALUATED = Replacement(
 
 
 class FilteredSource:
-    """The training prompts of a source for which `fits` is true; held-out prompts are not replaced, since others may be
-    trained on. Which prompt replaces another depends only on the source and on `fits`."""
+    """Training prompts of a source for which `fits` is true.
 
-    def __init__(self, source: TaskSource, fits: Callable[[Task], bool], unfit: Replacement = TOO_LONG) -> None:
-        self._source, self._fits, self._unfit = source, fits, unfit
+    Held-out prompts are not replaced, since their replacements may be trained on. Which prompt replaces another depends
+    only on the source and on `fits`.
+    """
+
+    def __init__(self, source: TaskSource, fits: Callable[[Task], bool], replacement: Replacement = TOO_LONG) -> None:
+        self._source, self._fits, self._replacement = source, fits, replacement
         self._num_drawn = self._num_replaced = 0
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
 
     @property
     def num_held_out(self) -> int | None:
@@ -54,23 +58,23 @@ class FilteredSource:
 
     @property
     def held_out_notice(self) -> str:
-        """That of the source, and how many prompts were replaced so far."""
-        longer = f"{self._num_replaced} of {self._num_drawn} prompts drawn were {self._unfit.notice}"
-        return "; ".join(filter(None, (self._source.held_out_notice, longer if self._num_replaced else "")))
+        """The source's notice, and how many prompts were replaced so far."""
+        notice = f"{self._num_replaced} of {self._num_drawn} prompts drawn were {self._replacement.notice}"
+        return "; ".join(filter(None, (self._source.held_out_notice, notice if self._num_replaced else "")))
 
     def excluding_held_out(self, num_held_out: int, evaluation: TaskSource | None = None) -> FilteredSource:
-        return FilteredSource(self._source.excluding_held_out(num_held_out, evaluation), self._fits, self._unfit)
+        return FilteredSource(self._source.excluding_held_out(num_held_out, evaluation), self._fits, self._replacement)
 
     def task(self, index: int, *, held_out: bool = False) -> Task:
-        """Prompt `index`, or the one that replaces it. Raises ConfigError if none is found that fits."""
+        """Return prompt `index`, or its replacement. Raises ConfigError if none fits."""
         if held_out:
             return self._source.task(index, held_out=True)
         for attempt in range(ATTEMPTS):
-            other = index + attempt * (APART + attempt)
-            task = self._source.task(other)
+            other_index = index + attempt * (INDEX_STEP + attempt)
+            task = self._source.task(other_index)
             if self._fits(task):
-                with self._counting:
+                with self._count_lock:
                     self._num_drawn += 1
                     self._num_replaced += attempt > 0
-                return task if task.row >= 0 else replace(task, row=other)
-        raise ConfigError(self._unfit.remedy)
+                return task if task.row >= 0 else replace(task, row=other_index)
+        raise ConfigError(self._replacement.remedy)

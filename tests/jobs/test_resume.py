@@ -148,10 +148,10 @@ def test_a_resume_point_without_its_end_is_passed_over(stored: Path, tmp_path: P
     shutil.copytree(stored, folder)
     config = dataclasses.replace(loading.load(folder / "config.toml"), runs_dir=str(tmp_path), name="copy", steps=5)
     points = ResumePoints(folder / "resume")
-    assert resumption.reached(config) == 3
+    assert resumption.resume_version(config) == 3
     newest = points.path(PolicyVersion(3))
     newest.write_bytes(newest.read_bytes()[:-1000])
-    assert resumption.reached(config) == 2
+    assert resumption.resume_version(config) == 2
     undone = resumption.prepare(config)
     assert (undone.version, undone.earlier_starts) == (2, 1)
     (folder / "events.jsonl").write_text("")  # as of a run that went on from there
@@ -167,9 +167,9 @@ def test_a_run_killed_before_its_first_point_was_written_begins_again(stored: Pa
     for point in list((folder / "resume").iterdir()):
         point.unlink()
     with pytest.raises(ConfigError, match="3 steps are stored but there is no complete resume point"):
-        resumption.reached(config)
+        resumption.resume_version(config)
     rarely = dataclasses.replace(config, training=dataclasses.replace(config.training, resume_every=2))
-    assert resumption.reached(rarely) == 0
+    assert resumption.resume_version(rarely) == 0
     assert resumption.prepare(rarely).version == 0
     assert VersionedStore.open(folder / "store").steps() == []
 

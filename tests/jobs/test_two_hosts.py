@@ -20,7 +20,7 @@ from benchmarks.soaking.counting import prompts
 from benchmarks.soaking.job import NAME, Job
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import InstanceReported, TrajectoryInterrupted, TrajectorySampled
-from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import Fate
 from tests.jobs.test_jobs import Cluster, by_hand, where_is
@@ -85,7 +85,7 @@ def sampled_again(run_dir: Path) -> dict[int, int]:
     """By trajectory: tokens that were reported, and then neither reported again with more nor stored."""
     reached: dict[int, int] = {}
     again: dict[int, int] = {}
-    for _, path in parts(run_dir):
+    for _, path in recorded_starts(run_dir):
         for entry in journal.read(path):
             match entry.event:
                 case InstanceReported(progress=progress):

@@ -130,9 +130,9 @@ def test_a_planted_cause_is_found_by_the_driver(tmp_path: Path, cause: Cause) ->
     assert diagnosis is not None
     assert (diagnosis.cause, diagnosis.line) == (cause, diagnosis.line)
     steps = run.config.steps
-    assert sorted(run.outcomes.limits) == list(range(steps))
+    assert sorted(run.outcomes.bottlenecks) == list(range(steps))
     # In the last eta + 1 steps no new work starts, and they wait for other things.
-    assert run.outcomes.limits[steps - 3].startswith(f"bottleneck: {cause.value} (trainer ")
+    assert run.outcomes.bottlenecks[steps - 3].startswith(f"bottleneck: {cause.value} (trainer ")
 
 
 # -- what a change would bring -----------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from staleflow.pipeline.config.model_facts import inspect_model
 from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.jobs.execution import RunEnd, execute
 from staleflow.pipeline.processes.dask_workers import DaskWorkers, connect
-from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_folder import prepare_run_dir
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.driver import Driver
@@ -52,7 +52,7 @@ def check(folder: Path, steps: int) -> VersionedStore:
     assert result.findings == ()
     assert result.num_steps == steps
     num_commands = 0
-    for config, events in parts(folder):
+    for config, events in recorded_starts(folder):
         coordinator = make_coordinator(loading.load(config), validate_each=True)
         replayed = journal.replay(coordinator, journal.read(events))
         assert replayed.difference == ""

@@ -252,10 +252,10 @@ def test_a_resume_refuses_a_job_that_its_store_is_not_of(
     light: Path, made: tuple[str, ...], asked: str, message: str
 ) -> None:
     config = begun(light, *made)
-    assert resumption.reached(config) == 0
+    assert resumption.resume_version(config) == 0
     run_folder.write_job(loading.load(light, (*made, asked)))
     before = contents(config.run_dir)
-    for go_on in (resumption.reached, resumption.prepare):
+    for go_on in (resumption.resume_version, resumption.prepare):
         with pytest.raises(ConfigError, match=message):
             go_on(resumption.load(config.run_dir))
     assert contents(config.run_dir) == before

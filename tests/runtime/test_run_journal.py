@@ -16,7 +16,7 @@ from staleflow.pipeline.coordination import journal
 from staleflow.pipeline.coordination.events import Tick
 from staleflow.pipeline.coordination.journal import Journal, JournalEntry
 from staleflow.pipeline.recovery import resumption, run_journal
-from staleflow.pipeline.recovery.resumption import parts
+from staleflow.pipeline.recovery.resumption import recorded_starts
 from staleflow.pipeline.recovery.run_journal import RunJournal, compress
 from staleflow.pipeline.run_page.run_reader import JournalFollower
 from staleflow.stores.errors import ConfigError, StoreError
@@ -170,10 +170,10 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     events.unlink()
     in_parts(events, folder / "one")
     count = len(journal.files(events))
-    resumption._set_aside(folder)
+    resumption._archive_start(folder)
     assert journal.files(events) == []
     assert len(journal.files(folder / "events.1.jsonl")) == count
-    assert [events.name for _, events in parts(folder)] == ["events.1.jsonl", "events.jsonl"]
+    assert [events.name for _, events in recorded_starts(folder)] == ["events.1.jsonl", "events.jsonl"]
     in_parts(events, folder / "one")
     told = command("replay", folder)
     assert (told.returncode, told.stderr) == (0, "")
@@ -183,11 +183,19 @@ def test_a_resumed_run_keeps_the_parts_of_each_start(tmp_path: Path) -> None:
     for part in list(journal.closed_parts(events).values())[:2]:
         part.rename(folder / part.name.replace("events", "events.2", 1))
     events.rename(folder / f"events.jsonl.{count:04}")
-    resumption._set_aside(folder)
-    assert [events.name for _, events in parts(folder)] == ["events.1.jsonl", "events.2.jsonl", "events.jsonl"]
+    resumption._archive_start(folder)
+    assert [events.name for _, events in recorded_starts(folder)] == [
+        "events.1.jsonl",
+        "events.2.jsonl",
+        "events.jsonl",
+    ]
     assert list(journal.read(folder / "events.2.jsonl")) == before
-    resumption._set_aside(folder)  # a start without any event
-    assert [events.name for _, events in parts(folder)] == ["events.1.jsonl", "events.2.jsonl", "events.jsonl"]
+    resumption._archive_start(folder)  # a start without any event
+    assert [events.name for _, events in recorded_starts(folder)] == [
+        "events.1.jsonl",
+        "events.2.jsonl",
+        "events.jsonl",
+    ]
 
 
 def test_the_run_page_follows_parts_as_they_are_closed_and_compressed(tmp_path: Path, whole: Path) -> None:

@@ -13,7 +13,7 @@ from tests.support.scripted import World
 def test_an_ess_that_collapses_for_some_steps_in_a_row_is_an_alarm_once() -> None:
     watch = TrainingWatch()
     values = [0.9, 0.1, 0.1, 0.8, *[0.1] * 10]
-    results = [(step, alarm) for step, ess in enumerate(values) for alarm in watch.heard(step, {"ess": ess})]
+    results = [(step, alarm) for step, ess in enumerate(values) for alarm in watch.observe(step, {"ess": ess})]
     ((step, alarm),) = results
     assert step == 4 + STEPS - 1
     assert f"step {step}: the effective sample size of the importance ratios is 0.1 of the tokens" in alarm
@@ -26,24 +26,24 @@ def test_an_ess_within_its_error_of_the_limit_is_no_alarm() -> None:
     """Of few rows it may well be a large one's chance."""
     near = {"ess": 0.2, "ess_stderr": 0.12}
     watch, sure = TrainingWatch(), TrainingWatch()
-    assert not any(watch.heard(step, near) for step in range(2))
-    assert not watch.heard(2, near), "2 x .12 / sqrt(3) is more than .1"
-    (alarm,) = [a for step in range(3) for a in sure.heard(step, {"ess": 0.2, "ess_stderr": 0.06})]
+    assert not any(watch.observe(step, near) for step in range(2))
+    assert not watch.observe(2, near), "2 x .12 / sqrt(3) is more than .1"
+    (alarm,) = [a for step in range(3) for a in sure.observe(step, {"ess": 0.2, "ess_stderr": 0.06})]
     assert "is 0.2 of the tokens, averaged over 3 steps (standard error 0.03), below 0.3" in alarm
 
 
 def test_a_single_step_does_not_change_the_average_enough() -> None:
     watch = TrainingWatch()
-    assert not any(watch.heard(step, {"ess": ess}) for step, ess in enumerate([0.9, 0.0, 0.9, 0.9, 0.01, 0.9]))
+    assert not any(watch.observe(step, {"ess": ess}) for step, ess in enumerate([0.9, 0.0, 0.9, 0.9, 0.01, 0.9]))
 
 
 def test_steps_that_report_no_ess_are_none() -> None:
-    assert not any(TrainingWatch().heard(step, {}) for step in range(10))
+    assert not any(TrainingWatch().observe(step, {}) for step in range(10))
 
 
 def test_dropped_updates_are_an_alarm_once() -> None:
     watch = TrainingWatch()
-    alarms = [watch.heard(step, {"updates_dropped": float(step)}) for step in range(4)]
+    alarms = [watch.observe(step, {"updates_dropped": float(step)}) for step in range(4)]
     assert [len(a) for a in alarms] == [0, 1, 0, 0]
     assert "step 1: updates dropped because their gradient was not finite: 1; lower" in alarms[1][0]
 
