@@ -18,6 +18,7 @@ import pytest
 from staleflow.pipeline.cluster.certificates import create_certificates, scheduler_address
 from staleflow.pipeline.cluster.open_ports import open_dask_ports
 from staleflow.stores.errors import ConfigError
+from tests.commands import command
 
 WAIT_S = 120
 
@@ -68,7 +69,7 @@ def test_a_job_runs_on_a_cluster_that_refuses_who_has_no_certificate(tmp_path: P
         assert submitted.returncode == 0, submitted.stderr
         followed = staleflow("logs", "dryrun", "-f", environment=holder)
         assert followed.returncode == 0, followed.stderr
-        audited = staleflow("store", "audit", str(tmp_path / "dryrun"), environment={})
+        audited = command("store", "audit", tmp_path / "dryrun")
         assert "2 steps" in audited.stdout, audited.stdout + audited.stderr
         stranger = staleflow("jobs", "--scheduler", f"tls://127.0.0.1:{port}", environment={})
         assert (stranger.returncode, "requires TLS" in stranger.stderr) == (2, True)
@@ -103,7 +104,7 @@ def test_certificates_are_not_overwritten_or_used_for_another_address(tmp_path: 
     assert scheduler_address(folder) == "tls://head:8786"
     with pytest.raises(ConfigError, match="exists already"):
         create_certificates(folder, ["head"], "tls://head:8786")
-    other = staleflow("cluster", str(folder), "--port", "8999", environment={})
+    other = command("cluster", folder, "--port", 8999)
     assert other.returncode == 2
     assert "its certificates are for tls://head:8786, not tls://127.0.0.1:8999" in other.stderr
 
@@ -111,10 +112,10 @@ def test_certificates_are_not_overwritten_or_used_for_another_address(tmp_path: 
 @pytest.mark.parametrize(("host", "is_open"), [("0.0.0.0", True), ("127.0.0.1", False)])
 def test_a_scheduler_that_other_hosts_reach_without_tls_is_found(tmp_path: Path, host: str, is_open: bool) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "dask", "scheduler", "--host", host, "--port", str(port)]
+    words = [sys.executable, "-m", "dask", "scheduler", "--host", host, "--port", str(port)]
     with (tmp_path / "log").open("w+") as log:
         scheduler = subprocess.Popen(
-            [*command, "--dashboard-address", "127.0.0.1:0"], stderr=log,
+            [*words, "--dashboard-address", "127.0.0.1:0"], stderr=log,
             env={**os.environ, "DASK_LOGGING__DISTRIBUTED": "info"},
         )  # fmt: skip
         try:

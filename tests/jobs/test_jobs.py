@@ -135,8 +135,10 @@ def test_a_job_outlives_its_submitter_and_its_drivers_worker(job: Path, cluster:
         "    def record(self, index, held_out):\n        return {'prompt': f'{index % 9}+1='}\n"
         "    def score(self, answer, record):\n        return 0.0\n"
     )
+    relative = os.path.relpath(tmp_path / "runs")  # the workers were started in another folder
     submitted = cluster(
         "submit", job, "--set", "steps=20", "--set", f"reward.function={tmp_path}/mine.py:reward", "--name", "far",
+        "--set", f"runs_dir={relative}",
         "--set", "task.eval_prompts=0", "--set", "deadlines.call_s=20", "--set", f"task.source={tmp_path}/mine.py:Sums",
     )  # fmt: skip
     assert submitted.returncode == 0, submitted.stderr

@@ -169,7 +169,8 @@ def test_a_lost_rollout_worker_is_replaced_and_nothing_is_lost(job: Path, blow: 
     assert sum(e.fate is Fate.CONSUMED for e in store.ended()) == 8 * 16
 
 
-@pytest.mark.parametrize("victim", ["trainer", "server"])
+# A trainer's rank is lost by default in test_run_ranks.py.
+@pytest.mark.parametrize("victim", [pytest.param("trainer", marks=pytest.mark.slow), "server"])
 def test_a_lost_role_is_restored_and_the_engines_stay_loaded(job: Path, victim: str) -> None:
     overrides = ("task.eval_prompts=0", "steps=8", "rollout.instances=2")
     driver = asyncio.run(sabotaged(job, overrides, victim, lambda pid: os.kill(pid, signal.SIGKILL)))
@@ -235,6 +236,7 @@ def foreign_cluster(tmp_path: Path) -> Iterator[Path]:
                 process.wait()
 
 
+@pytest.mark.slow  # by default test_jobs.py has a cluster by hand, test_tls_cluster.py one of new interpreters
 def test_a_cluster_started_by_hand_with_roles_as_resources(job: Path, foreign_cluster: Path) -> None:
     where = (
         "cluster.kind=file",

@@ -123,7 +123,7 @@ def test_of_two_processes_that_run_a_name_one_does_and_a_copy_goes_on_without_th
     with start(job, "steps=400") as process:
         until_step(process, 2)
         written = (folder / "config.toml").read_bytes()
-        second = staleflow("run", job, "--set", "staleness.eta=4")
+        second = command("run", job, "--set", "staleness.eta=4")
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert second.returncode == 2

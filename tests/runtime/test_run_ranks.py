@@ -38,7 +38,8 @@ def test_a_group_that_loses_a_rank_goes_on_and_is_resumed_with_one(job: Path) ->
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.parametrize("victim", ["trainer-1", pytest.param("trainer", marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default test_losses_at_start.py and test_workers.py lose actors while they start
+@pytest.mark.parametrize("victim", ["trainer-1", "trainer"])
 def test_a_rank_that_is_killed_while_it_starts_is_replaced(job: Path, victim: str) -> None:
     driver = asyncio.run(sabotaged(job, RANKS, victim, lambda pid: os.kill(pid, signal.SIGKILL), at_start=True))
     assert len(driver.outcomes.losses) == 1
