@@ -62,7 +62,11 @@ PACKAGES = (
         name="audit",
         paths=("stores/auditing",),
         tests=("tests/stores/test_audit_findings.py", "tests/stores/test_audit.py"),
-        own={"drop_bias": ("tests/stores/test_bias.py",)},
+        own={
+            "audit": ("tests/stores/test_bucket.py",),
+            "drop_bias": ("tests/stores/test_bias.py",),
+            "row_checks": ("tests/stores/test_spans.py",),
+        },
     ),
     Package(
         name="coordination",

@@ -340,6 +340,14 @@ ROW = st.tuples(
 )
 
 
+def test_a_row_is_consumed_if_its_fate_names_that_from_either_end() -> None:
+    rows = empty_rows(4 * len(FATES), chosen(("fate",)))
+    rows["fate"] = np.arange(len(rows)) - 2 * len(FATES)
+    known = [-len(FATES) <= number < len(FATES) for number in rows["fate"]]
+    expected = [fits and FATES[number] is Fate.CONSUMED for fits, number in zip(known, rows["fate"], strict=True)]
+    assert single_consumption.is_consumed(rows).tolist() == expected
+
+
 INTERLEAVED = [(id, group, Fate.CONSUMED, id // 4) for id, group in enumerate((1, 0, 0, 1, 0, 1))]
 """Step 0 consumed group 1 first, and step 1 both groups again."""
 

@@ -50,6 +50,7 @@ from staleflow.stores.trajectory import (
 )
 from staleflow.stores.weights.weight_report import WeightCheck, WeightReport
 from tests.stores.store_conformance import ended, segment, verified
+from tests.stores.store_conformance import record as sound_record
 
 MODULES: tuple[ModuleType, ...] = (
     audit, conservation, row_checks, single_consumption, snapshot_audit, weight_counts,
@@ -510,6 +511,9 @@ def test_a_sound_run_has_no_findings_and_no_row_is_read_alone_or_twice(
     written(tmp_path / "s")
     assert found_in(tmp_path / "s") == []
     assert found_in(tmp_path / "s", history=True) == []
+    consumed = VersionedStore.create(tmp_path / "consumed", HEADER)
+    consumed.commit(sound_record(0), [ended(np.random.default_rng(0), i, 0) for i in range(2)])
+    assert audit.audit(consumed).num_trajectories == 2, "its last row is of a batch"
 
 
 @pytest.mark.parametrize("number", [-1, 99, None])

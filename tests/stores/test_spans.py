@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from staleflow.stores.auditing.audit import audit
-from staleflow.stores.auditing.row_checks import RowRange, Spans, hash_batches
+from staleflow.stores.auditing.row_checks import RowRange, Spans, check_rows, hash_batches
+from staleflow.stores.auditing.weight_counts import Refusal
 from staleflow.stores.trajectories import derived_branches
 from staleflow.stores.trajectories.reader import PLACES, StoreReader
 from staleflow.stores.trajectories.records import batch_fingerprint
@@ -254,3 +255,16 @@ def test_batches_of_a_range_hash_as_their_steps_recorded(tmp_path: Path) -> None
     everything = RowRange(start=0, stop=store.summary().num_rows, steps=frozenset(recorded), most_tokens=1000)
     assert recorded
     assert hash_batches(StoreReader.at(store.path, store.snapshot), everything) == recorded
+
+
+@pytest.mark.parametrize("most_tokens", [1, 1000])
+def test_tokens_of_an_instance_out_of_service_are_found_up_to_the_row_that_may_have_them(
+    tmp_path: Path, most_tokens: int
+) -> None:
+    """The number of a row counts from the beginning of the store, in whichever blocks rows are read."""
+    store = sound_store(tmp_path / "store")
+    instances = {segment.instance for row in store.ended() for segment in row.trajectory.segments}
+    refused = tuple(Refusal(instance=instance, version=2, accepted_from=11) for instance in instances)
+    rows = RowRange(first=2, last=16, steps=frozenset(), most_tokens=most_tokens, refused=refused)
+    findings = check_rows(StoreReader.at(store.path, store.snapshot), 1, rows).findings
+    assert [finding.where for finding in findings] == [f"trajectory {row}" for row in (8, 9, 10)]
