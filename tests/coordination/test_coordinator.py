@@ -20,6 +20,7 @@ from staleflow.pipeline.coordination.commands import (
     Route,
     Score,
     SetDraftLength,
+    StepEnvironment,
     Train,
 )
 from staleflow.pipeline.coordination.coordinator import Coordinator
@@ -58,7 +59,7 @@ from staleflow.stores.trajectory import AbortReason, GroupId, InstanceId, Policy
 from staleflow.tasks.emulation.cost_model import CostModel
 from tests.support.entries import entry
 
-A, B = InstanceId("a"), InstanceId("b")
+A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 
 
 class Bench:
@@ -324,6 +325,23 @@ def test_a_taken_up_group_without_signal_is_filtered_at_once() -> None:
     assert only(bench.join(), FetchPrompts)[0].num_groups == 2
 
 
+def test_an_environment_is_asked_again_for_what_a_resumed_run_had_sampled() -> None:
+    bench = Bench(environments=True)
+    commands = bench.tell(
+        RunResumed(step=0, num_ended=(), groups=(in_flight(0, replace(member(0, 0, 5), sampled=True)),))
+    )
+    assert [c.trajectory for c in only(commands, StepEnvironment)] == [0]
+
+
+def test_a_broken_invariant_is_reported_after_the_event() -> None:
+    bench = Bench()
+    bench.join()
+    bench.arrive(0)
+    bench.coordinator._state.live[TrajectoryId(0)].delivered_tokens = 1
+    with pytest.raises(ProtocolViolation, match="0 has 0 tokens, 1 of them delivered"):
+        bench.tell(Tick())
+
+
 def test_a_promise_that_cannot_be_kept_is_no_resume() -> None:
     bench = Bench(eta=0, groups=1, size=1)
     groups = tuple(in_flight(g, member(g, 0, 3)) for g in (0, 1))
@@ -518,6 +536,34 @@ def test_single_trajectories_move_from_a_crowd_to_an_empty_instance() -> None:
     assert (route.trajectory, route.instance, route.route_number) == (first, B, 2)
     assert any("moves to b" in line for line in bench.coordinator.story(first))
     assert only(bench.tell(Tick()), Interrupt) == []  # the others are on their way, and nothing moves twice a version
+
+
+def test_what_has_moved_does_not_move_again_under_the_same_version() -> None:
+    bench = Bench(eta=0, groups=150, migration="largest_gain")
+    bench.join(A, max_running=200)
+    bench.arrive(*range(150))
+    bench.join(B, max_running=200)
+    moved = sorted(i.trajectory for i in only(bench.tell(Tick()), Interrupt))
+    for t in moved:
+        bench.tell(TrajectoryInterrupted(trajectory=t, route_number=1, tokens=3))
+    bench.tell(InstanceReported(instance=B, progress=tuple((t, 40) for t in moved)))  # it is the slowest one then
+    bench.join(C, max_running=200)
+    assert only(bench.tell(Tick()), Interrupt) == []
+
+
+def test_an_eighth_of_the_instances_is_relieved_in_one_tick_the_slowest_first() -> None:
+    bench = Bench(eta=0, groups=300)
+    names = [InstanceId(f"instance {number}") for number in range(16)]
+    for name in names[:3]:
+        bench.join(name, max_running=200)
+    bench.arrive(*range(300))
+    for name in names[3:]:
+        bench.join(name, max_running=200)
+    bench.coordinator._move_planner._migration = MIGRATION.make(
+        entry(MIGRATION, "largest_gain"), {"cost": bench.coordinator._move_planner._costs}
+    )
+    relieved = {i.instance for i in only(bench.tell(Tick()), Interrupt)}
+    assert relieved == {names[1], names[2]}, "all three have as many"
 
 
 def test_a_move_to_an_instance_that_filled_up_meanwhile_ends_elsewhere() -> None:

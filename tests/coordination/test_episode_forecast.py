@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from staleflow.pipeline.config import actor_settings
-from staleflow.pipeline.coordination.episode_forecast import EpisodeForecast
+from staleflow.pipeline.coordination.episode_forecast import LATEST, EpisodeForecast
 from staleflow.pipeline.simulator.simulated_run import SimulatedRun
 from tests.simulator.test_environments import agents
 
@@ -22,6 +22,14 @@ def test_the_shares_are_those_of_the_latest_episodes() -> None:
     for _ in range(3000):
         forecast.observe(200, 50)
     assert forecast.expected_sampled(400.0) == pytest.approx(300.0, rel=1e-3)
+
+
+def test_an_episode_counts_for_one_of_those_that_the_means_cover() -> None:
+    forecast = EpisodeForecast()
+    forecast.observe(100, 90)
+    forecast.observe(200, 50)
+    earlier = 1 - 1 / LATEST
+    assert forecast.expected_sampled(1.0) == pytest.approx(1 - (90 * earlier + 50) / (100 * earlier + 200), rel=1e-12)
 
 
 def test_a_run_learns_what_its_environments_take() -> None:

@@ -134,6 +134,15 @@ def test_a_part_that_cannot_be_compressed_stays_and_is_said(
     assert "it stays uncompressed" in caplog.text
 
 
+def test_a_part_that_is_exactly_full_is_closed(tmp_path: Path) -> None:
+    whole, full = tmp_path / "whole.jsonl", tmp_path / "full.jsonl"
+    for path in (whole, full):
+        book = Journal(path, None, whole.stat().st_size if whole.exists() else 10**6)
+        book.append(1.0, Tick(), ())
+        book.close()
+    assert (tmp_path / "full.jsonl.0001").read_bytes() == whole.read_bytes()
+
+
 def test_killed_at_any_moment_it_has_every_entry_that_was_written(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
