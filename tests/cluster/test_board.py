@@ -7,6 +7,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -26,8 +27,9 @@ from staleflow.pipeline.cluster.submitted_job import Job
 
 def asked() -> set[str]:
     """The verbs that any module asks a registry for."""
-    sources = [p for top in ("pipeline", "cli") for p in Path(top).rglob("*.py")]
-    calls = [node for p in sources for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, ast.Call)]
+    texts = [path.read_text() for top in ("pipeline", "cli") for path in Path(top).rglob("*.py")]
+    trees = [ast.parse(text) for text in texts if re.search(r"\bask\(", text)]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     verbs = [item for call in calls if ast.unparse(call.func) in ("ask", "job_registry.ask") for item in call.args[1:2]]
     return {verb.value for verb in verbs if isinstance(verb, ast.Constant)}
 

@@ -10,6 +10,7 @@ from hypothesis import assume
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from staleflow.stores.errors import ProtocolViolation
+from staleflow.stores.staleness.ledger import StalenessLedger
 from staleflow.stores.trajectory import AbortReason, Fate
 from tests.stores.ledger_model import NaiveGroup, NaiveLedger
 
@@ -28,9 +29,7 @@ def picture(ledger: Any) -> str:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Random operations on a ledger and its model. `ledger_class` is replaced by mutated ones, which must fail."""
-
-    ledger_class: Any = None
+    """Random operations on a ledger and its model."""
 
     @initialize(
         eta=st.integers(0, 3),
@@ -43,7 +42,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def begin(
         self, eta: int, batch: int, group_size: int, extra_groups: int, extra_members: int, num_steps: int
     ) -> None:
-        self.ledger = self.ledger_class(
+        self.ledger = StalenessLedger(
             eta=eta,
             groups_per_step=batch,
             group_size=group_size,

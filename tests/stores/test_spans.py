@@ -265,6 +265,6 @@ def test_tokens_of_an_instance_out_of_service_are_found_up_to_the_row_that_may_h
     store = sound_store(tmp_path / "store")
     instances = {segment.instance for row in store.ended() for segment in row.trajectory.segments}
     refused = tuple(Refusal(instance=instance, version=2, accepted_from=11) for instance in instances)
-    rows = RowRange(first=2, last=16, steps=frozenset(), most_tokens=most_tokens, refused=refused)
+    rows = RowRange(start=2, stop=16, steps=frozenset(), most_tokens=most_tokens, refused=refused)
     findings = check_rows(StoreReader.at(store.path, store.snapshot), 1, rows).findings
     assert [finding.where for finding in findings] == [f"trajectory {row}" for row in (8, 9, 10)]

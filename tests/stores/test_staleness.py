@@ -16,12 +16,7 @@ from staleflow.stores.staleness.ledger_entries import Ending, Entry, EntryState
 from staleflow.stores.trajectory import AbortReason, Fate, GroupId, PolicyVersion, TrajectoryId
 from tests.stores.ledger_machine import LedgerMachine
 
-
-class StalenessMachine(LedgerMachine):
-    ledger_class = StalenessLedger
-
-
-TestStalenessMachine = StalenessMachine.TestCase
+TestLedgerMachine = LedgerMachine.TestCase
 
 
 def test_the_worked_example_in_the_docstring() -> None:
