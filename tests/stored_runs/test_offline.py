@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -37,6 +36,7 @@ from staleflow.tasks.sources.reasoning_gym_tasks import ReasoningGym
 from tests.commands import command
 from tests.runtime.test_run import ENVIRONMENT, staleflow
 from tests.stores.test_stores import change_a_logprob, corrupt_tokens, edit
+from tests.support import forking
 
 
 @pytest.fixture(scope="module")
@@ -551,8 +551,8 @@ def test_the_example_goes_through(stored: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(stored, run)
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "examples/offline.py"], cwd=root, env={**ENVIRONMENT, "RUN": str(run)}, capture_output=True,
+    done = forking.run(
+        [sys.executable, "-m", "examples.offline"], cwd=root, env={**ENVIRONMENT, "RUN": str(run)}, capture_output=True,
         text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

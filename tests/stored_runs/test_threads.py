@@ -282,7 +282,7 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path: Path) -> None:
 
 # -- work on a stored run ----------------------------------------------------------------------------------------------
 
-ROWS = 384
+ROWS = 192
 
 
 @pytest.fixture(scope="module")

@@ -178,7 +178,8 @@ def check_same(one: Trained, other: Trained) -> None:
             assert a[name] == pytest.approx(b[name], rel=1e-6, abs=1e-6), name
     assert one.weights.keys() == other.weights.keys()
     for name, weights in one.weights.items():
-        np.testing.assert_allclose(weights, other.weights[name], rtol=0, atol=1e-6, err_msg=name)
+        # Processors round differently; a step changes weights by some 1e-3.
+        np.testing.assert_allclose(weights, other.weights[name], rtol=0, atol=5e-6, err_msg=name)
     np.testing.assert_allclose(one.probe, other.probe, atol=1e-5)
 
 
