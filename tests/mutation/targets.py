@@ -103,7 +103,8 @@ PACKAGES = (
         tests=SERVERS,
         own={
             "async_spool": ("tests/tasks/test_async_spool.py",),
-            "actors": (*RUNTIME, "tests/runtime/test_membership.py"),
+            "actors": (*RUNTIME, "tests/runtime/test_membership.py", "tests/runtime/test_turns.py"),
+            "reward_worker": ("tests/runtime/test_evaluation.py",),
             "trainer": ("tests/tasks/test_trainer.py",),
             "step_batches": ("tests/tasks/test_packing.py",),
             "draft_corpus": ("tests/tasks/test_known_responses.py",),

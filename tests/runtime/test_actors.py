@@ -295,6 +295,16 @@ def test_a_version_that_nobody_has_any_more_is_passed_over_for_the_newest(body: 
     )
 
 
+def test_the_worker_of_a_retired_instance_has_left(body: Body) -> None:
+    async def script(stage: Stage) -> None:
+        instance = first(stage)
+        await stage.actors.retire(instance)
+        assert instance.placed.name not in stage.workers.placed
+        assert instance.id not in stage.actors.instances
+
+    body.place(script)
+
+
 def test_closing_does_not_raise_whatever_is_gone(body: Body) -> None:
     async def script(stage: Stage) -> None:
         stage.workers.kill("server")

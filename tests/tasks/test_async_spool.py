@@ -10,8 +10,30 @@ from typing import Any
 
 from staleflow.stores.in_flight.spool import Spool
 from staleflow.stores.in_flight.spool_entries import Entry
-from staleflow.stores.trajectory import GroupId
+from staleflow.stores.trajectory import GroupId, PolicyVersion
+from staleflow.stores.weights.resume_points import ResumePoints
 from staleflow.tasks.actors.async_spool import AsyncSpool
+
+
+def test_a_commit_ends_the_entries_of_its_groups_and_parts_that_no_point_needs(tmp_path: Path) -> None:
+    done: list[Any] = []
+
+    class NotedSpool(Spool):
+        def stored(self, step: int, groups: Any) -> None:
+            done.append((step, groups))
+
+        def rotate(self, oldest: int | None) -> None:
+            done.append(oldest)
+
+    async def scenario() -> None:
+        spool, points = AsyncSpool(NotedSpool(tmp_path, members=4)), ResumePoints(tmp_path / "resume")
+        points.write(PolicyVersion(2), Path.touch)
+        await spool.committed(1, [GroupId(3)], points)
+        assert await spool.append([]), "nothing is written"
+        spool.close()
+
+    asyncio.run(scenario())
+    assert done == [(1, [GroupId(3)]), 2]
 
 
 def test_operations_are_done_in_the_order_of_the_calls(tmp_path: Path) -> None:

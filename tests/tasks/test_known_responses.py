@@ -149,6 +149,7 @@ def test_a_run_that_is_resumed_remembers_the_latest_of_its_store(monkeypatch: py
         def rows(self, first: int, last: int) -> list[EndedTrajectory]:
             return rows[first:last]
 
+    assert len(draft_corpus._latest(Store(), 75)) == 9, "three reads"  # type: ignore[arg-type]  # not a whole store
     assert set(told(DraftCorpus(flight(), 75, Store()), 0)) == set(range(1013, 1020))  # type: ignore[arg-type]  # not a whole store
 
 

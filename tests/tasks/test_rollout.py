@@ -65,6 +65,10 @@ def test_a_turn_of_a_branch_is_asked_for_with_its_context_and_its_trajectorys_pr
         assert asked.tokens == tuple(branching.context) != (*prompt, *response)
         assert whole.tokens == (*prompt, *response[: whole.num_prior])
         assert asked.prompt_tokens == whole.prompt_tokens == prompt
+        cut = replace(branching, spans=branching.spans[:1])  # in the middle of its first turn
+        further = request_of(cut, route_item(2), settings, None, 30, NO_STOP)
+        assert isinstance(further, Request)
+        assert further.max_new_tokens == 30 - cut.num_tokens < 30
 
     virtual_time.run(scenario())
 

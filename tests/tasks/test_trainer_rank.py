@@ -75,6 +75,7 @@ class OneOf:
 
     def save(self, folder: Path, published: Path) -> None:
         assert self.rank.leads and published.exists()
+        folder.mkdir()
 
     def begin_save(self, path: Path) -> None:
         assert path.is_dir()
@@ -129,6 +130,7 @@ def test_all_ranks_do_the_same_in_the_same_order(tmp_path: Path) -> None:
     assert len({place.port for place in group.places}) == 1
     assert [place.number for place in group.places if place.listener is not None] == [0]
     assert ResumePoints(tmp_path / "resume").path(PolicyVersion(1)).name == "v00000001.shards"
+    assert (tmp_path / "checkpoint").is_dir()
 
 
 class Lost:
