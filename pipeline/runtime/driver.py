@@ -62,6 +62,7 @@ from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.run_journal import RunJournal
 from staleflow.pipeline.recovery.source_fingerprints import Fingerprints, changes_of
+from staleflow.pipeline.recovery.start_inputs import start_inputs
 from staleflow.pipeline.runtime.actors import Actors
 from staleflow.pipeline.runtime.commit_queue import CommitQueue
 from staleflow.pipeline.runtime.environment_hosts import EnvironmentHosts
@@ -151,6 +152,10 @@ class Driver:
         """Each instance's latest report: tokens of the responses it samples."""
         self._bytes_arrived = 0
         self._last_point = PolicyVersion(0) if resumption is None else resumption.version
+        self._inputs: dict[str, str] = {}
+        """What the weights of this start are computed from."""
+        self._stored_inputs: dict[str, str] = {}
+        """The same, as the last step has it that stored it."""
         self.outcomes = RunReport(
             losses=actors.loss_messages, alarms=actors.verification.alarms, notes=actors.verification.unverified_notes
         )  # their lists: shown while the run lasts
@@ -180,6 +185,8 @@ class Driver:
             await self._actors.place_all(self._measurements.elapsed_s, self._resumption)
         finally:
             starting.cancel()
+        first = self._actors.trained_fingerprints
+        self._inputs = start_inputs(self._run_dir, first[max(first)], self._prints)
         resumed = await self._resume()
         self._note(await self._actors.ask("server", "held_out_notice"))
         self._measurements.start()
@@ -419,6 +426,7 @@ class Driver:
         for alarm in self._training_watch.observe(result.version - 1, result.metrics):
             self.outcomes.alarms.append(alarm)
             logger.error(alarm)
+        inputs = {**self._inputs, "numerics": result.numerics}
         record = StepRecord(
             kind="step",
             step=result.version - 1,
@@ -426,7 +434,9 @@ class Driver:
             metrics=result.metrics,
             weight_fingerprint=result.fingerprint,
             weight_checks=self._actors.verification.take_checks(),
+            inputs=inputs if inputs != self._stored_inputs else {},
         )
+        self._stored_inputs = inputs
         self._commits.put(record)
         every = self._config.training.checkpoint_every
         if every and result.version % every == 0 and result.version < self._config.steps:

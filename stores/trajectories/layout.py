@@ -5,6 +5,7 @@ The arrays themselves are listed in stores/trajectories/versioned.py. Numpy, pur
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -89,6 +90,26 @@ def pack(ended: Sequence[EndedTrajectory], start: int, text_start: int) -> Commi
         text=b"".join(texts),
         num_tokens=offset - start,
     )
+
+
+def fingerprint_rows(tokens: Mapping[str, npt.NDArray[Any]], rows: Rows, text: bytes) -> str:
+    """Hash, 32 hex digits, all that is stored of a commit's rows. Columns of fill values only are left out: an earlier
+    store reads so for columns that it does not have.
+
+    Args:
+        tokens: [T] by the names of TOKEN_ARRAYS, of these rows alone.
+        rows: [R] all columns.
+        text: Their texts.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    arrays = {name: np.asarray(tokens[name], dtype) for name, dtype in TOKEN_ARRAYS.items()}
+    arrays |= {c.array: np.asarray(rows[c.name], c.dtype) for c in COLUMNS if (rows[c.name] != c.fill).any()}
+    arrays["text"] = np.frombuffer(text, np.uint8)
+    for name, values in arrays.items():
+        little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+        digest.update(f"{name}:{len(values)};".encode())
+        digest.update(little.view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def unpack(

@@ -7,6 +7,7 @@ but no row, columns come in the range that is asked for.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from staleflow.stores.trajectories import dataframes, layout
 from staleflow.stores.trajectories.column_chunks import read_all
 from staleflow.stores.trajectories.columns import COLUMNS, FATES, Column, Rows, chosen, empty_rows, shown_columns
 from staleflow.stores.trajectories.layout import COMMIT_AT, KINDS, TOKEN_ARRAYS
-from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord
+from staleflow.stores.trajectories.records import CODEC, RunHeader, StepRecord, entry_of
 from staleflow.stores.trajectories.repository import (
     MAIN,
     branch_names,
@@ -120,6 +121,7 @@ class StoreReader:
         self._where = where
         self._root: ArrayCache | None = None
         attributes = dict(self._read_root().attrs)
+        self._first_entry = entry_of(json.dumps(attributes.get("header"), sort_keys=True).encode())
         check_format(attributes.get("format"), where)
         try:
             self.header = CODEC.decode(attributes.get("header"), RunHeader)
@@ -142,7 +144,32 @@ class StoreReader:
         root = self._read_root()
         return list(self._records(root, *slice(start, stop).indices(self._num_commits(root))[:2]))
 
+    def record_texts(self, start: int, stop: int) -> list[bytes]:
+        """The records of the commits at start <= number < stop as they are stored, JSON. Raises StoreError."""
+        root = self._read_root()
+        bounds = slice(start, stop).indices(self._num_commits(root))[:2]
+        return [text for _, text in self._texts(root, *bounds)]
+
+    @property
+    def first_entry(self) -> str:
+        """The entry that the first commit follows: the hash of the store's header."""
+        return self._first_entry
+
+    @property
+    def newest_entry(self) -> str:
+        """The entry of the last commit, as it was noted with its snapshot; empty if none was."""
+        (newest,) = itertools.islice(self._repository.ancestry(snapshot_id=self.snapshot), 1)
+        return str(newest.metadata.get("entry", ""))
+
     def _records(self, root: Any, start: int, stop: int) -> Iterator[StepRecord]:
+        for step, text in self._texts(root, start, stop):
+            try:
+                yield CODEC.decode(json.loads(text), StepRecord)
+            except ValueError as error:
+                raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error}") from error
+
+    def _texts(self, root: Any, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """(step, record as it is stored) of the commits at start <= number < stop."""
         if start >= stop:
             return
         table = self._slice(root, "commits", start, stop)
@@ -152,12 +179,7 @@ class StoreReader:
         end = min(max(record_start, *(offset + size for _, offset, size in record_locations)), length)
         text = self._slice(root, "records", record_start, end).tobytes()
         for step, offset, size in record_locations:
-            try:
-                yield CODEC.decode(
-                    json.loads(text[max(0, offset - record_start) : offset - record_start + size]), StepRecord
-                )
-            except ValueError as error:
-                raise StoreError(f"{self._where}: the record of step {step} is corrupt: {error}") from error
+            yield step, text[max(0, offset - record_start) : offset - record_start + size]
 
     def _num_commits(self, root: Any) -> int:
         return int(root["commits"].shape[0])
@@ -366,6 +388,17 @@ class StoreReader:
         text_first = int(rows["text_offset"].min())
         text_last = int((rows["text_offset"] + rows["text_bytes"]).max())
         return tokens, start, self._slice(root, "text", text_first, text_last).tobytes(), text_first
+
+    def fingerprint_rows(self, start: int, stop: int) -> str:
+        """The hash of the rows of a commit, at start <= position < stop, as they read now; empty if there are none.
+        Raises StoreError."""
+        root = self._read_root()
+        rows = self._rows(root, start, stop)
+        if not len(rows):
+            return ""
+        tokens, begin, text, _ = self._extent(root, rows)
+        mask = self._slice(root, "tokens/mask", begin, begin + len(tokens["ids"]))
+        return layout.fingerprint_rows({**tokens, "mask": mask}, rows, text)
 
     def masks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """The loss masks of tokens at start <= token < stop. Rows have their mask, too: an audit compares them."""

@@ -114,6 +114,13 @@ class StepRecord:
     """Rows and stored tokens (prompts included) of this commit; a truncated array is detected by them."""
     weight_checks: tuple[WeightCheck, ...] = ()
     """What the instances' pulls since the commit before showed."""
+    inputs: dict[str, str] = field(default_factory=dict)
+    """What the weights of the next steps are computed from besides the batches, by name (see
+    pipeline/recovery/start_inputs.py): in the first commit of each start of the run, and when the trainer has moved."""
+    rows_fingerprint: str = ""
+    """Hash of this commit's rows as they are stored, of any fate; empty without rows."""
+    previous: str = ""
+    """Entry of the commit before (`entry_of`); empty in commits of versions without a chain."""
 
     def repeats(self, other: StepRecord | None) -> bool:
         """Whether this asks for what `other` is the commit of."""
@@ -127,6 +134,12 @@ class StepRecord:
     def _checked(self) -> list[tuple[str, int]]:
         """The instances and versions that `weight_checks` is about; its numbers may be NaN, which equals nothing."""
         return [(str(check.instance), int(check.version)) for check in self.weight_checks]
+
+
+def entry_of(record: bytes) -> str:
+    """Hash, 64 hex digits, of a commit's record as it is stored: the commit's entry in the chain of the run
+    (stores/auditing/chain.py)."""
+    return hashlib.sha256(record).hexdigest()
 
 
 def id_ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -191,5 +204,11 @@ def batch_fingerprint(batch: Iterable[tuple[Trajectory, float]]) -> str:
     return digest.hex
 
 
-CODEC = Codec(sparse={RunHeader: ("sources",), LedgerState: ("sources", "tasks_in_flight")})
+CODEC = Codec(
+    sparse={
+        RunHeader: ("sources",),
+        LedgerState: ("sources", "tasks_in_flight"),
+        StepRecord: ("inputs", "rows_fingerprint", "previous"),
+    }
+)
 """Encodes headers and step records as the stores keep them."""

@@ -37,7 +37,7 @@ from staleflow.stores.trajectories.column_chunks import append_all
 from staleflow.stores.trajectories.columns import COLUMNS, Column
 from staleflow.stores.trajectories.layout import COMMIT_AT, COMMIT_COLUMNS, KINDS, TOKEN_ARRAYS
 from staleflow.stores.trajectories.reader import FORMAT, NUM_ROWS, StoreReader, num_rows, stored_chunk
-from staleflow.stores.trajectories.records import CODEC, EMPTY, RunHeader, StepRecord
+from staleflow.stores.trajectories.records import CODEC, EMPTY, RunHeader, StepRecord, entry_of
 from staleflow.stores.trajectories.repository import (
     CREATED,
     MAIN,
@@ -76,6 +76,8 @@ class VersionedStore(StoreReader):
         super().__init__(repository, at_snapshot=at_snapshot, where=where, branch=branch)
         self._stored: StoredIds | None = None
         """Loaded by the first commit, and by one that follows a failed one."""
+        self._entry = ""
+        """Entry of the last commit, loaded with `_stored`."""
         self._has_columns = False
         """Whether a commit has created the columns that the store is older than."""
         self._failed = False
@@ -164,8 +166,9 @@ class VersionedStore(StoreReader):
 
     def commit(self, record: StepRecord, ended: Sequence[EndedTrajectory]) -> str:
         """Store a step and the trajectories that ended since the last commit, all or nothing; returns the snapshot.
-        The record's num_rows and num_tokens are filled in here. Raises StoreError; then nothing was stored. Raises
-        StoreUnavailable if the bucket fails: then the same commit may be asked for again, and is not applied twice."""
+        The record's num_rows, num_tokens, rows_fingerprint and previous are filled in here. Raises StoreError; then
+        nothing was stored. Raises StoreUnavailable if the bucket fails: then the same commit may be asked for again,
+        and is not applied twice."""
         if not self._commits:
             raise StoreError(f"{self._where}: {self._branch} was opened read-only")
         ids = [e.trajectory.id for e in ended]
@@ -214,12 +217,15 @@ class VersionedStore(StoreReader):
         session = self._repository.writable_session(MAIN)
         root = zarr.open_group(session.store, mode="r+")
         if self._stored is None:
-            self._stored = self._stored_ids(root)
+            self._stored, self._entry = self._stored_ids(root), self._last_entry(root)
         if twice := self._stored.among([e.trajectory.id for e in ended]):
             raise StoreError(f"{self._where}: trajectory {twice[0]} would be stored twice")
-        num_tokens = self._append(root, record, ended)
-        numbers = {"kind": record.kind, "step": record.step, "rows": len(ended), "tokens": num_tokens}
-        return str(session.commit(f"{record.kind} {record.step}", metadata=numbers | {"digest": digest}))
+        filled, entry = self._append(root, record, ended)
+        numbers = {"kind": record.kind, "step": record.step, "rows": filled.num_rows, "tokens": filled.num_tokens}
+        hashes = {"digest": digest, "entry": entry}
+        snapshot = str(session.commit(f"{record.kind} {record.step}", metadata=numbers | hashes))
+        self._entry = entry
+        return snapshot
 
     @property
     def _commits(self) -> bool:
@@ -236,8 +242,12 @@ class VersionedStore(StoreReader):
 
         return StoredIds(np.concatenate([ids, row_ranges], axis=1), read)
 
-    def _append(self, root: Any, record: StepRecord, ended: Sequence[EndedTrajectory]) -> int:
-        """Append a commit's rows and its record; returns its number of tokens."""
+    def _last_entry(self, root: Any) -> str:
+        count = self._num_commits(root)
+        return next((entry_of(text) for _, text in self._texts(root, max(0, count - 1), count)), self.first_entry)
+
+    def _append(self, root: Any, record: StepRecord, ended: Sequence[EndedTrajectory]) -> tuple[StepRecord, str]:
+        """Append a commit's rows and its record; returns the record as stored, and its entry."""
         file = stored_chunk(root["tokens/ids"])
         start = -(-int(root["tokens/ids"].shape[0]) // file) * file
         packed = layout.pack(ended, start, int(root["text"].shape[0]))
@@ -256,9 +266,16 @@ class VersionedStore(StoreReader):
             appended |= {column.array: packed.rows[column.name] for column in COLUMNS}
         if packed.text:
             appended["text"] = np.frombuffer(packed.text, np.uint8)
-        filled = replace(record, num_rows=len(ended), num_tokens=packed.num_tokens)
-        append_all(root.store, appended | _packed_record(root, filled, packed.rows["trajectory"]))
-        return packed.num_tokens
+        filled = replace(
+            record,
+            num_rows=len(ended),
+            num_tokens=packed.num_tokens,
+            rows_fingerprint=layout.fingerprint_rows(packed.tokens, packed.rows, packed.text) if len(ended) else "",
+            previous=self._entry,
+        )
+        text = json.dumps(CODEC.encode(filled), separators=(",", ":")).encode()
+        append_all(root.store, appended | _packed_record(root, filled, text, packed.rows["trajectory"]))
+        return filled, entry_of(text)
 
 
 def _refused_after(records: Sequence[StepRecord], num_steps: int) -> tuple[WeightCheck, ...]:
@@ -273,9 +290,10 @@ def _digest(record: StepRecord, ids: Sequence[int]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _packed_record(root: Any, record: StepRecord, ids: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-    """What a commit appends to `commits` and `records`. ids: of its trajectories."""
-    text = json.dumps(CODEC.encode(record), separators=(",", ":")).encode()
+def _packed_record(
+    root: Any, record: StepRecord, text: bytes, ids: npt.NDArray[np.int64]
+) -> dict[str, npt.NDArray[Any]]:
+    """What a commit appends to `commits` and `records`. text: the encoded record; ids: of its trajectories."""
     numbers = {
         "kind": KINDS.index(record.kind) if record.kind in KINDS else len(KINDS),
         "step": record.step,

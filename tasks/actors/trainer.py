@@ -26,6 +26,7 @@ from staleflow.tasks.actors.actor_calls import call_actor, remote_methods
 from staleflow.tasks.actors.trainer_rank import DistributedPolicy
 from staleflow.tasks.engines import engine_handover
 from staleflow.tasks.training.microbatches import BatchMessage, Row
+from staleflow.tasks.training.numerics import numerics
 from staleflow.tasks.training.policy import Policy, PolicySettings
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class PublishedStep:
     """Size of the published file."""
     as_recorded: bool = True
     """Whether the weights have the fingerprint that was recorded for this version."""
+    numerics: str = ""
+    """What the trainer computes with, in words (tasks/training/numerics.py)."""
 
 
 @remote_methods
@@ -225,6 +228,7 @@ class Trainer:
             path=str(path),
             num_bytes=path.stat().st_size,
             probe=self._policy.probe(self._probe) if self._probe else (),
+            numerics=numerics(),
         )
 
     def _begin_point(self, version: PolicyVersion) -> ExitStack:

@@ -1,0 +1,59 @@
+"""What the weights of a run are computed from besides its batches, as the first step of each start stores it.
+
+Names and values: `weights`, the fingerprint of the version that the start begins with; `settings`, `user_code` and
+`staleflow`, hashes of the job file, of the user code in the run's folder and of this package's sources; `sources`, the
+hash of the fingerprints of reward, data and template; `numerics`, in words, what the trainer computes with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from staleflow.pipeline.recovery.source_fingerprints import Fingerprints
+
+
+def start_inputs(run_dir: Path, weights: str, fingerprints: Fingerprints | None) -> dict[str, str]:
+    """All of them but `numerics`, which the trainer reports. weights: of the first version. fingerprints: of reward,
+    data and template; None if they are not known."""
+    return {
+        "weights": weights,
+        "settings": settings_hash(run_dir / "config.toml"),
+        "user_code": user_code_hash(run_dir),
+        "staleflow": package_hash(),
+        "sources": "" if fingerprints is None else sources_hash(fingerprints),
+    }
+
+
+def settings_hash(job: Path) -> str:
+    """Hash of a job file; empty if there is none."""
+    return hashlib.sha256(job.read_bytes()).hexdigest() if job.is_file() else ""
+
+
+def user_code_hash(run_dir: Path) -> str:
+    """Hash of the user code in a run's folder; empty if there is none."""
+    folder = run_dir / "code"
+    return _hash_files(folder, (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"))
+
+
+def package_hash() -> str:
+    """Hash of the sources of this package."""
+    folder = Path(__file__).parents[2]
+    # Each by itself: a checkout has links to its folders, which rglob does not follow.
+    return _hash_files(folder, (path for part in folder.iterdir() if part.is_dir() for path in part.rglob("*.py")))
+
+
+def sources_hash(fingerprints: Fingerprints) -> str:
+    """Hash of the fingerprints of reward, data and template."""
+    return hashlib.sha256(json.dumps(asdict(fingerprints), sort_keys=True).encode()).hexdigest()
+
+
+def _hash_files(folder: Path, files: Iterable[Path]) -> str:
+    whole = hashlib.sha256()
+    names = sorted(str(path.relative_to(folder)) for path in files)
+    for name in names:
+        whole.update(f"{name}:{hashlib.sha256((folder / name).read_bytes()).hexdigest()};".encode())
+    return whole.hexdigest() if names else ""

@@ -1,0 +1,102 @@
+"""The certificate of a run: a chain of hashes through the records of its commits.
+
+The *entry* of a commit is the hash of its record as it is stored. The record has the entry of the commit before, the
+hashes of the commit's rows and of the batch as it was trained, the fingerprint of the resulting weights, the ledger's
+balance, and what the weights of each start are computed from. The first commit follows the hash of the store's header.
+The newest entry is kept with its snapshot, and that of a checkpoint's step in the checkpoint. A resumed run and what
+undoes steps continue the chain from the commit that they go back to; nothing begins another one.
+
+Invariants:
+- Equal newest entries mean equal records and rows from the chain's first commit on: every stored number, token and
+  text. What differs is named by its commit.
+- A commit of a version without a chain has no entry of its own. It is counted apart, and never as verified.
+
+What a chain alone does not prove: whoever can write the store can also write another chain. A signed entry excludes
+that, and repeated steps show whether the weights follow from the rows (pipeline/stored_runs/verification.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.errors import StoreError, StoreUnavailable
+from staleflow.stores.trajectories.reader import StoreReader
+from staleflow.stores.trajectories.records import CODEC, StepRecord, entry_of
+
+CHECK = "chain"
+"""The name of this check in findings."""
+RECORDS_AT_ONCE = 256
+"""Records of commits read together: some 10 KB each."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ChainReport:
+    """The result of checking the chain of a store."""
+
+    num_commits: int = 0
+    num_entries: int = 0
+    """Commits with an entry; those before the first one are of a version without a chain."""
+    findings: list[Finding] = field(default_factory=list)
+    entries: dict[int, str] = field(default_factory=dict)
+    """Entry of each training step that has one."""
+    inputs: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    """What weights are computed from, by the first training step that it holds for."""
+
+
+def check_chain(store: StoreReader) -> ChainReport:
+    """Check every entry of a store's present snapshot, and read all its rows. Memory: the rows of one commit. Raises
+    StoreUnavailable."""
+    store = StoreReader.at(store.path, store.snapshot)
+    report = ChainReport()
+    before, entry, num_rows = "the store's header", store.first_entry, 0
+    try:
+        for text, record in _records(store):
+            where = f"{record.kind} {record.step}"
+            report.num_commits += 1
+            if record.previous:
+                report.num_entries += 1
+                if record.previous != entry:
+                    report.findings.append(_finding(where, f"does not follow what is stored before it, {before}"))
+                report.findings += _rows(store, where, record, num_rows)
+                report.inputs += [(record.step, record.inputs)] if record.inputs else []
+            elif report.num_entries:
+                report.findings.append(_finding(where, f"has no entry, although commits before it have, {before}"))
+            before, entry, num_rows = where, entry_of(text), num_rows + record.num_rows
+            if record.previous and record.kind == "step":
+                report.entries[record.step] = entry
+        if report.num_entries and store.newest_entry != entry:
+            report.findings.append(_finding(before, "is not what was committed: its snapshot names another entry"))
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        report.findings.append(_finding(before, f"what follows cannot be read: {error}"))
+    return report
+
+
+def _records(store: StoreReader) -> Iterator[tuple[bytes, StepRecord]]:
+    first = 0
+    while texts := store.record_texts(first, first + RECORDS_AT_ONCE):
+        for text in texts:
+            try:
+                yield text, CODEC.decode(json.loads(text), StepRecord)
+            except ValueError as error:
+                raise StoreError(f"a record is corrupt: {error}") from error
+        first += len(texts)
+
+
+def _rows(store: StoreReader, where: str, record: StepRecord, first: int) -> Iterator[Finding]:
+    """Check the rows of a commit, which begin at row `first`."""
+    try:
+        if store.fingerprint_rows(first, first + record.num_rows) != record.rows_fingerprint:
+            yield _finding(where, f"its rows, {first} to {first + record.num_rows - 1}, are not those committed")
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        yield _finding(where, f"its rows cannot be read: {error}")
+
+
+def _finding(where: str, message: str) -> Finding:
+    return Finding(check=CHECK, where=where, message=message)

@@ -1,0 +1,224 @@
+"""The chain of a store's commits: whatever is changed in it is found, with its place; runs without one are reported."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import icechunk
+import numpy as np
+import pytest
+import zarr
+
+from staleflow.stores.auditing.chain import ChainReport, check_chain
+from staleflow.stores.trajectories import layout
+from staleflow.stores.trajectories.columns import COLUMNS
+from staleflow.stores.trajectories.layout import COMMIT_AT
+from staleflow.stores.trajectories.reader import PLACES
+from staleflow.stores.trajectories.records import entry_of
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import Fate
+from tests.stores.store_conformance import HEADER, ended, record
+from tests.support.examples import num_examples
+
+ROWS = 5
+"""Rows of a commit: four that were trained on, and one that was aborted."""
+
+
+def make(path: Path, num_steps: int = 3) -> VersionedStore:
+    rng = np.random.default_rng(0)
+    store = VersionedStore.create(path, HEADER)
+    for step in range(num_steps):
+        rows = [ended(rng, ROWS * step + i, step) for i in range(ROWS - 1)]
+        store.commit(record(step), [*rows, ended(rng, ROWS * step + ROWS - 1, step, Fate.ABORTED)])
+    return store
+
+
+def places(report: ChainReport) -> list[str]:
+    return [finding.where for finding in report.findings]
+
+
+def test_a_chain_goes_on_over_reopening_undone_steps_and_other_kinds_of_commits(tmp_path: Path) -> None:
+    store = make(tmp_path / "s", 4)
+    entries = check_chain(store).entries
+    assert sorted(entries) == [0, 1, 2, 3]
+    VersionedStore.rewind(tmp_path / "s", 2)
+    store = VersionedStore.open(tmp_path / "s")
+    inputs = {"weights": "w", "settings": "s"}
+    store.commit(record(2, "resume"), [])
+    store.commit(replace(record(2), inputs=inputs), [ended(np.random.default_rng(1), 70, 2)])
+    store.commit(record(3, "end"), [])
+    report = check_chain(store)
+    assert (report.findings, report.num_commits, report.num_entries) == ([], 5, 5)
+    assert report.inputs == [(2, inputs)]
+    assert {step: entries[step] for step in (0, 1)} == {step: report.entries[step] for step in (0, 1)}
+    assert report.entries[2] != entries[2]
+    texts = store.record_texts(0, 99)
+    assert json.loads(texts[0])["previous"] == store.first_entry
+    assert store.newest_entry == entry_of(texts[-1])
+    undone = next(iter(store.branches()))
+    assert check_chain(VersionedStore.open(tmp_path / "s", branch=undone)).entries == entries
+
+
+def test_commits_of_a_version_without_a_chain_are_counted_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = VersionedStore.create(tmp_path / "s", HEADER)
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "fingerprint_rows", lambda *_: "")
+        patch.setattr(VersionedStore, "_last_entry", lambda *_: "")
+        store.commit(record(0), [ended(np.random.default_rng(0), 0, 0)])
+    report = check_chain(store)
+    assert (report.num_commits, report.num_entries, report.findings, report.entries) == (1, 0, [], {})
+    store = VersionedStore.open(tmp_path / "s")
+    store.commit(record(1), [ended(np.random.default_rng(0), 1, 1)])
+    report = check_chain(store)
+    assert (report.num_commits, report.num_entries, report.findings) == (2, 1, [])
+    assert sorted(report.entries) == [1]
+
+
+# -- forgeries -------------------------------------------------------------------------------------------------------
+
+
+def change_bits(array: Any, at: int, rng: random.Random) -> None:
+    """Flip one bit of an element."""
+    value = np.asarray(array[at : at + 1])
+    raw = value.view(np.uint8)
+    if value.dtype == np.bool_:
+        raw ^= 1
+    else:
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    array[at : at + 1] = value
+
+
+def in_tokens(root: Any, rng: random.Random, name: str) -> str:
+    """Flip a bit of a token's number; returns the commit that it is in."""
+    row = rng.randrange(int(root["rows/offset"].shape[0]))
+    begin, prompt, response = (int(root[f"rows/{column}"][row]) for column in PLACES)
+    change_bits(root[f"tokens/{name}"], begin + rng.randrange(prompt + response), rng)
+    return f"step {row // ROWS}"
+
+
+def in_column(root: Any, rng: random.Random, name: str) -> str:
+    row = rng.randrange(int(root[name].shape[0]))
+    change_bits(root[name], row, rng)
+    return f"step {row // ROWS}"
+
+
+def in_text(root: Any, rng: random.Random) -> str:
+    at = rng.randrange(int(root["text"].shape[0]))
+    change_bits(root["text"], at, rng)
+    return f"step {int(np.searchsorted(root['rows/text_offset'][:], at, side='right') - 1) // ROWS}"
+
+
+def in_records(root: Any, rng: random.Random) -> str:
+    """Change a digit of a record's JSON, so that it can still be read."""
+    text = root["records"][:].tobytes()
+    at = rng.choice([i for i, byte in enumerate(text) if byte in b"1234567"])
+    root["records"][at] = text[at] + 1
+    return ""
+
+
+def in_commits(root: Any, rng: random.Random) -> str:
+    table = root["commits"]
+    row, column = rng.randrange(table.shape[0]), COMMIT_AT[rng.choice(["record_offset", "record_bytes"])]
+    table[row, column] = int(table[row, column]) + rng.choice([-1, 1])
+    return ""
+
+
+def move_a_row(root: Any, rng: random.Random) -> str:
+    """Exchange two rows of different steps."""
+    a, b = rng.randrange(ROWS), ROWS + rng.randrange(ROWS)
+    for column in COLUMNS:
+        values = root[column.array][:]
+        values[[a, b]] = values[[b, a]]
+        root[column.array][:] = values
+    return "step 0"
+
+
+def drop_a_row(root: Any, rng: random.Random) -> str:
+    row = rng.randrange(int(root["rows/offset"].shape[0]))
+    for column in COLUMNS:
+        kept = np.delete(root[column.array][:], row)
+        root[column.array].resize(kept.shape)
+        root[column.array][:] = kept
+    return f"step {row // ROWS}"
+
+
+def add_a_row(root: Any, rng: random.Random) -> str:
+    row = rng.randrange(int(root["rows/offset"].shape[0]) - 1)
+    for column in COLUMNS:
+        values = root[column.array][:]
+        more = np.insert(values, row + 1, values[row])
+        root[column.array].resize(more.shape)
+        root[column.array][:] = more
+    return f"step {(row + 1) // ROWS}"
+
+
+def drop_a_step(root: Any, rng: random.Random) -> str:
+    """Remove a commit with its rows, and leave all others as they are."""
+    step = rng.randrange(2)
+    for column in COLUMNS:
+        kept = np.delete(root[column.array][:], slice(ROWS * step, ROWS * (step + 1)))
+        root[column.array].resize(kept.shape)
+        root[column.array][:] = kept
+    kept = np.delete(root["commits"][:], step, axis=0)
+    root["commits"].resize(kept.shape)
+    root["commits"][:] = kept
+    return f"step {step + 1}"
+
+
+def change_header(root: Any, rng: random.Random) -> str:
+    root.attrs["header"] = {**root.attrs["header"], "held_out": rng.randint(1, 9)}
+    return "step 0"
+
+
+FORGERIES: dict[str, Callable[[Any, random.Random], str]] = {
+    **{f"tokens/{name}": lambda root, rng, name=name: in_tokens(root, rng, name) for name in layout.TOKEN_ARRAYS},
+    **{c.array: lambda root, rng, name=c.array: in_column(root, rng, name) for c in COLUMNS},
+    "text": in_text,
+    "records": in_records,
+    "commits": in_commits,
+    "a row moved": move_a_row,
+    "a row dropped": drop_a_row,
+    "a row added": add_a_row,
+    "a step dropped": drop_a_step,
+    "header": change_header,
+}
+
+
+def forge(folder: Path, change: Callable[[Any], str]) -> str:
+    """Change a store in a commit that claims to be the run's last one; returns what `change` does."""
+    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(folder)))
+    newest = next(iter(repository.ancestry(branch="main")))
+    session = repository.writable_session("main")
+    where = change(zarr.open_group(session.store, mode="r+"))
+    session.commit(newest.message, metadata=dict(newest.metadata))
+    return where
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forgery_is_found_with_its_place(tmp_path: Path, kind: str) -> None:
+    store = make(tmp_path / "s")
+    rng, snapshot = random.Random(kind), store.snapshot
+    for _ in range(max(1, num_examples() // 25)):
+        icechunk.Repository.open(icechunk.local_filesystem_storage(str(tmp_path / "s"))).reset_branch("main", snapshot)
+        assert check_chain(VersionedStore.open(tmp_path / "s")).findings == []
+        where = forge(tmp_path / "s", lambda root: FORGERIES[kind](root, rng))
+        found = places(check_chain(VersionedStore.open(tmp_path / "s")))
+        assert found, kind
+        assert not where or where in found, (where, found)
+
+
+def test_a_snapshot_that_no_run_committed_is_found(tmp_path: Path) -> None:
+    make(tmp_path / "s")
+    repository = icechunk.Repository.open(icechunk.local_filesystem_storage(str(tmp_path / "s")))
+    session = repository.writable_session("main")
+    zarr.open_group(session.store, mode="r+").attrs["more"] = 1
+    session.commit("tampered")
+    (finding,) = check_chain(VersionedStore.open(tmp_path / "s")).findings
+    assert finding.where == "step 2"
