@@ -34,6 +34,7 @@ COMMANDS = {
     "chat": ("staleflow.cli.serve:chat", "talk to a run's policy, or a model, in the terminal"),
     "eval": ("staleflow.cli.eval:evaluate", "run benchmark tasks of lm-eval on a run's checkpoint, or a model"),
     "store": ("staleflow.cli.store", "inspect, audit and process stored runs"),
+    "verify": ("staleflow.cli.verify", "check a run's chain, and repeat random steps bit for bit"),
     "replay": ("staleflow.cli.replay", "replay a run's recorded events and compare the commands"),
     "doctor": ("staleflow.cli.doctor", "check what works on this machine"),
 }

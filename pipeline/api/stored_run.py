@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from staleflow.pipeline.stored_runs.logprob_recompute import RecomputeResult
     from staleflow.pipeline.stored_runs.reward_rescoring import RescoreResult
     from staleflow.pipeline.stored_runs.training import OfflineTrainingResult
+    from staleflow.pipeline.stored_runs.verification import Verification
     from staleflow.stores.auditing.audit import AuditReport
     from staleflow.stores.auditing.drop_bias import DropBias
 
@@ -93,6 +94,37 @@ class Run(RunData):
         from staleflow.stores.auditing.drop_bias import bias_report
 
         return bias_report(self._store(MAIN))
+
+    def verify(
+        self,
+        *,
+        checkpoint: str | Path | None = None,
+        steps: int = 3,
+        seed: int | None = None,
+        client: Client | None = None,
+        report: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> Verification:
+        """Check the chain of what the run stored, and repeat random training steps, which must give the weights that
+        the run published, bit for bit.
+
+        Args:
+            checkpoint: Folder of one of the run's checkpoints, to verify with it.
+            steps: Number of steps to choose. All steps from the nearest resume point or the base model up to each of
+                them are trained again.
+            seed: Chooses them; by default others each time.
+            client: Workers to train on: as many as `training.ranks`. Without, that many processes of this machine.
+            report: Called with events as in `train_offline`.
+
+        Returns:
+            What was verified, what contradicts the run, and what was not verified and why.
+
+        Raises:
+            ConfigError: There is no store, the checkpoint has no certificate, or too few workers are free.
+        """
+        from staleflow.pipeline.stored_runs.verification import verify_run
+
+        folder = None if checkpoint is None else Path(checkpoint)
+        return verify_run(self._path, folder, steps=steps, seed=seed, client=client, report=report or _ignore)
 
     def replay(self, trajectory: int | None = None) -> ReplayResult:
         """Replay the run's recorded events in a new coordinator, which must decide exactly the recorded commands.

@@ -37,6 +37,8 @@ from staleflow.pipeline.processes.background import gather_or_cancel
 from staleflow.pipeline.processes.clock import now_s
 from staleflow.pipeline.processes.instance_handle import InstanceHandle
 from staleflow.pipeline.processes.worker_protocol import ActorArg, PlacedActor, Workers
+from staleflow.pipeline.recovery import certificate
+from staleflow.pipeline.recovery.certificate import Certificate
 from staleflow.pipeline.recovery.resumption import Resumption
 from staleflow.pipeline.recovery.role_recovery import RoleRecovery
 from staleflow.pipeline.runtime.device_turns import COMPUTES, DeviceTurns
@@ -608,8 +610,9 @@ class Actors:
                     logger.info("old versions stay on %s for now: %s", placed.host, error)
 
     async def checkpoint(self, name: str, version: PolicyVersion) -> bool:
-        """Save a version's weights as checkpoints/`name`; they are not pruned before. False if they no longer exist:
-        older versions are lost with the trainer that published them."""
+        """Save a version's weights as checkpoints/`name`; they are not pruned before. Its certificate follows once the
+        version's step is stored. False if the weights no longer exist: older versions are lost with the trainer that
+        published them."""
         folder = self._run_dir / "checkpoints"
         folder.mkdir(exist_ok=True)
         self._num_pending_saves[version] += 1
@@ -619,9 +622,18 @@ class Actors:
             self._num_pending_saves[version] -= 1
         if saved:
             logger.info("checkpoint written to %s", folder / name)
+            if version and (folder / name).is_dir():
+                await self._certify(folder / name, version)
         else:
             logger.warning("%s is not written: version %d went with a lost trainer", folder / name, version)
         return saved
+
+    async def _certify(self, checkpoint: Path, version: PolicyVersion) -> None:
+        entry: str = await self.ask("server", "entry", version - 1, deadline="commit_s")
+        run, store = self._config.name, self._config.store_url
+        await asyncio.to_thread(
+            certificate.write, checkpoint, Certificate(run=run, store=store, version=version, entry=entry)
+        )
 
     # -- losses and closing --------------------------------------------------------------------------------------
 

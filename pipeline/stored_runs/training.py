@@ -10,7 +10,6 @@ the same command resumes it from its newest resume point.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -19,10 +18,10 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +34,10 @@ from staleflow.pipeline.recovery import source_fingerprints
 from staleflow.pipeline.recovery.run_folder import LOCK, load_job, lock_folder
 from staleflow.pipeline.runtime.evaluation_results import NO_RESPONSE, Evaluation, fewer_prompts
 from staleflow.pipeline.stored_runs.pool import Pool, creation_lock, store_at
-from staleflow.pipeline.stored_runs.rank_tasks import lead_group
+from staleflow.pipeline.stored_runs.repeated_steps import Report, batch_at, chosen_rows, open_policy, train_step
 from staleflow.stores.errors import ConfigError, StoreError, raised_as
 from staleflow.stores.files import claim_folder, publish, replace_text
 from staleflow.stores.trajectories.reader import UnreadableRow
-from staleflow.stores.trajectories.selection import Selection
 from staleflow.stores.trajectories.versioned import VersionedStore
 from staleflow.stores.trajectory import EndedTrajectory, InstanceId, PolicyVersion
 from staleflow.stores.weights import weight_file
@@ -57,8 +55,6 @@ POINT_S = 30.0
 ELSEWHERE = "free space or choose another place with --out"
 LIMIT_S = 3600.0
 """Time limit of an evaluation, seconds."""
-
-Report = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,16 +180,6 @@ def planned(run_dir: Path, out: Path, overrides: tuple[str, ...], branch: str, w
     )
 
 
-def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
-    """Positions of the consumed rows that `where` selects, by training step in order."""
-    columns = store.columns()
-    mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
-    (positions,) = np.nonzero(mask)
-    positions = positions[np.argsort(columns["step"][positions], kind="stable")]
-    steps, firsts = np.unique(columns["step"][positions], return_index=True)
-    return dict(zip(steps.tolist(), np.split(positions, firsts[1:]), strict=True)) if len(positions) else {}
-
-
 # -- on the worker ---------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +228,8 @@ def _trained(plan: OfflinePlan, out: Path, tmp_path: Path, report: Report, *, sh
     for line in changes:
         report({"say": line})
     before = _evaluated(plan, plan.config.model.path, 0, context, report)
-    with _policy(plan, shared=shared) as policy:
+    num_steps, held_out = plan.config.steps * plan.epochs, store_at(plan.path, plan.snapshot).header.held_out
+    with open_policy(plan.config, plan.run_job, num_steps, held_out, shared=shared) as policy:
         training = _Training(plan, tmp_path, policy)
         steps = list(training.steps())
         report({"total": len(steps)})
@@ -282,30 +269,6 @@ def _prepare(tmp_path: Path, plan: OfflinePlan) -> None:
         replace_text(tmp_path / "plan", plan.digest, ELSEWHERE)
 
 
-@contextlib.contextmanager
-def _policy(plan: OfflinePlan, *, shared: bool) -> Iterator[Policy]:
-    """The policy to train: of this process, or of a group that it leads."""
-    from staleflow.tasks.training.policy import TrainerSettings
-    from staleflow.tasks.training.policy_trainer import PolicyTrainer
-
-    settings = actor_settings.trainer_settings(plan.config)
-    assert isinstance(settings, TrainerSettings)
-    deadlines = plan.config.deadlines
-    settings = dataclasses.replace(
-        settings,
-        num_steps=plan.config.steps * plan.epochs,
-        # No driver looks after these ranks. Each loads the model at its own pace.
-        collective_s=max(deadlines.silent_s, deadlines.start_s),
-        # As the run drew them: the store's header says how many prompts were held out.
-        examples=actor_settings.example_settings(plan.run_job, store_at(plan.path, plan.snapshot).header.held_out),
-    )
-    if settings.training.ranks == 1:
-        yield PolicyTrainer(settings)
-        return
-    with lead_group(settings, plan.config.cluster.threads, shared=shared) as policy:
-        yield policy
-
-
 class _Training:
     """The trainer and its progress."""
 
@@ -337,23 +300,11 @@ class _Training:
     def step(self, number: int, schedule: int, positions: npt.NDArray[np.int64]) -> dict[str, float]:
         """Train step `number` on the rows at `positions`; returns its metrics. schedule: the step the learning rate is
         of."""
-        from staleflow.tasks.training.microbatches import Row
-
-        start, stop = int(positions[0]), int(positions[-1]) + 1  # of one commit, so close together
-        stored = list(self._store.readable(start, stop))
-        picked = [stored[i - start] for i in positions.tolist()]
+        picked = batch_at(self._store, positions)
         self.errors |= {int(row.trajectory): row.error for row in picked if isinstance(row, UnreadableRow)}
-        ended = [row for row in picked if isinstance(row, EndedTrajectory)]
-        rows = [Row.of(row) for row in ended]
-        rewards = [row.trajectory.reward for row in ended if row.loss_mask]
         started_s = time.monotonic()
-        metrics = self.policy.step(schedule, rows) if rows else {}
-        metrics |= {
-            "step": float(number),
-            "reward": float(np.mean(rewards)) if rewards else 0.0,
-            "rows": float(len(rows)),
-            "train_s": time.monotonic() - started_s,
-        }
+        metrics = train_step(self.policy, schedule, [row for row in picked if isinstance(row, EndedTrajectory)])
+        metrics |= {"step": float(number), "train_s": time.monotonic() - started_s}
         recorded = self._published.get(schedule, "")
         is_equal = self._plan.exact and self.policy.published(lambda weights: fingerprint(weights) == recorded)
         self._prints.append(is_equal)

@@ -150,6 +150,16 @@ class StoreReader:
         bounds = slice(start, stop).indices(self._num_commits(root))[:2]
         return [text for _, text in self._texts(root, *bounds)]
 
+    def entry(self, step: int) -> str:
+        """The entry of a training step in the run's chain (stores/auditing/chain.py). Raises StoreError."""
+        root = self._read_root()
+        table = self._slice(root, "commits", 0, self._num_commits(root))
+        of_step = (table[:, COMMIT_AT["kind"]] == KINDS.index("step")) & (table[:, COMMIT_AT["step"]] == step)
+        if not of_step.any():
+            raise StoreError(f"{self._where}: no commit of step {step}")
+        at = int(np.argmax(of_step))
+        return entry_of(self.record_texts(at, at + 1)[0])
+
     @property
     def first_entry(self) -> str:
         """The entry that the first commit follows: the hash of the store's header."""

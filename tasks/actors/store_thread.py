@@ -64,6 +64,10 @@ class StoreThread:
         """Return the rows that a stored step consumed, in its order. Raises StoreError."""
         return await self._done(lambda: list(self._store.ended(step)))
 
+    async def entry(self, step: int) -> str:
+        """Return the entry of a stored step in the run's chain. Raises StoreError."""
+        return await self._done(lambda: self._store.entry(step))
+
     def close(self) -> None:
         """Wait for running operations, and end the thread."""
         self.executor.shutdown(wait=True)

@@ -111,6 +111,8 @@ class TrajectoryServer:
         self._points = ResumePoints(path.with_name("resume"))
         self._tasks = TaskCache(self._prompts, prompts.sets, self._flight.tasks_of)
         self._last_record: StepRecord | None = None
+        self._committed = asyncio.Event()
+        """Set by the next commit, and replaced."""
         self._storing = StoreThread(self._store, settings.commit_s)
         self._writing = AsyncSpool(self._spool)
         self._evaluated = EvaluationTrajectories(self._flight, self._tasks, self._prompts.text)
@@ -502,6 +504,12 @@ class TrajectoryServer:
         await self._commit(record, rows)
         return metrics | {"commit_s": time.monotonic() - started_s}
 
+    async def entry(self, step: int) -> str:
+        """Return the entry of a training step in the run's chain. Waits until the step is stored."""
+        while self._last_ledger.next_step <= step:
+            await self._committed.wait()
+        return await self._storing.entry(step)
+
     async def outage(self) -> str:
         """Return why the store's bucket refuses a commit that is being retried; empty if none is."""
         return self._storing.outage
@@ -519,6 +527,8 @@ class TrajectoryServer:
     async def _commit(self, record: StepRecord, rows: list[EndedTrajectory]) -> None:
         await self._storing.commit(record, rows)
         self._last_record = record
+        self._committed.set()
+        self._committed = asyncio.Event()
         self._known.add(rows)
         step = record.step if record.kind == "step" else None
         done = self._flight.remove_committed((e.trajectory.id for e in rows), step)

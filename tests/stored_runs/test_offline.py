@@ -24,6 +24,7 @@ from staleflow.pipeline.config import loading
 from staleflow.pipeline.stored_runs import exporting, logprob_recompute, stored_trajectories, training, views
 from staleflow.pipeline.stored_runs import pool as pools
 from staleflow.pipeline.stored_runs.pool import Pool, local_pool
+from staleflow.pipeline.stored_runs.verification import verify_run
 from staleflow.stores.errors import ActorLost, ConfigError, ProtocolViolation, StoreError
 from staleflow.stores.printable import printable
 from staleflow.stores.trajectories import selection
@@ -493,6 +494,7 @@ def test_a_run_after_fine_tuning_is_repeated_bit_for_bit(ranks: int, job: Path, 
     sft = f"training.sft={{steps=4, examples_per_step=6, learning_rate=3e-3, source='jsonl:{examples}'}}"
     result = run(job, sft, "steps=2", f"training.ranks={ranks}", "training.resume_every=1")
     assert command("store", "audit", result.run_dir).returncode == 0
+    assert verify_run(result.run_dir, steps=2).repeated == (0, 1)
     if ranks > 1:
         return
     for changes, same in (("task.eval_prompts=48",), 2), (("training.sft.steps=0", "training.sft.source="), 0):

@@ -170,8 +170,8 @@ READS: dict[str, Step] = {
 }
 """Verbs that change nothing in flight."""
 
-NEITHER = {"close"}
-"""It waits until all is written."""
+NEITHER = {"close", "entry"}
+"""One waits until all is written, the other until a step is stored."""
 
 both_stores = pytest.mark.parametrize("make", [in_memory, on_disk])
 

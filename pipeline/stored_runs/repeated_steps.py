@@ -1,0 +1,231 @@
+"""Training steps of a stored run, done again by its trainer on the stored batches: what offline training and
+verification are made of.
+
+Invariant: on the batches that a run stored, from the weights and the optimizer state that it had, the trainer gives the
+weights that the run published, bit for bit, on the same kind of machine (tasks/training/numerics.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from staleflow.pipeline.config import actor_settings
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.stored_runs.pool import store_at
+from staleflow.pipeline.stored_runs.rank_tasks import lead_group
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.reader import UnreadableRow
+from staleflow.stores.trajectories.records import batch_fingerprint
+from staleflow.stores.trajectories.selection import Selection
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import EndedTrajectory, PolicyVersion
+from staleflow.stores.weights.resume_points import ResumePoints
+from staleflow.stores.weights.weight_hash import fingerprint
+
+if TYPE_CHECKING:
+    from staleflow.tasks.training.policy import Policy
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+def chosen_rows(store: VersionedStore, where: str) -> dict[int, npt.NDArray[np.int64]]:
+    """Positions of the consumed rows that `where` selects, by training step in order."""
+    columns = store.columns()
+    mask = Selection(where).mask(columns) & (columns["staleness"] >= 0)
+    (at,) = np.nonzero(mask)
+    at = at[np.argsort(columns["step"][at], kind="stable")]
+    steps, firsts = np.unique(columns["step"][at], return_index=True)
+    return dict(zip(steps.tolist(), np.split(at, firsts[1:]), strict=True)) if len(at) else {}
+
+
+@contextlib.contextmanager
+def open_policy(
+    config: RunConfig, run_job: RunConfig, num_steps: int, held_out: int, *, shared: bool
+) -> Iterator[Policy]:
+    """Build the policy to train: of this process, or of a group that it leads.
+
+    Args:
+        config: The job to train by.
+        run_job: The job with the run's seed, for the examples of supervised fine-tuning.
+        num_steps: Length of the training, for schedules of the learning rate.
+        held_out: Number of held-out prompts that the store's header has.
+        shared: As in Pool.
+    """
+    from staleflow.tasks.training.policy import TrainerSettings
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+    settings = actor_settings.trainer_settings(config)
+    assert isinstance(settings, TrainerSettings)
+    settings = dataclasses.replace(
+        settings,
+        num_steps=num_steps,
+        # No driver looks after these ranks. Each loads the model at its own pace.
+        collective_s=max(config.deadlines.silent_s, config.deadlines.start_s),
+        examples=actor_settings.example_settings(run_job, held_out),
+    )
+    if settings.training.ranks == 1:
+        yield PolicyTrainer(settings)
+        return
+    with lead_group(settings, config.cluster.threads, shared=shared) as policy:
+        yield policy
+
+
+def batch_at(store: VersionedStore, places: npt.NDArray[np.int64]) -> list[EndedTrajectory | UnreadableRow]:
+    """Read the rows of a batch. places: their positions, in the trainer's order."""
+    first, last = int(places[0]), int(places[-1]) + 1  # of one commit, so close together
+    stored = list(store.readable(first, last))
+    return [stored[i - first] for i in places.tolist()]
+
+
+def train_step(policy: Policy, step: int, batch: Sequence[EndedTrajectory]) -> dict[str, float]:
+    """Train a step on a batch; returns its metrics. step: the one the learning rate is of."""
+    from staleflow.tasks.training.microbatches import Row
+
+    rewards = [row.trajectory.reward for row in batch if row.loss_mask]
+    metrics = policy.step(step, [Row.of(row) for row in batch]) if batch else {}
+    return metrics | {"reward": float(np.mean(rewards)) if rewards else 0.0, "rows": float(len(batch))}
+
+
+# -- verification ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPart:
+    """Steps that one start of the run trained, first <= step < last, and its job."""
+
+    config: RunConfig
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Consecutive steps that are repeated from a resume point, or without one from the model that the first part's job
+    names."""
+
+    point: str
+    parts: tuple[JobPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """Steps to repeat, with what must come out."""
+
+    path: str
+    snapshot: str
+    stretches: tuple[Stretch, ...]
+    weights: dict[int, str]
+    """Fingerprint of each version."""
+    batches: dict[int, str]
+    """Fingerprint of each step's batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that is not what the run recorded."""
+
+    where: str
+    message: str
+    step: int
+    """The training step that would have made it; -1 of version 0."""
+    computed: bool
+    """Whether it was computed here, so that another kind of machine may explain it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RepetitionResult:
+    """What came out. A stretch ends at its first difference."""
+
+    steps: list[int] = field(default_factory=list)
+    """Steps with the recorded batch, whose weights equal the published ones bit for bit."""
+    models: list[str] = field(default_factory=list)
+    """Folders of models, and resume points, whose weights are the published ones."""
+    differences: list[Difference] = field(default_factory=list)
+    numerics: str = ""
+    """What this process computes with, in words."""
+
+
+class _Differs(Exception):
+    """Ends a stretch; its argument is the Difference."""
+
+
+def repeat(plan: Repetition, report: Report, *, shared: bool = False) -> RepetitionResult:
+    """Repeat steps in this process, which is a Dask task if others train with it. shared: as in Pool."""
+    from staleflow.tasks.training.numerics import numerics
+
+    store = store_at(plan.path, plan.snapshot)
+    repeater = _Repeater(plan, store, report, shared=shared)
+    for stretch in plan.stretches:
+        try:
+            repeater.repeat(stretch)
+        except _Differs as differs:
+            repeater.result.differences.append(differs.args[0])
+    repeater.result.numerics = numerics()
+    return repeater.result
+
+
+class _Repeater:
+    """Repeats stretches one after another."""
+
+    def __init__(self, plan: Repetition, store: VersionedStore, report: Report, *, shared: bool) -> None:
+        self._plan, self._store, self._report, self._shared = plan, store, report, shared
+        self._rows = chosen_rows(store, "")
+        self._total = sum(part.last - part.first for stretch in plan.stretches for part in stretch.parts)
+        self.result = RepetitionResult()
+
+    def repeat(self, stretch: Stretch) -> None:
+        """Repeat a stretch. Raises _Differs."""
+        with tempfile.TemporaryDirectory(prefix="staleflow-") as folder:
+            points, point = ResumePoints(Path(folder)), Path(stretch.point) if stretch.point else None
+            for part in stretch.parts:
+                config, held_out = part.config, self._store.header.held_out
+                with open_policy(config, config, config.steps, held_out, shared=self._shared) as policy:
+                    self._load(policy, part, point)
+                    for step in range(part.first, part.last):
+                        self._step(policy, step)
+                    if part is not stretch.parts[-1]:  # the next one's settings are others
+                        version, sharded = PolicyVersion(part.last), config.training.ranks > 1
+                        with points.writing(version, sharded=sharded) as part_path:
+                            policy.begin_save(part_path)
+                            policy.end_save()
+                        point = points.path(version)
+
+    def _load(self, policy: Policy, part: JobPart, point: Path | None) -> None:
+        where, computed = f"version {part.first} in {part.config.model.path}", False
+        if point is not None:
+            where = f"resume point of version {part.first}"
+            try:
+                policy.load_state(point)
+            except StoreError as error:
+                raise _Differs(Difference(where, str(error), part.first - 1, False)) from error
+        elif not part.first:
+            for step in range(part.config.training.sft.steps):
+                policy.fine_tune(step)
+                computed = True
+        self._compare(policy, part.first, where, computed=computed)
+        self.result.models.append(str(point or part.config.model.path))
+
+    def _step(self, policy: Policy, step: int) -> None:
+        where = f"step {step}"
+        batch = [row for row in batch_at(self._store, self._rows[step]) if isinstance(row, EndedTrajectory)]
+        if batch_fingerprint((row.trajectory, row.advantage) for row in batch) != self._plan.batches[step]:
+            raise _Differs(Difference(where, "its batch is not the one that the trainer received", step, False))
+        metrics = train_step(policy, step, batch)
+        self._compare(policy, step + 1, where, computed=True)
+        self.result.steps.append(step)
+        self._report({"done": len(self.result.steps), "total": self._total, "metrics": metrics})
+
+    def _compare(self, policy: Policy, version: int, where: str, *, computed: bool) -> None:
+        weights, published = policy.published(fingerprint), self._plan.weights[version]
+        if weights != published:
+            message = f"the weights are {weights}, the run published {published}"
+            raise _Differs(Difference(where, message, version - 1, computed))

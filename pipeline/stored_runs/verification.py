@@ -1,0 +1,326 @@
+"""Verification of a run: its chain, its job files and code, and random steps that its trainer does again.
+
+A step is repeated from the nearest resume point before it, or from the base model, with all steps between. Each of them
+must give the weights that it published, bit for bit. So these weights follow from these rows under these settings; that
+the rows and settings are those that the run had is what the chain shows.
+
+Invariants:
+- What was not checked is listed with the reason, and nothing that was not checked counts as verified.
+- Weights that differ on another kind of machine than the run's contradict nothing: they are not verified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import random
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from staleflow.pipeline.config import user_files
+from staleflow.pipeline.config.model_files import find_model
+from staleflow.pipeline.config.schema import RunConfig
+from staleflow.pipeline.recovery import certificate, source_fingerprints, start_inputs
+from staleflow.pipeline.recovery.certificate import Certificate
+from staleflow.pipeline.recovery.run_folder import load_job
+from staleflow.pipeline.stored_runs.pool import pool_of
+from staleflow.pipeline.stored_runs.repeated_steps import (
+    JobPart,
+    Repetition,
+    RepetitionResult,
+    Report,
+    Stretch,
+    repeat,
+)
+from staleflow.stores.auditing.chain import check_chain
+from staleflow.stores.auditing.findings import Finding
+from staleflow.stores.errors import ConfigError
+from staleflow.stores.trajectories.records import StepRecord, id_ranges
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import PolicyVersion
+from staleflow.stores.weights.resume_points import ResumePoints
+
+STEPS = 3
+"""Random steps that are repeated by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was verified of a run, what contradicts it, and what was not verified and why."""
+
+    run: str
+    num_steps: int
+    """Training steps that are stored."""
+    num_commits: int
+    num_entries: int
+    """Commits with an entry in the chain."""
+    entry: str
+    """The newest entry; empty without a chain."""
+    chosen: tuple[int, ...]
+    """Steps that were to be repeated."""
+    repeated: tuple[int, ...]
+    """Steps that were repeated bit for bit: chosen ones, and those on the way to them."""
+    findings: tuple[Finding, ...]
+    """What contradicts the run."""
+    unverified: tuple[str, ...]
+    """What was not verified, each with the reason."""
+    checkpoint: str = ""
+    """The checkpoint that was verified with the run."""
+    checkpoint_same: bool = False
+    """Whether its weights are those that its step published, bit for bit."""
+
+    @property
+    def verified(self) -> bool:
+        """Whether nothing contradicts the run, it has a chain, some step was repeated, and a checkpoint has the weights
+        that its step published."""
+        done = self.num_entries and self.repeated and (self.checkpoint_same or not self.checkpoint)
+        return not self.findings and bool(done)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The result as lines of text."""
+        state = "verified" if self.verified else "CONTRADICTED" if self.findings else "NOT VERIFIED"
+        lines = [f"{self.checkpoint or self.run}: {state}"]
+        if self.num_entries:
+            lines.append(f"  chain: {self.num_entries} of {self.num_commits} commits, newest entry {self.entry}")
+        if self.repeated:
+            count = f"{len(self.repeated)} of {self.num_steps} steps repeated bit for bit"
+            lines.append(f"  weights: {count}: {_words(self.repeated)}")
+        if self.checkpoint_same:
+            lines.append("  checkpoint: it has the weights that its step published, bit for bit")
+        lines += [f"  contradicted: {finding.where}: {finding.message}" for finding in self.findings]
+        return (*lines, *(f"  not verified: {line}" for line in self.unverified))
+
+
+def verify_run(
+    run_dir: Path,
+    checkpoint: Path | None = None,
+    *,
+    steps: int = STEPS,
+    seed: int | None = None,
+    client: Any = None,
+    report: Report = lambda _: None,
+) -> Verification:
+    """Verify a run.
+
+    Args:
+        run_dir: Its folder.
+        checkpoint: Folder of one of its checkpoints, to be verified with it: then only steps before it are chosen.
+        steps: Random steps to repeat.
+        seed: Chooses them; by default others each time.
+        client: A `distributed.Client` whose workers repeat them; by default local processes do.
+        report: Called with events, as in `train_offline`.
+
+    Raises:
+        ConfigError: There is no store, the checkpoint has no certificate, or too few workers are free.
+        StoreUnavailable: The store's bucket fails.
+    """
+    checkpoint = checkpoint and checkpoint.resolve()
+    certified = None if checkpoint is None else certificate.read(checkpoint)
+    store = VersionedStore.pinned(run_dir / "store")
+    report({"say": "checking the chain"})
+    chain = check_chain(store)
+    findings, unverified = list(chain.findings), list[str]()
+    if certified is not None and chain.num_entries:
+        findings += _wrong_entry(certified, chain.entries)
+    if before := chain.num_commits - chain.num_entries:
+        unverified.append(f"{before} of {chain.num_commits} commits: an earlier version stored them, without a chain")
+    trained = [record for record in store.steps() if record.kind == "step"] if not chain.findings else []
+    starts = _starts(run_dir, chain.inputs, len(trained)) if trained else []
+    findings += _changed_files(run_dir, starts)
+    unverified += [f"{_words(start.steps)}: {start.problem}" for start in starts if start.problem]
+    if starts and starts[-1].inputs["staleflow"] != start_inputs.package_hash():
+        unverified.append("this package: the run used other sources of it")
+    able = _origins(run_dir, starts)
+    if certified is not None:
+        able = {step: origin for step, origin in able.items() if step < certified.version}
+    chosen = sorted(random.Random(seed).sample(sorted(able), min(steps, len(able))))
+    result = RepetitionResult()
+    if chosen:
+        plan = _planned(run_dir, store, trained, starts, {step: able[step] for step in chosen})
+        report({"say": _announcement(plan, chosen, trained)})
+        if checkpoint is not None and certified is not None:
+            plan, lines = _with_checkpoint(plan, checkpoint, certified.version)
+            unverified += lines
+        result = _run(plan, client, report)
+    else:
+        unverified.append(f"weights: {'the chain is broken' if chain.findings else 'no step can be repeated'}")
+    wrong, other = _judged(result, starts)
+    if rest := sorted({*chosen} - {*result.steps}):
+        unverified.append(f"{_words(rest)}: chosen, and not repeated to the end")
+    return Verification(
+        run=str(run_dir),
+        num_steps=len(trained),
+        num_commits=chain.num_commits,
+        num_entries=chain.num_entries,
+        entry=store.newest_entry if chain.num_entries else "",
+        chosen=tuple(chosen),
+        repeated=tuple(sorted(result.steps)),
+        findings=(*findings, *wrong),
+        unverified=(*unverified, *other),
+        checkpoint="" if checkpoint is None else str(checkpoint),
+        checkpoint_same=str(checkpoint) in result.models,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """The steps that one start of the run trained, and what it computed their weights from."""
+
+    steps: range
+    inputs: dict[str, str]
+    job: RunConfig | None
+    """None if they cannot be repeated, for the reason `problem`."""
+    problem: str
+
+
+def _starts(run_dir: Path, inputs: Sequence[tuple[int, dict[str, str]]], num_steps: int) -> list[_Start]:
+    files = {start_inputs.settings_hash(path): path.name for path in run_dir.glob("config*.toml")}
+    starts = []
+    for (first, of_start), (last, _) in pairwise([*inputs, (num_steps, {})]):
+        job, problem = None, "their job file is not in the run's folder"
+        if file := files.get(of_start["settings"]):
+            try:
+                job, problem = _trainable(load_job(run_dir, file=file)), ""
+            except ConfigError as error:
+                problem = str(error)
+        starts.append(_Start(steps=range(first, last), inputs=of_start, job=job, problem=problem))
+    return starts
+
+
+def _trainable(config: RunConfig) -> RunConfig:
+    """The job with its models located. Raises ConfigError if its trainer cannot be built here."""
+    if config.emulated:
+        raise ConfigError("an emulated run has no weights")
+    find_model(config.model.path)
+    return user_files.models_located(config)
+
+
+def _changed_files(run_dir: Path, starts: Sequence[_Start]) -> Iterator[Finding]:
+    """Compare the files of the run's folder with the hashes that the chain has. A file that is not there is no
+    contradiction: only the store may be here."""
+    jobs = {start_inputs.settings_hash(path): path.name for path in run_dir.glob("config*.toml")}
+    known = {start.inputs["settings"] for start in starts}
+    if known - jobs.keys():
+        for file in (name for found, name in jobs.items() if found not in known):
+            yield Finding(check="settings", where=file, message="the steps of no start were trained by this job file")
+    code = start_inputs.user_code_hash(run_dir)
+    if starts and code not in ("", starts[-1].inputs["user_code"]):
+        yield Finding(check="settings", where="code", message="it is not the user code that the run used")
+    prints = source_fingerprints.read(run_dir)
+    if len(starts) == 1 and prints is not None and start_inputs.sources_hash(prints) != starts[0].inputs["sources"]:
+        where = source_fingerprints.FILE
+        yield Finding(check="settings", where=where, message="it has not the fingerprints that the run began with")
+
+
+def _origins(run_dir: Path, starts: Sequence[_Start]) -> dict[int, int]:
+    """The version to begin with, by step that can be repeated: 0 or that of the nearest resume point."""
+    points = ResumePoints(run_dir / "resume").whole()
+    origins: dict[int, int] = {}
+    origin: int | None = None
+    for start in starts:
+        for step in start.steps:
+            origin = step if step in points or not step else origin
+            origin = None if start.job is None else origin
+            if origin is not None:
+                origins[step] = origin
+    return origins
+
+
+def _planned(
+    run_dir: Path,
+    store: VersionedStore,
+    trained: Sequence[StepRecord],
+    starts: Sequence[_Start],
+    chosen: Mapping[int, int],
+) -> Repetition:
+    """Plan to repeat the chosen steps, by the versions to begin with."""
+    points, stretches = ResumePoints(run_dir / "resume"), []
+    for origin in sorted({*chosen.values()}):
+        end = max(step for step, first in chosen.items() if first == origin) + 1
+        parts = [
+            JobPart(config=start.job, first=max(origin, start.steps.start), last=min(end, start.steps.stop))
+            for start in starts
+            if start.job is not None and start.steps.start < end and start.steps.stop > origin
+        ]
+        point = str(points.path(PolicyVersion(origin))) if origin else ""
+        stretches.append(Stretch(point=point, parts=tuple(parts)))
+    weights = {record.step + 1: record.weight_fingerprint for record in trained}
+    return Repetition(
+        path=str(store.path),
+        snapshot=store.snapshot,
+        stretches=tuple(stretches),
+        weights=weights | ({0: starts[0].inputs["weights"]} if not starts[0].steps.start else {}),
+        batches={record.step: record.batch_fingerprint for record in trained},
+    )
+
+
+def _wrong_entry(certified: Certificate, entries: Mapping[int, str]) -> Iterator[Finding]:
+    if (entry := entries.get(certified.version - 1, "none")) != certified.entry:
+        message = f"it names the entry {certified.entry}, that of step {certified.version - 1} is {entry}"
+        yield Finding(check="chain", where=certificate.FILE, message=message)
+
+
+def _with_checkpoint(plan: Repetition, checkpoint: Path, version: PolicyVersion) -> tuple[Repetition, list[str]]:
+    """Compare a checkpoint's weights, too; or why they cannot be."""
+    job = plan.stretches[0].parts[0].config
+    if job.training.lora.rank:
+        return plan, ["the checkpoint's weights: an adapter is merged into them"]
+    config = dataclasses.replace(job, model=dataclasses.replace(job.model, path=str(checkpoint)))
+    model = Stretch(point="", parts=(JobPart(config=config, first=version, last=version),))
+    return dataclasses.replace(plan, stretches=(model, *plan.stretches)), []
+
+
+def _judged(result: RepetitionResult, starts: Sequence[_Start]) -> tuple[list[Finding], list[str]]:
+    """Which differences contradict the run, and which another kind of machine may explain."""
+    wrong, other = list[Finding](), list[str]()
+    for difference in result.differences:
+        theirs = next((start.inputs["numerics"] for start in starts if max(0, difference.step) in start.steps), "")
+        if difference.computed and theirs != result.numerics:
+            line = f"it has other weights than with {theirs}; here it is {result.numerics}"
+            other.append(f"{difference.where}: {line}")
+        else:
+            wrong.append(Finding(check="weights", where=difference.where, message=difference.message))
+    return wrong, other
+
+
+def _announcement(plan: Repetition, chosen: Sequence[int], trained: Sequence[StepRecord]) -> str:
+    steps = [s for stretch in plan.stretches for part in stretch.parts for s in range(part.first, part.last)]
+    seconds = sum(trained[step].metrics.get("train_s", 0.0) for step in steps)
+    return f"repeating {_words(steps)} for {_words(chosen)}: the run's trainer took {seconds:.0f} s for them"
+
+
+def _run(plan: Repetition, client: Any, report: Report) -> RepetitionResult:
+    """Repeat steps on a worker, and as many more as the job has ranks."""
+    ranks = max(part.config.training.ranks for stretch in plan.stretches for part in stretch.parts)
+    with pool_of(client, ranks, model=True) as pool:
+        topic = f"staleflow-verify-{secrets.token_hex(4)}"
+        pool.client.subscribe_topic(topic, lambda event: report(event[1]))
+        try:
+            (result,) = pool.run(_task, [(pickle.dumps(plan), topic, pool.shared)], model=True)
+        finally:
+            pool.client.unsubscribe_topic(topic)
+    repeated: RepetitionResult = pickle.loads(result)
+    return repeated
+
+
+def _task(plan: bytes, topic: str, shared: bool) -> bytes:
+    """Repetition as a Dask task. Values are passed as bytes, which the scheduler need not unpickle."""
+    from distributed import get_worker
+
+    worker = get_worker()
+    return pickle.dumps(repeat(pickle.loads(plan), lambda event: worker.log_event(topic, dict(event)), shared=shared))
+
+
+def _words(steps: Iterable[int]) -> str:
+    """Steps in words.
+
+    >>> _words([1, 2, 3, 7])
+    'steps 1-3, 7'
+    """
+    ranges = (f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in id_ranges(steps))
+    return f"steps {', '.join(ranges)}"

@@ -1,0 +1,296 @@
+"""Verification: honest runs are verified, resumed and on several ranks too; forgeries are found with their place, also
+where the forger has made a chain anew; and what cannot be checked does not pass."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from staleflow.pipeline.jobs.execution import execute
+from staleflow.pipeline.recovery import certificate, resumption
+from staleflow.pipeline.runtime.run_listener import RunListener
+from staleflow.pipeline.stored_runs import verification
+from staleflow.pipeline.stored_runs.repeated_steps import Repetition, RepetitionResult, repeat
+from staleflow.pipeline.stored_runs.verification import Verification, verify_run
+from staleflow.stores.auditing.chain import check_chain
+from staleflow.stores.errors import StoreError
+from staleflow.stores.trajectories.columns import COLUMNS
+from staleflow.stores.trajectories.layout import TOKEN_ARRAYS
+from staleflow.stores.trajectories.records import StepRecord, batch_fingerprint
+from staleflow.stores.trajectories.versioned import VersionedStore
+from staleflow.stores.trajectory import EndedTrajectory, Fate, Segment
+from staleflow.tasks.training import numerics
+from tests.commands import command
+from tests.stores.test_stores import change_a_logprob, edit
+from tests.support.simulated_store import stored_simulation
+
+ALL = 99
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are repeated in this process."""
+
+    def run(plan: Repetition, client: Any, report: Any) -> RepetitionResult:
+        return repeat(plan, report)
+
+    monkeypatch.setattr(verification, "_run", run)
+
+
+@pytest.fixture
+def copy(stored: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be tampered with."""
+    shutil.copytree(stored, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def wheres(result: Verification) -> list[tuple[str, str]]:
+    return [(finding.check, finding.where) for finding in result.findings]
+
+
+# -- honest runs -----------------------------------------------------------------------------------------------------
+
+
+def test_an_honest_run_is_verified_with_every_step(stored: Path) -> None:
+    told: list[Any] = []
+    result = verify_run(stored, steps=ALL, report=told.append)
+    assert result.verified and not result.findings and not result.unverified
+    assert result.repeated == result.chosen == (0, 1, 2)
+    assert result.num_entries == result.num_commits == 4
+    assert [event["done"] for event in told if "done" in event] == [1, 2, 3]
+    assert result.lines[0] == f"{stored}: verified"
+    assert "  weights: 3 of 3 steps repeated bit for bit: steps 0-2" in result.lines
+    one = verify_run(stored, steps=1, seed=2)
+    assert one.verified and len(one.chosen) == 1 and {*one.chosen} <= {*one.repeated}
+
+
+def test_a_step_is_repeated_from_the_nearest_resume_point(stored: Path) -> None:
+    seeds = (seed for seed in range(ALL) if random.Random(seed).sample(range(3), 1) == [2])
+    result = verify_run(stored, steps=1, seed=next(seeds))
+    assert result.repeated == (2,)
+
+
+def test_a_checkpoint_is_verified_with_the_steps_before_it(copy: Path, tmp_path: Path) -> None:
+    folder = copy / "checkpoints" / "step-000003"
+    done = command("verify", folder, "--steps", ALL, "--json")
+    assert done.returncode == 0, done.stderr
+    assert (values := json.loads(done.stdout))["checkpoint_same"] and values["repeated"] == [0, 1, 2]
+    named = certificate.read(folder)
+    assert (named.version, named.entry) == (3, VersionedStore.open(copy / "store").entry(2))
+
+    certificate.write(folder, replace(named, entry="0" * 64))
+    assert wheres(verify_run(copy, folder, steps=1)) == [("chain", certificate.FILE)]
+    certificate.write(folder, named)
+    weights = load_file(folder / "model.safetensors")
+    name = sorted(weights)[0]
+    weights[name] = weights[name].copy()
+    weights[name].flat[0] += np.float32(1e-4)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    result = verify_run(copy, folder, steps=1)
+    assert not result.verified and not result.checkpoint_same
+    assert wheres(result) == [("weights", f"version 3 in {folder}")]
+    moved = shutil.move(folder, tmp_path / "moved")
+    assert command("verify", moved).returncode == 2
+
+
+@pytest.mark.slow  # a run of its own
+def test_a_run_resumed_under_other_settings_and_from_a_lost_point_is_verified(job: Path) -> None:
+    from tests.runtime.test_run import run
+
+    folder = run(job, "steps=3", "task.eval_prompts=0", "training.schedule='linear'").run_dir
+    newest = max((folder / "resume").glob("v*"))
+    newest.unlink()  # so that a step is undone, and trained again on other rows
+    changed = resumption.load(folder, ("steps=5", "training.schedule_steps=9"))
+    asyncio.run(execute(changed, RunListener(), resume=True))
+    result = verify_run(folder, steps=ALL)
+    assert result.verified and result.repeated == (0, 1, 2, 3, 4)
+    (undone,) = VersionedStore.open(folder / "store").branches()
+    assert not check_chain(VersionedStore.open(folder / "store", branch=undone)).findings
+
+
+# -- what cannot be checked does not pass ----------------------------------------------------------------------------
+
+
+def test_a_run_without_weights_or_without_steps_is_not_verified(tmp_path: Path) -> None:
+    run = stored_simulation(tmp_path, "steps=2")
+    result = verify_run(run)
+    assert not result.verified and not result.findings and not result.repeated
+    assert "weights: no step can be repeated" in result.unverified
+    done = command("verify", run)
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"{run}: NOT VERIFIED")
+
+
+def test_other_weights_on_another_kind_of_machine_contradict_nothing(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+    step = PolicyTrainer.step
+
+    def inexact(self: PolicyTrainer, number: int, rows: Any) -> dict[str, float]:
+        metrics = step(self, number, rows)
+        next(iter(self.model.parameters())).data.add_(1e-6)
+        return metrics
+
+    monkeypatch.setattr(PolicyTrainer, "step", inexact)
+    assert wheres(verify_run(stored, steps=ALL)) == [
+        ("weights", "step 0"),
+        ("weights", "step 1"),
+        ("weights", "step 2"),
+    ]
+    monkeypatch.setattr(numerics, "numerics", lambda: "another machine")
+    result = verify_run(stored, steps=ALL)
+    assert not result.verified and not result.findings
+    assert any("another machine" in line for line in result.unverified)
+
+
+# -- forgeries -------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_store_is_found_by_its_chain_and_nothing_is_repeated(copy: Path) -> None:
+    edit(copy / "store", change_a_logprob)
+    result = verify_run(copy)
+    assert ("chain", "step 0") in wheres(result)
+    assert not result.verified and not result.repeated
+    assert command("verify", copy).returncode == 1
+
+
+def reward(row: EndedTrajectory) -> EndedTrajectory:
+    """A reward, with the advantage that it gives."""
+    return replace(row, trajectory=replace(row.trajectory, reward=row.trajectory.reward + 1), advantage=0.5)
+
+
+def logprob(row: EndedTrajectory) -> EndedTrajectory:
+    return with_first_segment(row, lambda segment: replace(segment, logprobs=segment.logprobs - np.float32(0.5)))
+
+
+def token(row: EndedTrajectory) -> EndedTrajectory:
+    return with_first_segment(row, lambda segment: replace(segment, tokens=segment.tokens[::-1].copy()))
+
+
+def with_first_segment(row: EndedTrajectory, change: Callable[[Segment], Segment]) -> EndedTrajectory:
+    first, *rest = row.trajectory.spans
+    assert isinstance(first, Segment)
+    return replace(row, trajectory=replace(row.trajectory, spans=(change(first), *rest)))
+
+
+@pytest.mark.parametrize("change", [reward, logprob, token])
+def test_a_batch_forged_with_a_chain_of_its_own_does_not_give_the_published_weights(
+    copy: Path, change: Callable[[EndedTrajectory], EndedTrajectory]
+) -> None:
+    """The forger changes a row of step 1 and makes all hashes anew, but cannot train."""
+    source = VersionedStore.open(copy / "store")
+    records, rows = source.steps(), list(source.ended())
+    shutil.rmtree(copy / "store")
+    forged = VersionedStore.create(copy / "store", source.header)
+    at = next(i for i, r in enumerate(rows) if r.step == 1 and r.fate is Fate.CONSUMED and len(set(told(r))) > 1)
+    rows[at] = change(rows[at])
+    first = 0
+    for record in records:
+        of_commit = rows[first : first + record.num_rows]
+        first += record.num_rows
+        consumed = [(row.trajectory, row.advantage) for row in of_commit if row.fate is Fate.CONSUMED]
+        batch = batch_fingerprint(consumed) if record.kind == "step" else ""
+        forged.commit(replace(record, batch_fingerprint=batch, rows_fingerprint="", previous=""), of_commit)
+    assert not check_chain(forged).findings
+    result = verify_run(copy, steps=ALL)
+    assert ("weights", "step 1") in wheres(result)
+    assert not result.verified
+
+
+def told(row: EndedTrajectory) -> list[int]:
+    return row.trajectory.spans[0].tokens.tolist()
+
+
+def test_changed_files_of_the_run_are_found(copy: Path) -> None:
+    job = copy / "config.toml"
+    text = job.read_text()
+    job.write_text(text.replace("learning_rate = 0.001", "learning_rate = 0.002"))
+    assert job.read_text() != text
+    result = verify_run(copy)
+    assert wheres(result) == [("settings", "config.toml")] and not result.repeated
+    job.unlink()
+    result = verify_run(copy)
+    assert not result.findings and not result.verified
+    assert "steps 0-2: their job file is not in the run's folder" in result.unverified
+    job.write_text(text)
+    (copy / "fingerprints.json").write_text((copy / "fingerprints.json").read_text().replace("chain_sum", "chain_sun"))
+    (copy / "code").mkdir()
+    (copy / "code" / "more.py").write_text("x = 1\n")
+    assert wheres(verify_run(copy, steps=1)) == [("settings", "code"), ("settings", "fingerprints.json")]
+
+
+def test_a_changed_resume_point_and_a_changed_base_model_are_found(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    point = copy / "resume" / "v00000001.pt"
+    state = torch.load(point, weights_only=True)
+    next(iter(state["model"].values())).view(-1)[0] += 1e-4
+    torch.save(state, point)
+    result = verify_run(copy, steps=ALL)
+    assert wheres(result) == [("weights", "resume point of version 1")]
+    assert result.repeated == (0, 2) and "steps 1: chosen, and not repeated to the end" in result.unverified
+    point.write_bytes(point.read_bytes()[:-1000])
+    assert verify_run(copy, steps=ALL).verified, "a point that is not whole is none"
+
+    from staleflow.tasks.training.policy_trainer import PolicyTrainer
+
+    load = PolicyTrainer._load_model
+
+    def other(self: PolicyTrainer) -> Any:
+        model = load(self)
+        next(iter(model.parameters())).data.view(-1)[0] += 1e-4
+        return model
+
+    monkeypatch.setattr(PolicyTrainer, "_load_model", other)
+    assert next(where for _, where in wheres(verify_run(copy, steps=ALL))).startswith("version 0 in ")
+
+
+def test_random_changes_of_the_stores_files_are_found_or_not_read(copy: Path) -> None:
+    """Wherever a bit is flipped in the files of the store: the chain breaks, the store cannot be read, or nothing that
+    its present snapshot reads has changed, as in the history behind it."""
+    contents = read_all(copy / "store")
+    files = sorted(path for path in (copy / "store").rglob("*") if path.is_file() and path.stat().st_size)
+    rng = random.Random(0)
+    found = 0
+    for _ in range(60):
+        file = rng.choice(files)
+        data = file.read_bytes()
+        at = rng.randrange(len(data))
+        file.write_bytes(data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :])
+        try:
+            findings = check_chain(VersionedStore.pinned(copy / "store")).findings
+        except StoreError:
+            findings = ["unreadable"]  # type: ignore[list-item]
+        found += bool(findings)
+        if not findings:
+            assert read_all(copy / "store") == contents, file
+        file.write_bytes(data)
+    assert found > 10
+
+
+def read_all(path: Path) -> dict[str, bytes]:
+    """Everything that the present snapshot of a store has."""
+    root = VersionedStore.pinned(path)._read_root()
+    names = [*(f"tokens/{name}" for name in TOKEN_ARRAYS), *(c.array for c in COLUMNS), "text", "commits", "records"]
+    return {name: np.asarray(root[name][:]).tobytes() for name in names}
+
+
+def test_records_of_a_step_have_what_its_weights_come_from(stored: Path) -> None:
+    records: list[StepRecord] = [r for r in VersionedStore.open(stored / "store").steps() if r.kind == "step"]
+    assert {*records[0].inputs} == {"weights", "settings", "user_code", "staleflow", "sources", "numerics"}
+    assert records[0].inputs["numerics"].startswith("torch ")
+    assert all(not record.inputs for record in records[1:])
